@@ -1,0 +1,172 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[DType]
+    DTYPE_FLOAT32: _ClassVar[DType]
+    DTYPE_BFLOAT16: _ClassVar[DType]
+
+class ExpertSplit(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EXPERT_SPLIT_UNSPECIFIED: _ClassVar[ExpertSplit]
+    EXPERT_SPLIT_TENSOR: _ClassVar[ExpertSplit]
+    EXPERT_SPLIT_EXPERT: _ClassVar[ExpertSplit]
+DTYPE_UNSPECIFIED: DType
+DTYPE_FLOAT32: DType
+DTYPE_BFLOAT16: DType
+EXPERT_SPLIT_UNSPECIFIED: ExpertSplit
+EXPERT_SPLIT_TENSOR: ExpertSplit
+EXPERT_SPLIT_EXPERT: ExpertSplit
+
+class LoadRequest(_message.Message):
+    __slots__ = ("model_path", "split", "split_index", "split_count", "split_shares", "weight_dtype", "top_k")
+    MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_SHARES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    model_path: str
+    split: ExpertSplit
+    split_index: int
+    split_count: int
+    split_shares: _containers.RepeatedScalarFieldContainer[int]
+    weight_dtype: DType
+    top_k: int
+    def __init__(self, model_path: _Optional[str] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., split_shares: _Optional[_Iterable[int]] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., top_k: _Optional[int] = ...) -> None: ...
+
+class LoadResponse(_message.Message):
+    __slots__ = ("packed_bytes", "seconds")
+    PACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    packed_bytes: int
+    seconds: float
+    def __init__(self, packed_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class InfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InfoResponse(_message.Message):
+    __slots__ = ("version", "abi_version", "model_path", "hidden_size", "num_layers", "num_experts", "top_k", "split", "split_index", "split_count", "intermediate_begin", "intermediate_end", "expert_begin", "expert_end", "weight_dtype", "packed_bytes", "isa", "num_threads", "numa_node", "cpus", "pid")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ABI_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    INTERMEDIATE_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    INTERMEDIATE_END_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_END_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ISA_FIELD_NUMBER: _ClassVar[int]
+    NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    NUMA_NODE_FIELD_NUMBER: _ClassVar[int]
+    CPUS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    abi_version: int
+    model_path: str
+    hidden_size: int
+    num_layers: int
+    num_experts: int
+    top_k: int
+    split: ExpertSplit
+    split_index: int
+    split_count: int
+    intermediate_begin: int
+    intermediate_end: int
+    expert_begin: int
+    expert_end: int
+    weight_dtype: DType
+    packed_bytes: int
+    isa: str
+    num_threads: int
+    numa_node: int
+    cpus: _containers.RepeatedScalarFieldContainer[int]
+    pid: int
+    def __init__(self, version: _Optional[str] = ..., abi_version: _Optional[int] = ..., model_path: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., intermediate_begin: _Optional[int] = ..., intermediate_end: _Optional[int] = ..., expert_begin: _Optional[int] = ..., expert_end: _Optional[int] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., packed_bytes: _Optional[int] = ..., isa: _Optional[str] = ..., num_threads: _Optional[int] = ..., numa_node: _Optional[int] = ..., cpus: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class StatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LayerStats(_message.Message):
+    __slots__ = ("layer", "calls", "rows", "expert_rows")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    calls: int
+    rows: int
+    expert_rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., expert_rows: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StatsResponse(_message.Message):
+    __slots__ = ("calls", "rows", "busy_seconds", "layers", "nonfinite_outputs")
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NONFINITE_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    calls: int
+    rows: int
+    busy_seconds: float
+    layers: _containers.RepeatedCompositeFieldContainer[LayerStats]
+    nonfinite_outputs: int
+    def __init__(self, calls: _Optional[int] = ..., rows: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerStats, _Mapping]]] = ..., nonfinite_outputs: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout_ms",)
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    timeout_ms: int
+    def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ComputeRequest(_message.Message):
+    __slots__ = ("epoch", "layer", "rows", "dtype", "hidden_states", "topk_ids", "topk_weights", "traceparent")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    TOPK_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOPK_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    layer: int
+    rows: int
+    dtype: DType
+    hidden_states: bytes
+    topk_ids: bytes
+    topk_weights: bytes
+    traceparent: str
+    def __init__(self, epoch: _Optional[int] = ..., layer: _Optional[int] = ..., rows: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., hidden_states: _Optional[bytes] = ..., topk_ids: _Optional[bytes] = ..., topk_weights: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class ComputeResponse(_message.Message):
+    __slots__ = ("epoch", "output", "compute_seconds")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    output: bytes
+    compute_seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., output: _Optional[bytes] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
