@@ -1,0 +1,48 @@
+# `make demo` and `make test` are the two commands of this project; the rest is for its developers.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo serve test setup kernels lint types unit protos clean
+.DEFAULT_GOAL := help
+help:
+	@echo "make demo    answer one chat request on this machine, GPU or not"
+	@echo "make serve   the same, staying up on http://127.0.0.1:8000"
+	@echo "make test    lint, types and the whole test suite"
+
+demo: setup
+	$(BIN)/moebius demo
+
+serve: setup
+	$(BIN)/moebius serve demo --expert-servers 2 --port 8000
+
+test: setup lint types unit
+
+# torch comes first and by exact version: a plain resolution would take CUDA builds of several GB.
+$(READY): pyproject.toml CMakeLists.txt $(shell find kernels -name '*.cc' -o -name '*.h')
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check 'scikit-build-core>=1.1,<2' 'pybind11>=3.1,<4' cmake ninja
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[dev]'
+	@touch $@
+setup: $(READY)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/python -m pytest
+
+protos: setup
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/engine.proto protos/expert.proto
+
+clean:
+	rm -rf $(VENV) build
+
+-include kernels/build.mk
+-include tests/numa/numa.mk
