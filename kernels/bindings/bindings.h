@@ -1,0 +1,12 @@
+// The parts of the Python module; each adds its classes and functions to `moebius._kernels`.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace moebius {
+
+void bind_moe(pybind11::module_& m);       // kernels/bindings/bind_moe.cc
+void bind_topology(pybind11::module_& m);  // kernels/bindings/bind_topology.cc
+void bind_mailbox(pybind11::module_& m);   // kernels/bindings/bind_mailbox.cc
+
+}  // namespace moebius
