@@ -1,0 +1,42 @@
+"""The contract of an attention backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.kv_cache import KVCache
+from gpu_service.model_config import ModelConfig
+
+
+class AttentionBackend(ABC):
+    """Causal attention over a paged KV cache, for any mixture of prefill chunks and decodes.
+
+    `plan` is host work, done once per step before the forward; `forward` is called once per layer and
+    uses what the last `plan` left. One plan is alive at a time: a step's forward must have been launched
+    before the next `plan`. Not thread-safe.
+    """
+
+    def __init__(self, config: ModelConfig, kv_cache: KVCache) -> None:
+        self.config = config
+        self.kv_cache = kv_cache
+
+    @abstractmethod
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Prepare whatever all layers of this step share (indices, masks, kernel schedules).
+
+        Raises ValueError when the inputs contradict themselves or exceed the block table.
+        """
+
+    @abstractmethod
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_id: int
+    ) -> torch.Tensor:
+        """Store the new keys and values of this layer, then attend.
+
+        query `[T, num_heads, head_dim]`; key, value `[T, num_kv_heads, head_dim]`, all of the cache's
+        dtype, rows in the order of `ForwardInputs`, rotary embedding already applied. Row at position p
+        of a request attends to that request's positions 0..p. Returns `[T, num_heads * head_dim]`.
+        """

@@ -1,0 +1,24 @@
+"""What a forward pass may touch besides weights and activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpu_service.attention.base import AttentionBackend
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from gpu_service.experts.client import ExpertClient
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Filled by the engine, once per step. `attention.plan(inputs)` must have been called before the forward."""
+
+    inputs: ForwardInputs
+    kv_cache: KVCache
+    attention: AttentionBackend
+    # None only for models without MoE layers.
+    experts: ExpertClient | None

@@ -1,0 +1,1 @@
+"""Modules that models are composed of."""

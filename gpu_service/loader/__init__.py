@@ -1,0 +1,1 @@
+"""From safetensors to filled parameters."""

@@ -1,0 +1,157 @@
+"""What the model is, independent of how its checkpoint spells it.
+
+A `ModelConfig` is made once from a checkpoint's `config.json` and never holds an object of another
+library. `gpu_service/hf_config.py` knows the key names of each family; everything downstream reads only
+the fields below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+ScoreFunction = Literal["softmax", "sigmoid", "none"]
+GroupScore = Literal["max", "top2_sum"]
+RouterPost = Literal["none", "renormalize", "softmax"]
+DTypeName = Literal["float32", "bfloat16"]
+
+TORCH_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ModelConfigError(ValueError):
+    """A checkpoint's config.json asks for something we do not know, do not support, or that is absurd."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding; filled by `hf_config`."""
+
+    theta: float
+    # Leading elements of each head that are rotated; the rest pass through.
+    rotary_dim: int
+    # False: element j pairs with j + rotary_dim/2. True: pairs are (2j, 2j+1).
+    interleaved: bool = False
+    # A key of `ops.rope.INVERSE_FREQUENCIES`, and the numbers that kind needs.
+    scaling_kind: str = "default"
+    scaling: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """One point of the router space that all families share; see `ops.router.route`."""
+
+    num_experts: int
+    top_k: int
+    score: ScoreFunction
+    # A bias added to the scores for the selection only; the weights stay unbiased.
+    correction_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "top2_sum"
+    post: RouterPost = "none"
+    # Added to the sum before dividing by it (GLM and DeepSeek: 1e-20).
+    renormalize_epsilon: float = 0.0
+    scale: float = 1.0
+    # Whether the gate matmul runs in float32 whatever the model's dtype.
+    float32_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """The mixture-of-experts blocks; filled by `hf_config`."""
+
+    router: RouterConfig
+    intermediate_size: int
+    # Width of the always-active experts taken together; 0 when the family has none.
+    shared_intermediate_size: int
+    # Indices of the layers that are MoE; all others have a dense MLP.
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOverrides:
+    """What the user may change about a checkpoint; filled from `MoebiusConfig.model`."""
+
+    top_k: int | None = None
+    max_model_len: int | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Filled by `ModelConfig.from_dir`; sizes in elements, lengths in tokens."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    # Width of the dense MLP layers.
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    activation: str
+    rope: RopeConfig
+    moe: MoeConfig
+    dtype: DTypeName
+    # Longest prompt + output: the checkpoint's, or the smaller override.
+    max_model_len: int
+    qk_norm: bool = False
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    # Layers after the last decoder layer that hold multi-token prediction; the loader skips them.
+    num_mtp_layers: int = 0
+    # Keys of config.json that nothing here reads; logged, so that nothing is ignored in silence.
+    unread_keys: tuple[str, ...] = field(default=(), compare=False)
+
+    @staticmethod
+    def from_dir(path: str | Path, overrides: ModelOverrides | None = None) -> ModelConfig:
+        """Read `config.json` (and `generation_config.json` where there is one) of a checkpoint.
+
+        Raises ModelConfigError naming the key, its value and what is allowed.
+        """
+        from gpu_service.hf_config import read_model_config
+
+        return read_model_config(Path(path), overrides or ModelOverrides())
+
+    @cached_property
+    def torch_dtype(self) -> torch.dtype:
+        """Type of dense weights, activations and KV."""
+        return TORCH_DTYPES[self.dtype]
+
+    @cached_property
+    def num_kv_groups(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @cached_property
+    def q_size(self) -> int:
+        """Width of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @cached_property
+    def kv_size(self) -> int:
+        """Width of the key (or value) projection."""
+        return self.num_kv_heads * self.head_dim
+
+    @cached_property
+    def softmax_scale(self) -> float:
+        """Factor of the attention scores."""
+        return float(self.head_dim**-0.5)
+
+    @cached_property
+    def moe_layer_ids(self) -> tuple[int, ...]:
+        """MoE layers, ascending."""
+        return tuple(sorted(self.moe.layers))
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        """Whether the layer routes to experts (else: dense MLP)."""
+        return layer_id in self.moe.layers

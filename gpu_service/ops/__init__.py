@@ -1,0 +1,1 @@
+"""Free functions with one signature for the reference and for fast implementations."""
