@@ -103,7 +103,6 @@ class ModelConfig:
     max_model_len: int
     qk_norm: bool = False
     attention_bias: bool = False
-    attention_output_bias: bool = False
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

@@ -1,0 +1,57 @@
+"""Grouped-query attention with the switches that families differ in."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gpu_service.context import ForwardContext
+from gpu_service.layers.linear import FusedLinear, Linear
+from gpu_service.layers.norm import RMSNorm
+from gpu_service.model_config import ModelConfig
+from gpu_service.ops.rope import RopeTable, apply_rope
+
+
+class GQAttention(nn.Module):
+    """QKV in one product, optional per-head norm of queries and keys, rotary embedding, attention, output."""
+
+    def __init__(
+        self,
+        layer_id: int,
+        config: ModelConfig,
+        *,
+        qk_norm: bool,
+        bias: bool,
+        output_bias: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        parts = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=bias, dtype=dtype)
+        self.o_proj = Linear(config.q_size, config.hidden_size, bias=output_bias, dtype=dtype)
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if qk_norm else None
+
+    def forward(
+        self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext
+    ) -> torch.Tensor:
+        """`[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards."""
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        heads = self.qkv_proj(hidden_states).view(-1, num_heads + 2 * num_kv_heads, self.head_dim)
+        if self.q_norm is None or self.k_norm is None:
+            # Queries and keys are neighbours: one rotation serves both.
+            apply_rope(heads[:, : num_heads + num_kv_heads], rope)
+            query = heads[:, :num_heads]
+            key = heads[:, num_heads : num_heads + num_kv_heads]
+        else:
+            query = apply_rope(self.q_norm(heads[:, :num_heads]), rope)
+            key = apply_rope(self.k_norm(heads[:, num_heads : num_heads + num_kv_heads]), rope)
+        value = heads[:, num_heads + num_kv_heads :]
+        attended = context.attention.forward(query, key, value, self.layer_id)
+        output: torch.Tensor = self.o_proj(attended)
+        return output

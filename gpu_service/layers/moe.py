@@ -1,0 +1,43 @@
+"""The mixture-of-experts block: it routes, and lets someone else compute the routed experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gpu_service.context import ForwardContext
+from gpu_service.layers.mlp import GatedMLP
+from gpu_service.layers.router import Router
+from gpu_service.model_config import MoeConfig
+
+
+class MoE(nn.Module):
+    """Route, submit, compute the shared experts meanwhile, collect, add.
+
+    Holds no routed expert's weights. The routing weights already carry the family's scaling factor, so
+    what `collect` returns is final.
+    """
+
+    def __init__(
+        self, layer_id: int, hidden_size: int, config: MoeConfig, activation: str, *, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.gate = Router(hidden_size, config.router, dtype=dtype)
+        shared_size = config.shared_intermediate_size
+        self.shared_experts = (
+            GatedMLP(hidden_size, shared_size, activation, dtype=dtype) if shared_size else None
+        )
+
+    def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """`[T, H]` to a new `[T, H]` in the same dtype; the sum is taken in float32."""
+        experts = context.experts
+        if experts is None:
+            raise RuntimeError(f"layer {self.layer_id} routes to experts, but the context has no client")
+        topk_weights, topk_ids = self.gate(hidden_states)
+        ticket = experts.submit(self.layer_id, hidden_states, topk_ids, topk_weights)
+        shared = None if self.shared_experts is None else self.shared_experts(hidden_states, context)
+        output = experts.collect(ticket)
+        if shared is not None:
+            output = output + shared
+        return output.to(hidden_states.dtype)

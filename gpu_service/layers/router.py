@@ -1,0 +1,33 @@
+"""The gate: from hidden states to chosen experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gpu_service.layers.linear import empty_parameter
+from gpu_service.model_config import RouterConfig
+from gpu_service.ops.router import route
+
+
+class Router(nn.Module):
+    """Gate matmul followed by `ops.router.route`.
+
+    The weight is kept in the dtype the product runs in: with a float32 gate a bfloat16 checkpoint is
+    widened once at load instead of at every step. The correction bias is always float32.
+    """
+
+    def __init__(self, hidden_size: int, config: RouterConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        gate_dtype = torch.float32 if config.float32_gate else dtype
+        self.weight = empty_parameter(config.num_experts, hidden_size, dtype=gate_dtype)
+        self.e_score_correction_bias = (
+            empty_parameter(config.num_experts, dtype=torch.float32) if config.correction_bias else None
+        )
+        self._config = config
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`."""
+        logits = functional.linear(hidden_states.to(self.weight.dtype), self.weight)
+        return route(logits, self.e_score_correction_bias, self._config)

@@ -1,0 +1,25 @@
+"""GLM-4.5, 4.6, 4.7: partial rotary, sigmoid router with correction bias, dense first layers, shared experts."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_service.layers.attention import GQAttention
+from gpu_service.model_config import ModelConfig
+from gpu_service.models.common import CausalLM, build_causal_lm
+
+
+def build(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Compose the family; an attention bias never covers the output projection."""
+
+    def attention(layer_id: int) -> GQAttention:
+        return GQAttention(
+            layer_id,
+            config,
+            qk_norm=config.qk_norm,
+            bias=config.attention_bias,
+            output_bias=False,
+            dtype=dtype,
+        )
+
+    return build_causal_lm(config, attention, dtype=dtype, device=device)

@@ -1,0 +1,25 @@
+"""Qwen3-MoE and Qwen3-Coder: grouped-query attention with a norm per head, softmax router, no shared expert."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_service.layers.attention import GQAttention
+from gpu_service.model_config import ModelConfig
+from gpu_service.models.common import CausalLM, build_causal_lm
+
+
+def build(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Compose the family; an attention bias covers the output projection too."""
+
+    def attention(layer_id: int) -> GQAttention:
+        return GQAttention(
+            layer_id,
+            config,
+            qk_norm=True,
+            bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            dtype=dtype,
+        )
+
+    return build_causal_lm(config, attention, dtype=dtype, device=device)

@@ -1,0 +1,39 @@
+"""From `model_type` to the function that composes it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from gpu_service.model_config import ModelConfig, ModelConfigError
+from gpu_service.models import glm4_moe, qwen3_moe
+from gpu_service.models.common import CausalLM
+
+
+class ModelBuilder(Protocol):
+    """What a family file provides as `build`."""
+
+    def __call__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> CausalLM: ...
+
+
+MODEL_BUILDERS: dict[str, ModelBuilder] = {
+    "glm4_moe": glm4_moe.build,
+    "qwen3_moe": qwen3_moe.build,
+}
+
+
+def build_model(
+    config: ModelConfig, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> CausalLM:
+    """Compose the model on the meta device; `load_weights` puts it on `device`.
+
+    `dtype` is that of weights and activations, by default the config's. Raises ModelConfigError for a
+    `model_type` without a builder.
+    """
+    builder = MODEL_BUILDERS.get(config.model_type)
+    if builder is None:
+        known = ", ".join(sorted(MODEL_BUILDERS))
+        raise ModelConfigError(f"model_type {config.model_type!r} is not supported; known: {known}")
+    model = builder(config, dtype=dtype or config.torch_dtype, device=torch.device(device))
+    return model.eval()

@@ -1,0 +1,20 @@
+"""Root-mean-square norms."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_service.ops.registry import Op
+
+
+@Op
+def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang & Sennrich 2019).
+
+    hidden_states `[..., N]`, weight `[N]`, same dtype; statistics in float32, rounded to the input's
+    dtype before the weight is applied, as the checkpoints were trained. Returns a new `[..., N]`.
+    """
+    if hidden_states.dtype == torch.float32:
+        return torch.rms_norm(hidden_states, weight.shape, weight, eps)
+    normalized = torch.rms_norm(hidden_states.float(), weight.shape, None, eps)
+    return normalized.to(hidden_states.dtype).mul_(weight)

@@ -1,0 +1,55 @@
+"""The router of every family: one function with seven parameters."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_service.model_config import RouterConfig
+from gpu_service.ops.registry import Op
+
+
+def _scores(router_logits: torch.Tensor, config: RouterConfig) -> torch.Tensor:
+    """Score function, always in float32."""
+    logits = router_logits.float()
+    if config.score == "softmax":
+        return logits.softmax(dim=-1)
+    if config.score == "sigmoid":
+        return logits.sigmoid()
+    return logits
+
+
+def _mask_groups(choice: torch.Tensor, config: RouterConfig) -> torch.Tensor:
+    """Put -inf on the experts outside the best `top_groups` of `num_groups` equal, adjacent groups."""
+    grouped = choice.unflatten(-1, (config.num_groups, -1))
+    if config.group_score == "max":
+        group_scores = grouped.amax(dim=-1)
+    else:
+        group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    best = group_scores.topk(config.top_groups, dim=-1, sorted=False).indices
+    kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, best, True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+@Op
+def route(
+    router_logits: torch.Tensor, correction_bias: torch.Tensor | None, config: RouterConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose `top_k` experts per token.
+
+    router_logits `[T, E]`; correction_bias float32 `[E]` or None. Returns weights float32 `[T, top_k]`
+    and ids int32 `[T, top_k]`; the order within a row is not defined. The bias decides who is chosen,
+    never how much they weigh.
+    """
+    scores = _scores(router_logits, config)
+    choice = scores if correction_bias is None else scores + correction_bias
+    if config.top_groups < config.num_groups:
+        choice = _mask_groups(choice, config)
+    ids = choice.topk(config.top_k, dim=-1, sorted=False).indices
+    weights = scores.gather(-1, ids)
+    if config.post == "renormalize":
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + config.renormalize_epsilon)
+    elif config.post == "softmax":
+        weights = weights.softmax(dim=-1)
+    if config.scale != 1.0:
+        weights = weights * config.scale
+    return weights, ids.int()
