@@ -1,0 +1,178 @@
+"""How each family's config.json is read. Adding a family is adding a reader to `READERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from gpu_service.hf_keys import HfKeys
+from gpu_service.hf_rope import read_rope
+from gpu_service.model_config import (
+    TORCH_DTYPES,
+    ModelConfig,
+    ModelConfigError,
+    ModelOverrides,
+    MoeConfig,
+    RouterConfig,
+)
+from gpu_service.ops.activation import GATED_ACTIVATIONS
+
+log = structlog.get_logger(__name__)
+
+# Keys that say nothing about the function the model computes at inference.
+_HARMLESS = (
+    "architectures",
+    "attention_dropout",
+    "auto_map",
+    "initializer_range",
+    "max_window_layers",
+    "output_router_logits",
+    "pad_token_id",
+    "router_aux_loss_coef",
+    "transformers_version",
+    "use_cache",
+)
+
+
+def _read_common(hf: HfKeys) -> dict[str, Any]:
+    """Fields that all families spell alike; raises on features that no family here has."""
+    hf.skip("model_type", *_HARMLESS)
+    hf.refuse("quantization_config")
+    heads = hf.integer("num_attention_heads")
+    kv_heads = hf.integer("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise hf.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+    hidden_size = hf.integer("hidden_size")
+    activation = hf.string("hidden_act", default="silu")
+    if activation not in GATED_ACTIVATIONS:
+        raise hf.error("hidden_act", activation, ", ".join(sorted(GATED_ACTIVATIONS)))
+    dtype = hf.string("dtype", "torch_dtype", default="bfloat16")
+    bos = hf.integers("bos_token_id")
+    return {
+        "vocab_size": hf.integer("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": hf.integer("intermediate_size"),
+        "num_layers": hf.integer("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": hf.integer("head_dim", default=hidden_size // heads),
+        "rms_norm_eps": hf.number("rms_norm_eps"),
+        "activation": activation,
+        "dtype": dtype,
+        "max_model_len": hf.integer("max_position_embeddings"),
+        "attention_bias": hf.boolean("attention_bias", default=False),
+        "tie_word_embeddings": hf.boolean("tie_word_embeddings", default=False),
+        "eos_token_ids": hf.integers("eos_token_id"),
+        "bos_token_id": bos[0] if bos else None,
+    }
+
+
+def _read_qwen3_moe(hf: HfKeys) -> ModelConfig:
+    common = _read_common(hf)
+    if hf.boolean("use_sliding_window", default=False):
+        raise hf.error("use_sliding_window", True, "false")
+    hf.skip("sliding_window")  # means nothing while use_sliding_window is false
+    dense = set(hf.integers("mlp_only_layers"))
+    step = hf.integer("decoder_sparse_step", default=1)
+    layers = frozenset(i for i in range(common["num_layers"]) if i not in dense and (i + 1) % step == 0)
+    router = RouterConfig(
+        num_experts=hf.integer("num_experts", "num_local_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="softmax",
+        post="renormalize" if hf.boolean("norm_topk_prob", default=False) else "none",
+    )
+    return ModelConfig(
+        **common,
+        model_type="qwen3_moe",
+        rope=read_rope(hf, common["head_dim"], default_partial_factor=1.0),
+        moe=MoeConfig(router, hf.integer("moe_intermediate_size"), 0, layers),
+        qk_norm=True,
+    )
+
+
+def _read_glm4_moe(hf: HfKeys) -> ModelConfig:
+    common = _read_common(hf)
+    first_moe = hf.integer("first_k_dense_replace", default=1, minimum=0)
+    router = RouterConfig(
+        num_experts=hf.integer("n_routed_experts", "num_local_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="sigmoid",
+        correction_bias=True,
+        num_groups=hf.integer("n_group", default=1),
+        top_groups=hf.integer("topk_group", default=1),
+        group_score="top2_sum",
+        post="renormalize" if hf.boolean("norm_topk_prob", default=True) else "none",
+        renormalize_epsilon=1e-20,
+        scale=hf.number("routed_scaling_factor", default=1.0),
+        float32_gate=True,
+    )
+    moe_size = hf.integer("moe_intermediate_size")
+    shared = hf.integer("n_shared_experts", default=1, minimum=0) * moe_size
+    return ModelConfig(
+        **common,
+        model_type="glm4_moe",
+        rope=read_rope(hf, common["head_dim"], default_partial_factor=0.5),
+        moe=MoeConfig(router, moe_size, shared, frozenset(range(first_moe, common["num_layers"]))),
+        qk_norm=hf.boolean("use_qk_norm", default=False),
+        num_mtp_layers=hf.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0),
+    )
+
+
+READERS: Mapping[str, Callable[[HfKeys], ModelConfig]] = {
+    "glm4_moe": _read_glm4_moe,
+    "qwen3_moe": _read_qwen3_moe,
+}
+
+
+def _check_router(hf: HfKeys, router: RouterConfig) -> None:
+    experts, groups = router.num_experts, router.num_groups
+    if experts % groups:
+        raise hf.error("n_group", groups, f"a divisor of the number of experts ({experts})")
+    if router.top_groups > groups:
+        raise hf.error("topk_group", router.top_groups, f"at most n_group ({groups})")
+    if router.top_groups < groups and experts // groups < 2:
+        raise hf.error("n_group", groups, f"groups of at least 2 of the {experts} experts")
+    reachable = experts // groups * router.top_groups
+    if not 1 <= router.top_k <= reachable:
+        raise hf.error("top_k (num_experts_per_tok)", router.top_k, f"1 to {reachable}")
+
+
+def _apply_overrides(hf: HfKeys, config: ModelConfig, overrides: ModelOverrides) -> ModelConfig:
+    if overrides.top_k is not None:
+        router = replace(config.moe.router, top_k=overrides.top_k)
+        config = replace(config, moe=replace(config.moe, router=router))
+    if overrides.max_model_len is not None:
+        if overrides.max_model_len > config.max_model_len:
+            raise hf.error("max_model_len", overrides.max_model_len, f"at most {config.max_model_len}")
+        config = replace(config, max_model_len=overrides.max_model_len)
+    if overrides.dtype != "auto":
+        config = replace(config, dtype=overrides.dtype)
+    return config
+
+
+def read_model_config(directory: Path, overrides: ModelOverrides) -> ModelConfig:
+    """See `ModelConfig.from_dir`."""
+    hf = HfKeys.from_file(directory / "config.json")
+    model_type = hf.string("model_type")
+    reader = READERS.get(model_type)
+    if reader is None:
+        raise hf.error("model_type", model_type, ", ".join(sorted(READERS)))
+    config = _apply_overrides(hf, reader(hf), overrides)
+    if config.dtype not in TORCH_DTYPES:
+        raise hf.error("dtype", config.dtype, ", ".join(sorted(TORCH_DTYPES)))
+    _check_router(hf, config.moe.router)
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        extra = HfKeys.from_file(generation).integers("eos_token_id")
+        ids = dict.fromkeys((*config.eos_token_ids, *extra))
+        config = replace(config, eos_token_ids=tuple(ids))
+    if hf.unread:
+        log.warning("config.json has keys that are not used", keys=list(hf.unread), model_type=model_type)
+    return replace(config, unread_keys=hf.unread)
+
+
+__all__ = ["READERS", "ModelConfigError", "read_model_config"]
