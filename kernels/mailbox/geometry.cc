@@ -1,0 +1,36 @@
+// Validation and rendering of geometries.
+#include <stdexcept>
+#include <string>
+
+#include "kernels/mailbox/segment.h"
+
+namespace moebius::mailbox {
+
+namespace {
+
+void check_range(const char* field, uint64_t value, uint64_t low, uint64_t high) {
+  if (value >= low && value <= high) return;
+  throw std::invalid_argument(std::string("mailbox geometry: ") + field + " = " + std::to_string(value) +
+                              ", allowed " + std::to_string(low) + ".." + std::to_string(high));
+}
+
+}  // namespace
+
+void check_geometry(const Geometry& g) {
+  check_range("num_layers", g.num_layers, 1, 1u << 16);
+  check_range("hidden_size", g.hidden_size, 1, 1u << 20);
+  check_range("top_k", g.top_k, 1, 1u << 12);
+  check_range("num_slots", g.num_slots, 1, kMaxSlots);
+  check_range("max_rows", g.max_rows, 1, 1u << 16);
+  check_range("num_servers", g.num_servers, 1, kMaxServers);
+  check_range("dtype", g.dtype, 1, 2);
+}
+
+std::string describe(const Geometry& g) {
+  return "layers=" + std::to_string(g.num_layers) + " hidden_size=" + std::to_string(g.hidden_size) +
+         " top_k=" + std::to_string(g.top_k) + " slots=" + std::to_string(g.num_slots) +
+         " rows=" + std::to_string(g.max_rows) + " servers=" + std::to_string(g.num_servers) +
+         " dtype=" + (g.dtype == 2 ? "bfloat16" : g.dtype == 1 ? "float32" : std::to_string(g.dtype));
+}
+
+}  // namespace moebius::mailbox

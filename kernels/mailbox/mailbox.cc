@@ -1,0 +1,228 @@
+#include "kernels/mailbox/mailbox.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "kernels/mailbox/errors.h"
+#include "kernels/mailbox/signal.h"
+#include "kernels/mailbox/wait_policy.h"
+
+namespace moebius::mailbox {
+
+namespace {
+
+// Longest sleep between two looks at a server's pulse: bounds how late its death is noticed.
+constexpr uint64_t kPulseNs = 2'000'000;
+
+void add_rows(float* output, const float* partial, size_t count, bool first) {
+  if (first) {
+    std::memcpy(output, partial, count * sizeof(float));
+    return;
+  }
+  for (size_t i = 0; i < count; ++i) output[i] += partial[i];
+}
+
+[[noreturn]] void lost(uint32_t server, const std::string& reason) {
+  throw MailboxError(Failure::kServerLost, "expert server " + std::to_string(server) + " lost: " + reason,
+                     int(server));
+}
+
+}  // namespace
+
+Mailbox::Mailbox(Segment segment, int64_t spin_ns) : segment_(std::move(segment)), traces_(segment_.geometry().num_slots) {
+  spin_ns_ = spin_ns >= 0 ? uint64_t(spin_ns) : spin_budget(1 + segment_.geometry().num_servers).client_ns;
+}
+
+void Mailbox::check_slot(uint32_t slot) const {
+  if (slot < segment_.geometry().num_slots) return;
+  throw std::invalid_argument("slot " + std::to_string(slot) + ": mailbox '" + segment_.name() + "' has slots 0.." +
+                              std::to_string(segment_.geometry().num_slots - 1));
+}
+
+void Mailbox::claim_client() {
+  if (is_client_) return;
+  if (!segment_.try_lock(kClientLock)) {
+    throw MailboxError(Failure::kMailbox, "mailbox '" + segment_.name() + "' is already driven by another client");
+  }
+  is_client_ = true;
+}
+
+void Mailbox::ring() const {
+  Header& header = segment_.header();
+  shared(header.doorbell).fetch_add(1, std::memory_order_seq_cst);
+  bool any_sleeping = false;
+  for (uint32_t s = 0; s < segment_.geometry().num_servers; ++s) {
+    any_sleeping |= shared(segment_.server(s).sleeping).load(std::memory_order_seq_cst) != 0;
+  }
+  if (any_sleeping) futex_wake_all(&header.doorbell);
+}
+
+uint64_t Mailbox::submit(uint32_t slot, uint32_t layer, const void* hidden_states, const int32_t* topk_ids,
+                         const float* topk_weights, uint32_t rows) {
+  const Geometry& g = segment_.geometry();
+  check_slot(slot);
+  if (layer >= g.num_layers) {
+    throw std::invalid_argument("layer " + std::to_string(layer) + ": allowed 0.." + std::to_string(g.num_layers - 1));
+  }
+  if (rows > g.max_rows) {
+    throw std::invalid_argument("rows " + std::to_string(rows) + ": a mailbox slot holds at most " +
+                                std::to_string(g.max_rows));
+  }
+  if (is_shut_down()) throw MailboxError(Failure::kShutDown, "mailbox '" + segment_.name() + "' is shut down");
+  claim_client();
+
+  RequestHeader& request = segment_.request(slot);
+  uint8_t* payload = reinterpret_cast<uint8_t*>(&request);
+  const uint64_t epoch = shared(segment_.header().next_epoch).fetch_add(1, std::memory_order_relaxed) + 1;
+  // A server may still be copying an abandoned request: the zero tells it that its copy is torn.
+  shared(request.epoch).store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  request.layer = layer;
+  request.rows = rows;
+  const TraceContext trace = std::exchange(traces_[slot], TraceContext{});
+  std::copy(trace.trace_id.begin(), trace.trace_id.end(), request.trace_id);
+  std::copy(trace.span_id.begin(), trace.span_id.end(), request.span_id);
+  request.trace_flags = trace.flags;
+  if (rows > 0) {
+    const size_t element = g.dtype == 2 ? 2 : 4;
+    std::memcpy(payload + segment_.regions().hidden_states, hidden_states, size_t{rows} * g.hidden_size * element);
+    std::memcpy(payload + segment_.regions().topk_ids, topk_ids, size_t{rows} * g.top_k * 4);
+    std::memcpy(payload + segment_.regions().topk_weights, topk_weights, size_t{rows} * g.top_k * 4);
+  }
+  shared(request.epoch).store(epoch, std::memory_order_release);
+  shared(segment_.ready(slot).epoch).store(epoch, std::memory_order_release);
+  ring();
+  return epoch;
+}
+
+std::vector<uint64_t> Mailbox::collect(uint32_t slot, uint64_t epoch, float* output, uint64_t deadline_ms) {
+  check_slot(slot);
+  const uint64_t held = shared(segment_.ready(slot).epoch).load(std::memory_order_acquire);
+  if (held != epoch || epoch == 0) {
+    throw MailboxError(Failure::kStaleEpoch, "slot " + std::to_string(slot) + " holds epoch " + std::to_string(held) +
+                                                 ", collect asked for " + std::to_string(epoch));
+  }
+  const uint64_t deadline_ns = clock_ns() + deadline_ms * 1'000'000;
+  const uint32_t num_servers = segment_.geometry().num_servers;
+  std::array<uint64_t, kMaxServers> generations{};
+  for (uint32_t s = 0; s < num_servers; ++s) {
+    generations[s] = shared(segment_.server(s).generation).load(std::memory_order_acquire);
+  }
+  const size_t count = size_t{segment_.request(slot).rows} * segment_.geometry().hidden_size;
+  std::vector<uint64_t> compute_ns(num_servers);
+  for (uint32_t s = 0; s < num_servers; ++s) {
+    wait_done(slot, s, epoch, generations[s], deadline_ns, deadline_ms);
+    const ResponseHeader& response = checked_response(slot, s, epoch);
+    const uint8_t* base = reinterpret_cast<const uint8_t*>(&response);
+    add_rows(output, reinterpret_cast<const float*>(base + segment_.regions().output), count, s == 0);
+    compute_ns[s] = response.compute_ns;
+  }
+  return compute_ns;
+}
+
+void Mailbox::wait_done(uint32_t slot, uint32_t server, uint64_t epoch, uint64_t generation, uint64_t deadline_ns,
+                        uint64_t deadline_ms) const {
+  DoneLine& line = segment_.done(slot, server);
+  const auto answered = [&] { return shared(line.epoch).load(std::memory_order_acquire) >= epoch; };
+  if (spin_for(spin_ns_, answered)) return;
+  for (;;) {
+    const uint64_t now = clock_ns();
+    shared(line.client_waiting).store(1, std::memory_order_seq_cst);
+    const uint64_t seen = shared(line.epoch).load(std::memory_order_seq_cst);
+    if (seen < epoch && now < deadline_ns) {
+      futex_wait(low_word(line.epoch), uint32_t(seen), std::min(kPulseNs, deadline_ns - now));
+    }
+    shared(line.client_waiting).store(0, std::memory_order_relaxed);
+    if (answered()) return;
+    if (is_shut_down()) throw MailboxError(Failure::kShutDown, "mailbox '" + segment_.name() + "' is shut down");
+    check_server(server, generation);
+    if (now >= deadline_ns) lost(server, "no answer within " + std::to_string(deadline_ms) + " ms");
+  }
+}
+
+void Mailbox::check_server(uint32_t server, uint64_t generation) const {
+  ServerRecord& record = segment_.server(server);
+  if (is_dead(server)) lost(server, "its process " + std::to_string(record.pid) + " is gone");
+  const uint64_t now_generation = shared(record.generation).load(std::memory_order_acquire);
+  if (now_generation != generation) {
+    lost(server, "it restarted while its answer was awaited (generation " + std::to_string(generation) + " became " +
+                     std::to_string(now_generation) + ")");
+  }
+  if (shared(record.phase).load(std::memory_order_acquire) == uint32_t(ServerPhase::kAbsent)) {
+    lost(server, "it is absent");
+  }
+}
+
+const ResponseHeader& Mailbox::checked_response(uint32_t slot, uint32_t server, uint64_t epoch) const {
+  const ResponseHeader& response = segment_.response(slot, server);
+  if (response.epoch != epoch) {
+    throw MailboxError(Failure::kStaleEpoch,
+                       "expert server " + std::to_string(server) + " answered epoch " +
+                           std::to_string(response.epoch) + " where " + std::to_string(epoch) + " was expected",
+                       int(server));
+  }
+  if (response.status != uint32_t(Status::kOk)) {
+    shared(segment_.header().error_word).fetch_and(~(1u << server), std::memory_order_relaxed);
+    char text[sizeof(response.error_text) + 1] = {};
+    std::memcpy(text, response.error_text, sizeof(response.error_text));
+    throw MailboxError(Failure::kCompute,
+                       "expert server " + std::to_string(server) + ", layer " + std::to_string(response.layer) + ": " +
+                           text,
+                       int(server), int(response.layer));
+  }
+  return response;
+}
+
+void Mailbox::set_trace(uint32_t slot, const TraceContext& trace) {
+  check_slot(slot);
+  traces_[slot] = trace;
+}
+
+bool Mailbox::is_dead(uint32_t server) const {
+  const uint32_t phase = shared(segment_.server(server).phase).load(std::memory_order_acquire);
+  return phase != uint32_t(ServerPhase::kAbsent) && !segment_.is_locked_elsewhere(kServerLockBase + server);
+}
+
+ServerState Mailbox::server_state(uint32_t index) const {
+  static constexpr const char* kNames[] = {"absent", "loading", "ready", "draining"};
+  segment_.check_server_index(index);
+  ServerRecord& record = segment_.server(index);
+  const uint32_t phase = std::min(shared(record.phase).load(std::memory_order_acquire), 3u);
+  const uint64_t beat = shared(record.heartbeat_ns).load(std::memory_order_relaxed);
+  const uint64_t now = clock_ns();
+  ServerState state{};
+  state.pid = shared(record.pid).load(std::memory_order_relaxed);
+  state.state = is_dead(index) ? "dead" : kNames[phase];
+  state.generation = shared(record.generation).load(std::memory_order_acquire);
+  state.heartbeat_age_s = phase == 0 ? -1.0 : double(now > beat ? now - beat : 0) * 1e-9;
+  state.calls = shared(record.calls).load(std::memory_order_relaxed);
+  state.rows = shared(record.rows).load(std::memory_order_relaxed);
+  return state;
+}
+
+void Mailbox::wait_servers_ready(double timeout_s) const {
+  const uint64_t give_up = clock_ns() + uint64_t(std::max(timeout_s, 0.0) * 1e9);
+  for (uint32_t s = 0; s < segment_.geometry().num_servers; ++s) {
+    for (;;) {
+      if (is_shut_down()) throw MailboxError(Failure::kShutDown, "mailbox '" + segment_.name() + "' is shut down");
+      const ServerState state = server_state(s);
+      if (state.state == "ready") break;
+      if (clock_ns() >= give_up) lost(s, "not ready in time, its state is " + state.state);
+      usleep(1000);
+    }
+  }
+}
+
+void Mailbox::shut_down() const {
+  shared(segment_.header().shutdown).store(1, std::memory_order_seq_cst);
+  shared(segment_.header().doorbell).fetch_add(1, std::memory_order_seq_cst);
+  futex_wake_all(&segment_.header().doorbell);
+}
+
+bool Mailbox::is_shut_down() const {
+  return shared(segment_.header().shutdown).load(std::memory_order_seq_cst) != 0;
+}
+
+}  // namespace moebius::mailbox

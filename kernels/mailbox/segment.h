@@ -1,0 +1,65 @@
+// A mapped mailbox segment: making, finding, checking and locking it. No protocol here.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "kernels/mailbox/layout.h"
+
+namespace moebius::mailbox {
+
+class Segment {
+ public:
+  // Makes the segment; a leftover that no process holds is replaced. Throws MailboxError when the name is
+  // in use or shared memory is short, std::invalid_argument for an impossible name or geometry.
+  static Segment create(const std::string& name, const Geometry& geometry);
+
+  // Waits up to timeout_s for a complete segment. Throws MailboxError (absent, half-made, truncated),
+  // kAbiMismatch, or kGeometryMismatch when `expected` is given and differs.
+  static Segment attach(const std::string& name, double timeout_s, const std::optional<Geometry>& expected);
+
+  // Removes the name; processes that have it mapped keep their mapping. False when there was none.
+  static bool unlink(const std::string& name);
+
+  // True when the name exists and no living process has it open.
+  static bool is_stale(const std::string& name);
+
+  Segment(Segment&& other) noexcept;
+  Segment& operator=(Segment&&) = delete;
+  ~Segment();
+
+  const std::string& name() const { return name_; }
+  Header& header() const { return *reinterpret_cast<Header*>(base_); }
+  const Geometry& geometry() const { return geometry_; }
+  const Regions& regions() const { return regions_; }
+
+  ReadyLine& ready(uint32_t slot) const;
+  DoneLine& done(uint32_t slot, uint32_t server) const;
+  RequestHeader& request(uint32_t slot) const;
+  ResponseHeader& response(uint32_t slot, uint32_t server) const;
+  ServerRecord& server(uint32_t index) const { return header().servers[index]; }
+
+  // Exclusive open-file-description locks; they end with the process. False: another one holds it.
+  bool try_lock(int64_t byte) const;
+  void unlock(int64_t byte) const;
+  bool is_locked_elsewhere(int64_t byte) const;
+
+  void check_server_index(uint32_t index) const;  // throws std::invalid_argument
+
+ private:
+  Segment(std::string name, int fd, void* base, size_t bytes, const Geometry& geometry);
+
+  std::string name_;
+  int fd_ = -1;
+  uint8_t* base_ = nullptr;
+  size_t bytes_ = 0;
+  // Copies taken after validation: a scribbled header can not move our pointers later.
+  Geometry geometry_{};
+  Regions regions_{};
+};
+
+// Throws std::invalid_argument naming the field, its value and what is allowed.
+void check_geometry(const Geometry& geometry);
+std::string describe(const Geometry& geometry);
+
+}  // namespace moebius::mailbox
