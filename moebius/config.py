@@ -22,89 +22,142 @@ class Section(BaseModel):
 class ModelConfigSection(Section):
     """Which checkpoint is served, and how it is read."""
 
-    model: str = Field("", description="Checkpoint directory in Hugging Face format")
-    served_model_name: str = Field("", description="Name clients send; empty: the directory's name")
+    model: str = Field(default="", description="Checkpoint directory in Hugging Face format")
+    served_model_name: str = Field(default="", description="Name clients send; empty: the directory's name")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Type of dense weights, activations and KV; auto: the checkpoint's own"
+        default="auto", description="Type of dense weights, activations and KV; auto: the checkpoint's own"
     )
-    top_k: int | None = Field(None, ge=1, description="Experts per token; unset: the checkpoint's own")
-    max_model_len: int | None = Field(None, ge=2, description="Prompt + output, tokens; unset: the checkpoint's")
+    top_k: int | None = Field(
+        default=None, ge=1, description="Experts per token; unset: the checkpoint's own"
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Prompt + output, tokens; unset: the checkpoint's"
+    )
 
 
 class GatewayConfig(Section):
     """The HTTP process."""
 
-    host: str = Field("127.0.0.1", description="Address the HTTP server binds to")
-    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one")
-    engine_address: str = Field("127.0.0.1:50051", description="gRPC address of gpu_service (host:port or unix:path)")
-    api_key: str = Field("", description="Bearer token required under /v1; empty: no authentication")
-    max_queued_requests: int = Field(256, ge=1, description="Requests in flight before 429 is answered")
-    chat_template: str = Field("", description="File with a Jinja chat template; empty: the tokenizer's own")
-    sse_keepalive_s: float = Field(15.0, gt=0, description="Seconds of silence before an SSE comment is sent")
+    host: str = Field(default="127.0.0.1", description="Address the HTTP server binds to")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one")
+    engine_address: str = Field(
+        default="127.0.0.1:50051", description="gRPC address of gpu_service (host:port or unix:path)"
+    )
+    api_key: str = Field(default="", description="Bearer token required under /v1; empty: no authentication")
+    max_queued_requests: int = Field(
+        default=256, ge=1, description="Requests in flight before 429 is answered"
+    )
+    chat_template: str = Field(
+        default="", description="File with a Jinja chat template; empty: the tokenizer's own"
+    )
+    sse_keepalive_s: float = Field(
+        default=15.0, gt=0, description="Seconds of silence before an SSE comment is sent"
+    )
 
 
 class GpuConfig(Section):
     """The engine process."""
 
-    gpu_address: str = Field("127.0.0.1:50051", description="gRPC address gpu_service listens on")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of dense layers and attention")
-    page_size: int = Field(16, ge=1, le=256, description="Tokens per KV page")
-    num_pages: int | None = Field(None, ge=2, description="KV pages; unset: kv_cache_gib decides")
-    kv_cache_gib: float = Field(1.0, gt=0, description="KV pool size, GiB, when num_pages is unset")
-    max_num_seqs: int = Field(64, ge=1, description="Outputs computed in one step")
-    max_num_batched_tokens: int = Field(512, ge=16, description="Token budget of one step")
-    max_waiting_requests: int = Field(1024, ge=1, description="Outputs queued in the engine before it refuses")
-    prefix_caching: bool = Field(True, description="Reuse KV pages of equal prompt prefixes")
-    overlap_scheduling: bool = Field(True, description="Schedule step N+1 while step N computes")
-    gpu_threads: int = Field(0, ge=0, description="torch threads on a CPU device; 0: from the cores allowed")
-    random_seed: int = Field(0, ge=0, description="Seed of requests that bring none, mixed with their id")
-    gpu_metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port of gpu_service; 0: none")
+    gpu_address: str = Field(default="127.0.0.1:50051", description="gRPC address gpu_service listens on")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Device of dense layers and attention"
+    )
+    page_size: int = Field(default=16, ge=1, le=256, description="Tokens per KV page")
+    num_pages: int | None = Field(default=None, ge=2, description="KV pages; unset: kv_cache_gib decides")
+    kv_cache_gib: float = Field(default=1.0, gt=0, description="KV pool size, GiB, when num_pages is unset")
+    max_num_seqs: int = Field(default=64, ge=1, description="Outputs computed in one step")
+    max_num_batched_tokens: int = Field(default=512, ge=16, description="Token budget of one step")
+    max_waiting_requests: int = Field(
+        default=1024, ge=1, description="Outputs queued in the engine before it refuses"
+    )
+    prefix_caching: bool = Field(default=True, description="Reuse KV pages of equal prompt prefixes")
+    overlap_scheduling: bool = Field(default=True, description="Schedule step N+1 while step N computes")
+    gpu_threads: int = Field(
+        default=0, ge=0, description="torch threads on a CPU device; 0: from the cores allowed"
+    )
+    random_seed: int = Field(
+        default=0, ge=0, description="Seed of requests that bring none, mixed with their id"
+    )
+    gpu_metrics_port: int = Field(
+        default=0, ge=0, le=65535, description="Prometheus port of gpu_service; 0: none"
+    )
 
 
 class ExpertConfig(Section):
     """The expert servers, and how gpu_service reaches them."""
 
-    expert_servers: int = Field(0, ge=0, description="Expert processes to start; 0: one per NUMA node")
+    expert_servers: int = Field(
+        default=0, ge=0, description="Expert processes to start; 0: one per NUMA node"
+    )
     expert_transport: Literal["mailbox", "grpc", "local"] = Field(
-        "mailbox", description="How gpu_service reaches experts; local computes them in process (reference)"
+        default="mailbox",
+        description="How gpu_service reaches experts; local computes them in process (reference)",
     )
     expert_split: Literal["tensor", "expert"] = Field(
-        "tensor", description="Divide every expert's intermediate dimension, or whole experts"
+        default="tensor", description="Divide every expert's intermediate dimension, or whole experts"
     )
-    split_index: int = Field(0, ge=0, description="Which share this expert process holds")
-    split_count: int = Field(1, ge=1, description="Number of shares")
-    split_shares: tuple[int, ...] = Field((), description="Relative size of each share; empty: equal")
-    expert_dtype: Literal["keep", "float32", "bfloat16"] = Field("keep", description="Type experts are packed in")
-    expert_threads: int = Field(0, ge=0, description="Worker threads per expert process; 0: from the cores allowed")
-    numa_node: int = Field(-1, ge=-1, description="NUMA node this expert process binds to; -1: none")
-    expert_address: str = Field("127.0.0.1:50061", description="gRPC address an expert process listens on")
-    expert_addresses: tuple[str, ...] = Field((), description="gRPC addresses of all expert processes, by share")
-    expert_metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port of the first expert process")
-    mailbox: str = Field("", description="Name of the shared-memory mailbox; empty: chosen by the supervisor")
-    mailbox_slots: int = Field(4, ge=1, le=64, description="Requests the mailbox holds at once")
-    mailbox_rows: int = Field(128, ge=1, le=4096, description="Token rows per mailbox slot")
-    mailbox_deadline_ms: int = Field(10000, ge=1, description="Longest wait for one expert answer, milliseconds")
-    expert_recovery_s: float = Field(300.0, gt=0, description="Longest wait for a lost expert server to return")
+    split_index: int = Field(default=0, ge=0, description="Which share this expert process holds")
+    split_count: int = Field(default=1, ge=1, description="Number of shares")
+    split_shares: tuple[int, ...] = Field(default=(), description="Relative size of each share; empty: equal")
+    expert_dtype: Literal["keep", "float32", "bfloat16"] = Field(
+        default="keep", description="Type experts are packed in"
+    )
+    expert_threads: int = Field(
+        default=0, ge=0, description="Worker threads per expert process; 0: from the cores allowed"
+    )
+    numa_node: int = Field(default=-1, ge=-1, description="NUMA node this expert process binds to; -1: none")
+    expert_address: str = Field(
+        default="127.0.0.1:50061", description="gRPC address an expert process listens on"
+    )
+    expert_addresses: tuple[str, ...] = Field(
+        default=(), description="gRPC addresses of all expert processes, by share"
+    )
+    expert_metrics_port: int = Field(
+        default=0, ge=0, le=65535, description="Prometheus port of the first expert process"
+    )
+    mailbox: str = Field(
+        default="", description="Name of the shared-memory mailbox; empty: chosen by the supervisor"
+    )
+    mailbox_slots: int = Field(default=4, ge=1, le=64, description="Requests the mailbox holds at once")
+    mailbox_rows: int = Field(default=128, ge=1, le=4096, description="Token rows per mailbox slot")
+    mailbox_deadline_ms: int = Field(
+        default=10000, ge=1, description="Longest wait for one expert answer, milliseconds"
+    )
+    expert_recovery_s: float = Field(
+        default=300.0, gt=0, description="Longest wait for a lost expert server to return"
+    )
 
 
 class SupervisorConfig(Section):
     """The launcher of `moebius serve`."""
 
-    state_dir: str = Field("", description="Directory for sockets and the run file; empty: under the user's runtime dir")
-    ready_timeout_s: float = Field(1800.0, gt=0, description="Longest wait for all processes to be ready")
-    restart_backoff_s: float = Field(0.5, gt=0, description="First pause before a restart; doubles each time")
-    restart_backoff_max_s: float = Field(30.0, gt=0, description="Longest pause before a restart")
-    stop_timeout_s: float = Field(20.0, gt=0, description="Grace between SIGTERM and SIGKILL")
+    state_dir: str = Field(
+        default="", description="Directory for sockets and the run file; empty: under the user's runtime dir"
+    )
+    ready_timeout_s: float = Field(
+        default=1800.0, gt=0, description="Longest wait for all processes to be ready"
+    )
+    restart_backoff_s: float = Field(
+        default=0.5, gt=0, description="First pause before a restart; doubles each time"
+    )
+    restart_backoff_max_s: float = Field(default=30.0, gt=0, description="Longest pause before a restart")
+    stop_timeout_s: float = Field(default=20.0, gt=0, description="Grace between SIGTERM and SIGKILL")
 
 
 class TelemetryConfig(Section):
     """Logs, traces and metrics of every process."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level logged")
-    log_format: Literal["console", "json"] = Field("console", description="How log lines are rendered")
-    otlp_endpoint: str = Field("", description="OTLP gRPC endpoint for traces; empty: no export")
-    trace_sample_ratio: float = Field(1.0, ge=0, le=1, description="Share of requests traced")
-    expert_span_ratio: float = Field(0.01, ge=0, le=1, description="Share of traced steps with expert spans")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level logged"
+    )
+    log_format: Literal["console", "json"] = Field(
+        default="console", description="How log lines are rendered"
+    )
+    otlp_endpoint: str = Field(default="", description="OTLP gRPC endpoint for traces; empty: no export")
+    trace_sample_ratio: float = Field(default=1.0, ge=0, le=1, description="Share of requests traced")
+    expert_span_ratio: float = Field(
+        default=0.01, ge=0, le=1, description="Share of traced steps with expert spans"
+    )
 
 
 class MoebiusConfig(Section):

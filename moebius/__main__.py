@@ -1,0 +1,6 @@
+"""`python -m moebius`: the same as the `moebius` command."""
+
+from moebius.cli import main
+
+if __name__ == "__main__":
+    main()

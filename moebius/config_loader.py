@@ -1,0 +1,135 @@
+"""Builds the one configuration from defaults, a YAML file and flags, in that order; strict about all.
+
+The YAML file has the tree's shape (`gateway: {port: 8000}`). An unknown key is an error that names the
+closest known one; a value of the wrong type is an error that names key, value and what is allowed.
+Nothing is coerced: `port: "8000"` is a text, and refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from moebius.config import MoebiusConfig
+from moebius.config_leaves import Leaf, leaves, sections
+from moebius.errors import ConfigError
+
+# Leaves whose value is never printed.
+SECRET_LEAVES = frozenset({"api_key"})
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML's safe loader, but a key given twice is an error instead of the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise ConfigError(f"{self.name}: key {key!r} is given twice (line {line})")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_config(yaml_path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> MoebiusConfig:
+    """The configuration of this process.
+
+    `flags` maps leaf names to values: texts as typed on a command line, or values of the leaf's own
+    type; None means that the flag was not given. Raises ConfigError.
+    """
+    known = {leaf.name: leaf for leaf in leaves()}
+    tree: dict[str, dict[str, Any]] = {name: {} for name in sections()}
+    origin: dict[str, str] = {}
+    if yaml_path:
+        for leaf, value in _yaml_values(Path(yaml_path), known):
+            tree[leaf.section][leaf.name] = value
+            origin[leaf.name] = f"{leaf.section}.{leaf.name} in {yaml_path}"
+    for name, value in (flags or {}).items():
+        if name not in known:
+            raise ConfigError(f"unknown setting {name!r}{_closest(name, known)}")
+        if value is not None:
+            leaf = known[name]
+            tree[leaf.section][name] = leaf.parse(value) if isinstance(value, str) else value
+            origin[name] = leaf.flag
+    try:
+        return MoebiusConfig.model_validate(tree, strict=True)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, known, origin)) from None
+
+
+def _yaml_values(path: Path, known: Mapping[str, Leaf]) -> Iterable[tuple[Leaf, Any]]:
+    """(leaf, value) pairs of a configuration file; lists become tuples. Raises ConfigError."""
+    document = _read_yaml(path)
+    for section, values in document.items():
+        if section not in sections():
+            hint = f"; it belongs to section {known[section].section!r}" if section in known else ""
+            raise ConfigError(f"{path}: unknown section {section!r}{hint or _closest(section, sections())}")
+        if values is None:
+            continue
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: section {section!r} must be a mapping of settings, not {values!r}")
+        for name, value in values.items():
+            leaf = known.get(name)
+            if leaf is None:
+                names = [leaf.name for leaf in known.values() if leaf.section == section]
+                raise ConfigError(f"{path}: unknown key '{section}.{name}'{_closest(name, names, known)}")
+            if leaf.section != section:
+                raise ConfigError(f"{path}: '{name}' belongs to section {leaf.section!r}, not {section!r}")
+            yield leaf, tuple(value) if isinstance(value, list) else value
+
+
+def _read_yaml(path: Path) -> dict[Any, Any]:
+    try:
+        with path.open(encoding="utf-8") as stream:
+            document = yaml.load(stream, Loader=_StrictLoader)
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections ({', '.join(sections())})")
+    return document
+
+
+def _closest(name: Any, *candidates: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, looking in the candidate groups in turn; or the choices when nothing is near."""
+    for group in candidates:
+        found = difflib.get_close_matches(str(name), list(group), n=1, cutoff=0.6)
+        if found:
+            return f"; did you mean {found[0]!r}?"
+    return f"; known: {', '.join(candidates[0])}"
+
+
+def _explain(error: ValidationError, known: Mapping[str, Leaf], origin: Mapping[str, str]) -> str:
+    """The first validation error as one line that names key, value and what is allowed."""
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][1])
+    leaf = known[name]
+    return f"{origin.get(name, name)}: {first['input']!r} is not allowed; allowed: {leaf.allowed}"
+
+
+def effective_config(config: MoebiusConfig) -> str:
+    """Every setting as YAML that `load_config` reads back to an equal configuration."""
+    return _dump(config.model_dump(mode="json"))
+
+
+def printable_config(config: MoebiusConfig) -> str:
+    """`effective_config` with secrets masked, for logs and terminals."""
+    tree = config.model_dump(mode="json")
+    for values in tree.values():
+        for name in SECRET_LEAVES & values.keys():
+            values[name] = "********" if values[name] else ""
+    return _dump(tree)
+
+
+def _dump(tree: dict[str, Any]) -> str:
+    text: str = yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=100, allow_unicode=True)
+    return text

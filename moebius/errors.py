@@ -1,0 +1,15 @@
+"""Errors that a user caused and can mend: the CLI prints them as one line, without a traceback."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something the user gave is wrong; the message names it and says what is allowed."""
+
+
+class ConfigError(UserError):
+    """A setting is unknown, of the wrong type or out of range; the message names key, value and choices."""
+
+
+class StartupError(UserError):
+    """A process of the system did not become ready; the message names it and repeats its last words."""

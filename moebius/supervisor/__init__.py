@@ -1,0 +1,1 @@
+"""Plans, starts, watches, restarts and stops the processes of `moebius serve`."""
