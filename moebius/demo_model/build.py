@@ -89,16 +89,19 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def _build(target: Path, progress: ProgressCallback, gguf: Path | None) -> None:
+    if sha256_file(recipe.SPLIT_FILE) != recipe.SPLIT_SHA256:
+        raise DemoModelError(f"{recipe.SPLIT_FILE} is damaged: its SHA-256 is not {recipe.SPLIT_SHA256}")
+    prefix = f".{target.name}.build-"
+    for abandoned in target.parent.glob(f"{prefix}*"):  # by a killed builder: we hold the lock, nobody builds
+        shutil.rmtree(abandoned)
     free = shutil.disk_usage(target.parent).free
     if free < REQUIRED_BYTES:
         raise DemoModelError(
             f"disk full: {target.parent} has {free >> 20} MiB free, "
             f"building the demo model needs {REQUIRED_BYTES >> 20} MiB"
         )
-    if sha256_file(recipe.SPLIT_FILE) != recipe.SPLIT_SHA256:
-        raise DemoModelError(f"{recipe.SPLIT_FILE} is damaged: its SHA-256 is not {recipe.SPLIT_SHA256}")
     # Beside the target, so that the final rename stays on one file system and is atomic.
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.build-", dir=target.parent) as temporary:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as temporary:
         downloads, output = Path(temporary) / "downloads", Path(temporary) / "checkpoint"
         downloads.mkdir()
         output.mkdir()

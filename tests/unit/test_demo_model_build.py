@@ -115,6 +115,15 @@ def test_failed_build_leaves_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {".demo.lock"}
 
 
+def test_remains_of_a_killed_build_are_removed(tmp_path: Path, conversion: CountingConversion) -> None:
+    """A builder killed half way leaves its work directory; the next builder removes it."""
+    abandoned = tmp_path / ".demo.build-abc"
+    abandoned.mkdir()
+    (abandoned / "model.safetensors").write_bytes(b"w")
+    build_demo_model(tmp_path / "demo")
+    assert {path.name for path in tmp_path.iterdir()} == {"demo", ".demo.lock"}
+
+
 def test_little_disk_space_is_said_before_the_download(
     tmp_path: Path, conversion: CountingConversion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
