@@ -85,7 +85,9 @@ class TorchReferenceAttention(AttentionBackend):
         num_new = end - begin
         mask = None
         if num_new < kv_len:
-            mask = torch.full((num_new, kv_len), float("-inf"), dtype=self.kv_cache.dtype, device=pages.device)
+            mask = torch.full(
+                (num_new, kv_len), float("-inf"), dtype=self.kv_cache.dtype, device=pages.device
+            )
             mask.triu_(diagonal=kv_len - num_new + 1)
         return _Chunk(begin, end, pages, kv_len, mask)
 

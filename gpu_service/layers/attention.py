@@ -37,9 +37,7 @@ class GQAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if qk_norm else None
 
-    def forward(
-        self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards."""
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         heads = self.qkv_proj(hidden_states).view(-1, num_heads + 2 * num_kv_heads, self.head_dim)

@@ -24,9 +24,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype)
         self.mlp = mlp
 
-    def forward(
-        self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext) -> torch.Tensor:
         """Adds to `[T, H]` in place and returns it."""
         hidden_states.add_(self.self_attn(self.input_layernorm(hidden_states), rope, context))
         hidden_states.add_(self.mlp(self.post_attention_layernorm(hidden_states), context))

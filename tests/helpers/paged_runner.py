@@ -1,0 +1,107 @@
+"""Drives a model over a paged KV cache without an engine: the caller decides every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_service.attention.registry import make_attention
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.kv_cache import KVCache
+from gpu_service.context import ForwardContext
+from gpu_service.loader.load import load_weights
+from gpu_service.model_config import ModelConfig, ModelOverrides
+from gpu_service.models.common import CausalLM
+from gpu_service.models.registry import build_model
+from tests.helpers.torch_experts import TorchExperts
+
+
+@dataclass
+class Decoding:
+    """One request: its tokens, its pages in order, and how many tokens have their KV."""
+
+    tokens: list[int]
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+
+
+class PagedRunner:
+    """Pages are handed out in a scattered order, so that no test passes by contiguity."""
+
+    def __init__(self, model: CausalLM, experts: Any, *, page_size: int = 4, num_pages: int = 256) -> None:
+        self.model = model
+        self.kv_cache = KVCache(model.config, num_pages, page_size, model.dtype)
+        self.attention = make_attention(model.config, self.kv_cache, "cpu")
+        self._experts = experts
+        self._free = [page for start in (1, 2, 3) for page in range(start, num_pages, 3)]
+
+    @torch.inference_mode()
+    def step(self, work: Sequence[tuple[Decoding, int]]) -> torch.Tensor:
+        """Compute the next n tokens of each sequence together; logits `[sum(n), V]` of all rows."""
+        inputs = self._inputs(work)
+        self.attention.plan(inputs)
+        context = ForwardContext(inputs, self.kv_cache, self.attention, self._experts)
+        logits = self.model.compute_logits(self.model(context)[inputs.logits_indices])
+        for sequence, count in work:
+            sequence.computed += count
+        return logits
+
+    def _inputs(self, work: Sequence[tuple[Decoding, int]]) -> ForwardInputs:
+        page_size = self.kv_cache.page_size
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        for sequence, count in work:
+            span = range(sequence.computed, sequence.computed + count)
+            while len(sequence.pages) * page_size < span.stop:
+                sequence.pages.append(self._free.pop())
+            ids += [sequence.tokens[p] for p in span]
+            positions += span
+            slots += [sequence.pages[p // page_size] * page_size + p % page_size for p in span]
+            starts.append(starts[-1] + count)
+        width = max(len(sequence.pages) for sequence, _ in work) + 1
+        table = torch.zeros(len(work), width, dtype=torch.int32)
+        for row, (sequence, _) in enumerate(work):
+            table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
+        return ForwardInputs(
+            input_ids=torch.tensor(ids),
+            positions=torch.tensor(positions),
+            slot_mapping=torch.tensor(slots),
+            block_table=table,
+            query_start_loc=starts,
+            seq_lens=[sequence.computed + count for sequence, count in work],
+            logits_indices=torch.arange(len(ids)),
+        )
+
+    def prefill(self, tokens: Sequence[int], chunk: int | None = None) -> tuple[Decoding, torch.Tensor]:
+        """Compute all tokens of a new sequence, `chunk` at a time; logits `[len(tokens), V]`."""
+        sequence = Decoding(list(tokens))
+        logits = []
+        while (left := len(sequence.tokens) - sequence.computed) > 0:
+            logits.append(self.step([(sequence, min(left, chunk or left))]))
+        return sequence, torch.cat(logits)
+
+    def greedy(self, sequences: Sequence[Decoding], logits: torch.Tensor, count: int) -> list[list[int]]:
+        """Extend all sequences together by `count` greedy tokens; `logits` `[R, V]` choose the first ones."""
+        start = [len(sequence.tokens) for sequence in sequences]
+        for _ in range(count):
+            for sequence, token in zip(sequences, logits.argmax(-1).tolist(), strict=True):
+                sequence.tokens.append(token)
+            logits = self.step([(sequence, 1) for sequence in sequences])
+        return [
+            sequence.tokens[first : first + count] for sequence, first in zip(sequences, start, strict=True)
+        ]
+
+
+def load_runner(
+    directory: Path, *, overrides: ModelOverrides | None = None, page_size: int = 4
+) -> PagedRunner:
+    """A runner on a checkpoint, with the torch oracle for its experts."""
+    model = build_model(ModelConfig.from_dir(directory, overrides))
+    load_weights(model, directory)
+    return PagedRunner(model, TorchExperts(directory), page_size=page_size)

@@ -1,0 +1,149 @@
+"""Tiny random checkpoints of every family, written by transformers: the oracle that needs no download.
+
+All dimensions differ from one another so that a transposition can not pass unseen; weights are drawn large
+enough that greedy choices have clear winners; the router's correction bias is random, because
+transformers initialises it to zero and would hide a bias that leaks into the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_COMMON = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 20,
+    "max_position_embeddings": 512,
+    "eos_token_id": 7,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """One configuration: `model_type` and what differs from the common sizes."""
+
+    model_type: str
+    changes: dict[str, Any]
+    # Bytes per shard file; None: one file.
+    shard_bytes: int | None = None
+
+
+TINY_MODELS: dict[str, TinyModel] = {
+    "qwen3_moe": TinyModel("qwen3_moe", {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen3_moe_bias_dense_tied": TinyModel(
+        "qwen3_moe",
+        {
+            "num_experts": 9,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+            "rope_parameters": _LLAMA3,
+        },
+        shard_bytes=60_000,
+    ),
+    "qwen3_moe_sparse_step": TinyModel(
+        "qwen3_moe",
+        {"num_experts": 5, "num_experts_per_tok": 2, "decoder_sparse_step": 2, "num_key_value_heads": 6},
+    ),
+    "glm4_moe": TinyModel(
+        "glm4_moe",
+        {
+            "n_routed_experts": 10,
+            "num_mtp_layers": 0,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+    ),
+    "glm4_moe_groups_tied": TinyModel(
+        "glm4_moe",
+        {
+            "n_routed_experts": 12,
+            "num_mtp_layers": 0,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 3,
+            "first_k_dense_replace": 0,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
+}
+
+
+def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
+    import transformers
+
+    name = {"qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}[model_type]
+    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+
+
+def _randomize(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            tensor.copy_(1 + 0.2 * noise)
+        elif name.endswith("bias"):
+            tensor.copy_(0.5 * noise)
+        else:
+            tensor.copy_(noise * (1.5 / tensor.shape[-1] ** 0.5))
+
+
+def make_tiny_model(name: str, directory: Path) -> Any:
+    """Write the checkpoint into `directory` and return transformers' own float32 model of it."""
+    tiny = TINY_MODELS[name]
+    config_class, model_class = _classes(tiny.model_type)
+    config = config_class(**(_COMMON | tiny.changes))
+    model = model_class(config).eval()
+    _randomize(model, seed=sum(name.encode()))
+    if tiny.shard_bytes is None:
+        model.save_pretrained(directory)
+    else:
+        model.save_pretrained(directory, max_shard_size=tiny.shard_bytes)
+    return model
+
+
+def cached_tiny_models(root: Path) -> Callable[[str], tuple[Path, Any]]:
+    """`name -> (directory, transformers model)`, each made once under `root`."""
+
+    @cache
+    def make(name: str) -> tuple[Path, Any]:
+        directory = root / name
+        return directory, make_tiny_model(name, directory)
+
+    return make

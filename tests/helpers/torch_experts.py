@@ -1,0 +1,48 @@
+"""Routed experts in plain torch, read with the safetensors library: an oracle that shares no code with ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch.nn import functional
+
+
+class TorchExperts:
+    """Has the `submit` and `collect` of an expert client; computes in float32, one token at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._weights: dict[str, torch.Tensor] = {}
+        for file in directory.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    if ".mlp.experts." in name:
+                        self._weights[name] = tensors.get_tensor(name).float()
+        self.submitted_rows = 0
+
+    def submit(
+        self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Check the contract's types, then compute at once; the ticket is the result `[T, H]`."""
+        assert topk_ids.dtype == torch.int32
+        assert topk_weights.dtype == torch.float32
+        assert topk_ids.shape == topk_weights.shape
+        self.submitted_rows += hidden_states.shape[0]
+        output = torch.zeros(hidden_states.shape, dtype=torch.float32)
+        for row, ids in enumerate(topk_ids.tolist()):
+            for column, expert in enumerate(ids):
+                output[row] += topk_weights[row, column] * self._expert(layer, expert, hidden_states[row])
+        return output
+
+    def collect(self, ticket: torch.Tensor) -> torch.Tensor:
+        """The float32 `[T, H]` of the submit."""
+        return ticket
+
+    def _expert(self, layer: int, expert: int, hidden_state: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (
+            self._weights[f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"]
+            for part in ("gate", "up", "down")
+        )
+        x = hidden_state.float()
+        return down @ (functional.silu(gate @ x) * (up @ x))

@@ -1,0 +1,107 @@
+"""Invariant: on every family's tiny random checkpoint our float32 model is transformers' model.
+
+Prefill logits agree within the tolerance, 64 greedy tokens are identical, and the way a sequence is cut
+into steps (chunks, batches, a reused prefix) changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.paged_runner import Decoding, PagedRunner, load_runner
+from tests.helpers.tiny_models import TINY_MODELS, cached_tiny_models
+from tests.tolerances import LOGITS_FLOAT32_SELF, LOGITS_FLOAT32_VS_TRANSFORMERS
+
+PROMPTS = [
+    [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2, 110, 77, 31, 9, 180, 12, 13, 14, 15],
+    [10, 210, 4],
+    [101, 55, 55, 55, 7, 90, 33, 160, 20],
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    return cached_tiny_models(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module", params=sorted(TINY_MODELS))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def runner(name: str, tiny: Callable[[str], tuple[Path, Any]]) -> PagedRunner:
+    return load_runner(tiny(name)[0])
+
+
+@torch.inference_mode()
+def _oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def test_prefill_logits_match_transformers(
+    name: str, runner: PagedRunner, tiny: Callable[[str], tuple[Path, Any]]
+) -> None:
+    for prompt in PROMPTS:
+        expected = _oracle_logits(tiny(name)[1], prompt)
+        _, logits = runner.prefill(prompt)
+        assert expected.std() > 0.5, "flat logits would hide errors"
+        torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
+
+
+def test_64_greedy_tokens_match_transformers(
+    name: str, runner: PagedRunner, tiny: Callable[[str], tuple[Path, Any]]
+) -> None:
+    prompt = PROMPTS[0]
+    expected = tiny(name)[1].generate(
+        torch.tensor([prompt]), max_new_tokens=64, min_new_tokens=64, do_sample=False, eos_token_id=None
+    )
+    sequence, logits = runner.prefill(prompt)
+    tokens = runner.greedy([sequence], logits[-1:], 64)[0]
+    assert tokens == expected[0, len(prompt) :].tolist()
+    assert len(set(tokens)) > 3, "a constant answer would prove nothing"
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+def test_chunked_prefill_is_unchunked_prefill(runner: PagedRunner, chunk: int) -> None:
+    _, whole = runner.prefill(PROMPTS[0])
+    _, chunked = runner.prefill(PROMPTS[0], chunk=chunk)
+    torch.testing.assert_close(chunked, whole, rtol=0, atol=LOGITS_FLOAT32_SELF)
+
+
+def test_a_reused_prefix_gives_the_logits_of_a_fresh_one(runner: PagedRunner) -> None:
+    donor, _ = runner.prefill(PROMPTS[0])
+    tokens = PROMPTS[0][:8] + [77, 5, 6]
+    _, fresh = runner.prefill(tokens)
+    # Two full pages of the donor are shared; the rest is computed into pages of its own.
+    sharer = Decoding(tokens, pages=donor.pages[:2], computed=8)
+    reused = runner.step([(sharer, 3)])
+    torch.testing.assert_close(reused, fresh[8:], rtol=0, atol=LOGITS_FLOAT32_SELF)
+
+
+def test_decoding_alone_equals_decoding_in_a_batch(runner: PagedRunner) -> None:
+    alone, sequences, last = [], [], []
+    for prompt in PROMPTS:
+        sequence, logits = runner.prefill(prompt)
+        alone += runner.greedy([sequence], logits[-1:], 24)
+        sequence, logits = runner.prefill(prompt)
+        sequences.append(sequence)
+        last.append(logits[-1])
+    assert runner.greedy(sequences, torch.stack(last), 24) == alone
+
+
+def test_a_mixed_step_equals_separate_steps(runner: PagedRunner) -> None:
+    """One step with a decode, a first chunk, a later chunk and another decode."""
+    wanted = [runner.prefill(prompt)[1] for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[0])]
+    decode_long, chunk_first = Decoding(PROMPTS[0]), Decoding(PROMPTS[1])
+    chunk_later, decode_short = Decoding(PROMPTS[2]), Decoding(PROMPTS[0][:6])
+    runner.step([(decode_long, 20), (chunk_later, 5), (decode_short, 5)])
+    mixed = runner.step([(decode_long, 1), (chunk_first, 3), (chunk_later, 4), (decode_short, 1)])
+    expected = torch.cat([wanted[0][20:21], wanted[1], wanted[2][5:9], wanted[3][5:6]])
+    torch.testing.assert_close(mixed, expected, rtol=0, atol=LOGITS_FLOAT32_SELF)
