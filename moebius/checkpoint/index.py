@@ -1,0 +1,199 @@
+"""Which tensors a safetensors checkpoint holds and where, read from its headers alone.
+
+Format: https://huggingface.co/docs/safetensors (8-byte little-endian header length, JSON header, data).
+Values are read with `pread`, never mapped: mapped pages would count as resident memory of the process
+for as long as the mapping lives, and a loader's peak memory has to stay bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moebius.checkpoint.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# numpy has no bfloat16 and no float8: their bits are returned as unsigned integers of the same width.
+NUMPY_DTYPES: Mapping[str, np.dtype[np.generic]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
+    "F8_E8M0": np.dtype("u1"),
+    "I64": np.dtype("<i8"),
+    "U64": np.dtype("<u8"),
+    "I32": np.dtype("<i4"),
+    "U32": np.dtype("<u4"),
+    "I16": np.dtype("<i2"),
+    "U16": np.dtype("<u2"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+
+# The safetensors library itself refuses longer headers.
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies; filled by `CheckpointIndex.open`."""
+
+    name: str
+    file: Path
+    # Key of NUMPY_DTYPES, as the header spells it.
+    dtype: str
+    shape: tuple[int, ...]
+    # First byte of the data, counted from the start of the file.
+    offset: int
+    nbytes: int
+
+    @property
+    def numpy_dtype(self) -> np.dtype[np.generic]:
+        """Element type as numpy holds it (bfloat16 as uint16, float8 as uint8)."""
+        return NUMPY_DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointIndex:
+    """All tensors of a checkpoint directory by name; filled by `open`."""
+
+    directory: Path
+    tensors: Mapping[str, TensorInfo]
+
+    @staticmethod
+    def open(directory: str | Path) -> CheckpointIndex:
+        """Read the headers of `model.safetensors`, or of every shard of `model.safetensors.index.json`.
+
+        Raises CheckpointError naming the file when one is missing, truncated or malformed, when a
+        tensor is listed but not present, or when a name occurs twice.
+        """
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory} is not a directory")
+        tensors: dict[str, TensorInfo] = {}
+        for file in _shard_files(directory):
+            for info in read_header(file):
+                if info.name in tensors:
+                    raise CheckpointError(
+                        f"tensor {info.name!r} is in {tensors[info.name].file} and in {file}"
+                    )
+                tensors[info.name] = info
+        _check_weight_map(directory, tensors)
+        return CheckpointIndex(directory, tensors)
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        """The tensor's place; raises CheckpointError naming it when the checkpoint lacks it."""
+        info = self.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"tensor {name!r} is missing from {self.directory}")
+        return info
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+
+def _shard_files(directory: Path) -> list[Path]:
+    """The files that make up the checkpoint, ascending by name; the index file wins over a single one."""
+    if (directory / INDEX_FILE).exists():
+        files = [directory / name for name in sorted(set(_weight_map(directory).values()))]
+    else:
+        files = [directory / SINGLE_FILE]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(
+                f"{file} is missing (a checkpoint has {SINGLE_FILE} or {INDEX_FILE} with its shards)"
+            )
+    return files
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """Tensor name to shard file name, from the index file."""
+    path = directory / INDEX_FILE
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no 'weight_map' object")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} names the shard {file!r}; a plain file name is allowed"
+            )
+    return weight_map
+
+
+def _check_weight_map(directory: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    """Every tensor the index file promises is in the shard it names."""
+    if not (directory / INDEX_FILE).exists():
+        return
+    for name, file in _weight_map(directory).items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise CheckpointError(f"tensor {name!r} is not in {directory / file}, where {INDEX_FILE} puts it")
+
+
+def read_header(file: Path) -> list[TensorInfo]:
+    """Every tensor of one safetensors file. Raises CheckpointError naming the file, and the tensor if one."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{file} is truncated or not safetensors: header of {length} bytes, file of {size}"
+            )
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not safetensors: its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} is not safetensors: its header is not a JSON object")
+    start = 8 + length
+    return [
+        _tensor_info(file, name, entry, start, size)
+        for name, entry in header.items()
+        if name != "__metadata__"
+    ]
+
+
+def _tensor_info(file: Path, name: str, entry: object, start: int, size: int) -> TensorInfo:
+    """One header entry, checked against the file's size and its own shape."""
+    try:
+        if not isinstance(entry, dict):
+            raise TypeError("not an object")
+        dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+        begin, end = (int(n) for n in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: the header entry of tensor {name!r} is malformed") from error
+    if dtype not in NUMPY_DTYPES:
+        raise CheckpointError(
+            f"{file}: tensor {name!r} has dtype {dtype!r}; known: {', '.join(NUMPY_DTYPES)}"
+        )
+    expected = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
+    if min(shape, default=0) < 0 or begin < 0 or end - begin != expected:
+        raise CheckpointError(
+            f"{file}: tensor {name!r} spans {end - begin} bytes, {dtype} {list(shape)} needs {expected}"
+        )
+    if start + end > size:
+        raise CheckpointError(f"{file} is truncated: tensor {name!r} ends at byte {start + end} of {size}")
+    return TensorInfo(name, file, dtype, shape, start + begin, expected)
+
+
+def open_for_reading(file: Path) -> int:
+    """A read-only descriptor; the caller closes it. Raises CheckpointError naming the file."""
+    try:
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{file} can not be opened: {error.strerror}") from error

@@ -1,0 +1,129 @@
+"""Reads parts of tensors with bounded memory: the result, plus at most one block of rows."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.index import TensorInfo, open_for_reading
+
+Array = npt.NDArray[np.generic]
+
+# Rows are read in blocks of about this many bytes when only some columns are wanted.
+BLOCK_BYTES = 1 << 20
+
+
+class SliceReader:
+    """Keeps shard files open between reads. Not thread safe; close it, or use it as a context manager."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def __enter__(self) -> SliceReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def read(self, info: TensorInfo) -> Array:
+        """The whole tensor, in its own shape; bfloat16 as uint16."""
+        output = np.empty(info.shape, info.numpy_dtype)
+        self._fill(info, 0, output)
+        return output
+
+    def read_slice(
+        self,
+        info: TensorInfo,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        plane: int | None = None,
+    ) -> Array:
+        """`tensor[rows, cols]` of a matrix, or `tensor[plane][rows, cols]` of a stack of matrices.
+
+        A 1-d tensor is a matrix of one column per row (`cols` must stay None; the result is 1-d). Returns
+        a new contiguous array in the tensor's own dtype (bfloat16 as uint16). Slices follow numpy's rules,
+        with positive steps only. Raises CheckpointError naming the tensor.
+        """
+        base, shape = _select_plane(info, plane)
+        num_rows, num_cols = shape[0], math.prod(shape[1:])
+        row_range = _bounded(info, rows, num_rows)
+        if cols is None:
+            picked = self._read_rows(info, base, row_range, num_cols, range(num_cols))
+            return picked.reshape(len(row_range), *shape[1:])
+        if len(shape) != 2:
+            raise CheckpointError(f"tensor {info.name!r} has shape {list(info.shape)}: no columns to slice")
+        return self._read_rows(info, base, row_range, num_cols, _bounded(info, cols, num_cols))
+
+    def _read_rows(self, info: TensorInfo, base: int, rows: range, width: int, cols: range) -> Array:
+        """`[len(rows), len(cols)]` of a row-major matrix that starts `base` elements into the tensor."""
+        output = np.empty((len(rows), len(cols)), info.numpy_dtype)
+        if not output.size:
+            return output
+        if rows.step == 1 and len(cols) == width:
+            self._fill(info, base + rows.start * width, output)
+            return output
+        span = max(1, BLOCK_BYTES // (width * info.numpy_dtype.itemsize * rows.step))
+        for first in range(0, len(rows), span):
+            part = rows[first : first + span]
+            block = np.empty((part[-1] - part[0] + 1, width), info.numpy_dtype)
+            self._fill(info, base + part[0] * width, block)
+            output[first : first + len(part)] = block[:: rows.step, cols.start : cols.stop : cols.step]
+        return output
+
+    def _fill(self, info: TensorInfo, first_element: int, output: Array) -> None:
+        """Read `output.size` consecutive elements of the tensor into a contiguous array."""
+        if not output.size:
+            return
+        descriptor = self._descriptors.get(info.file)
+        if descriptor is None:
+            descriptor = self._descriptors[info.file] = open_for_reading(info.file)
+        target = memoryview(output.reshape(-1).view(np.uint8).data)
+        position = info.offset + first_element * output.itemsize
+        while target:
+            count = os.preadv(descriptor, [target], position)
+            if count == 0:
+                raise CheckpointError(
+                    f"{info.file} ended at byte {position} while tensor {info.name!r} was read"
+                )
+            target, position = target[count:], position + count
+
+
+def read_slice(
+    info: TensorInfo, rows: slice | None = None, cols: slice | None = None, plane: int | None = None
+) -> Array:
+    """`SliceReader.read_slice` for a single read: opens and closes the file."""
+    with SliceReader() as reader:
+        return reader.read_slice(info, rows, cols, plane)
+
+
+def _select_plane(info: TensorInfo, plane: int | None) -> tuple[int, tuple[int, ...]]:
+    """First element and shape of the wanted matrix."""
+    if plane is None:
+        if not info.shape:
+            raise CheckpointError(f"tensor {info.name!r} is a scalar: nothing to slice")
+        return 0, info.shape
+    if len(info.shape) != 3 or not 0 <= plane < info.shape[0]:
+        raise CheckpointError(f"tensor {info.name!r} of shape {list(info.shape)} has no matrix {plane}")
+    return plane * info.shape[1] * info.shape[2], info.shape[1:]
+
+
+def _bounded(info: TensorInfo, wanted: slice | None, size: int) -> range:
+    """The indices a slice picks; numpy would clip a slice that reaches past the end, which hides errors."""
+    picked = wanted if wanted is not None else slice(None)
+    if (picked.stop or 0) > size or (picked.start or 0) > size or (picked.step or 1) < 1:
+        raise CheckpointError(f"tensor {info.name!r} of shape {list(info.shape)} has no slice {picked}")
+    return range(*picked.indices(size))
