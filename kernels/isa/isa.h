@@ -7,7 +7,7 @@
 
 namespace moebius {
 
-enum class Isa { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
+enum class Isa : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
 
 const char* isa_name(Isa isa);
 
