@@ -53,6 +53,13 @@ class Leaf:
         text += "".join(f", {bound}" for bound in bounds if bound)
         return text + (", or none" if self.optional else "")
 
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in `--help`."""
+        if typing.get_origin(self.annotation) is Literal:
+            return "|".join(map(str, typing.get_args(self.annotation)))
+        return "A,B,…" if self.is_list else {int: "INTEGER", float: "NUMBER"}.get(self.annotation, "TEXT")
+
     def parse(self, text: str) -> Any:
         """The value a flag's text stands for. Raises ConfigError; ranges are checked later, by pydantic."""
         if self.optional and text.lower() == "none":

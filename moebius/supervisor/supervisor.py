@@ -61,6 +61,10 @@ class Supervisor:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def silence_events(self) -> None:
+        """Stops calling `on_event`: whoever shows the start-up has seen its end."""
+        self._on_event = lambda name, state: None
+
     def wait_ready(self) -> bool:
         """Blocks until every process is ready; False when a signal came first.
 

@@ -1,0 +1,92 @@
+"""Turns the configuration tree into command-line options.
+
+A command is written as a plain function that takes `config: MoebiusConfig` beside its own arguments;
+`with_settings` gives it one option per leaf of the named sections. Options arrive as texts and are
+parsed and checked by `config_loader`, so a flag and a YAML key are judged by the same rules and give
+the same messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from moebius.config_leaves import Leaf, leaves
+from moebius.config_loader import load_config
+
+# The first argument of most commands, not an option.
+MODEL_LEAF = "model"
+
+
+def with_settings(
+    *section_names: str, model_argument: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that replaces the parameter `config` by `--config FILE` and one option per leaf.
+
+    `section_names` limits the options to those sections (all when empty); a YAML file may hold the whole
+    tree in any case. With `model_argument` the leaf `model` is the positional argument MODEL.
+    """
+    chosen = [leaf for leaf in leaves() if not section_names or leaf.section in section_names]
+    options = [leaf for leaf in chosen if leaf.name != MODEL_LEAF]
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in inspect.signature(function, eval_str=True).parameters.values()
+            if parameter.name != "config"
+        ]
+
+        @functools.wraps(function)
+        def command(**values: Any) -> None:
+            own_values = {parameter.name: values.pop(parameter.name) for parameter in own}
+            path = values.pop("config_file")
+            function(config=load_config(path, values), **own_values)
+
+        parameters = [*_model_parameter(model_argument), *own, _config_parameter()]
+        parameters += [_option_parameter(leaf) for leaf in options]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
+
+
+def _model_parameter(wanted: bool) -> list[inspect.Parameter]:
+    if not wanted:
+        return []
+    help_text = "Checkpoint directory in Hugging Face format, or `demo` for the demo model"
+    annotation = Annotated[str | None, typer.Argument(metavar="MODEL", help=help_text)]
+    return [_keyword(MODEL_LEAF, annotation)]
+
+
+def _config_parameter() -> inspect.Parameter:
+    option = typer.Option("--config", metavar="FILE", help="YAML file with any of the settings below")
+    return _keyword("config_file", Annotated[str | None, option])
+
+
+def _option_parameter(leaf: Leaf) -> inspect.Parameter:
+    """One leaf as an option whose default is "not given"."""
+    help_text = f"{leaf.description} [default: {_default_text(leaf)}]"
+    if leaf.annotation is bool:
+        option = typer.Option(
+            f"{leaf.flag}/--no-{leaf.flag[2:]}", help=help_text, rich_help_panel=leaf.section
+        )
+        return _keyword(leaf.name, Annotated[bool | None, option])
+    option = typer.Option(leaf.flag, help=help_text, metavar=leaf.metavar, rich_help_panel=leaf.section)
+    return _keyword(leaf.name, Annotated[str | None, option])
+
+
+def _default_text(leaf: Leaf) -> str:
+    if leaf.is_list:
+        return ",".join(map(str, leaf.default)) or "empty"
+    if leaf.default is None:
+        return "unset"
+    return str(leaf.default) if leaf.default != "" else "empty"
+
+
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

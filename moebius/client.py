@@ -1,0 +1,107 @@
+"""A small streaming client of the OpenAI-compatible API, for `moebius chat`, `demo` and `bench`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from moebius.errors import UserError
+
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class StreamPiece:
+    """One server-sent event; filled by `ApiClient.stream`."""
+
+    text: str
+    # Tokens generated so far by the server's own count; None unless this event carried usage.
+    completion_tokens: int | None
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One entry of `/v1/models`; filled by `ApiClient.first_model`."""
+
+    name: str
+    # The checkpoint directory on the server's machine; empty when it does not say.
+    root: str
+
+    @property
+    def local_directory(self) -> Path | None:
+        """The checkpoint, when it can be read on this machine."""
+        return Path(self.root) if self.root and (Path(self.root) / "config.json").is_file() else None
+
+
+class ApiClient:
+    """Talks to one server. Every error is a UserError that names the address and what it answered."""
+
+    def __init__(self, base_url: str, api_key: str = "") -> None:
+        self._base_url = base_url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        limits = httpx.Limits(max_connections=None)
+        try:
+            self._http = httpx.Client(
+                base_url=self._base_url, headers=headers, timeout=timeout, limits=limits, trust_env=False
+            )
+        except httpx.InvalidURL as error:
+            raise UserError(f"--base-url {base_url!r} is not a URL: {error}") from None
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self._http.close()
+
+    def first_model(self) -> ServedModel:
+        """The first model the server lists."""
+        try:
+            response = self._http.get("/v1/models")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+        self._check(response)
+        entry = response.json()["data"][0]
+        return ServedModel(str(entry["id"]), str(entry.get("root") or ""))
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[StreamPiece]:
+        """POSTs `body` with streaming and usage switched on; yields the events as they arrive."""
+        request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        try:
+            with self._http.stream("POST", path, json=request) as response:
+                if response.status_code != 200:
+                    response.read()
+                self._check(response)
+                for line in response.iter_lines():
+                    if line.startswith("data:") and line != "data: [DONE]":
+                        yield self._piece(json.loads(line.removeprefix("data:")))
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+
+    def _piece(self, event: dict[str, Any]) -> StreamPiece:
+        if "error" in event:
+            raise UserError(f"{self._base_url}: {event['error'].get('message', event['error'])}")
+        text, reason = "", None
+        for choice in event.get("choices", []):
+            text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            reason = choice.get("finish_reason") or reason
+        usage = event.get("usage") or {}
+        return StreamPiece(text, usage.get("completion_tokens"), reason)
+
+    def _check(self, response: httpx.Response) -> None:
+        """Raises UserError with the server's own message unless the status is 200."""
+        if response.status_code == 200:
+            return
+        try:
+            message = str(response.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            message = response.text[:200]
+        raise UserError(f"{self._base_url} answered {response.status_code}: {message}")
+
+    def _unreachable(self, error: Exception) -> UserError:
+        return UserError(f"cannot reach {self._base_url}: {error}; is `moebius serve` running there?")

@@ -1,0 +1,46 @@
+"""Finding the checkpoint that a command shall use, and refusing what is none before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+
+DEMO = "demo"
+
+
+def with_checkpoint(config: MoebiusConfig) -> MoebiusConfig:
+    """The configuration with `model` as an absolute directory that holds a config.json.
+
+    `demo` stands for the demo model, built on first use (unless a directory of that name is here).
+    Raises UserError.
+    """
+    given = config.model.model
+    if not given:
+        raise UserError("MODEL is missing: give a checkpoint directory, or `demo` for the demo model")
+    path = Path(given).expanduser().absolute()
+    if given == DEMO and not path.exists():
+        path = build_demo_model(None)
+    if not path.is_dir():
+        raise UserError(f"MODEL {given!r}: there is no such directory")
+    try:
+        document = json.loads((path / "config.json").read_text())
+    except FileNotFoundError:
+        raise UserError(f"MODEL {given!r}: no config.json in it; is it a checkpoint directory?") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"MODEL {given!r}: cannot read its config.json: {error}") from None
+    if not isinstance(document, dict) or "model_type" not in document:
+        raise UserError(f"MODEL {given!r}: its config.json has no model_type")
+    section = config.model.model_copy(update={"model": str(path)})
+    return config.model_copy(update={"model": section})
+
+
+def build_demo_model(directory: Path | None) -> Path:
+    """The demo checkpoint's directory, built with a progress display when it is not there yet."""
+    from moebius.demo_model import build_demo_model as build
+    from moebius.demo_model import rich_progress
+
+    with rich_progress() as progress:
+        return build(directory, progress)

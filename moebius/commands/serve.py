@@ -1,0 +1,59 @@
+"""`moebius serve MODEL`: the whole system on this machine, until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from moebius.cli_options import with_settings
+from moebius.commands.models import with_checkpoint
+from moebius.config import MoebiusConfig
+from moebius.config_loader import printable_config
+
+QUESTION = "What is the capital of France?"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+
+    @app.command()
+    @with_settings()
+    def serve(config: MoebiusConfig) -> None:
+        """Start gateway, gpu_service and expert servers, and keep them running."""
+        from moebius.commands.running import running
+        from moebius.supervisor.plan import make_plan
+        from moebius.telemetry.logging import configure_logging
+
+        config = with_checkpoint(config)
+        configure_logging(config.telemetry, "supervisor")
+        serve_plan = make_plan(config)
+        print(printable_config(config), file=sys.stderr, flush=True)
+        with running(serve_plan) as supervisor:
+            if not supervisor.stopping:
+                key = config.gateway.api_key
+                print(examples(serve_plan.base_url, serve_plan.served_model_name, bool(key)), flush=True)
+            supervisor.run()
+
+
+def examples(base_url: str, model: str, needs_key: bool) -> str:
+    """A curl and a Python example that work as pasted (with the reader's own key when one is needed)."""
+    header = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+    key = "YOUR_KEY" if needs_key else "none"
+    return f"""
+Ready: {model} on {base_url}/v1   (Ctrl-C stops)
+
+curl {base_url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
+  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
+
+from openai import OpenAI
+
+client = OpenAI(base_url="{base_url}/v1", api_key="{key}")
+stream = client.chat.completions.create(
+    model="{model}",
+    messages=[{{"role": "user", "content": "{QUESTION}"}}],
+    stream=True,
+)
+for chunk in stream:
+    print(chunk.choices[0].delta.content or "", end="", flush=True)
+"""
