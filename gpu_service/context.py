@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Filled by the engine, once per step. `attention.plan(inputs)` must have been called before the forward."""
+    """Filled by the engine, once per step, after `attention.plan(inputs)`."""
 
     inputs: ForwardInputs
     kv_cache: KVCache

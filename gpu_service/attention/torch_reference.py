@@ -47,6 +47,9 @@ class TorchReferenceAttention(AttentionBackend):
         self._decode_groups: list[_DecodeGroup] = []
         self._chunks: list[_Chunk] = []
         self._slot_mapping = torch.empty(0, dtype=torch.int64)
+        # Gathered pages of one layer, kept between calls: fresh memory of this size costs a page fault per
+        # 4 KiB, which is more than the copy itself.
+        self._gathered = kv_cache.pages(0).new_empty(0, *kv_cache.pages(0).shape[1:])
 
     def plan(self, inputs: ForwardInputs) -> None:
         """See the base class."""
@@ -69,6 +72,14 @@ class TorchReferenceAttention(AttentionBackend):
         self._decode_groups = [
             self._plan_decode(requests, inputs, table, all_rows) for requests in by_length.values()
         ]
+        most_pages = max([item.pages.shape[0] for item in (*self._decode_groups, *self._chunks)], default=0)
+        if self._gathered.shape[0] < most_pages:
+            self._gathered = self._gathered.new_empty(most_pages, *self._gathered.shape[1:])
+
+    def _gather(self, cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """Copy pages side by side; valid until the next gather."""
+        gathered = self._gathered[: pages.shape[0]]
+        return torch.index_select(cache, 0, pages, out=gathered)
 
     def _check(self, inputs: ForwardInputs) -> None:
         starts, seq_lens = inputs.query_start_loc, inputs.seq_lens
@@ -127,7 +138,7 @@ class TorchReferenceAttention(AttentionBackend):
     def _decode(self, query: torch.Tensor, cache: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
         """query `[R, num_heads, D]`; the heads of a KV group stand in the place of query positions."""
         kv_heads, head_dim = self.kv_cache.num_kv_heads, query.shape[-1]
-        gathered = cache.index_select(0, group.pages)
+        gathered = self._gather(cache, group.pages)
         gathered = gathered.view(group.num_requests, -1, 2 * kv_heads, head_dim).transpose(1, 2)
         output = scaled_dot_product_attention(
             query.view(group.num_requests, kv_heads, -1, head_dim),
@@ -142,7 +153,7 @@ class TorchReferenceAttention(AttentionBackend):
         """query `[n, num_heads, D]`; KV heads stand in the place of the batch, so keys are not repeated."""
         kv_heads, (num_new, num_heads, head_dim) = self.kv_cache.num_kv_heads, query.shape
         groups = num_heads // kv_heads
-        gathered = cache.index_select(0, chunk.pages).view(-1, 2 * kv_heads, head_dim)[: chunk.kv_len]
+        gathered = self._gather(cache, chunk.pages).view(-1, 2 * kv_heads, head_dim)[: chunk.kv_len]
         by_head = gathered.transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1)
         output = scaled_dot_product_attention(
             query.view(num_new, kv_heads, groups, head_dim).permute(1, 2, 0, 3),

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.nn import functional
+
+from gpu_service.ops.linear import can_pack, linear, pack_weight
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -28,7 +29,12 @@ class Linear(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        return functional.linear(hidden_states, self.weight, self.bias)
+        return linear(hidden_states, self.weight, self.bias)
+
+    def pack(self) -> None:
+        """Put the loaded weight into the device's fastest layout, in place of the plain one."""
+        if can_pack(self.weight):
+            self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
 
 
 class FusedLinear(Linear):

@@ -38,6 +38,7 @@ def load_weights(model: CausalLM, directory: str | Path) -> None:
         for name, target in expected.items():
             _fill(target, _read(reader, index[name]), model.device)
     _check_no_meta(model)
+    model.pack()
 
 
 def _check(index: CheckpointIndex, expected: dict[str, Target], model: CausalLM) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from gpu_service.context import ForwardContext
 from gpu_service.layers.decoder import DecoderLayer
@@ -17,6 +16,7 @@ from gpu_service.layers.moe import MoE
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.layers.rope import RotaryEmbedding
 from gpu_service.model_config import ModelConfig
+from gpu_service.ops.linear import can_pack, linear, pack_weight
 
 
 class Backbone(nn.Module):
@@ -60,6 +60,8 @@ class CausalLM(nn.Module):
         tied = config.tie_word_embeddings
         head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         self.lm_head = head
+        # Filled by `pack` when the head is the embedding, whose plain layout the look-up needs too.
+        self._packed_tied_head: torch.Tensor | None = None
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """Hidden states `[T, H]` after the final norm, one row per row of `context.inputs`.
@@ -72,8 +74,22 @@ class CausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states `[L, H]` to logits, float32 `[L, vocab_size]`."""
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return functional.linear(hidden_states, head.weight).float()
+        if self.lm_head is not None:
+            weight = self.lm_head.weight
+        elif self._packed_tied_head is not None:
+            weight = self._packed_tied_head
+        else:
+            weight = self.model.embed_tokens.weight
+        return linear(hidden_states, weight, None).float()
+
+    def pack(self) -> None:
+        """Put all loaded weights of products into the device's fastest layout; the loader calls it last."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        embedding = self.model.embed_tokens.weight
+        if self.lm_head is None and can_pack(embedding):
+            self._packed_tied_head = pack_weight(embedding)
 
 
 def make_mlp(layer_id: int, config: ModelConfig, *, dtype: torch.dtype) -> GatedMLP | MoE:

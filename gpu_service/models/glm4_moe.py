@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6, 4.7: partial rotary, sigmoid router with correction bias, dense first layers, shared experts."""
+"""GLM-4.5 to 4.7: partial rotary, sigmoid router with correction bias, dense first layers, shared experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE and Qwen3-Coder: grouped-query attention with a norm per head, softmax router, no shared expert."""
+"""Qwen3-MoE and Qwen3-Coder: queries and keys normed per head, softmax router, no shared expert."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def apply_rope(heads: torch.Tensor, table: RopeTable) -> torch.Tensor:
     rotary_dim = cos.shape[-1]
     rotated = heads if rotary_dim == heads.shape[-1] else heads[..., :rotary_dim]
     if interleaved:
-        partner = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        partner = rotated.reshape(*rotated.shape[:-1], -1, 2).flip(-1).flatten(-2)
     else:
         partner = rotated.roll(rotary_dim // 2, dims=-1)
     rotated.mul_(cos).addcmul_(partner, sin)

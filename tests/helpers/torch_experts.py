@@ -1,4 +1,4 @@
-"""Routed experts in plain torch, read with the safetensors library: an oracle that shares no code with ours."""
+"""Routed experts in plain torch, read with safetensors: an oracle that shares no code with ours."""
 
 from __future__ import annotations
 
