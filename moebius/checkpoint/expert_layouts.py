@@ -1,0 +1,190 @@
+"""The ways checkpoints store routed experts, and how to read one matrix out of each.
+
+Logical matrices are always `[out, in]`: gate and up `[I, H]`, down `[H, I]`. A layout says which tensor
+holds each, which part of it, and whether it lies transposed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.index import CheckpointIndex, TensorInfo
+from moebius.checkpoint.reader import Array, SliceReader
+
+MATRICES = ("gate", "up", "down")
+
+# Where decoder layers may hang: text models, and the text towers of multimodal ones.
+LAYER_PREFIXES = ("model.layers.", "model.language_model.layers.", "language_model.model.layers.")
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixTemplate:
+    """Where one of the three matrices lies in a layout."""
+
+    # Name below `<prefix><layer>.`; "{expert}" is replaced where each expert has its own tensor.
+    name: str
+    # Of the `interleave` matrices that share the stored rows, which one this is.
+    part: int = 0
+    parts: int = 1
+    # Parts alternate row by row instead of following one another.
+    interleaved: bool = False
+    # Stored as [in, out].
+    transposed: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        """All experts in one tensor, the expert being its first axis."""
+        return "{expert}" not in self.name
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """One way of storing routed experts; `LAYOUTS` has them all."""
+
+    name: str
+    gate: MatrixTemplate
+    up: MatrixTemplate
+    down: MatrixTemplate
+    # A tensor name as published checkpoints have it.
+    example: str
+
+    def template(self, matrix: str) -> MatrixTemplate:
+        """The template of "gate", "up" or "down"."""
+        templates = {"gate": self.gate, "up": self.up, "down": self.down}
+        return templates[matrix]
+
+
+def _fused(interleaved: bool, transposed: bool, name: str, example: str) -> ExpertLayout:
+    gate_up = "mlp.experts.gate_up_proj"
+    return ExpertLayout(
+        name,
+        MatrixTemplate(gate_up, 0, 2, interleaved, transposed),
+        MatrixTemplate(gate_up, 1, 2, interleaved, transposed),
+        MatrixTemplate("mlp.experts.down_proj", transposed=transposed),
+        example,
+    )
+
+
+def _separate(name: str, stem: str, gate: str, up: str, down: str, example: str) -> ExpertLayout:
+    return ExpertLayout(
+        name,
+        MatrixTemplate(f"{stem}.{gate}.weight"),
+        MatrixTemplate(f"{stem}.{up}.weight"),
+        MatrixTemplate(f"{stem}.{down}.weight"),
+        example,
+    )
+
+
+_PER_EXPERT = "model.layers.3.mlp.experts.7.gate_proj.weight"
+_FUSED = "model.language_model.layers.3.mlp.experts.gate_up_proj"
+LAYOUTS: Mapping[str, ExpertLayout] = {
+    layout.name: layout
+    for layout in (
+        _separate("per_expert", "mlp.experts.{expert}", "gate_proj", "up_proj", "down_proj", _PER_EXPERT),
+        _separate(
+            "per_expert_w123",
+            "block_sparse_moe.experts.{expert}",
+            "w1",
+            "w3",
+            "w2",
+            "model.layers.3.block_sparse_moe.experts.7.w1.weight",
+        ),
+        _fused(False, False, "fused", _FUSED),  # [E, 2I, H] and [E, H, I]
+        _fused(False, True, "fused_transposed", _FUSED),  # [E, H, 2I] and [E, I, H]
+        _fused(True, True, "fused_interleaved", "model.layers.3.mlp.experts.gate_up_proj"),
+        _separate(
+            "stacked", "moe", "gate_proj", "up_proj", "down_proj", "model.layers.3.moe.gate_proj.weight"
+        ),
+    )
+}
+
+_PREFIX = "(?:" + "|".join(re.escape(prefix) for prefix in LAYER_PREFIXES) + r")\d+\."
+# Anything below an expert container, so that scales and biases of quantised experts count as well.
+_ROUTED_EXPERT = re.compile(
+    _PREFIX + r"(?:mlp\.experts\.|block_sparse_moe\.experts\.|moe\.(?:gate|up|down)_proj\.)"
+)
+
+
+def is_routed_expert(name: str) -> bool:
+    """Whether a checkpoint name belongs to a routed expert (weights or their scales), in any layout."""
+    return _ROUTED_EXPERT.match(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSource:
+    """One expert's logical `[out, in]` matrix inside a stored tensor; filled by `LocatedLayout.source`."""
+
+    tensor: TensorInfo
+    # Index of the expert on the first axis of a stacked tensor.
+    plane: int | None
+    # The stored positions of the logical rows (on the second axis when transposed).
+    out: range
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Logical `(out, in)`."""
+        stored = self.tensor.shape[-2:]
+        return len(self.out), stored[0] if self.transposed else stored[1]
+
+    def read(self, reader: SliceReader, rows: slice | None = None, cols: slice | None = None) -> Array:
+        """Logical `[rows, cols]` as a new contiguous array; bfloat16 as uint16."""
+        picked = self.out[rows] if rows is not None else self.out
+        out = slice(picked.start, picked.stop, picked.step)
+        if not self.transposed:
+            return reader.read_slice(self.tensor, out, cols, self.plane)
+        return np.ascontiguousarray(reader.read_slice(self.tensor, cols, out, self.plane).T)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSources:
+    """The three matrices of one expert: gate and up `[I, H]`, down `[H, I]`."""
+
+    gate: MatrixSource
+    up: MatrixSource
+    down: MatrixSource
+
+
+@dataclass(frozen=True)
+class LocatedLayout:
+    """A layout together with the checkpoint it was found in; filled by `rules.find_layout`."""
+
+    index: CheckpointIndex
+    layout: ExpertLayout
+    prefix: str
+
+    def name(self, layer: int, expert: int, matrix: str) -> str:
+        """The tensor that holds "gate", "up" or "down"."""
+        return f"{self.prefix}{layer}.{self.layout.template(matrix).name.format(expert=expert)}"
+
+    def source(self, layer: int, expert: int, matrix: str) -> MatrixSource:
+        """Raises CheckpointError naming the tensor when it is missing or has no place for the matrix."""
+        template = self.layout.template(matrix)
+        info = self.index[self.name(layer, expert, matrix)]
+        rank = 3 if template.stacked else 2
+        if len(info.shape) != rank:
+            raise CheckpointError(f"tensor {info.name!r} has shape {list(info.shape)}; {rank} axes expected")
+        if template.stacked and expert >= info.shape[0]:
+            raise CheckpointError(
+                f"tensor {info.name!r} has {info.shape[0]} experts; expert {expert} is missing"
+            )
+        stored = info.shape[-1] if template.transposed else info.shape[-2]
+        if stored % template.parts:
+            raise CheckpointError(
+                f"tensor {info.name!r} of shape {list(info.shape)} can not hold gate and up"
+            )
+        size = stored // template.parts
+        if template.interleaved:
+            out = range(template.part, stored, template.parts)
+        else:
+            out = range(template.part * size, (template.part + 1) * size)
+        return MatrixSource(info, expert if template.stacked else None, out, template.transposed)
+
+    def tensors(self, layer: int, expert: int) -> ExpertSources:
+        """The three matrices of one expert. Raises CheckpointError naming a missing or impossible tensor."""
+        return ExpertSources(*(self.source(layer, expert, matrix) for matrix in MATRICES))

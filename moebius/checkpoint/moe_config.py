@@ -1,0 +1,149 @@
+"""The routed experts' geometry, from any family's config.json.
+
+Families spell the same number differently; the tables below say how. Keys as in the configuration
+classes of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moebius.checkpoint.errors import CheckpointError
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MoeGeometry:
+    """What an expert server has to know of a model; filled by `from_config`. Sizes in elements."""
+
+    model_type: str
+    hidden_size: int
+    # All decoder layers, dense ones included.
+    num_layers: int
+    # The layers that route to experts, ascending.
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    moe_intermediate_size: int
+    # "silu": experts compute down(silu(gate(x)) * up(x)).
+    activation: str
+    # "float32" or "bfloat16": what the config says weights and activations are.
+    dtype: str
+
+    @staticmethod
+    def from_config(directory: str | Path, top_k: int | None = None) -> MoeGeometry:
+        """Read `config.json`; `top_k` overrides the checkpoint's.
+
+        Raises CheckpointError naming the file, the key, its value and what is allowed.
+        """
+        config = read_config(directory)
+        model_type = config.get("model_type")
+        family = FAMILIES.get(str(model_type))
+        if family is None:
+            known = ", ".join(sorted(FAMILIES))
+            raise CheckpointError(
+                f"{Path(directory) / 'config.json'}: model_type is {model_type!r}; known: {known}"
+            )
+        geometry = _geometry(str(model_type), config, family)
+        if top_k is not None:
+            if not 1 <= top_k <= geometry.num_experts:
+                raise CheckpointError(f"top_k is {top_k}; this model allows 1 to {geometry.num_experts}")
+            geometry = replace(geometry, top_k=top_k)
+        return geometry
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyKeys:
+    """How one family spells its geometry. Of several names the first present counts."""
+
+    num_experts: tuple[str, ...]
+    moe_layers: Callable[[Config, int], tuple[int, ...]]
+    top_k: tuple[str, ...] = ("num_experts_per_tok",)
+    moe_intermediate_size: tuple[str, ...] = ("moe_intermediate_size",)
+
+
+def _after_dense(config: Config, num_layers: int) -> tuple[int, ...]:
+    """The first `first_k_dense_replace` layers are dense."""
+    return tuple(range(_integer(config, ("first_k_dense_replace",), 0), num_layers))
+
+
+def _by_sparse_step(config: Config, num_layers: int) -> tuple[int, ...]:
+    """Every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
+    step = _integer(config, ("decoder_sparse_step",), 1, default=1)
+    dense = set(config.get("mlp_only_layers") or ())
+    return tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
+
+
+FAMILIES: Mapping[str, FamilyKeys] = {
+    # transformers 5 writes num_local_experts for what the published checkpoints call num_experts.
+    "qwen3_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
+    "glm4_moe": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
+}
+
+
+def read_config(directory: str | Path) -> Config:
+    """`config.json` as a mapping. Raises CheckpointError naming the file."""
+    path = Path(directory) / "config.json"
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} can not be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
+
+
+def _integer(config: Config, names: tuple[str, ...], smallest: int, default: int | None = None) -> int:
+    """The first present key's value. Raises CheckpointError naming key and value."""
+    for name in names:
+        if config.get(name) is not None:
+            value = config[name]
+            if type(value) is not int or value < smallest:
+                raise CheckpointError(
+                    f"config.json: {name} is {value!r}; an integer >= {smallest} is allowed"
+                )
+            return value
+    if default is not None:
+        return default
+    raise CheckpointError(f"config.json: {' or '.join(names)} is missing")
+
+
+def _geometry(model_type: str, config: Config, family: FamilyKeys) -> MoeGeometry:
+    """Read every number once, and refuse what no expert server could serve."""
+    num_layers = _integer(config, ("num_hidden_layers",), 1)
+    num_experts = _integer(config, family.num_experts, 1)
+    top_k = _integer(config, family.top_k, 1)
+    if top_k > num_experts:
+        raise CheckpointError(
+            f"config.json: {family.top_k[0]} is {top_k}, but there are {num_experts} experts"
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise CheckpointError(f"config.json: hidden_act is {activation!r}; allowed: 'silu'")
+    return MoeGeometry(
+        model_type=model_type,
+        hidden_size=_integer(config, ("hidden_size",), 1),
+        num_layers=num_layers,
+        moe_layers=family.moe_layers(config, num_layers),
+        num_experts=num_experts,
+        top_k=top_k,
+        moe_intermediate_size=_integer(config, family.moe_intermediate_size, 1),
+        activation=activation,
+        dtype=_dtype(config),
+    )
+
+
+def _dtype(config: Config) -> str:
+    """The checkpoint's activation type: transformers 5 writes `dtype`, earlier ones `torch_dtype`."""
+    value = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    allowed = ("float32", "bfloat16")
+    if value not in allowed:
+        raise CheckpointError(f"config.json: dtype is {value!r}; allowed: {', '.join(allowed)}")
+    return str(value)

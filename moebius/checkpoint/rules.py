@@ -1,0 +1,188 @@
+"""The rename-rule table of all families: what each checkpoint name is called here.
+
+Canonical names are those of the text-only Hugging Face models (`model.layers.0.self_attn.q_proj.weight`,
+`...mlp.gate.weight`, `...mlp.shared_experts.up_proj.weight`). A family is one row: rules, tried in order
+(the first whose pattern matches the whole name applies), and the layouts its experts may have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.expert_layouts import (
+    LAYER_PREFIXES,
+    LAYOUTS,
+    ExpertSources,
+    LocatedLayout,
+    is_routed_expert,
+)
+from moebius.checkpoint.index import CheckpointIndex
+from moebius.checkpoint.moe_config import read_config
+
+__all__ = ["FAMILY_RULES", "FamilyRules", "RenameRule", "expert_tensors", "find_layout", "is_routed_expert"]
+
+
+@dataclass(frozen=True, slots=True)
+class RenameRule:
+    """One row of the table."""
+
+    # Matched against the whole name.
+    pattern: str
+    # `re` replacement template; None: the name is nobody's (left out on purpose).
+    replacement: str | None
+    # A published name that the rule applies to, and what becomes of it.
+    example: tuple[str, str | None]
+
+    def apply(self, name: str) -> tuple[bool, str | None]:
+        """Whether the rule matches, and the new name."""
+        match = re.fullmatch(self.pattern, name)
+        if match is None:
+            return False, None
+        return True, None if self.replacement is None else match.expand(self.replacement)
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyRules:
+    """How one `model_type` names its tensors."""
+
+    renames: tuple[RenameRule, ...]
+    # Keys of `LAYOUTS`, most likely first.
+    layouts: tuple[str, ...] = ("per_expert",)
+    # Layers numbered behind the last decoder layer are multi-token prediction, not the model.
+    prediction_layers: bool = False
+
+    def canonical_name(self, name: str, num_layers: int) -> str | None:
+        """The name here, or None for a name that is left out on purpose."""
+        for rule in self.renames:
+            matches, renamed = rule.apply(name)
+            if matches:
+                if renamed is None:
+                    return None
+                name = renamed
+                break
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if self.prediction_layers and layer is not None and int(layer[1]) >= num_layers:
+            return None
+        return name
+
+
+def _drop(pattern: str, example: str) -> RenameRule:
+    return RenameRule(pattern, None, (example, None))
+
+
+def _rename(pattern: str, replacement: str, before: str, after: str) -> RenameRule:
+    return RenameRule(pattern, replacement, (before, after))
+
+
+# Old checkpoints carry rotary frequencies, which are computed here.
+_ROTARY = _drop(r".*\.rotary_emb\.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq")
+_MTP = _drop(r"mtp\..*", "mtp.layers.0.self_attn.q_proj.weight")
+_SHARED = _rename(
+    r"(model\.layers\.\d+\.mlp\.)shared_expert\.(.*)",
+    r"\1shared_experts.\2",
+    "model.layers.0.mlp.shared_expert.up_proj.weight",
+    "model.layers.0.mlp.shared_experts.up_proj.weight",
+)
+_VISION = _drop(r"model\.visual\..*", "model.visual.patch_embed.proj.weight")
+_TEXT_SHARED = _rename(
+    r"model\.language_model\.(layers\.\d+\.mlp\.)shared_expert\.(.*)",
+    r"model.\1shared_experts.\2",
+    "model.language_model.layers.0.mlp.shared_expert.up_proj.weight",
+    "model.layers.0.mlp.shared_experts.up_proj.weight",
+)
+_TEXT = _rename(
+    r"model\.language_model\.(.*)",
+    r"model.\1",
+    "model.language_model.norm.weight",
+    "model.norm.weight",
+)
+_KIMI_TEXT = _rename(
+    r"language_model\.(.*)",
+    r"\1",
+    "language_model.model.norm.weight",
+    "model.norm.weight",
+)
+_KIMI_VISION = _drop(r"(?:vision_tower|mm_projector)\..*", "vision_tower.encoder.blocks.0.norm0.weight")
+_MINIMAX_GATE = _rename(
+    r"(model\.layers\.\d+\.)block_sparse_moe\.gate\.weight",
+    r"\1mlp.gate.weight",
+    "model.layers.0.block_sparse_moe.gate.weight",
+    "model.layers.0.mlp.gate.weight",
+)
+_MINIMAX_BIAS = _rename(
+    r"(model\.layers\.\d+\.)block_sparse_moe\.(e_score_correction_bias)",
+    r"\1mlp.gate.\2",
+    "model.layers.0.block_sparse_moe.e_score_correction_bias",
+    "model.layers.0.mlp.gate.e_score_correction_bias",
+)
+_GPT_OSS_ROUTER = _rename(
+    r"(model\.layers\.\d+\.mlp\.)router\.(weight|bias)",
+    r"\1gate.\2",
+    "model.layers.0.mlp.router.bias",
+    "model.layers.0.mlp.gate.bias",
+)
+_STEP_GATE = _rename(
+    r"(model\.layers\.\d+\.)moe\.gate\.weight",
+    r"\1mlp.gate.weight",
+    "model.layers.4.moe.gate.weight",
+    "model.layers.4.mlp.gate.weight",
+)
+_STEP_BIAS = _rename(
+    r"(model\.layers\.\d+\.)moe\.router_bias",
+    r"\1mlp.gate.e_score_correction_bias",
+    "model.layers.4.moe.router_bias",
+    "model.layers.4.mlp.gate.e_score_correction_bias",
+)
+_STEP_SHARED = _rename(
+    r"(model\.layers\.\d+\.)share_expert\.(.*)",
+    r"\1mlp.shared_experts.\2",
+    "model.layers.4.share_expert.up_proj.weight",
+    "model.layers.4.mlp.shared_experts.up_proj.weight",
+)
+
+_DEEPSEEK = FamilyRules((_ROTARY,), prediction_layers=True)
+FAMILY_RULES: Mapping[str, FamilyRules] = {
+    "qwen2_moe": FamilyRules((_ROTARY, _SHARED)),
+    "qwen3_moe": FamilyRules((_ROTARY,)),
+    "qwen3_next": FamilyRules((_ROTARY, _MTP, _SHARED)),
+    "qwen3_5_moe": FamilyRules((_MTP, _VISION, _TEXT_SHARED, _TEXT), ("fused",)),
+    "qwen3_vl_moe": FamilyRules((_VISION, _TEXT), ("fused_transposed",)),
+    "glm4_moe": FamilyRules((_ROTARY,), prediction_layers=True),
+    "glm4_moe_lite": FamilyRules((_ROTARY,), prediction_layers=True),
+    "glm4v_moe": FamilyRules((_VISION, _TEXT), prediction_layers=True),
+    "glm_moe_dsa": FamilyRules((_ROTARY,), prediction_layers=True),
+    "minimax_m2": FamilyRules((_ROTARY, _MINIMAX_GATE, _MINIMAX_BIAS), ("per_expert_w123",), True),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "kimi_k25": FamilyRules((_KIMI_VISION, _KIMI_TEXT)),
+    "gpt_oss": FamilyRules((_ROTARY, _GPT_OSS_ROUTER), ("fused_interleaved",)),
+    "step3p5": FamilyRules((_ROTARY, _STEP_GATE, _STEP_BIAS, _STEP_SHARED), ("stacked",), True),
+}
+
+
+def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
+    """The family's layout that the checkpoint uses. Raises CheckpointError naming what was looked for."""
+    family = FAMILY_RULES.get(model_type)
+    if family is None:
+        raise CheckpointError(f"model_type is {model_type!r}; known: {', '.join(sorted(FAMILY_RULES))}")
+    for layout in (LAYOUTS[name] for name in family.layouts):
+        below = re.escape(layout.gate.name).replace(r"\{expert\}", r"\d+")
+        for prefix in LAYER_PREFIXES:
+            pattern = re.compile(re.escape(prefix) + r"\d+\." + below)
+            if any(pattern.fullmatch(name) for name in index.tensors):
+                return LocatedLayout(index, layout, prefix)
+    examples = ", ".join(LAYOUTS[name].example for name in family.layouts)
+    raise CheckpointError(
+        f"{index.directory} has no routed experts of {model_type}; expected names like {examples}"
+    )
+
+
+def expert_tensors(index: CheckpointIndex, layer: int, expert: int) -> ExpertSources:
+    """One expert's matrices; `find_layout(...).tensors(...)` when many are read. Raises CheckpointError."""
+    model_type = str(read_config(index.directory).get("model_type"))
+    return find_layout(index, model_type).tensors(layer, expert)

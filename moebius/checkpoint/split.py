@@ -1,0 +1,40 @@
+"""How a dimension, or a list of experts, is divided among servers of unequal weight."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+
+def split_bounds(size: int, shares: Sequence[int], multiple: int = 1) -> list[tuple[int, int]]:
+    """Consecutive `[begin, end)` that cover `[0, size)`, their lengths proportional to `shares`.
+
+    Every bound is a multiple of `multiple` (the kernels' panel height), save the last end. Shares that
+    round to nothing are errors: a server without weights would be a waste that nobody notices. Where
+    `size` has too few multiples for all servers, `multiple` falls back to 1. Raises ValueError.
+    """
+    if not shares or min(shares) < 1:
+        raise ValueError(f"shares {tuple(shares)} are not allowed; each of at least one share must be >= 1")
+    if size < len(shares):
+        raise ValueError(f"{size} parts can not be divided among {len(shares)} servers")
+    if size // multiple < len(shares):
+        multiple = 1
+    units, total, passed = size // multiple, sum(shares), 0
+    ends: list[int] = []
+    for position, share in enumerate(shares):
+        passed += share
+        smallest = (ends[-1] if ends else 0) + 1
+        largest = units - (len(shares) - position - 1)
+        # Round half up; then every server before and behind keeps at least one unit.
+        ends.append(min(max((2 * units * passed + total) // (2 * total), smallest), largest))
+    bounds = [0, *(end * multiple for end in ends[:-1]), size]
+    return list(itertools.pairwise(bounds))
+
+
+def equal_shares(count: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """`shares` as given, or `count` equal ones when none are. Raises ValueError when the numbers differ."""
+    if not shares:
+        return (1,) * count
+    if len(shares) != count:
+        raise ValueError(f"split_shares has {len(shares)} entries; split_count is {count}")
+    return tuple(shares)
