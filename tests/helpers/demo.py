@@ -17,10 +17,10 @@ GOLDEN_FILE = DATA / "demo_golden.json"
 
 PROMPTS = (
     "What is the capital of France?",
-    "Explain in two sentences why the sky is blue.",
-    "Write a short poem about the sea.",
     "What is a library?",
+    "Who wrote Romeo and Juliet?",
     "List three reasons to learn a second language.",
+    "Write one sentence about rain.",
 )
 MAX_NEW_TOKENS = 64
 REPETITION_PENALTIES = (1.0, 1.1)
@@ -34,6 +34,8 @@ class GoldenAnswer:
 
     prompt_ids, output_ids: token ids (output_ids ends with the end token when the answer is complete).
     min_margin: smallest difference of the two best penalised logits over all steps.
+    min_routing_gap: smallest distance between a chosen and a refused expert's score. The prompts were picked
+    so that both lie clearly above fp32 rounding: then every correct implementation gives the same tokens.
     """
 
     prompt: str
@@ -42,6 +44,7 @@ class GoldenAnswer:
     output_ids: list[int]
     text: str
     min_margin: float
+    min_routing_gap: float
 
 
 @functools.cache

@@ -121,3 +121,26 @@ def greedy_choices(
         choices.append(int(best.indices[0]))
         margin = min(margin, float(best.values[0] - best.values[1]))
     return choices, margin
+
+
+@torch.inference_mode()
+def least_routing_gap(model: ReferenceModel, ids: list[int]) -> float:
+    """Return the least distance, over layers and ids, between the last chosen and first refused expert.
+
+    In units of selection score (sigmoid + bias). Scores near 0.5 are rounded to 2**-24: where the gap is only
+    a few of those, two correct implementations may choose different experts.
+    """
+    gaps: list[float] = []
+
+    def measure(gate: Any, inputs: Any, outputs: Any) -> None:
+        scores = outputs[0].sigmoid() + gate.e_score_correction_bias
+        best = scores.topk(gate.top_k + 1, dim=-1).values
+        gaps.append(float((best[:, -2] - best[:, -1]).min()))
+
+    handles = [layer.mlp.gate.register_forward_hook(measure) for layer in model.model.layers]
+    try:
+        model(torch.tensor([ids]))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return min(gaps)

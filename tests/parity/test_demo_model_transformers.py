@@ -30,6 +30,9 @@ pytestmark = pytest.mark.demo
 DENSE_TOLERANCE = 1.5e-3
 # fp32 sums in another order, on another CPU or thread count.
 REPEAT_TOLERANCE = 1e-4
+# With fewer than all experts, another rounding of a score may choose another expert for a token.
+ROUTED_TOLERANCE = 1e-2
+ULP = 2.0**-24  # distance of neighbouring fp32 numbers in [0.5, 1), where the routers' scores lie
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def test_fewer_experts_cost_quality_in_order(moe: ReferenceModel) -> None:
     assert recorded == sorted(recorded)
     assert recorded[1] < 1.25 * recorded[0]
     window = perplexity(moe, prose_ids()[:WINDOW_TOKENS])
-    assert window == pytest.approx(golden()["top_12"]["window"], rel=REPEAT_TOLERANCE)
+    assert window == pytest.approx(golden()["top_12"]["window"], rel=ROUTED_TOLERANCE)
 
 
 @pytest.mark.parametrize("penalty", REPETITION_PENALTIES)
@@ -62,6 +65,10 @@ def test_golden_answers_are_what_transformers_gives(moe: ReferenceModel, penalty
     for answer in golden_answers(penalty):
         choices, _ = greedy_choices(moe, answer.prompt_ids, answer.output_ids, penalty)
         assert choices == answer.output_ids, answer.prompt
+        assert answer.min_margin > 1e-3, "pick another prompt: two tokens are too close to tell apart"
+        assert answer.min_routing_gap > 2.5 * ULP, (
+            "pick another prompt: two experts are too close to tell apart"
+        )
 
 
 def test_answers_are_coherent() -> None:

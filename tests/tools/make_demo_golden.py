@@ -21,7 +21,14 @@ from tests.helpers.demo import (
     demo_gguf,
     prose_ids,
 )
-from tests.helpers.demo_reference import ReferenceModel, greedy_choices, load_dense, load_moe, perplexity
+from tests.helpers.demo_reference import (
+    ReferenceModel,
+    greedy_choices,
+    least_routing_gap,
+    load_dense,
+    load_moe,
+    perplexity,
+)
 
 
 def perplexities(model: ReferenceModel) -> dict[str, float]:
@@ -51,6 +58,7 @@ def answer(model: ReferenceModel, tokenizer: Any, prompt: str, penalty: float) -
         "output_ids": output_ids,
         "text": tokenizer.decode(output_ids, skip_special_tokens=True),
         "min_margin": margin,
+        "min_routing_gap": least_routing_gap(model, (prompt_ids + output_ids)[:-1]),
     }
 
 
