@@ -1,0 +1,50 @@
+"""Puts the HTTP application together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+
+from gateway.errors import install_error_handlers
+from gateway.middleware import AuthMiddleware, RequestContextMiddleware
+from gateway.routes import chat, completions, models, ops, tokenize
+from gateway.state import Gateway
+from gateway.streaming import ClientGone
+from moebius import __version__
+from moebius.config import MoebiusConfig
+
+_CLIENT_CLOSED = 499  # nginx's number; nobody reads the answer, but the log line does
+
+
+async def _on_client_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED)
+
+
+def create_app(config: MoebiusConfig) -> FastAPI:
+    """The application; it connects to the engine when started and answers 503 until the engine does."""
+    gateway = Gateway(config)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        await gateway.open()
+        try:
+            yield
+        finally:
+            await gateway.close()
+
+    app = FastAPI(title="Moebius", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app.state.gateway = gateway
+    install_error_handlers(app)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    for module in (chat, completions, models, ops, tokenize):
+        app.include_router(module.router)
+    if config.gateway.api_key:
+        app.add_middleware(AuthMiddleware, api_key=config.gateway.api_key)
+    app.add_middleware(RequestContextMiddleware)  # added last: outermost, so every answer has an id
+    FastAPIInstrumentor.instrument_app(
+        app, excluded_urls="/health,/ready,/metrics", exclude_spans=["receive", "send"]
+    )
+    return app

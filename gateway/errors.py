@@ -1,0 +1,124 @@
+"""Every failure leaves the gateway in the OpenAI shape: {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from gateway.validation import describe_validation_error
+
+logger = structlog.get_logger(__name__)
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """An answerable failure; raised anywhere below a route, rendered once by the handler."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object clients see, in answers and in SSE error events."""
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _TYPES.get(self.status, default)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """`Retry-After` (seconds) when waiting helps; `WWW-Authenticate` with 401."""
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
+    def response(self) -> JSONResponse:
+        """The HTTP answer."""
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers())
+
+
+def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """A 400 that names the parameter at fault."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
+    """The HTTP meaning of an engine's gRPC status (protos/engine.proto says which it uses)."""
+    status, details = error.code(), error.details() or "no details"
+    if status == grpc.StatusCode.INVALID_ARGUMENT:
+        return ApiError(400, details, code="invalid_value")
+    if status == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return ApiError(
+            429, f"the engine's queue is full: {details}", code="engine_overloaded", retry_after_s=1
+        )
+    if status == grpc.StatusCode.UNAVAILABLE:
+        return ApiError(
+            503, f"the engine is not available: {details}", code="engine_unavailable", retry_after_s=2
+        )
+    if status == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return ApiError(504, f"the engine did not answer in time: {details}", code="engine_timeout")
+    return ApiError(500, f"the engine failed ({status.name}): {details}", code="engine_error")
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """Any exception as an ApiError; unexpected ones are logged and told apart only by their type."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, grpc.aio.AioRpcError):
+        return from_grpc(error)
+    logger.error("unexpected error", exc_info=error)
+    return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error")
+
+
+async def _on_validation_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    message, param, code = describe_validation_error(error.errors())
+    return bad_request(message, param, code).response()
+
+
+async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        message, code = f"unknown path: {request.method} {request.url.path}", "unknown_url"
+    elif error.status_code == 405:
+        message, code = f"{request.method} is not allowed on {request.url.path}", "method_not_allowed"
+    else:
+        message, code = str(error.detail), "http_error"
+    response = ApiError(error.status_code, message, code=code).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_exception(_request: Request, error: Exception) -> JSONResponse:
+    return to_api_error(error).response()
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Routes every failure of `app` through this module."""
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ApiError, _on_exception)
+    app.add_exception_handler(grpc.aio.AioRpcError, _on_exception)
+    app.add_exception_handler(Exception, _on_exception)

@@ -1,0 +1,1 @@
+"""How outputs look in JSON: chat completions and text completions."""

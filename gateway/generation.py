@@ -1,0 +1,126 @@
+"""Runs the engine calls of one request and merges their outputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gateway.engine_client import EngineClient
+from gateway.errors import ApiError
+from gateway.output import Delta, OutputRules, OutputState
+from gateway.text.tokenizer import Tokenizer
+from protos import engine_pb2
+
+T = TypeVar("T")
+
+
+@dataclass
+class PromptJob:
+    """One prompt with its n outputs: one engine call. Filled by a route; the counters by `run`."""
+
+    request: engine_pb2.GenerateRequest
+    rules: OutputRules
+    first_index: int  # choice index of the first of the n outputs
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The prompt's tokens."""
+        return self.request.tokenized.input_ids
+
+    async def run(
+        self, engine: EngineClient, tokenizer: Tokenizer, context: Any
+    ) -> AsyncGenerator[Delta, None]:
+        """The outputs' news as the engine sends it; ends, and cancels the call, when all have finished.
+
+        Raises:
+            ApiError: the engine reported an error or closed the stream early.
+            grpc.aio.AioRpcError: the call failed.
+        """
+        prompt_ids = self.prompt_ids
+        count = self.request.sampling_params.n or 1
+        states = [
+            OutputState(self.first_index + index, tokenizer, self.rules, prompt_ids) for index in range(count)
+        ]
+        async with aclosing(_closable(engine.generate(self.request, context))) as responses:
+            async for response in responses:
+                delta = self._take(states, response)
+                if delta is not None:
+                    yield delta
+                if len(self.finish_reasons) == count:
+                    return
+        raise ApiError(
+            502, "the engine closed the stream before the output was complete", code="engine_error"
+        )
+
+    def _take(self, states: list[OutputState], response: engine_pb2.GenerateResponse) -> Delta | None:
+        """Gives one message to its output; None when that output had finished at a stop string."""
+        if response.WhichOneof("response") == "complete":
+            message: engine_pb2.GenerateComplete | engine_pb2.GenerateStreamChunk = response.complete
+        else:
+            message = response.chunk
+        self.cached_tokens = max(self.cached_tokens, message.cached_tokens)
+        state = states[message.index]
+        if state.finish is not None:
+            return None
+        if isinstance(message, engine_pb2.GenerateComplete):
+            delta = state.complete(message)
+        else:
+            delta = state.feed(message)
+        self.completion_tokens += delta.new_tokens
+        if delta.finish is not None:
+            self.finish_reasons.append(delta.finish.reason)
+        return delta
+
+
+async def _closable(stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+    """`stream` as a generator whose closing closes it."""
+    try:
+        async for item in stream:
+            yield item
+    finally:
+        close = getattr(stream, "aclose", None)
+        if close is not None:
+            await close()
+
+
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Items of all streams as they come; the first failure ends it and closes the others."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield item
+        return
+    # One slot per stream: a slow reader holds the engine calls back instead of filling memory.
+    queue: asyncio.Queue[tuple[bool, Any]] = asyncio.Queue(len(streams))
+
+    async def pump(stream: AsyncGenerator[T, None]) -> None:
+        end: Exception | None = None
+        try:
+            async with aclosing(stream) as items:
+                async for item in items:
+                    await queue.put((False, item))
+        except Exception as error:
+            end = error
+        await queue.put((True, end))
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            is_end, value = await queue.get()
+            if not is_end:
+                yield value
+            elif value is not None:
+                raise value
+            else:
+                running -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

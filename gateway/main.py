@@ -1,0 +1,75 @@
+"""The gateway process."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import structlog
+import uvicorn
+import uvloop
+
+from gateway.app import create_app
+from moebius.config import MoebiusConfig
+from moebius.telemetry.logging import configure_logging
+from moebius.telemetry.tracing import configure_tracing
+
+logger = structlog.get_logger(__name__)
+_STREAM_GRACE_S = 10  # open streams may go on this long after SIGTERM
+
+
+class _Server(uvicorn.Server):
+    """Stops on SIGTERM and SIGINT and returns, where uvicorn would kill its process with the signal again."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handles both signals while serving; the second SIGINT stops at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals belong to the main thread
+            return
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            logger.info("stopping", signal=signal.Signals(number).name)
+            self.handle_exit(number, frame)
+
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def server_for(config: MoebiusConfig) -> uvicorn.Server:
+    """The HTTP server, not yet started; also used by tests, which run it in a thread."""
+    settings = uvicorn.Config(
+        create_app(config),
+        host=config.gateway.host,
+        port=config.gateway.port,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=_STREAM_GRACE_S,
+    )
+    return _Server(settings)
+
+
+def run(config: MoebiusConfig) -> int:
+    """Serves HTTP until SIGTERM or SIGINT. Returns the exit code: 0, or 1 when the server could not start."""
+    configure_logging(config.telemetry, "gateway")
+    configure_tracing(config.telemetry, "moebius-gateway")
+    server = server_for(config)
+    logger.info(
+        "gateway starts",
+        host=config.gateway.host,
+        port=config.gateway.port,
+        engine=config.gateway.engine_address,
+    )
+    try:
+        uvloop.run(server.serve())
+    except SystemExit:  # uvicorn leaves this way when the port is taken
+        return 1
+    return 0 if server.started else 1

@@ -1,0 +1,101 @@
+"""What the gateway knows of the served model, once the engine has told it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gateway.errors import ApiError, bad_request
+from gateway.text.chat_template import ChatTemplateError
+from gateway.text.tokenizer import Tokenizer
+from protos import engine_pb2
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Filled by `load_served_model` from the engine's answer and the tokenizer's files."""
+
+    name: str
+    root: str
+    max_context_length: int  # prompt + output, tokens
+    max_prompt_length: int  # tokens
+    vocab_size: int  # logits width
+    eos_token_ids: frozenset[int]
+    defaults: dict[str, Any]  # generation_config.json's sampling fields
+    tokenizer: Tokenizer
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
+
+    def card(self) -> dict[str, Any]:
+        """The entry of /v1/models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "moebius",
+            "root": self.root,
+            "parent": None,
+            "max_model_len": self.max_context_length,
+        }
+
+    def check_token_ids(self, token_ids: list[int], param: str) -> None:
+        """Raises ApiError 400 when an id is outside the vocabulary."""
+        wrong = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise bad_request(f"{param}: token id {wrong} is outside [0, {self.vocab_size})", param)
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation; ApiError 400 when there is no template or it refuses."""
+        template = self.tokenizer.chat_template
+        if template is None:
+            raise ApiError(
+                400,
+                f"model {self.name!r} has no chat template: use /v1/completions, or start the gateway with "
+                "one (--chat-template FILE)",
+                param="messages",
+                code="no_chat_template",
+            )
+        try:
+            return template.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                kwargs=kwargs,
+            )
+        except ChatTemplateError as error:
+            raise bad_request(str(error), "messages") from error
+
+
+def load_served_model(
+    info: engine_pb2.GetModelInfoResponse, tokenizer_dir: str, served_name: str, template_file: str
+) -> ServedModel:
+    """Reads the tokenizer and joins it with the engine's facts.
+
+    Args:
+        info: the engine's answer.
+        tokenizer_dir: directory to read the tokenizer from; empty: the one the engine names.
+        served_name: name clients send; empty: the engine's.
+        template_file: Jinja file instead of the checkpoint's chat template; empty: the checkpoint's.
+    Raises:
+        TokenizerError: the tokenizer's files are missing or malformed.
+    """
+    directory = tokenizer_dir or info.tokenizer_path or info.model_path
+    name = served_name or info.served_model_name or Path(info.model_path).name
+    return ServedModel(
+        name=name,
+        root=info.model_path,
+        max_context_length=info.max_context_length,
+        max_prompt_length=info.max_req_input_len or info.max_context_length - 1,
+        vocab_size=info.vocab_size,
+        eos_token_ids=frozenset(info.eos_token_ids),
+        defaults=json.loads(info.default_sampling_params_json or "{}"),
+        tokenizer=Tokenizer.from_dir(Path(directory), template_file),
+    )

@@ -1,0 +1,168 @@
+"""One output of one request: tokens in, finished text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.errors import ApiError
+from gateway.logprobs import TokenLogprob, alternatives
+from gateway.text.detokenizer import make_detokenizer
+from gateway.text.stop_strings import StopStrings
+from gateway.text.tokenizer import Tokenizer
+from protos import engine_pb2
+
+
+@dataclass(frozen=True)
+class OutputRules:
+    """How tokens become text; filled by the route from the request and the model."""
+
+    stop_strings: tuple[str, ...]
+    include_stop: bool  # keep stop strings and stop tokens in the text
+    stop_token_ids: frozenset[int]  # the request's and, unless ignored, the model's end-of-sequence ids
+    eos_token_ids: frozenset[int]
+    min_tokens: int
+    skip_special_tokens: bool
+    prompt_text: str | None = None  # set when the prompt is echoed
+    echo_only: bool = False  # max_tokens was 0: the engine's one token is dropped
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Why an output ended; filled by `OutputState`."""
+
+    reason: str  # stop, length, abort
+    stop_reason: str | int | None = None  # the stop string or stop token found
+
+
+@dataclass(frozen=True)
+class Delta:
+    """News of one output; filled by `OutputState`."""
+
+    index: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    new_tokens: int
+    finish: Finish | None = None
+
+
+class OutputState:
+    """Detokenises, looks for stop strings and aligns log-probabilities; log-probabilities of tokens whose
+    text is held back are held back with it."""
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, rules: OutputRules, prompt_ids: Sequence[int]
+    ) -> None:
+        self.index = index
+        self.token_count = 0
+        self.finish: Finish | None = None
+        self._tokenizer = tokenizer
+        self._rules = rules
+        self._prompt_ids = prompt_ids
+        self._detokenizer = make_detokenizer(tokenizer, rules.skip_special_tokens, prompt_ids)
+        self._stops = StopStrings(rules.stop_strings, rules.include_stop)
+        self._pending: list[TokenLogprob] = []
+        self._echoed = rules.prompt_text is None
+        self._decoded_length = 0  # characters detokenised, the echoed prompt's included
+        self._shown_length = 0  # characters given out
+
+    def feed(self, chunk: engine_pb2.GenerateStreamChunk) -> Delta:
+        """Takes the tokens of one message; tokens after a stop string are ignored."""
+        logprobs = chunk.output_logprobs if chunk.HasField("output_logprobs") else None
+        return self._advance(self._echo(chunk.input_logprobs), chunk.token_ids, logprobs, 0)
+
+    def complete(self, message: engine_pb2.GenerateComplete) -> Delta:
+        """Takes the last message, with any tokens that no chunk carried; ends the output.
+
+        Raises:
+            ApiError: 500 when the engine reports that this output failed.
+        """
+        if message.finish_reason == "error":
+            raise ApiError(500, f"the engine failed: {message.error_message}", code="engine_error")
+        logprobs = message.output_logprobs if message.HasField("output_logprobs") else None
+        seen = 0 if self._rules.echo_only else self.token_count
+        delta = self._advance(self._echo(message.input_logprobs), message.output_ids[seen:], logprobs, seen)
+        if delta.finish is not None:
+            return delta
+        text = delta.text + self._settle(self._detokenizer.flush())
+        if self.finish is None:
+            text += self._stops.flush()
+            self.finish = self._reason(message)
+        self._shown_length += len(text) - len(delta.text)
+        return Delta(self.index, text, delta.logprobs + self._release(), delta.new_tokens, self.finish)
+
+    def _advance(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: engine_pb2.OutputLogProbs | None,
+        first: int,
+    ) -> Delta:
+        """Feeds tokens until a stop string; `first` is the position of token_ids[0] in `logprobs`."""
+        before = self.token_count
+        for position, token_id in enumerate(() if self._rules.echo_only else token_ids, start=first):
+            self.token_count += 1
+            if logprobs is not None:
+                self._pending.append(
+                    TokenLogprob(
+                        token_id,
+                        logprobs.token_logprobs[position],
+                        alternatives(logprobs.top_logprobs, position),
+                        self._decoded_length,
+                    )
+                )
+            if token_id not in self._rules.stop_token_ids or self._rules.include_stop:
+                text += self._settle(self._detokenizer.step(token_id))
+            if self.finish is not None:
+                break
+        self._shown_length += len(text)
+        released = self._release() if text or self.finish else ()
+        return Delta(self.index, text, released, self.token_count - before, self.finish)
+
+    def _settle(self, text: str) -> str:
+        """The part of new text that may be shown; sets `finish` when a stop string is complete."""
+        self._decoded_length += len(text)
+        if self.token_count < self._rules.min_tokens:
+            return text  # stop strings do not count yet
+        result = self._stops.feed(text)
+        if result.matched is not None:
+            self.finish = Finish("stop", result.matched)
+        return result.text
+
+    def _release(self) -> tuple[TokenLogprob, ...]:
+        """Held log-probabilities, without those of tokens that lie wholly in a cut-off stop string."""
+        held, self._pending = self._pending, []
+        if self.finish is not None and isinstance(self.finish.stop_reason, str):
+            return tuple(token for token in held if token.offset < self._shown_length)
+        return tuple(held)
+
+    def _reason(self, message: engine_pb2.GenerateComplete) -> Finish:
+        """The engine's reason; a stop token is named unless it is the model's own end of sequence."""
+        if self._rules.echo_only:
+            return Finish("length")
+        if message.WhichOneof("matched_stop") == "matched_token_id":
+            matched = message.matched_token_id
+            return Finish(message.finish_reason, None if matched in self._rules.eos_token_ids else matched)
+        return Finish(message.finish_reason)
+
+    def _echo(self, logprobs: engine_pb2.InputLogProbs) -> str:
+        """The prompt's text, once; queues the prompt's log-probabilities."""
+        if self._echoed:
+            return ""
+        self._echoed = True
+        detokenizer = make_detokenizer(self._tokenizer, self._rules.skip_special_tokens)
+        offset = 0
+        for position, token_id in enumerate(self._prompt_ids if logprobs.token_ids else ()):
+            value = logprobs.token_logprobs[position]
+            self._pending.append(
+                TokenLogprob(
+                    token_id,
+                    value.value if value.HasField("value") else None,
+                    alternatives(logprobs.top_logprobs, position),
+                    offset,
+                )
+            )
+            offset += len(detokenizer.step(token_id))
+        text = self._rules.prompt_text or ""
+        self._decoded_length = len(text)
+        return text

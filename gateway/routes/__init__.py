@@ -1,0 +1,1 @@
+"""HTTP routes: thin; they validate, build engine requests and hand over to `serving.py`."""

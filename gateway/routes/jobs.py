@@ -1,0 +1,85 @@
+"""From a validated body and its tokenised prompts to engine requests."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from opentelemetry import trace
+
+from gateway import telemetry
+from gateway.generation import PromptJob
+from gateway.model import ServedModel
+from gateway.output import OutputRules
+from gateway.sampling import build_sampling_params, check_prompt, output_limit
+from gateway.schemas.common import GenerationFields
+from protos import engine_pb2
+
+# Below this a thread hand-over costs more than tokenising.
+_INLINE_CHARACTERS = 4096
+
+
+async def encode(model: ServedModel, text: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of `text`; long texts are tokenised in a thread (the Rust code frees the GIL)."""
+    if len(text) <= _INLINE_CHARACTERS:
+        return model.tokenizer.encode(text, add_special_tokens)
+    return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens)
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What the two APIs ask for differently; filled by their routes."""
+
+    operation: str  # gen_ai.operation.name
+    request_id: str  # the response's id; engine requests add the prompt's number
+    prompt_param: str  # parameter named in errors about the prompt
+    limit_param: str  # parameter named in errors about the output's length
+    limit: int | None  # output tokens asked for; 0: only echo; None: as many as fit
+    logprobs: int | None  # alternatives per output token; None: no log-probabilities
+    prompt_logprobs: int | None  # alternatives per prompt token
+    echo: bool = False
+
+
+def build_jobs(
+    body: GenerationFields, model: ServedModel, plan: JobPlan, prompts: list[tuple[str, list[int]]]
+) -> list[PromptJob]:
+    """One job per prompt (text, token ids), with choices numbered prompt by prompt.
+
+    Raises:
+        ApiError: 400 naming the parameter, before anything is sent to the engine.
+    """
+    jobs = []
+    for number, (text, prompt_ids) in enumerate(prompts):
+        check_prompt(model, prompt_ids, plan.prompt_param)
+        max_tokens = output_limit(model, len(prompt_ids), plan.limit_param, plan.limit)
+        params = build_sampling_params(body, model, max_tokens, plan.logprobs, plan.prompt_logprobs)
+        stops = body.stop_strings()
+        request = engine_pb2.GenerateRequest(
+            request_id=plan.request_id if len(prompts) == 1 else f"{plan.request_id}-{number}",
+            tokenized=engine_pb2.TokenizedInput(input_ids=prompt_ids),
+            sampling_params=params,
+            stream=bool(body.stream or stops),  # stop strings are found while the text grows
+            priority=body.priority,
+            cache_salt=body.cache_salt or "",
+        )
+        rules = _rules(body, model, text if plan.echo else None, plan.limit == 0)
+        jobs.append(PromptJob(request, rules, first_index=number * (body.n or 1)))
+    telemetry.describe_request(
+        trace.get_current_span(), plan.operation, body, jobs[0].request.sampling_params
+    )
+    return jobs
+
+
+def _rules(body: GenerationFields, model: ServedModel, echo: str | None, echo_only: bool) -> OutputRules:
+    """How the tokens of this request become text."""
+    ends = frozenset() if body.ignore_eos else model.eos_token_ids
+    return OutputRules(
+        stop_strings=body.stop_strings(),
+        include_stop=body.include_stop_str_in_output,
+        stop_token_ids=ends | frozenset(body.stop_token_ids or ()),
+        eos_token_ids=model.eos_token_ids,
+        min_tokens=body.min_tokens,
+        skip_special_tokens=body.skip_special_tokens,
+        prompt_text=echo,
+        echo_only=echo_only,
+    )

@@ -1,0 +1,47 @@
+"""What operators and load balancers ask: liveness, readiness, metrics, version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from gateway.errors import ApiError
+from gateway.state import gateway_of
+from moebius import __version__
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health() -> Response:
+    """200 with an empty body while this process answers; says nothing of the engine."""
+    return Response(status_code=200)
+
+
+@router.get("/ready")
+async def ready(request: Request) -> dict[str, Any]:
+    """200 when the model is known and the engine's health is SERVING; 503 with the reason otherwise."""
+    gateway = gateway_of(request)
+    model = gateway.model()
+    if not await gateway.engine.is_serving():
+        raise ApiError(
+            503,
+            f"the engine at {gateway.engine.address} is not serving",
+            code="engine_unavailable",
+            retry_after_s=2,
+        )
+    return {"status": "ready", "model": model.name, "in_flight": gateway.admission.in_flight}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    return Response(gateway_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of this software."""
+    return {"version": __version__}

@@ -1,0 +1,127 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from gateway.schemas.common import MAX_TOP_LOGPROBS, GenerationFields, StrictModel
+from gateway.text.chat_template import RESERVED_NAMES
+from gateway.validation import param_error
+
+
+def _parse_arguments(arguments: Any) -> Any:
+    """Chat templates read the arguments as a mapping; clients send them as text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+
+
+class TextPart(StrictModel):
+    """One part of a message's content; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(StrictModel):
+    """A function an assistant message of the history called; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_parse_arguments)]
+
+
+class ToolCall(StrictModel):
+    """A tool call in the history; handed to the chat template."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(StrictModel):
+    """One message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        """Clients send answers back as history, with every unused field (`refusal`, `audio`) set to null."""
+        if not isinstance(data, dict):
+            return data
+        kept = {key: value for key, value in data.items() if value is not None or key in cls.model_fields}
+        if "reasoning" in kept and kept.get("reasoning_content") is None:
+            kept["reasoning_content"] = kept.pop("reasoning")  # two servers' names for one thing
+        return kept
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise param_error("messages", f"a message of role {self.role!r} needs 'content'")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it: text parts joined by newlines, unset fields left out."""
+        message = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list):
+            message["content"] = "\n".join(part.text for part in self.content)
+        message.setdefault("content", "")
+        return message
+
+
+class ChatCompletionRequest(GenerationFields):
+    """Every field here is implemented; the others are in `unsupported.py`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
+    max_tokens: int | None = Field(None, ge=1, le=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_generation_prompt: bool | None = Field(None, description="Unset: unless the final message goes on")
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("chat_template_kwargs", mode="after")
+    @classmethod
+    def _check_kwargs(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
+        taken = sorted(RESERVED_NAMES & set(kwargs or {}))
+        if taken:
+            raise param_error("chat_template_kwargs", f"'chat_template_kwargs' must not set {taken}")
+        return kwargs
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise param_error("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise param_error(
+                "continue_final_message", "'continue_final_message' excludes 'add_generation_prompt'"
+            )
+        if None not in (self.max_tokens, self.max_completion_tokens) and (
+            self.max_tokens != self.max_completion_tokens
+        ):
+            raise param_error("max_tokens", "'max_tokens' and 'max_completion_tokens' disagree: send one")
+        return self
+
+    def opens_turn(self) -> bool:
+        """Whether the prompt ends with the opening of an assistant turn."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+    def token_limit(self) -> tuple[str, int | None]:
+        """The parameter that bounds the output and its value."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens

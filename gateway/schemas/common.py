@@ -1,0 +1,95 @@
+"""Fields that chat and text completions share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from gateway.schemas.unsupported import refuse_unsupported
+from gateway.validation import param_error
+
+MAX_STOP_STRINGS = 4
+MAX_TOP_LOGPROBS = 20
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+class StrictModel(BaseModel):
+    """Unknown fields and values of the wrong JSON type are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(StrictModel):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = Field(False, description="A last chunk with the token counts")
+    continuous_usage_stats: bool = Field(False, description="Token counts so far on every chunk")
+    include_obfuscation: Literal[False] | None = Field(None, description="Not done: padding of chunks")
+
+
+class GenerationFields(StrictModel):
+    """Sampling and stream parameters; unset ones take the model's generation defaults, then the API's."""
+
+    model: str = Field(description="Name as in /v1/models")
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31, description="Candidates kept; -1 or 0 keep all")
+    min_p: float | None = Field(None, ge=0, le=1)
+    n: int | None = Field(None, ge=1, le=128, description="Independent outputs")
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    stop: str | list[str] | None = Field(None, description="Up to 4 strings that end an output")
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0, le=2**31)
+    max_tokens: int | None = Field(None, ge=0, le=2**31)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: Literal[True] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Recorded on the request's span and log line")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Larger runs earlier among waiting requests")
+    cache_salt: str | None = Field(None, description="Prefixes are shared only between equal salts")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        """Known fields without an implementation pass only with the value that asks for nothing."""
+        return refuse_unsupported(data, cls.model_fields) if isinstance(data, dict) else data
+
+    @field_validator("stop", mode="after")
+    @classmethod
+    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        strings = [stop] if isinstance(stop, str) else (stop or [])
+        if len(strings) > MAX_STOP_STRINGS:
+            raise param_error("stop", f"'stop' takes at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
+        if "" in strings:
+            raise param_error("stop", "a stop string must not be empty")
+        return stop
+
+    @field_validator("logit_bias", mode="after")
+    @classmethod
+    def _check_logit_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for key in bias or {}:
+            if not (key.isascii() and key.isdigit()):
+                raise param_error("logit_bias", f"keys of 'logit_bias' must be token ids, got {key!r}")
+        return bias
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise param_error("stream_options", "'stream_options' is only allowed when 'stream' is true")
+        return self
+
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, whichever form it was sent in."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def token_bias(self) -> dict[int, float]:
+        """`logit_bias` with token ids as integers."""
+        return {int(key): value for key, value in (self.logit_bias or {}).items()}

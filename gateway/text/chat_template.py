@@ -1,0 +1,120 @@
+"""Renders Hugging Face chat templates in a Jinja sandbox, with the helpers those templates rely on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class ChatTemplateError(ValueError):
+    """The template refused the conversation, or can not do what was asked; the message says why."""
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """Accepts `{% generation %}`, which marks assistant text for training, and renders its body unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Consumes the block and returns its statements."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    """Templates call this to refuse a conversation."""
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without HTML escapes, unlike jinja2's own filter: models were trained on plain JSON."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(form: str) -> str:
+    """Local time; some templates write today's date into the system message."""
+    return datetime.now().strftime(form)
+
+
+class ChatTemplate:
+    """One compiled template; rendering is pure and thread-safe."""
+
+    def __init__(self, source: str, named_tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
+        self._named_tokens = named_tokens
+        self.knows_developer = "developer" in source
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation.
+
+        Args:
+            messages: role and content (a string), and further keys the template may know.
+            add_generation_prompt: open an assistant turn at the end.
+            continue_final_message: end right after the last message's content, so that the model goes on
+                with it; excludes `add_generation_prompt`.
+            kwargs: further template variables (`enable_thinking` and such).
+        Raises:
+            ChatTemplateError: the template refused the conversation.
+        """
+        try:
+            text = self._template.render(
+                **{**self._named_tokens, **(kwargs or {})},
+                messages=[self._prepared(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            raise ChatTemplateError(f"the chat template refused the conversation: {error}") from error
+        return _cut_after(text, messages[-1]) if continue_final_message else text
+
+    def _prepared(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Templates that do not know `developer` would drop its text, so it goes in as `system`."""
+        if message["role"] == "developer" and not self.knows_developer:
+            return {**message, "role": "system"}
+        return message
+
+
+def _cut_after(text: str, message: dict[str, Any]) -> str:
+    """`text` up to the end of the last message's content, without the end-of-turn markers after it."""
+    content = str(message.get("content") or "")
+    position = text.rfind(content.strip())
+    if not content.strip() or position < 0:
+        raise ChatTemplateError("the chat template changed the final message, which can not be continued")
+    end = position + len(content.strip())
+    trailing = content[len(content.rstrip()) :]
+    return text[: end + len(trailing)] if text.startswith(trailing, end) else text[:end]

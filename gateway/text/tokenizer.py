@@ -1,0 +1,124 @@
+"""Reads a checkpoint's tokenizer with the `tokenizers` package alone: no torch, and a fast start."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders
+
+from gateway.text.byte_level import piece_to_bytes
+from gateway.text.chat_template import ChatTemplate
+
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenizerError(Exception):
+    """The tokenizer's files are missing or unreadable; the message names the file."""
+
+
+class Tokenizer:
+    """One model's vocabulary and chat template; immutable after `from_dir`, safe to use from threads."""
+
+    def __init__(self, backend: BackendTokenizer, chat_template: ChatTemplate | None) -> None:
+        self._backend = backend
+        self.chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added_text = {token_id: token.content for token_id, token in added.items()}
+        self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_dir(cls, directory: Path, template_file: str = "") -> Tokenizer:
+        """Reads tokenizer.json, tokenizer_config.json and the chat template from a checkpoint directory.
+
+        Args:
+            directory: holds `tokenizer.json`.
+            template_file: a Jinja file that replaces the checkpoint's template; empty: the checkpoint's.
+        Raises:
+            TokenizerError: a file is missing or malformed.
+        """
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(f"{path} does not exist: the gateway needs a tokenizer.json")
+        try:
+            backend = BackendTokenizer.from_file(str(path))
+        except Exception as error:  # the Rust library raises bare Exception
+            raise TokenizerError(f"{path} is not a readable tokenizer: {error}") from error
+        settings = _read_json(directory / "tokenizer_config.json")
+        source = _template_source(directory, settings, template_file)
+        template = ChatTemplate(source, _named_tokens(settings)) if source else None
+        return cls(backend, template)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; `add_special_tokens` applies the checkpoint's post-processor ."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids outside the vocabulary give nothing."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def piece(self, token_id: int) -> str:
+        """The vocabulary's own spelling of one token; empty for ids outside the vocabulary."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes one token adds to a text, which may be part of a character."""
+        if self.is_byte_level:
+            return piece_to_bytes(self.piece(token_id))
+        if token_id in self._added_text:
+            return self._added_text[token_id].encode()
+        piece = self.piece(token_id)
+        fallback = _BYTE_FALLBACK.fullmatch(piece)
+        if fallback:
+            return bytes([int(fallback.group(1), 16)])
+        return piece.replace("\u2581", " ").encode()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, or an empty one when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} must hold a JSON object")
+    return value
+
+
+def _template_source(directory: Path, settings: dict[str, Any], template_file: str) -> str:
+    """The chat template's text: the given file, chat_template.jinja, or tokenizer_config.json."""
+    if template_file:
+        try:
+            return Path(template_file).read_text(encoding="utf-8")
+        except OSError as error:
+            raise TokenizerError(f"chat template {template_file} is not readable: {error}") from error
+    own_file = directory / "chat_template.jinja"
+    if own_file.is_file():
+        return own_file.read_text(encoding="utf-8")
+    inline = settings.get("chat_template") or ""
+    if isinstance(inline, list):  # several named templates: [{"name": ..., "template": ...}]
+        named = {entry["name"]: entry["template"] for entry in inline}
+        return str(named.get("default", ""))
+    return str(inline)
+
+
+def _named_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, ... as strings, as chat templates read them."""
+    tokens: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = settings.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
