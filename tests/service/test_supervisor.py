@@ -1,0 +1,152 @@
+"""Guards the supervisor's promises on small programs: what dies comes back, what stops is gone, in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moebius.errors import StartupError
+from moebius.supervisor.spec import Plan
+from moebius.supervisor.supervisor import Supervisor
+from tests.helpers.fake_programs import (
+    FAILING,
+    OBEDIENT,
+    QUICK,
+    STUBBORN,
+    FileProbe,
+    alive,
+    plan,
+    spec,
+    wait_until,
+)
+
+SEGMENT = f"moebius-test-{os.getpid()}"
+
+
+@pytest.fixture
+def trio(tmp_path: Path) -> Plan:
+    """A gateway, an engine and an expert server in miniature, and one shared-memory segment."""
+    return plan(
+        tmp_path,
+        spec("expert", OBEDIENT, tmp_path, stop_stage=2),
+        spec("gpu", OBEDIENT, tmp_path, stop_stage=1),
+        spec("gateway", OBEDIENT, tmp_path, stop_stage=0),
+        segment=SEGMENT,
+    )
+
+
+def pids(supervisor: Supervisor) -> list[int]:
+    """The running children."""
+    return [process.pid for process in supervisor.processes if process.pid is not None]
+
+
+def test_starts_all_and_leaves_nothing(trio: Plan) -> None:
+    """After the end no process, no shared memory and no run directory is left."""
+    with Supervisor(trio, QUICK) as supervisor:
+        assert supervisor.wait_ready()
+        children = pids(supervisor)
+        assert len(children) == 3
+        assert Path("/dev/shm", SEGMENT).exists()
+    assert not any(alive(pid) for pid in children)
+    assert not Path("/dev/shm", SEGMENT).exists()
+    assert not trio.directory.exists()
+
+
+def test_stops_in_order(trio: Plan, tmp_path: Path) -> None:
+    """The gateway goes first, the expert servers last, each by its own SIGTERM handler."""
+    with Supervisor(trio, QUICK) as supervisor:
+        supervisor.wait_ready()
+    assert (tmp_path / "stopped").read_text().split() == ["gateway", "gpu", "expert"]
+
+
+def test_restarts_what_was_killed_and_only_that(trio: Plan, tmp_path: Path) -> None:
+    """SIGKILL of one process: a new one takes its place, the others and the segment are not touched."""
+    with Supervisor(trio, QUICK) as supervisor:
+        supervisor.wait_ready()
+        before = pids(supervisor)
+        inode = Path("/dev/shm", SEGMENT).stat().st_ino
+        os.kill(before[0], signal.SIGKILL)
+        (tmp_path / "expert").unlink()
+        supervisor.run(until=lambda: (tmp_path / "expert").exists() and supervisor.processes[0].ready)
+        after = pids(supervisor)
+        assert after[0] != before[0]
+        assert after[1:] == before[1:]
+        assert supervisor.processes[0].restarts == 1
+        assert Path("/dev/shm", SEGMENT).stat().st_ino == inode
+
+
+def test_signal_ends_run(trio: Plan) -> None:
+    """SIGTERM to the supervisor ends `run`; the former handler is back afterwards."""
+    former = signal.getsignal(signal.SIGTERM)
+    with Supervisor(trio, QUICK) as supervisor:
+        supervisor.wait_ready()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        supervisor.run()
+        assert supervisor.stopping
+    assert signal.getsignal(signal.SIGTERM) is former
+
+
+def test_stubborn_process_is_killed_with_its_children(tmp_path: Path) -> None:
+    """What ignores SIGTERM is killed after the grace, with everything in its process group."""
+    with Supervisor(plan(tmp_path, spec("stubborn", STUBBORN, tmp_path)), QUICK) as supervisor:
+        supervisor.wait_ready()
+        family = [int(pid) for pid in (tmp_path / "stubborn").read_text().split()]
+        assert all(alive(pid) for pid in family)
+    wait_until(lambda: not any(alive(pid) for pid in family))
+
+
+def test_failure_before_ready_is_told_once(tmp_path: Path) -> None:
+    """A process that ends during start-up stops the start with its own last words, without restarts."""
+    failing = replace(spec("gpu", FAILING, tmp_path), probe=FileProbe(tmp_path / "never"))
+    other = spec("gateway", OBEDIENT, tmp_path)
+    message = r"gpu ended before .*exit code 1.*no such weights: layer 3"
+    with (
+        Supervisor(plan(tmp_path, failing, other), QUICK) as supervisor,
+        pytest.raises(StartupError, match=message),
+    ):
+        supervisor.wait_ready()
+    assert (tmp_path / "gpu").read_text().count("started") == 1
+
+
+def test_pauses_between_restarts_grow_to_the_limit(tmp_path: Path) -> None:
+    """A process that keeps dying is started again after doubling pauses, never longer than the limit."""
+    with Supervisor(plan(tmp_path, spec("gpu", FAILING, tmp_path)), QUICK) as supervisor:
+        process = supervisor.processes[0]
+        pauses = []
+        for _ in range(5):
+            wait_until(lambda: process.exit_code is not None)
+            pauses.append(process.note_exit(now=0.0))
+            assert not process.restart_if_due(now=pauses[-1] * 0.99)
+            assert process.restart_if_due(now=pauses[-1])
+    assert pauses == pytest.approx([0.02, 0.04, 0.08, 0.1, 0.1])
+
+
+def test_not_ready_in_time_names_the_process(tmp_path: Path) -> None:
+    """The ready timeout says which process was late, and stops all."""
+    silent = spec("gpu", "import signal; signal.pause()", tmp_path)
+    impatient = replace(QUICK, ready_timeout_s=0.2)
+    with Supervisor(plan(tmp_path, silent), impatient) as supervisor:
+        children = pids(supervisor)
+        with pytest.raises(StartupError, match=r"ready_timeout_s\): gpu$"):
+            supervisor.wait_ready()
+    assert not any(alive(pid) for pid in children)
+
+
+def test_output_is_forwarded_with_the_process_name(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Lines of a child reach our stderr with its name before them."""
+    with Supervisor(plan(tmp_path, spec("gpu", OBEDIENT, tmp_path)), QUICK) as supervisor:
+        supervisor.wait_ready()
+    assert b"gpu      | hello from gpu\n" in capfdbinary.readouterr().err
+
+
+def test_second_supervisor_is_refused(trio: Plan) -> None:
+    """One run directory has one supervisor; the error names the one that runs."""
+    with Supervisor(trio, QUICK), pytest.raises(StartupError, match=f"pid {os.getpid()}"):
+        Supervisor(trio, QUICK)

@@ -1,0 +1,112 @@
+"""Guards the command line: one flag per setting, one line per user error, and a quick `--help`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moebius import cli
+from moebius.commands.serve import examples
+from moebius.commands.topology import cpu_ranges
+from moebius.config_leaves import leaves
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of a command line."""
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(list(arguments))
+    captured = capsys.readouterr()
+    return int(exit_info.value.code or 0), captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve"], "MODEL is missing"),
+        (["serve", "/no/such/model"], "'/no/such/model': there is no such directory"),
+        (["gpu", "/"], "no config.json in it"),
+        (["serve", "x", "--port", "http"], "--port: 'http' is not allowed; allowed: an integer"),
+        (["serve", "x", "--prot", "1"], "No such option: --prot"),
+        (["expert", "x", "--config", "/no.yaml"], "cannot read configuration file /no.yaml"),
+        (["chat", "--prompt", "x", "--base-url", "http://127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),
+        (["chat", "--max-tokens", "many"], "'--max-tokens'"),
+        (["bench", "decode", "--streams", "1,none"], "--streams: '1,none' is not allowed"),
+        (["sevre"], "No such command 'sevre'"),
+    ],
+)
+def test_user_error_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    """Every mistake of a user: a non-zero status and exactly one line on stderr that names it."""
+    status, out, err = run_cli(capsys, *arguments)
+    assert status == 2
+    assert err.startswith("moebius: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error nobody foresaw is not dressed up as the user's mistake."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["version"])
+
+
+def test_serve_has_one_flag_per_leaf(capsys: pytest.CaptureFixture[str]) -> None:
+    """`moebius serve --help` lists every leaf of the tree, and nothing is set by other means."""
+    status, out, _ = run_cli(capsys, "serve", "--help")
+    assert status == 0
+    words = set(out.replace("/", " ").split())
+    assert [leaf.flag for leaf in leaves() if leaf.name != "model" and leaf.flag not in words] == []
+
+
+@pytest.mark.parametrize("command", [["--help"], ["gpu", "--help"], ["bench", "decode", "--help"]])
+def test_help_loads_nothing_heavy(command: list[str]) -> None:
+    """`--help` answers without importing torch, transformers, grpc or the kernels."""
+    program = f"""
+import sys
+from moebius.cli import main
+try:
+    main({command!r})
+except SystemExit:
+    pass
+heavy = {{"torch", "transformers", "grpc", "fastapi", "moebius._kernels", "numpy"}} & set(sys.modules)
+print(sorted(heavy), file=sys.stderr)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stderr.strip().splitlines()[-1] == "[]"
+    assert "Usage: moebius" in result.stdout
+
+
+def test_examples_name_the_real_server() -> None:
+    """The examples carry the port and model given, and a place for the key only when one is needed."""
+    text = examples("http://127.0.0.1:8123", "my-model", needs_key=False)
+    assert "curl http://127.0.0.1:8123/v1/chat/completions" in text
+    assert "Authorization" not in text
+    body = text.split("-d '")[1].split("'\n")[0]
+    assert json.loads(body)["model"] == "my-model"
+    python = text[text.index("from openai") :]
+    compile(python, "example", "exec")
+    assert 'base_url="http://127.0.0.1:8123/v1"' in python
+    assert "Bearer" in examples("http://h:1", "m", needs_key=True)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "text"), [((), "none"), ((3,), "3"), ((0, 1, 2, 3, 8), "0-3,8"), ((9, 5, 4), "4-5,9")]
+)
+def test_cpu_ranges(cpus: tuple[int, ...], text: str) -> None:
+    """CPU lists are printed in the notation of sysfs."""
+    assert cpu_ranges(cpus) == text

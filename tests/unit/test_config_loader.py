@@ -1,0 +1,109 @@
+"""Guards the configuration: unique leaves, defaults < YAML < flags, and errors that name the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moebius.config import MoebiusConfig
+from moebius.config_leaves import leaves
+from moebius.config_loader import effective_config, load_config, printable_config
+from moebius.errors import ConfigError
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    """A configuration file with that text."""
+    path = tmp_path / "moebius.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_leaf_names_are_unique_and_described() -> None:
+    """A flag needs no prefix because no two sections share a leaf name; every leaf says what it is."""
+    names = [leaf.name for leaf in leaves()]
+    assert len(names) == len(set(names))
+    assert [leaf.name for leaf in leaves() if not leaf.description] == []
+
+
+def test_flags_beat_yaml_beats_defaults(tmp_path: Path) -> None:
+    """The three sources override one another leaf by leaf."""
+    path = written(tmp_path, "gateway: {port: 9000, host: 0.0.0.0}\nexperts: {split_shares: [2, 1]}\n")
+    config = load_config(path, {"port": "9001", "prefix_caching": False, "max_num_seqs": None})
+    assert (config.gateway.port, config.gateway.host) == (9001, "0.0.0.0")
+    assert config.experts.split_shares == (2, 1)
+    assert config.gpu.prefix_caching is False
+    assert config.gpu.max_num_seqs == MoebiusConfig().gpu.max_num_seqs
+
+
+def test_flag_texts_become_values_of_their_type() -> None:
+    """Lists are comma separated, `none` unsets an optional leaf, numbers are numbers."""
+    flags = {"expert_addresses": "a:1, b:2", "top_k": "none", "kv_cache_gib": "0.5", "num_pages": "7"}
+    config = load_config(None, flags)
+    assert config.experts.expert_addresses == ("a:1", "b:2")
+    assert (config.model.top_k, config.gpu.kv_cache_gib, config.gpu.num_pages) == (None, 0.5, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gatway: {port: 1}", "unknown section 'gatway'; did you mean 'gateway'"),
+        ("gateway: {prot: 1}", "unknown key 'gateway.prot'; did you mean 'port'"),
+        ("gateway: {dtype: float32}", "'dtype' belongs to section 'model', not 'gateway'"),
+        ("port: 1", "unknown section 'port'; it belongs to section 'gateway'"),
+        ("gateway: {port: '8000'}", "gateway.port in .*: '8000' is not allowed; allowed: an integer, >= 0"),
+        ("gateway: {port: 70000}", "70000 is not allowed; allowed: an integer, >= 0, <= 65535"),
+        ("gpu: {prefix_caching: 1}", "gpu.prefix_caching in .*: 1 is not allowed; allowed: true or false"),
+        ("model: {dtype: fp8}", "'fp8' is not allowed; allowed: one of auto, float32, bfloat16"),
+        ("experts: {split_shares: [1, x]}", "'x' is not allowed; allowed: a list, each an integer"),
+        ("gateway: 5", "section 'gateway' must be a mapping of settings, not 5"),
+        ("gateway: {port: 1, port: 2}", "key 'port' is given twice \\(line 1\\)"),
+        ("- 1", "expected a mapping of sections"),
+        ("gateway: {", "is not valid YAML"),
+    ],
+)
+def test_bad_yaml_is_named(tmp_path: Path, text: str, message: str) -> None:
+    """Each mistake in a file ends as one line that names key, value and what is allowed."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(written(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"port": "x"}, "--port: 'x' is not allowed; allowed: an integer, >= 0, <= 65535"),
+        ({"port": "-1"}, "--port: -1 is not allowed"),
+        ({"device": "tpu"}, "--device: 'tpu' is not allowed; allowed: one of auto, cpu, cuda"),
+        ({"top_k": "0"}, "--top-k: 0 is not allowed; allowed: an integer, >= 1, or none"),
+        ({"split_shares": "1,b"}, "--split-shares: '1,b' is not allowed; allowed: a list, each an integer"),
+        ({"prot": "1"}, "unknown setting 'prot'; did you mean 'port'"),
+    ],
+)
+def test_bad_flag_is_named(flags: dict[str, str], message: str) -> None:
+    """Each wrong flag ends as a message in the flag's own spelling."""
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, flags)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    """A configuration file that is not there is an error, not an empty configuration."""
+    with pytest.raises(ConfigError, match=r"cannot read configuration file .*nowhere\.yaml"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_effective_config_reads_back(tmp_path: Path) -> None:
+    """What the supervisor writes for a child gives the child the very same configuration."""
+    flags = {"api_key": "secret", "split_shares": "3,1", "num_pages": "12", "model": "/m: # odd"}
+    config = load_config(None, flags)
+    path = written(tmp_path, effective_config(config))
+    assert load_config(path) == config
+
+
+def test_printed_config_shows_everything_but_secrets() -> None:
+    """Every leaf is printed; the API key is not readable in it."""
+    text = printable_config(load_config(None, {"api_key": "hunter2"}))
+    assert "hunter2" not in text
+    shown = yaml.safe_load(text)
+    assert {name for values in shown.values() for name in values} == {leaf.name for leaf in leaves()}
