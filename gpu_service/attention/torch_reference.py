@@ -72,7 +72,8 @@ class TorchReferenceAttention(AttentionBackend):
         self._decode_groups = [
             self._plan_decode(requests, inputs, table, all_rows) for requests in by_length.values()
         ]
-        most_pages = max([item.pages.shape[0] for item in (*self._decode_groups, *self._chunks)], default=0)
+        gathers = [group.pages for group in self._decode_groups] + [chunk.pages for chunk in self._chunks]
+        most_pages = max((pages.shape[0] for pages in gathers), default=0)
         if self._gathered.shape[0] < most_pages:
             self._gathered = self._gathered.new_empty(most_pages, *self._gathered.shape[1:])
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu_service.loader.names import Target, expected_names, is_skipped
+from gpu_service.loader.names import Target, expected_names, wanted_name
 from gpu_service.models.common import CausalLM
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
@@ -21,7 +21,7 @@ from moebius.checkpoint.reader import SliceReader
 
 # How many names an error lists before it only counts the rest.
 _MAX_LISTED = 20
-_FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
 def load_weights(model: CausalLM, directory: str | Path) -> None:
@@ -32,43 +32,50 @@ def load_weights(model: CausalLM, directory: str | Path) -> None:
     model is unusable after an error.
     """
     index = CheckpointIndex.open(directory)
+    present = _present(index, model)
     expected = expected_names(model)
-    _check(index, expected, model)
+    _check(index.directory, present, expected)
     with SliceReader() as reader:
         for name, target in expected.items():
-            _fill(target, _read(reader, index[name]), model.device)
+            _fill(target, _read(reader, present[name]), model.device)
     _check_no_meta(model)
     model.pack()
 
 
-def _check(index: CheckpointIndex, expected: dict[str, Target], model: CausalLM) -> None:
-    present = index.tensors
-    missing = [name for name in expected if name not in present]
-    unused = [name for name in present if name not in expected and not is_skipped(name, model)]
-    wrong = [
-        f"{name} has shape {list(present[name].shape)}, expected {list(target.shape)}"
-        for name, target in expected.items()
-        if name in present and present[name].shape != target.shape
-    ]
-    types = [
-        f"{name} has dtype {present[name].dtype}, allowed: {', '.join(_FLOAT_DTYPES)}"
-        for name in expected
-        if name in present and present[name].dtype not in _FLOAT_DTYPES
-    ]
-    problems = [
-        f"{len(items)} {kind}: {_listed(items)}"
-        for kind, items in (
-            ("missing", missing),
-            ("unused", unused),
-            ("mis-shaped", wrong),
-            ("mis-typed", types),
-        )
-        if items
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{index.directory} does not fit {model.config.model_type}: {'; '.join(problems)}"
-        )
+def _present(index: CheckpointIndex, model: CausalLM) -> dict[str, TensorInfo]:
+    """The checkpoint's tensors that this process reads, by canonical name."""
+    present: dict[str, TensorInfo] = {}
+    for name, info in index.tensors.items():
+        canonical = wanted_name(name, model.config)
+        if canonical is None:
+            continue
+        if canonical in present:
+            raise CheckpointError(
+                f"{index.directory}: {present[canonical].name} and {name} are both {canonical}"
+            )
+        present[canonical] = info
+    return present
+
+
+def _check(directory: Path, present: dict[str, TensorInfo], expected: dict[str, Target]) -> None:
+    found = {name: info for name, info in present.items() if name in expected}
+    problems = {
+        "missing": [name for name in expected if name not in present],
+        "unused": [info.name for name, info in present.items() if name not in expected],
+        "mis-shaped": [
+            f"{name} {list(info.shape)} (expected {list(expected[name].shape)})"
+            for name, info in found.items()
+            if info.shape != expected[name].shape
+        ],
+        "mis-typed": [
+            f"{name} {info.dtype} (allowed {', '.join(_FLOAT_DTYPES)})"
+            for name, info in found.items()
+            if info.dtype not in _FLOAT_DTYPES
+        ],
+    }
+    lines = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names]
+    if lines:
+        raise CheckpointError(f"{directory} does not fit its config.json: {'; '.join(lines)}")
 
 
 def _listed(items: Iterable[str]) -> str:

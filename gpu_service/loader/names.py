@@ -1,4 +1,7 @@
-"""Which checkpoint names fill which rows of which parameter, and which names are nobody's here."""
+"""Which checkpoint names fill which rows of which parameter, and which names are nobody's here.
+
+How a family spells its names is `moebius.checkpoint.rules`' business; only canonical names are known here.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from gpu_service.layers.linear import FusedLinear
+from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
+from moebius.checkpoint.rules import FAMILY_RULES, is_routed_expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,30 +27,23 @@ class Target:
     shape: tuple[int, ...]
 
 
-# Routed experts belong to the expert servers: per expert (any spelling) or stacked.
-_ROUTED_EXPERT = re.compile(r"\.experts\.(\d+\.|(gate_up|gate|up|down)_proj)")
-_ROTARY = re.compile(r"\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-def is_skipped(name: str, model: CausalLM) -> bool:
-    """Whether a name that no parameter asks for is nevertheless right to be there.
+def wanted_name(name: str, config: ModelConfig) -> str | None:
+    """The canonical name of a checkpoint tensor, or None where it is right that nothing here reads it.
 
-    Routed experts, rotary frequencies (computed), multi-token prediction layers behind the last decoder
-    layer, and a copy of the embedding under the head's name where the two are tied.
+    Left out are routed experts of MoE layers (the expert servers'), what the family's rules drop (rotary
+    frequencies, multi-token prediction), and a copy of the embedding under the head's name where both are
+    one.
     """
-    if _ROTARY.search(name):
-        return True
-    config = model.config
-    if config.tie_word_embeddings and name == "lm_head.weight":
-        return True
-    layer = _LAYER.match(name)
-    if layer is None:
-        return False
-    layer_id = int(layer[1])
-    if config.num_layers <= layer_id < config.num_layers + config.num_mtp_layers:
-        return True
-    return config.is_moe_layer(layer_id) and _ROUTED_EXPERT.search(name) is not None
+    canonical = FAMILY_RULES[config.model_type].canonical_name(name, config.num_layers)
+    if canonical is None or (config.tie_word_embeddings and canonical == "lm_head.weight"):
+        return None
+    layer = _LAYER.match(canonical)
+    if layer is not None and config.is_moe_layer(int(layer[1])) and is_routed_expert(name):
+        return None
+    return canonical
 
 
 def expected_names(model: CausalLM) -> dict[str, Target]:

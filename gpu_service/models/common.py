@@ -75,7 +75,7 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states `[L, H]` to logits, float32 `[L, vocab_size]`."""
         if self.lm_head is not None:
-            weight = self.lm_head.weight
+            weight: torch.Tensor = self.lm_head.weight
         elif self._packed_tied_head is not None:
             weight = self._packed_tied_head
         else:

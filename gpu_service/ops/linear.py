@@ -16,6 +16,7 @@ from torch.nn import functional
 _PACKED_FOR_ROWS = 64
 
 _onednn: Any = torch.ops.mkldnn
+_backend: Any = torch.backends.mkldnn
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -23,7 +24,7 @@ def can_pack(weight: torch.Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)
-        and torch.backends.mkldnn.is_available()
+        and bool(_backend.is_available())
         and hasattr(_onednn, "_reorder_linear_weight")
     )
 
