@@ -1,0 +1,92 @@
+"""The demo model's routed experts in kernel engines, divided in any way, behind the expert client's calls.
+
+The servers' transports are left out: this shows the division of weights and the kernels alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from moebius.checkpoint.index import CheckpointIndex
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.checkpoint.reader import SliceReader
+from moebius.checkpoint.rules import find_layout
+from moebius.checkpoint.split import split_bounds
+from moebius.kernels import ExpertEngine
+from tests.helpers.demo import demo_checkpoint
+
+Split = Literal["tensor", "expert"]
+WeightDtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one engine holds; filled by `shares_of`. Both are [begin, end)."""
+
+    experts: tuple[int, int]
+    neurons: tuple[int, int]
+
+
+def shares_of(geometry: MoeGeometry, split: Split, weights: Sequence[int]) -> list[Share]:
+    """Divide every expert's neurons ("tensor") or the list of experts ("expert") by `weights`."""
+    all_experts = (0, geometry.num_experts)
+    all_neurons = (0, geometry.moe_intermediate_size)
+    if split == "tensor":
+        return [Share(all_experts, bounds) for bounds in split_bounds(all_neurons[1], weights)]
+    return [Share(bounds, all_neurons) for bounds in split_bounds(all_experts[1], weights)]
+
+
+def load_share(share: Share, geometry: MoeGeometry, weight_dtype: WeightDtype) -> ExpertEngine:
+    """Return an engine with the share's weights, read from the demo checkpoint."""
+    begin, end = share.experts
+    neurons = slice(*share.neurons)
+    engine = ExpertEngine(
+        geometry.hidden_size,
+        neurons.stop - neurons.start,
+        end - begin,
+        geometry.num_layers,
+        expert_begin=begin,
+        weight_dtype=weight_dtype,
+        num_threads=1,
+    )
+    layout = find_layout(CheckpointIndex.open(demo_checkpoint()), "glm4_moe")
+    with SliceReader() as reader:
+        for layer in geometry.moe_layers:
+            for expert in range(begin, end):
+                sources = layout.tensors(layer, expert)
+                gate, up = (source.read(reader, rows=neurons) for source in (sources.gate, sources.up))
+                engine.load_expert(layer, expert, gate, up, sources.down.read(reader, cols=neurons))
+    return engine
+
+
+class KernelExperts:
+    """Computes a layer's routed experts by summing the engines' partial outputs."""
+
+    def __init__(self, engines: Sequence[ExpertEngine]) -> None:
+        """`engines` together hold every neuron of every expert exactly once."""
+        self.engines = tuple(engines)
+
+    def submit(
+        self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute at once; the ticket is the answer, float32 [T, H]."""
+        rows, ids, weights = (value.contiguous().numpy() for value in (hidden_states, topk_ids, topk_weights))
+        partial = [torch.from_numpy(engine.forward(layer, rows, ids, weights)) for engine in self.engines]
+        return torch.stack(partial).sum(dim=0)
+
+    def collect(self, ticket: torch.Tensor) -> torch.Tensor:
+        """Return what `submit` computed."""
+        return ticket
+
+
+@functools.lru_cache(maxsize=1)  # 212 MB in fp32
+def kernel_experts(split: Split, weights: tuple[int, ...], weight_dtype: WeightDtype) -> KernelExperts:
+    """Return the demo model's experts divided among `len(weights)` engines."""
+    geometry = MoeGeometry.from_config(demo_checkpoint())
+    shares = shares_of(geometry, split, weights)
+    return KernelExperts([load_share(share, geometry, weight_dtype) for share in shares])
