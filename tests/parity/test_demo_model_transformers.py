@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from moebius.demo_model import verify_checkpoint
 from tests.helpers.demo import (
     PROMPTS,
     REPETITION_PENALTIES,
@@ -101,3 +102,8 @@ def test_tokenizer_agrees_with_the_gguf_conversion() -> None:
     gguf = demo_gguf()
     theirs = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     assert theirs(prose()).input_ids == prose_ids()
+
+
+def test_built_checkpoint_is_whole() -> None:
+    """Every file of the cached checkpoint still has the checksum it was built with."""
+    verify_checkpoint(demo_checkpoint(), full=True)
