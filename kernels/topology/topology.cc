@@ -1,6 +1,7 @@
 #include "kernels/topology/topology.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <filesystem>
 #include <iterator>
@@ -82,16 +83,14 @@ std::vector<int> parse_cpu_list(const std::string& text, const std::string& sour
   std::set<int> cpus;
   std::istringstream parts(text);
   for (std::string part; std::getline(parts, part, ',');) {
-    std::istringstream numbers(part);
+    const char* const end = part.data() + part.size();
     long first = -1;
-    numbers >> first;
+    auto parsed = std::from_chars(part.data(), end, first);
     long last = first;
-    if (numbers.peek() == '-') {
-      numbers.ignore();
-      last = -1;
-      numbers >> last;
+    if (parsed.ec == std::errc() && parsed.ptr != end && *parsed.ptr == '-') {
+      parsed = std::from_chars(parsed.ptr + 1, end, last);
     }
-    if (numbers.fail() || !(numbers >> std::ws).eof() || first < 0 || last < first || last >= kMaxCpu) {
+    if (parsed.ec != std::errc() || parsed.ptr != end || first < 0 || last < first || last >= kMaxCpu) {
       throw std::runtime_error(source + ": '" + text + "' is not a CPU list like 0-3,8");
     }
     for (long cpu = first; cpu <= last; ++cpu) cpus.insert(int(cpu));

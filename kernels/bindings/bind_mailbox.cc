@@ -1,0 +1,215 @@
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include "kernels/bindings/bindings.h"
+#include "kernels/bindings/mailbox_offsets.h"
+#include "kernels/mailbox/echo_backend.h"
+#include "kernels/mailbox/errors.h"
+#include "kernels/mailbox/mailbox.h"
+#include "kernels/mailbox/server.h"
+#include "kernels/mailbox/stress.h"
+#include "kernels/mailbox/wait_policy.h"
+
+namespace py = pybind11;
+
+namespace moebius {
+namespace {
+
+using namespace mailbox;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+const char* class_name(Failure failure) {
+  switch (failure) {
+    case Failure::kAbiMismatch: return "AbiMismatch";
+    case Failure::kGeometryMismatch: return "GeometryMismatch";
+    case Failure::kStaleEpoch: return "StaleEpoch";
+    case Failure::kServerLost: return "ServerLost";
+    case Failure::kCompute: return "ExpertComputeError";
+    case Failure::kShutDown: return "ShutDown";
+    case Failure::kMailbox: break;
+  }
+  return "MailboxError";
+}
+
+// The exception classes live in Python, where they are documented and typed.
+void raise_python(const MailboxError& error) {
+  const py::object type = py::module_::import("moebius.mailbox_errors").attr(class_name(error.failure));
+  py::object instance = type(error.what());
+  instance.attr("server_index") = error.server_index;
+  instance.attr("layer") = error.layer;
+  PyErr_SetObject(type.ptr(), instance.ptr());
+}
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+uint64_t submit(Mailbox& box, uint32_t slot, uint32_t layer, uintptr_t hidden_states, uintptr_t topk_ids,
+                uintptr_t topk_weights, uint32_t rows) {
+  return box.submit(slot, layer, pointer<void>(hidden_states), pointer<int32_t>(topk_ids),
+                    pointer<float>(topk_weights), rows);
+}
+
+std::vector<uint64_t> collect(Mailbox& box, uint32_t slot, uint64_t epoch, uintptr_t output, uint64_t deadline_ms) {
+  return box.collect(slot, epoch, pointer<float>(output), deadline_ms);
+}
+
+template <size_t N>
+void copy_bytes(const py::bytes& bytes, std::array<uint8_t, N>& target, const char* name) {
+  const std::string_view view = bytes;
+  if (view.size() != N) {
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(view.size()) + " bytes, it needs " +
+                                std::to_string(N));
+  }
+  std::copy(view.begin(), view.end(), target.begin());
+}
+
+void set_trace(Mailbox& box, uint32_t slot, const py::bytes& trace_id, const py::bytes& span_id, uint32_t flags) {
+  TraceContext trace;
+  copy_bytes(trace_id, trace.trace_id, "trace_id");
+  copy_bytes(span_id, trace.span_id, "span_id");
+  trace.flags = flags;
+  box.set_trace(slot, trace);
+}
+
+py::list take_traced_calls(MailboxServer& server) {
+  py::list calls;
+  for (const TracedCall& call : server.take_traced_calls()) {
+    calls.append(py::make_tuple(
+        py::bytes(reinterpret_cast<const char*>(call.trace.trace_id.data()), call.trace.trace_id.size()),
+        py::bytes(reinterpret_cast<const char*>(call.trace.span_id.data()), call.trace.span_id.size()),
+        call.trace.flags, call.layer, call.rows, call.start_unix_ns, call.duration_ns));
+  }
+  return calls;
+}
+
+void bind_geometry(py::module_& m) {
+  py::class_<Geometry>(m, "MailboxGeometry")
+      .def(py::init([](uint32_t num_layers, uint32_t hidden_size, uint32_t top_k, uint32_t num_slots,
+                       uint32_t max_rows, uint32_t num_servers, uint32_t dtype) {
+             const Geometry g{num_layers, hidden_size, top_k, num_slots, max_rows, num_servers, dtype, 0};
+             check_geometry(g);
+             return g;
+           }),
+           py::kw_only(), py::arg("num_layers"), py::arg("hidden_size"), py::arg("top_k"), py::arg("num_slots"),
+           py::arg("max_rows"), py::arg("num_servers"), py::arg("dtype"))
+      .def_readonly("num_layers", &Geometry::num_layers)
+      .def_readonly("hidden_size", &Geometry::hidden_size)
+      .def_readonly("top_k", &Geometry::top_k)
+      .def_readonly("num_slots", &Geometry::num_slots)
+      .def_readonly("max_rows", &Geometry::max_rows)
+      .def_readonly("num_servers", &Geometry::num_servers)
+      .def_readonly("dtype", &Geometry::dtype);
+}
+
+void bind_client(py::module_& m) {
+  py::class_<ServerState>(m, "MailboxServerState")
+      .def_readonly("pid", &ServerState::pid)
+      .def_readonly("state", &ServerState::state)
+      .def_readonly("generation", &ServerState::generation)
+      .def_readonly("heartbeat_age_s", &ServerState::heartbeat_age_s)
+      .def_readonly("calls", &ServerState::calls)
+      .def_readonly("rows", &ServerState::rows);
+  py::class_<Mailbox>(m, "Mailbox")
+      .def_static(
+          "create",
+          [](const std::string& name, const Geometry& geometry, int64_t spin_ns) {
+            return std::make_unique<Mailbox>(Segment::create(name, geometry), spin_ns);
+          },
+          py::arg("name"), py::arg("geometry"), py::arg("spin_ns"), Unlocked())
+      .def_static(
+          "attach",
+          [](const std::string& name, double timeout_s, const std::optional<Geometry>& expected, int64_t spin_ns) {
+            return std::make_unique<Mailbox>(Segment::attach(name, timeout_s, expected), spin_ns);
+          },
+          py::arg("name"), py::arg("timeout_s"), py::arg("expected"), py::arg("spin_ns"), Unlocked())
+      .def_property_readonly("geometry", [](const Mailbox& box) { return box.segment().geometry(); })
+      .def_property_readonly("nbytes", [](const Mailbox& box) { return box.segment().regions().total; })
+      .def("submit", &submit, py::arg("slot"), py::arg("layer"), py::arg("hidden_states"), py::arg("topk_ids"),
+           py::arg("topk_weights"), py::arg("rows"), Unlocked())
+      .def("collect", &collect, py::arg("slot"), py::arg("epoch"), py::arg("output"), py::arg("deadline_ms"),
+           Unlocked())
+      .def("set_trace", &set_trace, py::arg("slot"), py::arg("trace_id"), py::arg("span_id"), py::arg("flags"))
+      .def("server_state", &Mailbox::server_state, py::arg("server_index"))
+      .def("wait_servers_ready", &Mailbox::wait_servers_ready, py::arg("timeout_s"), Unlocked())
+      .def("shut_down", &Mailbox::shut_down)
+      .def_property_readonly("is_shut_down", &Mailbox::is_shut_down);
+  m.def("mailbox_unlink", &Segment::unlink, py::arg("name"));
+  m.def("mailbox_is_stale", &Segment::is_stale, py::arg("name"));
+  m.def("mailbox_offsets", &mailbox_offsets);
+  m.attr("MAILBOX_ABI_VERSION") = kAbiVersion;
+}
+
+void bind_server(py::module_& m) {
+  py::class_<EchoBackend, ExpertBackend, std::shared_ptr<EchoBackend>>(m, "EchoBackend")
+      .def(py::init([](uint32_t hidden_size, float scale, uint64_t delay_us, int64_t fail_layer) {
+             return std::make_shared<EchoBackend>(EchoOptions{hidden_size, scale, delay_us, fail_layer});
+           }),
+           py::arg("hidden_size"), py::kw_only(), py::arg("scale") = 1.0f, py::arg("delay_us") = 0,
+           py::arg("fail_layer") = -1);
+  py::class_<MailboxServer>(m, "MailboxServer")
+      .def(py::init([](const std::string& name, uint32_t server_index, const std::shared_ptr<ExpertBackend>& backend,
+                       double attach_timeout_s, double heartbeat_s, int64_t spin_ns, uint32_t num_threads) {
+             const py::gil_scoped_release release;
+             return std::make_unique<MailboxServer>(
+                 name, server_index, *backend, ServerOptions{attach_timeout_s, heartbeat_s, spin_ns, num_threads});
+           }),
+           py::arg("mailbox_name"), py::arg("server_index"), py::arg("backend"), py::kw_only(),
+           py::arg("attach_timeout_s"), py::arg("heartbeat_s"), py::arg("spin_ns"), py::arg("num_threads"),
+           py::keep_alive<1, 4>())
+      .def("start", &MailboxServer::start)
+      .def("drain", &MailboxServer::drain, py::arg("timeout_s"), Unlocked())
+      .def("stop", &MailboxServer::stop, Unlocked())
+      .def_property_readonly("is_running", &MailboxServer::is_running)
+      .def_property_readonly("generation", &MailboxServer::generation)
+      .def("take_traced_calls", &take_traced_calls);
+}
+
+void bind_stress(py::module_& m) {
+  m.def(
+      "mailbox_stress",
+      [](Mailbox& box, uint64_t rounds, uint64_t seed, float scale_sum, uint64_t deadline_ms, double recovery_s) {
+        const StressResult r = stress(box, {rounds, seed, scale_sum, deadline_ms, recovery_s});
+        return std::map<std::string, uint64_t>{{"answered", r.answered},
+                                               {"wrong", r.wrong},
+                                               {"lost", r.lost},
+                                               {"resubmitted", r.resubmitted},
+                                               {"stale", r.stale}};
+      },
+      py::arg("mailbox"), py::kw_only(), py::arg("rounds"), py::arg("seed"), py::arg("scale_sum"),
+      py::arg("deadline_ms"), py::arg("recovery_s"), Unlocked());
+  m.def("mailbox_round_trips", &measure_round_trips, py::arg("mailbox"), py::kw_only(), py::arg("rows"),
+        py::arg("rounds"), py::arg("warmup"), py::arg("deadline_ms"), Unlocked());
+  m.def(
+      "ping_pong",
+      [](uintptr_t address, bool asks, uint32_t rounds, uint64_t spin_ns) {
+        return ping_pong(pointer<uint32_t>(address), asks, rounds, spin_ns);
+      },
+      py::arg("address"), py::kw_only(), py::arg("asks"), py::arg("rounds"), py::arg("spin_ns"), Unlocked());
+  m.def(
+      "mailbox_spin_ns",
+      [](uint32_t participants, uint32_t cores) {
+        const SpinBudget budget = spin_budget(participants, cores);
+        return py::make_tuple(budget.client_ns, budget.server_ns);
+      },
+      py::arg("participants"), py::arg("cores") = 0);
+}
+
+}  // namespace
+
+void bind_mailbox(py::module_& m) {
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const MailboxError& error) {
+      raise_python(error);
+    }
+  });
+  bind_geometry(m);
+  bind_client(m);
+  bind_server(m);
+  bind_stress(m);
+}
+
+}  // namespace moebius

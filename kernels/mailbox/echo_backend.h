@@ -1,0 +1,33 @@
+// A backend whose answer is an exact function of every part of its input, for tests and the mailbox bench.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/moe/expert_backend.h"
+
+namespace moebius::mailbox {
+
+struct EchoOptions {
+  uint32_t hidden_size;
+  float scale = 1.0f;
+  uint64_t delay_us = 0;    // time a forward takes on top, asleep
+  int64_t fail_layer = -1;  // forward of this layer throws
+};
+
+// output[r, h] = scale * hidden_states[r, h] + (layer + 1) * sum_k topk_weights[r, k] * (topk_ids[r, k] + 1);
+// exact in float32 for the small integers and quarters that tests use.
+class EchoBackend : public ExpertBackend {
+ public:
+  explicit EchoBackend(const EchoOptions& options) : options_(options) {}
+  uint32_t hidden_size() const override { return options_.hidden_size; }
+  void forward(const ExpertRequest& request, float* output) override;
+
+ private:
+  const EchoOptions options_;
+};
+
+// The value a bfloat16 stands for.
+float bfloat16_value(uint16_t bits);
+
+}  // namespace moebius::mailbox

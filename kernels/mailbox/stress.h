@@ -1,0 +1,38 @@
+// A client that drives echo servers as fast as it can and checks every answer, while others kill them.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/mailbox/mailbox.h"
+
+namespace moebius::mailbox {
+
+struct StressOptions {
+  uint64_t rounds;
+  uint64_t seed = 0;
+  float scale_sum = 1.0f;       // sum of the servers' EchoOptions::scale
+  uint64_t deadline_ms = 5000;  // of one collect
+  double recovery_s = 30.0;     // longest wait for a killed server's successor
+};
+
+struct StressResult {
+  uint64_t answered = 0;    // rounds whose answer was collected and compared
+  uint64_t wrong = 0;       // of those, answers that were not the function of their own input
+  uint64_t lost = 0;        // kServerLost seen
+  uint64_t resubmitted = 0; // lost requests sent anew; the others were collected again under their epoch
+  uint64_t stale = 0;       // kStaleEpoch seen; a correct protocol gives none
+};
+
+// Every mailbox of one process may run it; uses the slots in turn, with rows of 0, 1, max and between.
+StressResult stress(Mailbox& mailbox, const StressOptions& options);
+
+// Microseconds of each of `rounds` round trips of `rows` rows in slot 0, after `warmup` unmeasured ones.
+std::vector<double> measure_round_trips(Mailbox& mailbox, uint32_t rows, uint32_t rounds, uint32_t warmup,
+                                        uint64_t deadline_ms);
+
+// The limit to compare with: one side of a ping-pong on a shared cache line between two processes, waiting
+// as the mailbox does (spin, then futex). `word` is 4 bytes of shared memory, 64-byte aligned, that holds 0.
+// The even side answers, the odd side asks; returns microseconds per round trip (empty for the even side).
+std::vector<double> ping_pong(uint32_t* word, bool asks, uint32_t rounds, uint64_t spin_ns);
+
+}  // namespace moebius::mailbox

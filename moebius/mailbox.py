@@ -1,0 +1,211 @@
+"""Typed face of the shared-memory mailbox; its bytes and ordering are described in `kernels/mailbox/layout.h`.
+
+The launcher creates a mailbox, the engine rank attaches as its one client, every expert process attaches as
+one of its servers. Nothing here needs numpy or torch: arrays are passed by address. The GIL is released in
+every call that copies or waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from moebius import _kernels
+from moebius.mailbox_errors import (
+    AbiMismatch,
+    ExpertComputeError,
+    GeometryMismatch,
+    MailboxError,
+    ServerLost,
+    ShutDown,
+    StaleEpoch,
+)
+from moebius.mailbox_server import EchoBackend, MailboxServer, TracedCall
+
+__all__ = [
+    "AbiMismatch",
+    "EchoBackend",
+    "ExpertComputeError",
+    "GeometryMismatch",
+    "Mailbox",
+    "MailboxError",
+    "MailboxGeometry",
+    "MailboxServer",
+    "ServerLost",
+    "ServerState",
+    "ShutDown",
+    "StaleEpoch",
+    "TracedCall",
+]
+
+PayloadDtype = Literal["float32", "bfloat16"]
+ServerPhase = Literal["absent", "loading", "ready", "draining", "dead"]
+_DTYPE_CODES: dict[PayloadDtype, int] = {"float32": 1, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class MailboxGeometry:
+    """Sizes that every user of one mailbox agrees on; filled by the launcher from model and configuration."""
+
+    num_layers: int  # decoder layers, dense ones included; requests name one of them
+    hidden_size: int  # elements of a token row
+    top_k: int  # expert ids per row
+    num_slots: int  # requests in flight at once, 1..64
+    max_rows: int  # token rows a slot holds, 1..65536
+    num_servers: int  # answers that one collect sums, 1..16
+    dtype: PayloadDtype  # of hidden_states; answers are float32
+
+    def to_kernel(self) -> _kernels.MailboxGeometry:
+        """The C++ form. Raises ValueError naming the field, its value and what is allowed."""
+        if self.dtype not in _DTYPE_CODES:
+            raise ValueError(f"mailbox geometry: dtype = {self.dtype!r}, allowed {', '.join(_DTYPE_CODES)}")
+        for field in ("num_layers", "hidden_size", "top_k", "num_slots", "max_rows", "num_servers"):
+            if not 0 < getattr(self, field) < 2**31:
+                raise ValueError(f"mailbox geometry: {field} = {getattr(self, field)} must be positive")
+        return _kernels.MailboxGeometry(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            top_k=self.top_k,
+            num_slots=self.num_slots,
+            max_rows=self.max_rows,
+            num_servers=self.num_servers,
+            dtype=_DTYPE_CODES[self.dtype],
+        )
+
+    @classmethod
+    def from_kernel(cls, kernel: _kernels.MailboxGeometry) -> MailboxGeometry:
+        """The Python form of a C++ geometry."""
+        return cls(
+            num_layers=kernel.num_layers,
+            hidden_size=kernel.hidden_size,
+            top_k=kernel.top_k,
+            num_slots=kernel.num_slots,
+            max_rows=kernel.max_rows,
+            num_servers=kernel.num_servers,
+            dtype="bfloat16" if kernel.dtype == _DTYPE_CODES["bfloat16"] else "float32",
+        )
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """One look at a server; filled by `Mailbox.server_state`."""
+
+    pid: int  # in the server's own pid namespace; 0 when absent
+    state: ServerPhase  # "dead": its process ended without leaving
+    generation: int  # grows with each start; 0: never served
+    heartbeat_age_s: float  # seconds since its last sign of life; -1 when absent
+    calls: int  # requests answered by this generation
+    rows: int  # token rows in them
+
+
+class Mailbox:
+    """The launcher's and the client's side. Different slots may be used by different threads at once."""
+
+    def __init__(self, kernel: _kernels.Mailbox, name: str) -> None:
+        """Use `create` or `attach`."""
+        self.kernel = kernel
+        self.name = name
+        self.geometry = MailboxGeometry.from_kernel(kernel.geometry)
+
+    @classmethod
+    def create(cls, name: str, geometry: MailboxGeometry, *, spin_ns: int = -1) -> Mailbox:
+        """Makes the segment (mode 0600); a leftover of a dead launcher that nobody holds is replaced.
+
+        `spin_ns`: how long `collect` spins before it sleeps; -1 decides from the allowed cores.
+
+        Raises:
+            MailboxError: the name is in use by a living process, or shared memory is short.
+            ValueError: the name or a size is not allowed.
+        """
+        return cls(_kernels.Mailbox.create(name, geometry.to_kernel(), spin_ns), name)
+
+    @classmethod
+    def attach(
+        cls, name: str, timeout_s: float, expected: MailboxGeometry | None = None, *, spin_ns: int = -1
+    ) -> Mailbox:
+        """Waits up to `timeout_s` seconds for a complete segment and maps it.
+
+        Raises:
+            MailboxError: there is none, its creator never completed it, or it is truncated.
+            AbiMismatch, GeometryMismatch: naming what was found and what was expected.
+        """
+        wanted = expected.to_kernel() if expected else None
+        return cls(_kernels.Mailbox.attach(name, timeout_s, wanted, spin_ns), name)
+
+    @staticmethod
+    def unlink(name: str) -> bool:
+        """Removes the name; mapped users keep their mapping. False when there was no such segment."""
+        return _kernels.mailbox_unlink(name)
+
+    @staticmethod
+    def is_stale(name: str) -> bool:
+        """True when the segment exists and no living process uses it."""
+        return _kernels.mailbox_is_stale(name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory."""
+        return self.kernel.nbytes
+
+    def submit(
+        self,
+        slot: int,
+        layer: int,
+        hidden_states_ptr: int,
+        topk_ids_ptr: int,
+        topk_weights_ptr: int,
+        rows: int,
+    ) -> int:
+        """Copies one request into `slot`, rings the servers and returns its epoch, which `collect` wants.
+
+        Addresses of contiguous arrays, read before the call returns: hidden_states [rows, H] in the
+        geometry's dtype, topk_ids [rows, K] int32 (-1: no expert), topk_weights [rows, K] float32.
+
+        Raises:
+            ValueError: slot, layer or rows outside the geometry.
+            MailboxError: another process is already the client.
+            ShutDown: the mailbox is shut down.
+        """
+        if min(slot, layer, rows) < 0:
+            raise ValueError(f"slot {slot}, layer {layer} and rows {rows} must not be negative")
+        return self.kernel.submit(slot, layer, hidden_states_ptr, topk_ids_ptr, topk_weights_ptr, rows)
+
+    def collect(self, slot: int, epoch: int, output_ptr: int, deadline_ms: int) -> list[int]:
+        """Waits for every server and writes the sum of their answers, added in server order, to the output.
+
+        `output_ptr`: address of float32 [rows, H], overwritten; undefined content after an exception.
+
+        Returns:
+            Nanoseconds each server spent computing.
+
+        Raises:
+            ServerLost: a server died, restarted while awaited, is absent, or passed the deadline.
+            ExpertComputeError: a server's own exception.
+            StaleEpoch: the slot or an answer carries another epoch.
+            ShutDown: the mailbox is shut down.
+        """
+        return self.kernel.collect(slot, epoch, output_ptr, deadline_ms)
+
+    def set_trace(self, slot: int, trace_id: bytes, span_id: bytes, flags: int = 1) -> None:
+        """W3C trace context (16 and 8 bytes) of the next submit into `slot`; call it only when sampled."""
+        self.kernel.set_trace(slot, trace_id, span_id, flags)
+
+    def server_state(self, server_index: int) -> ServerState:
+        """One look at a server. Raises ValueError for an index beyond the geometry."""
+        found = self.kernel.server_state(server_index)
+        return ServerState(
+            pid=found.pid,
+            state=cast(ServerPhase, found.state),
+            generation=found.generation,
+            heartbeat_age_s=found.heartbeat_age_s,
+            calls=found.calls,
+            rows=found.rows,
+        )
+
+    def wait_servers_ready(self, timeout_s: float) -> None:
+        """Returns when every server is ready. Raises ServerLost naming the first that is not, or ShutDown."""
+        self.kernel.wait_servers_ready(timeout_s)
+
+    def shut_down(self) -> None:
+        """Tells every user of the mailbox to leave; permanent for this segment."""
+        self.kernel.shut_down()

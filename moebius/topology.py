@@ -1,0 +1,133 @@
+"""Typed face of the machine's topology, pinning and memory placement (`kernels/topology`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moebius import _kernels
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """One memory node; filled by `Topology.detect`."""
+
+    id: int
+    cpus: tuple[int, ...]  # online CPUs, ascending; empty for memory-only nodes
+    memory_total_bytes: int
+    memory_free_bytes: int
+    memory_allowed: bool  # whether the process's cpuset lets it allocate here
+
+
+@dataclass(frozen=True)
+class BindResult:
+    """Outcome of pinning or binding; a refusal is not an error, because placement is an optimisation."""
+
+    applied: bool
+    message: str  # empty when applied; otherwise what was refused, and what would allow it
+
+
+class Topology:
+    """What the machine has, and what this process may use of it."""
+
+    def __init__(self, kernel: _kernels.Topology) -> None:
+        """Use `detect`."""
+        self._kernel = kernel
+        self.nodes: tuple[NumaNode, ...] = tuple(
+            NumaNode(
+                node.id,
+                tuple(node.cpus),
+                node.memory_total_bytes,
+                node.memory_free_bytes,
+                node.memory_allowed,
+            )
+            for node in kernel.nodes
+        )
+        self.allowed_cpus: tuple[int, ...] = tuple(kernel.allowed_cpus)
+        self.cpu_quota: float | None = kernel.cpu_quota
+
+    @classmethod
+    def detect(
+        cls, sysfs_root: str = "/sys", proc_root: str = "/proc", cgroup_root: str = "/sys/fs/cgroup"
+    ) -> Topology:
+        """Reads nodes, the affinity mask, the cpuset and the cgroup v2 quota.
+
+        Raises:
+            RuntimeError: a file is malformed (names it), or no CPU is left to use.
+        """
+        return cls(_kernels.Topology.detect(sysfs_root, proc_root, cgroup_root))
+
+    def usable_cpus(self, node: int = -1) -> tuple[int, ...]:
+        """Allowed CPUs of `node`, of the whole machine for -1. Raises ValueError for an unknown node."""
+        return tuple(self._kernel.usable_cpus(node))
+
+    def recommended_threads(self, node: int = -1) -> int:
+        """One thread per usable physical core, at most the quota's whole CPUs, at least 1."""
+        return self._kernel.recommended_threads(node)
+
+    def server_nodes(self) -> tuple[int, ...]:
+        """Nodes whose CPUs and memory are both usable: one expert server each. (-1,) when none qualifies."""
+        return tuple(self._kernel.server_nodes())
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Rows of name and value for `moebius topology`."""
+        quota = "none" if self.cpu_quota is None else f"{self.cpu_quota:g} CPUs"
+        rows = [
+            ("NUMA nodes", str(len(self.nodes))),
+            ("CPUs allowed", format_cpu_list(self.allowed_cpus)),
+            ("CPU quota (cgroup)", quota),
+            ("threads recommended", str(self.recommended_threads())),
+            ("expert servers on nodes", ", ".join(map(str, self.server_nodes()))),
+        ]
+        for node in self.nodes:
+            usable = format_cpu_list(self.usable_cpus(node.id))
+            gib = f"{node.memory_free_bytes / 2**30:.1f} of {node.memory_total_bytes / 2**30:.1f} GiB free"
+            note = "" if node.memory_allowed else ", memory not allowed"
+            rows.append(
+                (f"node {node.id}", f"CPUs {format_cpu_list(node.cpus)} (usable {usable}), {gib}{note}")
+            )
+        return rows
+
+
+def format_cpu_list(cpus: Sequence[int]) -> str:
+    """Ascending CPUs in the kernel's notation: (0, 1, 2, 8) becomes "0-2,8"; none becomes "none"."""
+    ranges: list[list[int]] = []
+    for cpu in cpus:
+        if ranges and cpu == ranges[-1][1] + 1:
+            ranges[-1][1] = cpu
+        else:
+            ranges.append([cpu, cpu])
+    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges) or "none"
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """The inverse of `format_cpu_list` for non-empty lists. Raises RuntimeError for a malformed one."""
+    return tuple(_kernels.parse_cpu_list(text, "CPU list"))
+
+
+def pin_thread(cpus: Sequence[int]) -> BindResult:
+    """Restricts the calling thread, and threads it starts later, to `cpus`. Raises ValueError when empty."""
+    return _result(_kernels.pin_thread(list(cpus)))
+
+
+def bind_memory(node: int) -> BindResult:
+    """Memory this thread touches first from now on comes from `node` only; -1 restores the default."""
+    return _result(_kernels.bind_memory(node))
+
+
+def bind_range(address: int, nbytes: int, node: int) -> BindResult:
+    """Pages of the range come from `node`; those already touched are moved."""
+    return _result(_kernels.bind_range(address, nbytes, node))
+
+
+def page_nodes(address: int, nbytes: int) -> list[int]:
+    """Node of each page of the range, or a negative errno (-2: not touched yet).
+
+    Raises:
+        OSError: the kernel refuses the query.
+    """
+    return _kernels.page_nodes(address, nbytes)
+
+
+def _result(kernel: _kernels.BindResult) -> BindResult:
+    return BindResult(kernel.applied, kernel.message)
