@@ -21,7 +21,7 @@ EXIT_USER_ERROR = 2
 USER_ERRORS = (
     ("moebius.checkpoint.errors", "CheckpointError"),
     ("moebius.demo_model.errors", "DemoModelError"),
-    ("moebius.mailbox", "MailboxError"),
+    ("moebius.mailbox_errors", "MailboxError"),
     ("gpu_service.model_config", "ModelConfigError"),
 )
 

@@ -6,7 +6,6 @@ read there; unix sockets in the same directory connect the processes.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig, Section
 from moebius.config_loader import effective_config
 from moebius.errors import ConfigError, StartupError
@@ -46,8 +46,10 @@ class ServePlan:
 def make_plan(config: MoebiusConfig) -> ServePlan:
     """Decides everything about the processes; cleans up what killed predecessors left on the way.
 
-    Raises ConfigError (settings that can not be served) and StartupError (state directory unusable).
+    Raises ConfigError (settings that can not be served), CheckpointError (a model we do not know) and
+    StartupError (state directory or port unusable).
     """
+    model = MoeGeometry.from_config(config.model.model, config.model.top_k)
     config = _with_port(config)
     state_dir = Path(config.supervisor.state_dir or default_state_dir()).absolute()
     clean_up_stale(state_dir)
@@ -75,7 +77,7 @@ def make_plan(config: MoebiusConfig) -> ServePlan:
         for name, role, _, probe in reversed(members)
     )
     files = tuple((directory / f"{name}.yaml", effective_config(own)) for name, _, own, _ in members)
-    segments = (_mailbox(config, len(placements)),) if config.experts.mailbox else ()
+    segments = (_mailbox(config, model),) if config.experts.mailbox else ()
     json_logs = config.telemetry.log_format == "json"
     host = _reachable(config.gateway.host)
     return ServePlan(
@@ -93,15 +95,6 @@ def default_state_dir() -> Path:
     if runtime.is_dir() and os.access(runtime, os.W_OK):
         return runtime / "moebius"
     return Path(tempfile.gettempdir()) / f"moebius-{os.getuid()}"
-
-
-def engine_dtype(config: MoebiusConfig) -> str:
-    """What gpu_service computes in, "float32" or "bfloat16": the setting, else the checkpoint's own."""
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    document = json.loads((Path(config.model.model) / "config.json").read_text())
-    named = str(document.get("dtype") or document.get("torch_dtype") or "bfloat16")
-    return "float32" if named.removeprefix("torch.") == "float32" else "bfloat16"
 
 
 def _with_port(config: MoebiusConfig) -> MoebiusConfig:
@@ -180,25 +173,15 @@ def _expert_settings(config: MoebiusConfig, index: int, placement: ExpertPlaceme
     )
 
 
-def _mailbox(config: MoebiusConfig, num_servers: int) -> Segment:
+def _mailbox(config: MoebiusConfig, model: MoeGeometry) -> Segment:
     """The shared memory between gpu_service and the expert servers; created here so that it outlives both."""
     name = config.experts.mailbox
 
     def create() -> object:
-        from moebius.checkpoint.moe_config import MoeGeometry
-        from moebius.mailbox import Mailbox, MailboxGeometry
+        from moebius.mailbox import Mailbox
+        from moebius.mailbox_plan import mailbox_geometry
 
-        model = MoeGeometry.from_config(Path(config.model.model))
-        geometry = MailboxGeometry(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            top_k=config.model.top_k or model.top_k,
-            num_slots=config.experts.mailbox_slots,
-            max_rows=config.experts.mailbox_rows,
-            num_servers=num_servers,
-            dtype="float32" if engine_dtype(config) == "float32" else "bfloat16",
-        )
-        return Mailbox.create(name, geometry)
+        return Mailbox.create(name, mailbox_geometry(config, model))
 
     return Segment(name, create)
 

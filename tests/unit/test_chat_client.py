@@ -1,0 +1,50 @@
+"""Guards `moebius chat` and its client: text as it comes, the server's own counts and its own errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from moebius.client import ApiClient
+from moebius.commands.chat import stream_answer
+from moebius.errors import UserError
+from tests.helpers.sse_server import delta_event, scripted_server, usage_event
+
+
+def test_answer_is_streamed_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Deltas are joined and printed; the token count is the server's, not the number of events."""
+    events = [delta_event("Par"), delta_event("is"), delta_event(""), usage_event(7)]
+    with scripted_server(events) as server:
+        client = ApiClient(server.base_url + "/v1")
+        answer = stream_answer(client, {"model": "m"}, [{"role": "user", "content": "?"}])
+        client.close()
+    assert capsys.readouterr().out == "Paris\n"
+    assert (answer.text, answer.completion_tokens) == ("Paris", 7)
+    assert 0 < answer.time_to_first_token <= answer.total_time
+    sent = server.requests[0]
+    assert sent["stream"] is True
+    assert sent["stream_options"] == {"include_usage": True}
+
+
+def test_servers_error_is_repeated() -> None:
+    """An HTTP error ends as the server's own message with its status."""
+    with scripted_server([], status=404) as server:
+        client = ApiClient(server.base_url)
+        with pytest.raises(UserError, match="answered 404: no such model"):
+            list(client.stream("/v1/completions", {"model": "x"}))
+
+
+def test_error_event_in_a_stream_is_an_error() -> None:
+    """A stream that breaks off with an error event is not taken for a complete answer."""
+    events = [delta_event("half"), {"error": {"message": "expert server lost"}}]
+    with scripted_server(events) as server:
+        pieces = ApiClient(server.base_url).stream("/v1/chat/completions", {"model": "m"})
+        assert next(pieces).text == "half"
+        with pytest.raises(UserError, match="expert server lost"):
+            next(pieces)
+
+
+def test_model_list_tells_the_checkpoint(tmp_path: object) -> None:
+    """`root` is taken as a checkpoint only when it is one on this machine."""
+    with scripted_server([], root="/somewhere/else") as server:
+        served = ApiClient(server.base_url).first_model()
+    assert (served.name, served.root, served.local_directory) == ("m", "/somewhere/else", None)

@@ -1,0 +1,103 @@
+"""Guards the plan of `moebius serve`: the same settings for all, shares by server, sockets that fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from moebius.checkpoint.errors import CheckpointError
+from moebius.config import MoebiusConfig
+from moebius.config_loader import load_config
+from moebius.errors import ConfigError, StartupError
+from moebius.supervisor.plan import ServePlan, make_plan
+
+MODEL = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A checkpoint directory with nothing but its config."""
+    directory = tmp_path / "my-model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    return directory
+
+
+def planned(model: Path, **flags: str) -> tuple[ServePlan, dict[str, MoebiusConfig]]:
+    """The plan, and each process's configuration as it will read it."""
+    state_dir = str(model.parent / "s")
+    config = load_config(None, {"model": str(model), "port": "0", "state_dir": state_dir, **flags})
+    serve_plan = make_plan(config)
+    serve_plan.plan.directory.mkdir(parents=True)
+    configs = {}
+    for path, text in serve_plan.plan.files:
+        path.write_text(text)
+        configs[path.stem] = load_config(path)
+    return serve_plan, configs
+
+
+def test_all_processes_agree(model: Path) -> None:
+    """Model, mailbox, split and sockets are the same in every process; only the share differs."""
+    serve_plan, configs = planned(model, expert_servers="2", expert_metrics_port="9400")
+    assert set(configs) == {"gateway", "gpu", "expert-0", "expert-1"}
+    assert len({config.model for config in configs.values()}) == 1
+    assert configs["gateway"].gateway.engine_address == configs["gpu"].gpu.gpu_address
+    assert len({config.experts.mailbox for config in configs.values()}) == 1
+    assert configs["gpu"].experts.mailbox.startswith("moebius")
+    for index in range(2):
+        own = configs[f"expert-{index}"].experts
+        assert (own.split_index, own.split_count) == (index, 2)
+        assert own.expert_address == configs["gpu"].experts.expert_addresses[index]
+        assert own.expert_metrics_port == 9400 + index
+        assert own.expert_threads >= 1
+    assert configs["gateway"].gateway.port > 0
+    assert serve_plan.base_url.endswith(f":{configs['gateway'].gateway.port}")
+    assert serve_plan.served_model_name == "my-model"
+
+
+def test_commands_read_their_own_settings(model: Path) -> None:
+    """Each process is started as `python -m moebius ROLE --config ITS.yaml`; experts stop last."""
+    serve_plan, _ = planned(model, expert_servers="2")
+    commands = {spec.name: spec.command for spec in serve_plan.plan.processes}
+    assert commands["expert-1"][:4] == (sys.executable, "-m", "moebius", "expert")
+    assert commands["expert-1"][5].endswith("/expert-1.yaml")
+    stages = {spec.name: spec.stop_stage for spec in serve_plan.plan.processes}
+    assert stages["gateway"] < stages["gpu"] < stages["expert-0"] == stages["expert-1"]
+
+
+def test_local_transport_starts_no_expert(model: Path) -> None:
+    """With the in-process reference there are two processes and no shared memory."""
+    serve_plan, configs = planned(model, expert_transport="local")
+    assert set(configs) == {"gateway", "gpu"}
+    assert serve_plan.plan.segments == ()
+
+
+def test_grpc_transport_has_no_mailbox(model: Path) -> None:
+    """Expert servers without a mailbox are reached by gRPC alone."""
+    serve_plan, configs = planned(model, expert_transport="grpc", expert_servers="1")
+    assert configs["gpu"].experts.mailbox == ""
+    assert serve_plan.plan.segments == ()
+
+
+def test_what_can_not_be_served_is_named(model: Path) -> None:
+    """Wrong numbers of shares, long socket paths, taken ports and unknown models are refused at once."""
+    with pytest.raises(ConfigError, match="3 shares for 2 expert servers"):
+        planned(model, expert_servers="2", split_shares="1,1,1")
+    with pytest.raises(ConfigError, match="longer than 107 bytes"):
+        planned(model, state_dir="/tmp/" + "x" * 120)
+    with pytest.raises(StartupError, match=r"cannot serve HTTP on 203\.0\.113\.1:0"):
+        planned(model, host="203.0.113.1")
+    with pytest.raises(CheckpointError, match="allows 1 to 8"):
+        planned(model, top_k="9")
