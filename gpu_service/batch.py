@@ -19,6 +19,10 @@ class Batch:
     num_new_tokens: list[int]
     # Whether the step reaches the request's last known token, so that a next one is sampled.
     samples: list[bool]
+    # Requests given a slot in this step; their known tokens must be uploaded before it runs.
+    admitted: list[Request] = field(default_factory=list)
+    # Which output token (from 0) each request samples; meaningless where `samples` is False.
+    output_positions: list[int] = field(default_factory=list)
     step: int = 0
 
     @property

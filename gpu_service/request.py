@@ -1,16 +1,22 @@
 """One output of one request, and the length algebra that replaces a phase flag.
 
-    0 <= cached_len <= computed_len <= scheduled_len <= total_len = len(prompt) + len(output)
+    0 <= computed_len <= scheduled_len <= planned_len = len(prompt) + len(output) + inflight_tokens
 
-`computed_len` tokens have their KV in the request's pages. A request whose `computed_len` is short of
-`total_len` has work; a step computes some of the difference. Prefill, chunked prefill, decode, resume
-after preemption and (later) speculation are all this rule.
+`computed_len` tokens have their KV in the request's pages, `scheduled_len` will have it when the steps
+in flight are done, `planned_len` also counts the token those steps sample, which only the device knows
+yet. A request whose `scheduled_len` is short of `planned_len` has work; a step computes some of the
+difference. Prefill, chunked prefill, decode, resume after preemption and (later) speculation are all
+this rule.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpu_service.cache.radix_cache import PrefixHandle
 
 
 class FinishReason(enum.Enum):
@@ -72,14 +78,21 @@ class Request:
     arrival: int = 0
     trace_context: dict[str, str] = field(default_factory=dict)
 
-    # Filled by the scheduler.
+    # Filled by the scheduler. The slot is fixed from admission to the end or the next preemption.
     slot: int = -1
-    pages: list[int] = field(default_factory=list)
     cached_len: int = 0
     scheduled_len: int = 0
+    # Tokens being sampled by launched steps whose results are not committed: 0 or 1.
+    inflight_tokens: int = 0
     num_preemptions: int = 0
+    last_step: int = -1
 
-    # Filled by the engine when a step's results are committed.
+    # Filled by the request cache. The epoch changes when pages other than appended ones change.
+    pages: list[int] = field(default_factory=list)
+    pages_epoch: int = 0
+    prefix_handle: PrefixHandle | None = None
+
+    # Filled by the scheduler when a step's results are committed.
     computed_len: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -87,6 +100,9 @@ class Request:
     finish_reason: FinishReason | None = None
     matched_stop_token: int | None = None
     error_message: str = ""
+
+    # Filled by the engine: output tokens handed to whoever asked for them.
+    reported_len: int = 0
 
     @property
     def key(self) -> str:
@@ -102,6 +118,18 @@ class Request:
     def total_len(self) -> int:
         """Tokens whose ids the host knows."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def planned_len(self) -> int:
+        """Tokens the host knows plus those being sampled."""
+        return self.total_len + self.inflight_tokens
+
+    def known_tokens(self, start: int, end: int) -> list[int]:
+        """Token ids at positions [start, end); `end` is at most `total_len`."""
+        split = len(self.prompt_token_ids)
+        if end <= split:
+            return self.prompt_token_ids[start:end]
+        return self.prompt_token_ids[start:] + self.output_token_ids[max(0, start - split) : end - split]
 
     @property
     def finished(self) -> bool:

@@ -1,0 +1,224 @@
+"""A tree of cached prefixes: token runs whose KV is in pages that outlive their request.
+
+Knows tokens and page numbers; knows nothing of requests, the page pool or the device. All lengths are
+multiples of the page size. "Time" is a counter of operations, so that equal histories give equal trees.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A run of tokens and their pages; children are keyed by the bytes of their first page of tokens."""
+
+    tokens: TokenArray
+    pages: list[int]
+    parent: Node | None
+    serial: int
+    children: dict[bytes, Node] = field(default_factory=dict)
+    # Running requests whose prefix ends in or below this node. A locked node's ancestors are locked.
+    locks: int = 0
+    last_access: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixHandle:
+    """An immutable claim on a matched prefix; valid while locked (a later split keeps it valid)."""
+
+    node: Node
+    num_tokens: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InsertResult:
+    """What `insert` found: tokens that were in the tree before, and the handle on the whole run."""
+
+    already_cached: int
+    handle: PrefixHandle
+
+
+class RadixCache:
+    """Page-aligned prefix tree with one root per namespace, lock counts and LRU eviction of leaves."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._roots: dict[str, Node] = {}
+        self._clock = 0
+        self._serial = 0
+        self.num_pages = 0
+        # Pages of nodes that nobody locks; eviction can return all of them.
+        self.evictable_pages = 0
+
+    def match(self, tokens: Sequence[int], namespace: str = "") -> PrefixHandle:
+        """The longest cached prefix of whole pages. May split a node; locks nothing.
+
+        The caller must `lock` the handle before the next `evict`, or drop it.
+        """
+        node, pages = self._walk(np.asarray(tokens, dtype=np.int32), self._root(namespace))
+        return PrefixHandle(node, len(pages) * self.page_size, tuple(pages))
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], namespace: str = "") -> InsertResult:
+        """Adds a run of whole pages; the tree takes over the pages it did not have.
+
+            tokens   |---- already in the tree ----|------- new -------|
+            pages    |  duplicates: caller frees   |  now the tree's   |
+                     0                       already_cached       len(tokens)
+
+        Raises ValueError unless len(tokens) == len(pages) * page_size.
+        """
+        if len(tokens) != len(pages) * self.page_size:
+            raise ValueError(f"{len(tokens)} tokens do not fill {len(pages)} pages of {self.page_size}")
+        array = np.asarray(tokens, dtype=np.int32)
+        node, found = self._walk(array, self._root(namespace))
+        already = len(found) * self.page_size
+        if already < len(array):
+            node = self._add_child(node, array[already:].copy(), list(pages[len(found) :]))
+            found = [*found, *node.pages]
+        return InsertResult(already, PrefixHandle(node, len(array), tuple(found)))
+
+    def lock(self, handle: PrefixHandle) -> None:
+        """Protects the prefix from eviction; calls nest, each needs one `unlock`."""
+        for node in _ancestry(handle.node):
+            if node.locks == 0:
+                self.evictable_pages -= len(node.pages)
+            node.locks += 1
+
+    def unlock(self, handle: PrefixHandle) -> None:
+        """Ends one `lock`. Raises ValueError when there was none."""
+        for node in _ancestry(handle.node):
+            if node.locks <= 0:
+                raise ValueError("unlock of a prefix that is not locked")
+            node.locks -= 1
+            if node.locks == 0:
+                self.evictable_pages += len(node.pages)
+
+    def unlocked_pages(self, handle: PrefixHandle) -> int:
+        """Pages of the prefix that nobody locks: what locking it would take from `evictable_pages`."""
+        return sum(len(node.pages) for node in _ancestry(handle.node) if node.locks == 0)
+
+    def evict(self, num_pages: int) -> list[int]:
+        """Drops least recently used unlocked leaves until `num_pages` are freed or none is left.
+
+        Whole nodes go, so a little more than asked may come back. The caller frees the pages.
+        """
+        heap = [(n.last_access, n.serial, n) for n in self.nodes() if not n.children and n.locks == 0]
+        heapq.heapify(heap)
+        freed: list[int] = []
+        while heap and len(freed) < num_pages:
+            _, _, node = heapq.heappop(heap)
+            freed.extend(node.pages)
+            parent = self._remove(node)
+            if parent.parent is not None and not parent.children and parent.locks == 0:
+                heapq.heappush(heap, (parent.last_access, parent.serial, parent))
+        for namespace in [name for name, root in self._roots.items() if not root.children]:
+            del self._roots[namespace]
+        return freed
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents first."""
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when counters, keys, locks or alignment contradict one another."""
+        pages = evictable = 0
+        for node in self.nodes():
+            assert node.parent is not None
+            assert len(node.pages) > 0, "empty node"
+            assert len(node.tokens) == len(node.pages) * self.page_size, "node is not page-aligned"
+            assert node.parent.children[self._key(node.tokens)] is node, "child key differs from its tokens"
+            assert node.locks >= sum(child.locks for child in node.children.values()), "locks do not nest"
+            pages += len(node.pages)
+            evictable += len(node.pages) if node.locks == 0 else 0
+        assert (pages, evictable) == (self.num_pages, self.evictable_pages), "page counters drifted"
+
+    def _root(self, namespace: str) -> Node:
+        if namespace not in self._roots:
+            self._roots[namespace] = Node(np.empty(0, np.int32), [], None, -1)
+        return self._roots[namespace]
+
+    def _key(self, tokens: TokenArray) -> bytes:
+        return tokens[: self.page_size].tobytes()
+
+    def _walk(self, tokens: TokenArray, node: Node) -> tuple[Node, list[int]]:
+        """Descends as far as whole pages agree; splits the last node when it agrees only in part."""
+        self._clock += 1
+        position, pages = 0, list[int]()
+        while len(tokens) - position >= self.page_size:
+            child = node.children.get(self._key(tokens[position:]))
+            if child is None:
+                break
+            common = self._common_pages(child.tokens, tokens[position:])
+            node = child if common == len(child.pages) else self._split(child, common)
+            node.last_access = self._clock
+            pages.extend(node.pages)
+            position += common * self.page_size
+            if node is not child:
+                break
+        return node, pages
+
+    def _common_pages(self, left: TokenArray, right: TokenArray) -> int:
+        length = min(len(left), len(right))
+        different = np.flatnonzero(left[:length] != right[:length])
+        common = int(different[0]) if different.size else length
+        return common // self.page_size
+
+    def _split(self, node: Node, num_pages: int) -> Node:
+        """Puts the first pages of `node` into a new parent.
+
+            before  parent ── node [a b c d]
+            after   parent ── upper [a b] ── node [c d]
+
+        `node` keeps its identity as the lower part, so handles that end in it stay right; the upper part
+        inherits the locks because each of them also covers it.
+        """
+        cut = num_pages * self.page_size
+        parent = node.parent
+        assert parent is not None
+        upper = self._new_node(node.tokens[:cut].copy(), node.pages[:num_pages], parent)
+        upper.locks, upper.last_access = node.locks, node.last_access
+        parent.children[self._key(upper.tokens)] = upper
+        node.tokens, node.pages, node.parent = node.tokens[cut:].copy(), node.pages[num_pages:], upper
+        upper.children[self._key(node.tokens)] = node
+        return upper
+
+    def _add_child(self, parent: Node, tokens: TokenArray, pages: list[int]) -> Node:
+        node = self._new_node(tokens, pages, parent)
+        node.last_access = self._clock
+        parent.children[self._key(tokens)] = node
+        self.num_pages += len(pages)
+        self.evictable_pages += len(pages)
+        return node
+
+    def _new_node(self, tokens: TokenArray, pages: list[int], parent: Node) -> Node:
+        self._serial += 1
+        return Node(tokens, pages, parent, self._serial)
+
+    def _remove(self, node: Node) -> Node:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[self._key(node.tokens)]
+        self.num_pages -= len(node.pages)
+        self.evictable_pages -= len(node.pages)
+        return parent
+
+
+def _ancestry(node: Node) -> Iterator[Node]:
+    """The node and its parents, without the root."""
+    current: Node | None = node
+    while current is not None and current.parent is not None:
+        yield current
+        current = current.parent

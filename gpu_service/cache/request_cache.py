@@ -1,0 +1,132 @@
+"""Pages of requests: taken from the prefix tree or the pool, given back to the tree.
+
+The one place where the page pool and the prefix tree meet, so that every page is free, cached or owned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gpu_service.cache.page_pool import PagePool
+from gpu_service.cache.radix_cache import PrefixHandle, RadixCache
+from gpu_service.request import Request
+
+
+class RequestCache:
+    """Gives requests pages and takes them back.
+
+    pages of a request   |-- the tree's, locked --|---- owned ----|
+    tokens               0               handle.num_tokens      ceil(scheduled_len / page_size) pages
+    """
+
+    def __init__(self, pool: PagePool, tree: RadixCache, prefix_caching: bool) -> None:
+        self.pool = pool
+        self.tree = tree
+        self.page_size = tree.page_size
+        self.prefix_caching = prefix_caching
+        # Prompt tokens looked up in, and found in, the tree since start.
+        self.query_tokens = 0
+        self.hit_tokens = 0
+
+    @property
+    def available(self) -> int:
+        """Pages a request could get without preempting anyone."""
+        return self.pool.available + self.tree.evictable_pages
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def probe(self, request: Request) -> PrefixHandle | None:
+        """The cached prefix the request would start from, unlocked; None when it may not use one.
+
+        At least one token is left to compute, because only computed tokens have logits. Prompt
+        log-probabilities need the logits of every prompt token, so they forgo the cache.
+        """
+        wanted = request.params.prompt_logprobs is not None
+        if not self.prefix_caching or (wanted and len(request.prompt_logprobs) < request.prompt_len):
+            return None
+        return self.tree.match(request.known_tokens(0, request.total_len - 1), request.cache_namespace)
+
+    def attach(self, request: Request, handle: PrefixHandle | None) -> None:
+        """Starts a request on its cached prefix (which is locked) or on nothing."""
+        if self.prefix_caching and request.num_preemptions == 0:
+            self.query_tokens += request.prompt_len
+            self.hit_tokens += handle.num_tokens if handle else 0
+        if handle is not None:
+            self.tree.lock(handle)
+        request.prefix_handle = handle
+        request.pages = list(handle.pages) if handle else []
+        request.pages_epoch += 1
+        start = handle.num_tokens if handle else 0
+        request.computed_len = request.scheduled_len = start
+        if request.num_preemptions == 0:
+            request.cached_len = start
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Makes room for the first `num_tokens` tokens, evicting from the tree; False when out of pages."""
+        wanted = self.pages_for(num_tokens) - len(request.pages)
+        if wanted <= 0:
+            return True
+        if wanted > self.available:
+            return False
+        if wanted > self.pool.available:
+            self.pool.free(self.tree.evict(wanted - self.pool.available))
+        request.pages.extend(self.pool.alloc(wanted))
+        return True
+
+    def store(self, request: Request) -> None:
+        """Puts the computed whole pages into the tree; the request goes on using them.
+
+            |-- locked --|-- duplicates of the tree's --|-- new to the tree --|-- last, partial page --|
+            0         locked                         already                whole             computed_len
+
+        Only committed tokens count: pages of a step in flight may yet turn out to be worthless.
+        """
+        whole = request.computed_len // self.page_size
+        locked = len(request.prefix_handle.pages) if request.prefix_handle else 0
+        if not self.prefix_caching or whole <= locked:
+            return
+        tokens = request.known_tokens(0, whole * self.page_size)
+        result = self.tree.insert(tokens, request.pages[:whole], request.cache_namespace)
+        already = result.already_cached // self.page_size
+        self.pool.hand_to_cache(request.pages[already:whole])
+        self.pool.free(request.pages[locked:already])
+        self.tree.lock(result.handle)
+        if request.prefix_handle is not None:
+            self.tree.unlock(request.prefix_handle)
+        request.prefix_handle = result.handle
+        request.pages[:whole] = result.handle.pages
+        request.pages_epoch += already > locked
+
+    def exclusive_pages(self, request: Request) -> list[int]:
+        """Pages that the request owns and the tree does not know."""
+        return request.pages[len(request.prefix_handle.pages) if request.prefix_handle else 0 :]
+
+    def release(self, request: Request, keep: bool = True) -> None:
+        """Takes all pages from a request, its whole computed ones into the tree if `keep`."""
+        if keep:
+            self.store(request)
+        self.pool.free(self.exclusive_pages(request))
+        if request.prefix_handle is not None:
+            self.tree.unlock(request.prefix_handle)
+        request.prefix_handle = None
+        request.pages = []
+        request.pages_epoch += 1
+        request.computed_len = request.scheduled_len = 0
+
+    def flush(self) -> int:
+        """Drops every prefix that no request holds; returns the pages freed."""
+        pages = self.tree.evict(self.tree.num_pages)
+        self.pool.free(pages)
+        return len(pages)
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Raises AssertionError unless every page is free, cached or owned by one of `requests`, once."""
+        self.tree.check_integrity()
+        owned: list[int] = []
+        for request in requests:
+            locked = request.prefix_handle.pages if request.prefix_handle else ()
+            assert tuple(request.pages[: len(locked)]) == locked, f"{request.key} lost its prefix pages"
+            owned.extend(request.pages[len(locked) :])
+        self.pool.check_integrity(owned, (page for node in self.tree.nodes() for page in node.pages))

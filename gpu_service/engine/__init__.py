@@ -1,0 +1,1 @@
+"""Steps: launch, sample, commit; the loops around them."""

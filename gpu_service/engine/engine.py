@@ -1,0 +1,227 @@
+"""The engine: inbox in, token deltas out, one thread in between.
+
+Knows no text, no gRPC and no kernels. The order of its steps is in `loop.py`.
+
+Invariants of overlapping (`overlap_loop`), with step N+1 launched before step N is committed:
+(a) a request that ends by a stop token in step N also ran in N+1; that token is dropped;
+(b) pages and slots freed by commit(N) may still be read and written by N+1; whoever gets them next is
+    computed by N+2 or later, and the stream runs steps in order;
+(c) a launched step reads its own `StepPlan` and never a request;
+(d) only committed tokens enter the prefix tree, so a failed step leaves no bad page behind;
+(e) integrity is checked when nothing is in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import structlog
+
+from gpu_service.batch import Batch
+from gpu_service.engine.inbox import Abort, Add, Flush, Inbox, Message, Stop
+from gpu_service.engine.input_builder import InputBuilder
+from gpu_service.engine.loop import overlap_loop, synchronous_loop
+from gpu_service.engine.model_runner import ModelRunner, StepResult
+from gpu_service.engine.outputs import EngineLoad, EngineObserver, NullObserver, OutputDelta, delta_of
+from gpu_service.engine.row_results import row_results
+from gpu_service.engine.stream import Event, Stream
+from gpu_service.request import FinishReason, Request
+from gpu_service.scheduler.limits import QueueFull, refuse_impossible
+from gpu_service.scheduler.scheduler import Scheduler
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A launched step: the plan's host side, and the event that carries its result."""
+
+    batch: Batch
+    event: Event[StepResult]
+
+
+class Engine:
+    """`submit`, `abort`, `flush`, `load` may be called from any thread; the rest by the loops only."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        builder: InputBuilder,
+        runner: ModelRunner,
+        stream: Stream,
+        on_output: Callable[[list[OutputDelta]], None],
+        *,
+        observer: EngineObserver | None = None,
+        overlap: bool = True,
+        max_waiting: int = 1024,
+    ) -> None:
+        self.scheduler = scheduler
+        self.load = EngineLoad(usable_pages=scheduler.cache.pool.usable)
+        self._builder = builder
+        self._runner = runner
+        self._stream = stream
+        self._on_output = on_output
+        self._observer = observer or NullObserver()
+        self._max_waiting = max_waiting
+        self._inbox = Inbox()
+        self._stopping = False
+        self._in_flight = 0
+        loop = overlap_loop if overlap else synchronous_loop
+        self._thread = threading.Thread(target=loop, args=(self,), name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the engine thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends every request with an abort, then the thread and the stream. Returns when both are gone."""
+        self._inbox.post(Stop())
+        if self._thread.is_alive():
+            self._thread.join()
+        self._stream.close()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues the outputs of one request, all or none.
+
+        Raises RequestRefused when one can never fit and QueueFull when too many wait already.
+        """
+        for request in requests:
+            refuse_impossible(request.prompt_len, request.params.max_tokens, self.scheduler.limits)
+        if self._stopping:
+            raise QueueFull("the engine is shutting down")
+        waiting = self._inbox.num_added + len(self.scheduler.waiting)
+        if waiting + len(requests) > self._max_waiting:
+            raise QueueFull(f"{waiting} outputs are waiting; at most {self._max_waiting} may")
+        for request in requests:
+            self._observer.submitted(request)
+        self._inbox.post(Add(tuple(requests)))
+
+    def abort(self, request_id: str) -> None:
+        """Ends all outputs of a request within one step; unknown ids are ignored."""
+        self._inbox.post(Abort(request_id))
+
+    def flush(self) -> Future[int]:
+        """Drops unheld prefixes before the next step; the future gets the number of pages freed."""
+        done: Future[int] = Future()
+        self._inbox.post(Flush(done))
+        return done
+
+    # ---- used by the loops, in the engine thread ----
+
+    def receive(self, wait: bool) -> bool:
+        """Applies all messages; blocks for one if `wait` and there is no work. False: end the loop."""
+        idle = wait and not self.scheduler.has_work
+        if idle:
+            self._check_integrity()
+        for message in self._inbox.drain(idle):
+            self._apply(message)
+        if self._stopping:
+            self._end_all(FinishReason.ABORT, "the engine is shutting down")
+        return not self._stopping
+
+    def launch_next(self) -> Step | None:
+        """Schedules a step and launches it; None when there is nothing to do before a commit."""
+        try:
+            batch = self.scheduler.schedule()
+            if batch is None:
+                if self.scheduler.has_work and self._in_flight == 0:
+                    raise RuntimeError("requests are unfinished, but none can be scheduled")
+                return None
+        except Exception as error:
+            _log.exception("scheduling failed")
+            self._end_all(FinishReason.ERROR, f"scheduling failed: {error!r}")
+            return None
+        try:
+            plan = self._builder.build(batch, self._observer.launched(batch))
+        except Exception as error:
+            _log.exception("building the step's inputs failed", step=batch.step)
+            self._fail(batch, f"building the step's inputs failed: {error!r}")
+            return None
+        self._in_flight += 1
+        return Step(batch, self._stream.launch(lambda: self._runner.run(plan)))
+
+    def commit(self, step: Step) -> None:
+        """Waits for a step's tokens and applies them."""
+        try:
+            result = step.event.wait()
+            self._in_flight -= 1
+        except Exception as error:
+            self._in_flight -= 1
+            _log.exception("step failed", step=step.batch.step, requests=len(step.batch.requests))
+            self._fail(step.batch, f"{type(error).__name__}: {error}")
+            return
+        rows = row_results(step.batch, result)
+        poisoned = [
+            request
+            for request, row in zip(step.batch.requests, rows, strict=True)
+            if row.error and request.slot >= 0 and not request.finished
+        ]
+        pages = [page for request in poisoned for page in self.scheduler.cache.exclusive_pages(request)]
+        deltas = [delta_of(request) for request in self.scheduler.commit(step.batch, rows)]
+        if pages:
+            self._stream.launch(lambda: self._runner.zero_pages(pages))
+        self._observer.committed(step.batch, result, deltas)
+        self._tell(deltas)
+
+    def _apply(self, message: Message) -> None:
+        match message:
+            case Add(requests):
+                for request in requests:
+                    self.scheduler.add(request)
+            case Abort(request_id):
+                self._end([delta_of(request) for request in self.scheduler.abort(request_id)])
+            case Flush(done):
+                done.set_result(self.scheduler.cache.flush())
+            case Stop():
+                self._stopping = True
+        self._snapshot()
+
+    def _fail(self, batch: Batch, message: str) -> None:
+        """Ends the unfinished requests of a failed step; none of their uncommitted pages is kept."""
+        failed = [request for request in batch.requests if not request.finished]
+        for request in failed:
+            self.scheduler.finish(request, FinishReason.ERROR, message, keep=False)
+        deltas = [delta_of(request) for request in failed]
+        self._observer.committed(batch, None, deltas)
+        self._tell(deltas)
+
+    def _end_all(self, reason: FinishReason, message: str) -> None:
+        requests = [*self.scheduler.running, *self.scheduler.waiting]
+        for request in requests:
+            self.scheduler.finish(request, reason, message, keep=False)
+        self._end([delta_of(request) for request in requests])
+
+    def _end(self, deltas: list[OutputDelta]) -> None:
+        if deltas:
+            self._observer.ended(deltas)
+            self._tell(deltas)
+
+    def _tell(self, deltas: list[OutputDelta]) -> None:
+        self._snapshot()
+        if deltas:
+            self._on_output(deltas)
+
+    def _snapshot(self) -> None:
+        cache = self.scheduler.cache
+        evictable = cache.tree.evictable_pages
+        self.load = EngineLoad(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            used_pages=cache.pool.usable - cache.pool.available - evictable,
+            cached_pages=evictable,
+            usable_pages=cache.pool.usable,
+            num_preemptions=self.scheduler.num_preemptions,
+            query_tokens=cache.query_tokens,
+            hit_tokens=cache.hit_tokens,
+        )
+        self._observer.loaded(self.load)
+
+    def _check_integrity(self) -> None:
+        try:
+            self.scheduler.check_integrity()
+        except AssertionError as error:
+            _log.error("integrity check failed at idle", error=str(error))
+            self._observer.corrupted(error)

@@ -1,0 +1,102 @@
+"""What the engine tells the outside: token deltas, load, and an observer of its life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from opentelemetry.context import Context
+
+from gpu_service.batch import Batch
+from gpu_service.engine.model_runner import StepResult
+from gpu_service.request import FinishReason, Request, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """New tokens of one output; a snapshot that later steps do not change. Filled by `delta_of`."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    # All of the prompt's, with the first token of the output; else empty.
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    cached_tokens: int
+    finish_reason: FinishReason | None
+    matched_stop_token: int | None
+    error_message: str
+
+
+def delta_of(request: Request) -> OutputDelta:
+    """What is new since the last call for this request; called by the engine thread."""
+    start = request.reported_len
+    request.reported_len = len(request.output_token_ids)
+    return OutputDelta(
+        request=request,
+        token_ids=tuple(request.output_token_ids[start:]),
+        logprobs=tuple(request.output_logprobs[start:]),
+        prompt_logprobs=tuple(request.prompt_logprobs) if start == 0 else (),
+        cached_tokens=request.cached_len,
+        finish_reason=request.finish_reason,
+        matched_stop_token=request.matched_stop_token,
+        error_message=request.error_message,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A snapshot of queues and cache; filled by the engine thread after every step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    used_pages: int = 0  # owned by running requests or locked by them
+    cached_pages: int = 0  # held by the prefix tree only
+    usable_pages: int = 1
+    num_preemptions: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+
+
+class EngineObserver(Protocol):
+    """Metrics and traces hang here. Called by the engine thread (`submitted`: by the caller's)."""
+
+    def submitted(self, request: Request) -> None:
+        """The request was accepted into the queue."""
+
+    def launched(self, batch: Batch) -> Context | None:
+        """A step is about to be launched; returns the trace context its expert spans hang under."""
+
+    def committed(self, batch: Batch, result: StepResult | None, deltas: list[OutputDelta]) -> None:
+        """A step's results were applied; None when the step failed."""
+
+    def ended(self, deltas: list[OutputDelta]) -> None:
+        """Requests ended outside a step (abort, shutdown)."""
+
+    def loaded(self, load: EngineLoad) -> None:
+        """A new snapshot is there."""
+
+    def corrupted(self, error: AssertionError) -> None:
+        """An integrity check failed at idle."""
+
+
+class NullObserver:
+    """Observes nothing."""
+
+    def submitted(self, request: Request) -> None:
+        """Ignored."""
+
+    def launched(self, batch: Batch) -> Context | None:
+        """Never traced."""
+        return None
+
+    def committed(self, batch: Batch, result: StepResult | None, deltas: list[OutputDelta]) -> None:
+        """Ignored."""
+
+    def ended(self, deltas: list[OutputDelta]) -> None:
+        """Ignored."""
+
+    def loaded(self, load: EngineLoad) -> None:
+        """Ignored."""
+
+    def corrupted(self, error: AssertionError) -> None:
+        """Ignored: the engine logs it."""

@@ -1,0 +1,109 @@
+"""From logits to tokens: bias, penalties, masks, temperature, truncation, one draw per row.
+
+A row's token depends on its own logits, parameters, counts and uniform number only, never on the other
+rows of the batch. Knows nothing of requests and pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gpu_service.engine.logprobs import token_logprobs
+from gpu_service.engine.penalties import PenaltyCounts
+from gpu_service.engine.sampling_plan import SamplingPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """R = rows; filled by `Sampler.sample`."""
+
+    token_ids: torch.Tensor  # int64 [R]
+    finite: torch.Tensor  # bool [R]; False: the logits held NaN or Inf and the token means nothing
+    # For plan.logprob_rows: chosen [P], top ids [P, N], top values [P, N].
+    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+
+
+class Sampler:
+    """Batched sampling in float32 (probabilities are summed in float64). Runs in stream order."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.penalties = PenaltyCounts(vocab_size, device)
+
+    def sample(self, logits: torch.Tensor, plan: SamplingPlan) -> Sampled:
+        """Draws a token for each row of float32 `[R, V]` logits, which are not changed.
+
+        Order: logit bias, penalties, min_tokens mask, temperature, min_p, top_k, top_p, draw; that is
+        vLLM's order, so that equal parameters mean equal distributions.
+        """
+        finite = torch.isfinite(logits).all(dim=-1)
+        adjusted = self._adjust(logits, plan)
+        token_ids = adjusted.argmax(dim=-1)
+        if plan.random_rows.numel():
+            token_ids[plan.random_rows] = self._draw(adjusted, plan)
+        if plan.penalties is not None:
+            self.penalties.advance(plan.penalties, token_ids)
+        logprobs = None
+        if plan.logprob_rows:
+            rows = plan.logprob_rows
+            logprobs = token_logprobs(logits[rows], token_ids[rows], plan.num_top_logprobs)
+        return Sampled(token_ids, finite, logprobs)
+
+    def _adjust(self, logits: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
+        if plan.bias is None and plan.penalties is None and plan.banned is None:
+            return logits
+        logits = logits.clone()
+        for sparse in (plan.bias, plan.banned):
+            # Masks are applied last, after the penalties.
+            if sparse is plan.banned and plan.penalties is not None:
+                self.penalties.apply(logits, plan.penalties)
+            if sparse is not None:
+                logits[sparse.rows, sparse.token_ids] += sparse.values
+        return logits
+
+    def _draw(self, logits: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
+        rows = plan.random_rows
+        logits = logits[rows] / plan.temperature[rows].unsqueeze(1)
+        # NaN would make every comparison below false; such rows fail anyway, by `finite`.
+        probabilities = torch.softmax(logits, dim=-1).nan_to_num_(0.0)
+        floor = probabilities.amax(dim=-1, keepdim=True) * plan.min_p.unsqueeze(1)
+        probabilities = torch.where(probabilities >= floor, probabilities, 0.0)
+        if not plan.truncates:
+            return _inverse_cdf(probabilities, plan.uniform)
+        drawn = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        needs_sort = (plan.top_k > 0) | (plan.top_p < 1.0)
+        plain = (~needs_sort).nonzero().squeeze(1)
+        drawn[plain] = _inverse_cdf(probabilities[plain], plan.uniform[plain])
+        cut = needs_sort.nonzero().squeeze(1)
+        drawn[cut] = _draw_truncated(probabilities[cut], plan.top_k[cut], plan.top_p[cut], plan.uniform[cut])
+        return drawn
+
+
+def _draw_truncated(
+    probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
+) -> torch.Tensor:
+    """Keeps the `top_k` likeliest tokens, then the fewest of those whose share reaches `top_p`; draws.
+
+    Equal probabilities keep the order of their ids. The likeliest token is always kept.
+    """
+    ordered, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+    vocab_size = ordered.shape[-1]
+    limit = torch.where(top_k > 0, top_k, vocab_size).unsqueeze(1)
+    rank = torch.arange(vocab_size, device=ordered.device)
+    ordered = torch.where(rank < limit, ordered, 0.0)
+    share = ordered.double()
+    before = share.cumsum(dim=-1) - share
+    reached = before >= top_p.unsqueeze(1) * share.sum(dim=-1, keepdim=True)
+    reached &= top_p.unsqueeze(1) < 1.0
+    reached[:, 0] = False
+    ordered = torch.where(reached, 0.0, ordered)
+    return ids.gather(1, _inverse_cdf(ordered, uniform).unsqueeze(1)).squeeze(1)
+
+
+def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The first index whose cumulative weight exceeds `uniform` times the total: never one of weight 0."""
+    cumulative = weights.double().cumsum(dim=-1)
+    target = uniform.unsqueeze(1) * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return index.clamp_(max=weights.shape[-1] - 1)

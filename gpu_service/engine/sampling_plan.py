@@ -1,0 +1,117 @@
+"""Sampling parameters of a step's rows, as tensors; built by the host before the step is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gpu_service.engine.random import uniform
+from gpu_service.request import Request
+from gpu_service.scheduler.finish import stop_token_ids
+from gpu_service.scheduler.limits import SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyRows:
+    """Rows with any penalty. P = such rows; filled by `build_sampling_plan`."""
+
+    rows: torch.Tensor  # int64 [P], row of the logits
+    slots: list[int]  # [P]
+    repetition: torch.Tensor  # float32 [P, 1]
+    presence: torch.Tensor  # float32 [P, 1]
+    frequency: torch.Tensor  # float32 [P, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseBias:
+    """B additions to single logits; filled by `build_sampling_plan`."""
+
+    rows: torch.Tensor  # int64 [B]
+    token_ids: torch.Tensor  # int64 [B]
+    values: torch.Tensor  # float32 [B]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """R = rows that sample. None or an empty list: nobody in the batch asked for it."""
+
+    temperature: torch.Tensor  # float32 [R]; 0 marks greedy rows
+    random_rows: torch.Tensor  # int64 [N], rows that are not greedy
+    uniform: torch.Tensor  # float64 [N], in [0, 1)
+    top_k: torch.Tensor  # int64 [N]; 0 keeps all
+    top_p: torch.Tensor  # float64 [N]
+    min_p: torch.Tensor  # float32 [N]
+    truncates: bool  # whether any row has top-k or top-p
+    bias: SparseBias | None
+    banned: SparseBias | None  # values are -inf
+    penalties: PenaltyRows | None
+    logprob_rows: list[int]
+    num_top_logprobs: int
+
+
+def build_sampling_plan(
+    requests: Sequence[Request], positions: Sequence[int], limits: SchedulerLimits
+) -> SamplingPlan:
+    """`positions[r]` is the output position that row r samples, counted from 0."""
+    params = [request.params for request in requests]
+    random_rows = [row for row, p in enumerate(params) if not p.is_greedy]
+    chosen = [params[row] for row in random_rows]
+    logprob_rows = [row for row, p in enumerate(params) if p.logprobs is not None]
+    return SamplingPlan(
+        temperature=torch.tensor([0.0 if p.is_greedy else p.temperature for p in params]),
+        random_rows=torch.tensor(random_rows, dtype=torch.int64),
+        uniform=torch.tensor(
+            [uniform(params[row].seed, positions[row]) for row in random_rows], dtype=torch.float64
+        ),
+        top_k=torch.tensor([p.top_k for p in chosen], dtype=torch.int64),
+        top_p=torch.tensor([p.top_p for p in chosen], dtype=torch.float64),
+        min_p=torch.tensor([p.min_p for p in chosen], dtype=torch.float32),
+        truncates=any(p.top_k > 0 or p.top_p < 1.0 for p in chosen),
+        bias=_sparse([(row, *pair) for row, p in enumerate(params) for pair in p.logit_bias]),
+        banned=_banned(requests, positions, limits),
+        penalties=_penalties(requests),
+        logprob_rows=logprob_rows,
+        num_top_logprobs=max((params[row].logprobs or 0 for row in logprob_rows), default=0),
+    )
+
+
+def _sparse(entries: list[tuple[int, int, float]]) -> SparseBias | None:
+    if not entries:
+        return None
+    rows, token_ids, values = zip(*entries, strict=True)
+    return SparseBias(torch.tensor(rows), torch.tensor(token_ids), torch.tensor(values, dtype=torch.float32))
+
+
+def _banned(
+    requests: Sequence[Request], positions: Sequence[int], limits: SchedulerLimits
+) -> SparseBias | None:
+    return _sparse(
+        [
+            (row, token_id, float("-inf"))
+            for row, request in enumerate(requests)
+            if positions[row] < request.params.min_tokens
+            for token_id in sorted(stop_token_ids(request, limits))
+        ]
+    )
+
+
+def has_penalties(request: Request) -> bool:
+    """Whether token counts of this request are needed."""
+    p = request.params
+    return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+
+
+def _penalties(requests: Sequence[Request]) -> PenaltyRows | None:
+    rows = [row for row, request in enumerate(requests) if has_penalties(request)]
+    if not rows:
+        return None
+    params = [requests[row].params for row in rows]
+    return PenaltyRows(
+        rows=torch.tensor(rows),
+        slots=[requests[row].slot for row in rows],
+        repetition=torch.tensor([[p.repetition_penalty] for p in params]),
+        presence=torch.tensor([[p.presence_penalty] for p in params]),
+        frequency=torch.tensor([[p.frequency_penalty] for p in params]),
+    )

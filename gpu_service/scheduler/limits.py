@@ -1,0 +1,43 @@
+"""What bounds a step and a request, and the errors of requests beyond the bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class RequestRefused(ValueError):
+    """The request can never be served here; the message names the field and what is allowed."""
+
+
+class QueueFull(RuntimeError):
+    """Too many requests wait already; try again later."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Filled once from the configuration and the KV pool's size; lengths in tokens."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    # Longest prompt + output: what the model allows and the whole KV pool can hold.
+    context_limit: int
+    # Pages left free when a request is admitted, so that running ones can grow before anyone is preempted.
+    watermark_pages: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+def refuse_impossible(prompt_len: int, max_tokens: int, limits: SchedulerLimits) -> None:
+    """Raises RequestRefused when prompt and output can not fit, alone in the pool, ever."""
+    limit = limits.context_limit
+    if prompt_len < 1:
+        raise RequestRefused("tokenized.input_ids: at least one token is needed, got none")
+    if prompt_len > limit - 1:
+        raise RequestRefused(
+            f"tokenized.input_ids: {prompt_len} prompt tokens leave no room for output; at most "
+            f"{limit - 1} are allowed (context length {limit})"
+        )
+    if prompt_len + max_tokens > limit:
+        raise RequestRefused(
+            f"sampling_params.max_tokens: {prompt_len} prompt tokens + {max_tokens} exceed the context "
+            f"length {limit}; at most {limit - prompt_len} are allowed"
+        )

@@ -1,0 +1,216 @@
+"""Which tokens of which requests the next step computes, and what a step's results do to the requests.
+
+Deterministic: the same calls in the same order give the same batches (no clocks, no set ordering, no
+look at device memory), so that several ranks can each run their own copy. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpu_service.batch import Batch
+from gpu_service.cache.request_cache import RequestCache
+from gpu_service.request import FinishReason, Request, TokenLogprobs
+from gpu_service.scheduler.admission import chunk_size, divide_budget, fits, next_admissible, seniority
+from gpu_service.scheduler.finish import mark_finish
+from gpu_service.scheduler.limits import SchedulerLimits, refuse_impossible
+
+
+@dataclass(slots=True)
+class RowResult:
+    """What a step did for one request; filled by the engine from the sampler's output."""
+
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    # Position of the token that prompt_logprobs[0] is about.
+    prompt_logprobs_start: int = 0
+    # Not empty: the request ends with this error.
+    error: str = ""
+
+
+class Scheduler:
+    """Two queues in order of seniority; every request in `running` has a slot and, once computed, pages."""
+
+    def __init__(self, limits: SchedulerLimits, cache: RequestCache) -> None:
+        self.limits = limits
+        self.cache = cache
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._free_slots = list(range(limits.max_num_seqs))
+        self._arrivals = 0
+        self._step = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises RequestRefused when it could never fit, alone, in the pool."""
+        refuse_impossible(request.prompt_len, request.params.max_tokens, self.limits)
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        bisect.insort(self.waiting, request, key=seniority)
+
+    def abort(self, request_id: str) -> list[Request]:
+        """Ends every output of a request, whatever its state; returns those that were unfinished."""
+        found = [r for r in (*self.running, *self.waiting) if r.request_id == request_id]
+        for request in found:
+            self.finish(request, FinishReason.ABORT)
+        return found
+
+    def finish(self, request: Request, reason: FinishReason, error: str = "", keep: bool = True) -> None:
+        """Ends a request now: its pages go to the tree (if `keep`) or back to the pool, its slot is free.
+
+        Steps in flight may still read and write those pages and that slot. That is safe because whoever
+        gets them next is computed by a later step of the same device stream.
+        """
+        request.finish_reason = reason
+        request.error_message = error
+        queue = self.running if request.slot >= 0 else self.waiting
+        queue.remove(request)
+        self._leave(request, keep)
+
+    def schedule(self) -> Batch | None:
+        """The next step's batch, or None when nothing can be computed before an earlier step's commit."""
+        batch = Batch([], [], [], [], step=self._step)
+        preempted = self._schedule_running(batch)
+        # Admitting right after a preemption would take the pages that were just made free.
+        if not preempted:
+            self._admit(batch)
+        if not batch.requests:
+            return None
+        self._step += 1
+        return batch
+
+    def commit(self, batch: Batch, results: Sequence[RowResult]) -> list[Request]:
+        """Applies a step's results; returns the requests that have something to tell, in batch order.
+
+        A request that ended after the step was launched (abort, or a stop token found one step late) is
+        skipped: its extra token is dropped. One that was preempted meanwhile keeps the token.
+        """
+        told: list[Request] = []
+        for index, (request, result) in enumerate(zip(batch.requests, results, strict=True)):
+            if request.finished:
+                continue
+            request.inflight_tokens -= batch.samples[index]
+            if result.error:
+                self.finish(request, FinishReason.ERROR, result.error, keep=False)
+                told.append(request)
+                continue
+            if request.slot >= 0:
+                request.computed_len = batch.start_positions[index] + batch.num_new_tokens[index]
+            self._append_prompt_logprobs(request, result)
+            if batch.samples[index]:
+                self._append_token(request, result)
+                told.append(request)
+        return told
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when queues, slots, lengths or pages contradict one another."""
+        self.cache.check_integrity(self.running)
+        slots = sorted([*self._free_slots, *(r.slot for r in self.running)])
+        assert slots == list(range(self.limits.max_num_seqs)), f"slots lost or doubled: {slots}"
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=seniority), "queue out of order"
+        for request in self.waiting:
+            assert request.slot < 0, f"{request.key} waits with a slot"
+            assert not request.pages, f"{request.key} waits with pages"
+        for request in self.running:
+            assert not request.finished, f"{request.key} runs although finished"
+            lengths = (0, request.computed_len, request.scheduled_len, request.planned_len)
+            assert list(lengths) == sorted(lengths), f"{request.key}: lengths {lengths} not ascending"
+            room = len(request.pages) * self.cache.page_size
+            assert room >= request.scheduled_len, f"{request.key} was scheduled beyond its pages"
+
+    def _schedule_running(self, batch: Batch) -> bool:
+        """Gives running requests their tokens; preempts the youngest while the older lack pages."""
+        counts = divide_budget(self.running, self.limits, self.cache.page_size)
+        preempted = False
+        for index, request in enumerate(list(self.running)):
+            count = counts.get(index, 0)
+            if request.slot < 0 or count == 0:
+                continue
+            while not self.cache.grow(request, request.scheduled_len + count):
+                preempted = True
+                # Victims come from the young end, and the batch is filled from the old end, so a victim is
+                # never in this batch.
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    break
+            if request.slot >= 0:
+                self._append_row(batch, request, count)
+        return preempted
+
+    def _admit(self, batch: Batch) -> None:
+        budget = self.limits.max_num_batched_tokens - batch.num_tokens
+        while budget > 0 and self._free_slots:
+            request = next_admissible(self.waiting, self.running, self.cache)
+            if request is None:
+                return
+            handle = self.cache.probe(request)
+            if not fits(request, handle, self.cache, self.limits, idle=not self.running):
+                return
+            self.waiting.remove(request)
+            self.cache.attach(request, handle)
+            request.slot = heapq.heappop(self._free_slots)
+            bisect.insort(self.running, request, key=seniority)
+            batch.admitted.append(request)
+            start = request.scheduled_len
+            count = chunk_size(start, request.total_len - start, budget, self.cache.page_size)
+            if not self.cache.grow(request, start + count):
+                raise RuntimeError(f"{request.key}: admitted, but {count} tokens have no pages")
+            self._append_row(batch, request, count)
+            budget -= count
+
+    def _append_row(self, batch: Batch, request: Request, count: int) -> None:
+        start = request.scheduled_len
+        samples = start + count == request.planned_len
+        batch.requests.append(request)
+        batch.start_positions.append(start)
+        batch.num_new_tokens.append(count)
+        batch.samples.append(samples)
+        batch.output_positions.append(request.planned_len - request.prompt_len)
+        request.scheduled_len += count
+        request.inflight_tokens += samples
+        request.last_step = batch.step
+
+    def _preempt(self, victim: Request) -> None:
+        """Back to waiting; what it computed stays in the tree as long as nobody needs the pages."""
+        self.running.remove(victim)
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self._leave(victim, keep=True)
+        bisect.insort(self.waiting, victim, key=seniority)
+
+    def _leave(self, request: Request, keep: bool) -> None:
+        if request.slot < 0:
+            return
+        heapq.heappush(self._free_slots, request.slot)
+        request.slot = -1
+        self.cache.release(request, keep)
+
+    def _append_prompt_logprobs(self, request: Request, result: RowResult) -> None:
+        """Adds what is new; a prompt recomputed after a preemption tells some of it twice."""
+        if request.params.prompt_logprobs is not None and not request.prompt_logprobs:
+            request.prompt_logprobs.append(TokenLogprobs(request.prompt_token_ids[0], None))
+        known = len(request.prompt_logprobs) - result.prompt_logprobs_start
+        request.prompt_logprobs.extend(result.prompt_logprobs[max(0, known) :])
+
+    def _append_token(self, request: Request, result: RowResult) -> None:
+        assert result.token_id is not None
+        request.output_token_ids.append(result.token_id)
+        if result.logprobs is not None:
+            request.output_logprobs.append(result.logprobs)
+        mark_finish(request, result.token_id, self.limits)
+        if request.finish_reason is not None:
+            self.finish(request, request.finish_reason)
+        elif len(request.output_token_ids) == 1 and request.slot >= 0:
+            # The prompt is computed: others may start from it, this request's siblings first.
+            self.cache.store(request)

@@ -1,0 +1,159 @@
+"""An engine on the fake model, with knobs, and a way to run prompts through it to the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from gpu_service.cache.page_pool import PagePool
+from gpu_service.cache.radix_cache import RadixCache
+from gpu_service.cache.request_cache import RequestCache
+from gpu_service.engine.engine import Engine
+from gpu_service.engine.input_builder import InputBuilder
+from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.outputs import OutputDelta
+from gpu_service.engine.sampler import Sampler
+from gpu_service.engine.stream import CpuStream, InlineStream
+from gpu_service.engine.token_pool import TokenPool
+from gpu_service.request import Request, SamplingParams
+from gpu_service.scheduler.limits import SchedulerLimits
+from gpu_service.scheduler.scheduler import Scheduler
+from tests.helpers.fake_model import VOCAB, FakeModel, NullAttention, fake_cache, fake_config
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What may differ between two engines that must give the same tokens."""
+
+    num_pages: int = 200
+    page_size: int = 4
+    max_num_seqs: int = 8
+    budget: int = 64
+    overlap: bool = False
+    prefix_caching: bool = True
+    max_waiting: int = 1000
+    context_limit: int = 128
+
+
+class FlakyExperts:
+    """Stands for an expert client: counts recoveries, or fails them."""
+
+    def __init__(self) -> None:
+        self.recoveries = 0
+        self.recovery_error: Exception | None = None
+
+    def recover(self, timeout_s: float) -> None:
+        """The servers are back at once, or never."""
+        self.recoveries += 1
+        if self.recovery_error is not None:
+            raise self.recovery_error
+
+
+@dataclass
+class Harness:
+    """A running engine; `deltas` are all it told, by request key."""
+
+    engine: Engine
+    model: FakeModel
+    experts: FlakyExperts
+    deltas: dict[str, list[OutputDelta]] = field(default_factory=dict)
+    condition: threading.Condition = field(default_factory=threading.Condition)
+
+    def on_output(self, deltas: list[OutputDelta]) -> None:
+        """Called by the engine thread."""
+        with self.condition:
+            for delta in deltas:
+                self.deltas.setdefault(delta.request.key, []).append(delta)
+            self.condition.notify_all()
+
+    def wait(self, requests: Sequence[Request]) -> None:
+        """Until each of them has told its end."""
+        with self.condition:
+            done = self.condition.wait_for(lambda: all(self._ended(r) for r in requests), timeout=30)
+        assert done, f"unfinished: {[r.key for r in requests if not self._ended(r)]}"
+
+    def wait_tokens(self, request: Request, count: int) -> None:
+        """Until a request has told `count` tokens."""
+        with self.condition:
+            done = self.condition.wait_for(lambda: len(self.tokens(request)) >= count, timeout=30)
+        assert done, f"{request.key} told {len(self.tokens(request))} tokens"
+
+    def tokens(self, request: Request) -> list[int]:
+        """All tokens told so far."""
+        return [token for delta in self.deltas.get(request.key, []) for token in delta.token_ids]
+
+    def run(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Submits all at once; returns the tokens of each."""
+        for request in requests:
+            self.engine.submit([request])
+        self.wait(requests)
+        return [self.tokens(request) for request in requests]
+
+    def _ended(self, request: Request) -> bool:
+        told = self.deltas.get(request.key)
+        return bool(told) and told[-1].finish_reason is not None
+
+
+def build_scheduler(knobs: Knobs) -> Scheduler:
+    """A scheduler with its own pool and tree."""
+    limits = SchedulerLimits(
+        max_num_seqs=knobs.max_num_seqs,
+        max_num_batched_tokens=knobs.budget,
+        context_limit=min(knobs.context_limit, (knobs.num_pages - 1) * knobs.page_size),
+        watermark_pages=1,
+        eos_token_ids=frozenset({0}),
+    )
+    pool, tree = PagePool(knobs.num_pages), RadixCache(knobs.page_size)
+    return Scheduler(limits, RequestCache(pool, tree, knobs.prefix_caching))
+
+
+@contextmanager
+def running_engine(knobs: Knobs | None = None, **changes: object) -> Iterator[Harness]:
+    """Runs an engine; at the end stops it and checks that not a page is lost."""
+    knobs = replace(knobs or Knobs(), **changes)  # type: ignore[arg-type]
+    scheduler, model, experts = build_scheduler(knobs), FakeModel(), FlakyExperts()
+    device = torch.device("cpu")
+    cache = fake_cache(knobs.num_pages, knobs.page_size)
+    runner = ModelRunner(
+        model,
+        cache,
+        NullAttention(fake_config(), cache),
+        experts,  # type: ignore[arg-type]
+        TokenPool(knobs.max_num_seqs, knobs.context_limit + 1, device),
+        Sampler(VOCAB, device),
+        recovery_timeout_s=5,
+    )
+    harness = Harness.__new__(Harness)
+    engine = Engine(
+        scheduler,
+        InputBuilder(scheduler.limits, knobs.page_size),
+        runner,
+        CpuStream() if knobs.overlap else InlineStream(),
+        lambda deltas: harness.on_output(deltas),
+        overlap=knobs.overlap,
+        max_waiting=knobs.max_waiting,
+    )
+    harness.__init__(engine, model, experts)  # type: ignore[misc]
+    engine.start()
+    try:
+        yield harness
+    finally:
+        model.gate.set()
+        engine.stop()
+    scheduler.check_integrity()
+    assert not scheduler.has_work
+
+
+def make_request(name: str, prompt: list[int], **params: object) -> Request:
+    """A request with greedy defaults and no early end."""
+    defaults: dict[str, object] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    return Request(name, prompt, SamplingParams(**(defaults | params)))  # type: ignore[arg-type]
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    """A fixed prompt without the end-of-sequence token."""
+    return [1 + (seed * 31 + i * i * 7 + i) % (VOCAB - 1) for i in range(length)]

@@ -1,0 +1,115 @@
+"""A model whose logits are a hash of the tokens and positions it finds in the paged KV cache.
+
+A wrong page, slot, position or input token changes the hash of everything after it, hence the tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from gpu_service.attention.base import AttentionBackend
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.kv_cache import KVCache
+from gpu_service.context import ForwardContext
+from gpu_service.model_config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+
+VOCAB = 97
+
+
+def fake_config(vocab_size: int = VOCAB, max_model_len: int = 256) -> ModelConfig:
+    """One layer, one KV head of two elements: token id + 1 (key) and position (value)."""
+    return ModelConfig(
+        model_type="fake",
+        vocab_size=vocab_size,
+        hidden_size=2,
+        intermediate_size=4,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        rms_norm_eps=1e-6,
+        activation="silu",
+        rope=RopeConfig(theta=1e4, rotary_dim=2),
+        moe=MoeConfig(RouterConfig(2, 1, "softmax"), 4, 0, frozenset()),
+        dtype="float32",
+        max_model_len=max_model_len,
+        eos_token_ids=(0,),
+    )
+
+
+class NullAttention(AttentionBackend):
+    """The fake model reads the cache itself."""
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Nothing is shared between layers."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_id: int
+    ) -> torch.Tensor:
+        """Never called."""
+        raise AssertionError("the fake model has no attention")
+
+
+class FakeModel:
+    """`before_forward(call number)` may raise, block, or return a token whose rows become NaN."""
+
+    def __init__(self, vocab_size: int = VOCAB) -> None:
+        self.vocab_size = vocab_size
+        self.calls = 0
+        self.batch_sizes: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.before_forward: Callable[[int], None] = lambda call: None
+        self.poison_token = -1
+
+    def forward(self, context: ForwardContext) -> torch.Tensor:
+        """Stores (token, position) at the new slots, then hashes each row's whole history: [T, 2] float64."""
+        self.gate.wait(30)
+        inputs, cache = context.inputs, context.kv_cache
+        slots = cache.slots(0)
+        slots[inputs.slot_mapping, 0, 0] = (inputs.input_ids + 1).float()
+        slots[inputs.slot_mapping, 1, 0] = inputs.positions.float()
+        self.calls += 1
+        self.before_forward(self.calls)
+        self.batch_sizes.append(len(inputs.seq_lens))
+        rows = []
+        for index, seq_len in enumerate(inputs.seq_lens):
+            pages = inputs.block_table[index, : -(-seq_len // cache.page_size)].long()
+            history = cache.pages(0)[pages].reshape(-1, 2, 2)[:seq_len]
+            assert torch.isfinite(history).all(), "someone was given pages with NaN in them"
+            mixed = _mix(history[:, 0, 0].long() * 1_000_003 + history[:, 1, 0].long())
+            count = inputs.query_start_loc[index + 1] - inputs.query_start_loc[index]
+            rows.append(mixed.cumsum(0)[seq_len - count :])
+        state = torch.cat(rows)
+        hidden = torch.stack([(state & 0xFFFFFFFF), (state >> 32) & 0x7FFFFFFF], dim=1).double()
+        poisoned = inputs.input_ids == self.poison_token
+        if bool(poisoned.any()):
+            hidden[poisoned] = float("nan")
+            slots[inputs.slot_mapping[poisoned]] = float("nan")
+        return hidden
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Pseudo-random logits in [-4, 4): [L, V] float32."""
+        bad = torch.isnan(hidden_states).any(dim=1)
+        clean = hidden_states.nan_to_num(0.0).long()
+        state = clean[:, 0] | (clean[:, 1] << 32)
+        values = _mix(state.unsqueeze(1) + torch.arange(self.vocab_size) * 7_919)
+        logits = ((values >> 20) & 0xFFFF).float() / 8192 - 4
+        logits[bad] = float("nan")
+        return logits
+
+
+def _mix(values: torch.Tensor) -> torch.Tensor:
+    """A cheap 64-bit hash with wrap-around int64 arithmetic."""
+    values = values * -7046029254386353131
+    values = values ^ (values >> 29)
+    values = values * -4658895280553007687
+    return values ^ (values >> 32)
+
+
+def fake_cache(num_pages: int, page_size: int) -> KVCache:
+    """KV pages of the fake model."""
+    return KVCache(fake_config(), num_pages, page_size, torch.float32)

@@ -1,0 +1,110 @@
+"""Guards the prefix tree: it returns exactly the pages inserted for exactly the tokens asked for."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from gpu_service.cache.radix_cache import PrefixHandle, RadixCache
+
+PAGE = 2
+RUNS = st.lists(st.integers(0, 1), min_size=0, max_size=10)
+
+
+def whole(tokens: list[int]) -> list[int]:
+    """The tokens that fill pages."""
+    return tokens[: len(tokens) // PAGE * PAGE]
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Random inserts, matches, locks and evictions against a dictionary from prefix to page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = RadixCache(PAGE)
+        self.next_page = 1
+        self.page_of: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.locked: list[tuple[str, list[int], PrefixHandle]] = []
+
+    def expected(self, namespace: str, tokens: list[int]) -> list[int]:
+        """Pages of the longest known prefix."""
+        pages = []
+        for end in range(PAGE, len(tokens) + 1, PAGE):
+            page = self.page_of.get((namespace, tuple(tokens[:end])))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    @rule(tokens=RUNS, namespace=st.sampled_from(["", "salt"]))
+    def insert(self, tokens: list[int], namespace: str) -> None:
+        tokens = whole(tokens)
+        pages = list(range(self.next_page, self.next_page + len(tokens) // PAGE))
+        self.next_page += len(pages)
+        before = self.expected(namespace, tokens)
+        result = self.tree.insert(tokens, pages, namespace)
+        assert result.already_cached == len(before) * PAGE
+        for index in range(len(before), len(pages)):
+            self.page_of[namespace, tuple(tokens[: (index + 1) * PAGE])] = pages[index]
+        assert list(result.handle.pages) == self.expected(namespace, tokens)
+
+    @rule(tokens=RUNS, namespace=st.sampled_from(["", "salt"]), lock=st.booleans())
+    def match(self, tokens: list[int], namespace: str, lock: bool) -> None:
+        handle = self.tree.match(tokens, namespace)
+        assert list(handle.pages) == self.expected(namespace, tokens)
+        assert handle.num_tokens == len(handle.pages) * PAGE
+        if lock:
+            self.tree.lock(handle)
+            self.locked.append((namespace, tokens[: handle.num_tokens], handle))
+
+    @precondition(lambda self: bool(self.locked))
+    @rule(index=st.integers(0, 100))
+    def unlock(self, index: int) -> None:
+        _, _, handle = self.locked.pop(index % len(self.locked))
+        self.tree.unlock(handle)
+
+    @rule(count=st.integers(1, 4))
+    def evict(self, count: int) -> None:
+        evictable = self.tree.evictable_pages
+        freed = self.tree.evict(count)
+        assert len(freed) >= min(count, evictable)
+        gone = set(freed)
+        self.page_of = {key: page for key, page in self.page_of.items() if page not in gone}
+
+    @invariant()
+    def consistent(self) -> None:
+        self.tree.check_integrity()
+        in_tree = sorted(page for node in self.tree.nodes() for page in node.pages)
+        assert in_tree == sorted(self.page_of.values())
+        for namespace, tokens, handle in self.locked:
+            assert list(handle.pages) == self.expected(namespace, tokens), "a locked prefix was evicted"
+
+
+TestTree = TreeMachine.TestCase
+TestTree.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_least_recently_used_leaf_goes_first() -> None:
+    """A prefix that was just matched survives one that was not."""
+    tree = RadixCache(PAGE)
+    tree.insert([1, 1], [1])
+    tree.insert([2, 2], [2])
+    tree.match([1, 1])
+    assert tree.evict(1) == [2]
+
+
+def test_namespaces_do_not_share() -> None:
+    """Two salts with equal tokens never see each other's pages."""
+    tree = RadixCache(PAGE)
+    tree.insert([1, 1], [1], "alice")
+    assert tree.match([1, 1], "bob").pages == ()
+
+
+def test_bad_calls_are_refused() -> None:
+    """Unaligned inserts and unlocks without a lock are programming errors that would corrupt counts."""
+    tree = RadixCache(PAGE)
+    with pytest.raises(ValueError, match="3 tokens do not fill 1 pages of 2"):
+        tree.insert([1, 2, 3], [1])
+    handle = tree.insert([1, 2], [1]).handle
+    with pytest.raises(ValueError, match="not locked"):
+        tree.unlock(handle)
