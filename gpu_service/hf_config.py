@@ -37,11 +37,21 @@ _HARMLESS = (
     "use_cache",
 )
 
+# Keys of relatives of these families that would change the function if they were set.
+_REFUSED = (
+    "attention_chunk_size",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "quantization_config",
+)
+
 
 def _read_common(hf: HfKeys) -> dict[str, Any]:
     """Fields that all families spell alike; raises on features that no family here has."""
     hf.skip("model_type", *_HARMLESS)
-    hf.refuse("quantization_config")
+    for name in _REFUSED:
+        hf.refuse(name)
     heads = hf.integer("num_attention_heads")
     kv_heads = hf.integer("num_key_value_heads", default=heads)
     if heads % kv_heads:
@@ -96,6 +106,7 @@ def _read_qwen3_moe(hf: HfKeys) -> ModelConfig:
 
 def _read_glm4_moe(hf: HfKeys) -> ModelConfig:
     common = _read_common(hf)
+    hf.refuse("sliding_window")
     first_moe = hf.integer("first_k_dense_replace", default=1, minimum=0)
     router = RouterConfig(
         num_experts=hf.integer("n_routed_experts", "num_local_experts"),

@@ -1,0 +1,118 @@
+"""Invariant: config.json is understood or refused by name; nothing that changes the function is ignored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_service.model_config import ModelConfig, ModelConfigError, ModelOverrides
+
+QWEN: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": [5, 6],
+}
+GLM: dict[str, Any] = {
+    **{key: value for key, value in QWEN.items() if key != "num_experts"},
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+}
+
+
+def _read(
+    tmp_path: Path, base: dict[str, Any], overrides: ModelOverrides | None = None, **changes: Any
+) -> ModelConfig:
+    values = {key: value for key, value in (base | changes).items() if value != "absent"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return ModelConfig.from_dir(tmp_path, overrides)
+
+
+def test_families_differ_where_they_should(tmp_path: Path) -> None:
+    qwen = _read(tmp_path, QWEN, norm_topk_prob=True)
+    glm = _read(tmp_path, GLM, n_shared_experts=3, routed_scaling_factor=2.5)
+    assert (qwen.moe.router.score, glm.moe.router.score) == ("softmax", "sigmoid")
+    assert (qwen.moe.router.float32_gate, glm.moe.router.float32_gate) == (False, True)
+    assert (qwen.moe.shared_intermediate_size, glm.moe.shared_intermediate_size) == (0, 48)
+    assert (qwen.rope.rotary_dim, glm.rope.rotary_dim) == (8, 4)
+    assert (qwen.qk_norm, glm.qk_norm) == (True, False)
+    assert glm.moe.router.scale == 2.5
+
+
+def test_which_layers_are_moe(tmp_path: Path) -> None:
+    assert _read(tmp_path, QWEN).moe_layer_ids == (0, 1, 2, 3)
+    assert _read(tmp_path, QWEN, decoder_sparse_step=2).moe_layer_ids == (1, 3)
+    assert _read(tmp_path, QWEN, mlp_only_layers=[0, 2]).moe_layer_ids == (1, 3)
+    assert _read(tmp_path, GLM, first_k_dense_replace=3).moe_layer_ids == (3,)
+
+
+def test_overrides_and_generation_config(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 9]}')
+    config = _read(tmp_path, QWEN, ModelOverrides(top_k=8, max_model_len=20, dtype="float32"))
+    assert (config.moe.router.top_k, config.max_model_len, config.dtype) == (8, 20, "float32")
+    assert config.eos_token_ids == (5, 6, 9)
+    assert _read(tmp_path, QWEN).dtype == "bfloat16"
+
+
+def test_old_and_new_rope_spellings_agree(tmp_path: Path) -> None:
+    old = _read(tmp_path, GLM, rope_theta=5e5, partial_rotary_factor=0.25, rope_scaling=None)
+    new = _read(tmp_path, GLM, rope_parameters={"rope_theta": 5e5, "partial_rotary_factor": 0.25})
+    assert old.rope == new.rope
+    assert (old.rope.theta, old.rope.rotary_dim) == (5e5, 2)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (QWEN, {"model_type": "llama"}, "model_type = 'llama'.*glm4_moe, qwen3_moe"),
+        (QWEN, {"hidden_size": "absent"}, "hidden_size is missing"),
+        (QWEN, {"hidden_size": "32"}, "hidden_size = '32'.*integer"),
+        (QWEN, {"num_key_value_heads": 3}, "num_key_value_heads = 3.*divisor"),
+        (QWEN, {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (QWEN, {"hidden_act": "gelu"}, "hidden_act = 'gelu'.*silu"),
+        (QWEN, {"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'.*default, linear"),
+        (QWEN, {"rope_scaling": {"type": "linear", "factor": 2, "alpha": 1}}, "alpha"),
+        (QWEN, {"num_experts_per_tok": 9}, r"top_k \(num_experts_per_tok\) = 9.*1 to 8"),
+        (QWEN, {"dtype": "float16"}, "dtype = 'float16'.*float32"),
+        (QWEN, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0.*absent"),
+        (GLM, {"sliding_window": 128}, "sliding_window = 128"),
+        (GLM, {"n_group": 3}, "n_group = 3.*divisor"),
+        (GLM, {"n_group": 2, "topk_group": 3}, "topk_group = 3"),
+        (GLM, {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3}, "1 to 2"),
+        (GLM, {"partial_rotary_factor": 0.125}, "partial_rotary_factor"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        _read(tmp_path, base, **changes)
+
+
+def test_overrides_out_of_range_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match=r"top_k .* = 9"):
+        _read(tmp_path, QWEN, ModelOverrides(top_k=9))
+    with pytest.raises(ModelConfigError, match=r"max_model_len = 65.*at most 64"):
+        _read(tmp_path, QWEN, ModelOverrides(max_model_len=65))
+
+
+def test_unknown_keys_are_kept_for_the_log(tmp_path: Path) -> None:
+    assert _read(tmp_path, QWEN, my_note="x").unread_keys == ("my_note",)
+
+
+def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match=r"config.json does not exist"):
+        ModelConfig.from_dir(tmp_path)

@@ -1,0 +1,120 @@
+"""Invariant: every op's torch reference is the formula it names, and the registry picks by device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_service.ops.activation import silu_and_mul
+from gpu_service.ops.kv import append_kv
+from gpu_service.ops.linear import can_pack, linear, pack_weight
+from gpu_service.ops.norm import rms_norm
+from gpu_service.ops.registry import Op
+from gpu_service.ops.rope import apply_rope, inverse_frequencies, rope_table
+from tests.tolerances import OP_FLOAT32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_is_transformers(dtype: torch.dtype) -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+
+    oracle = Qwen3MoeRMSNorm(24, eps=1e-6).to(dtype)
+    torch.nn.init.normal_(oracle.weight)
+    x = (torch.randn(5, 3, 24) * 7).to(dtype)
+    with torch.no_grad():
+        expected = oracle(x)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.13  # one unit in the last place at 16
+    torch.testing.assert_close(rms_norm(x, oracle.weight.detach(), 1e-6), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("rotary_dim", [8, 16])
+def test_half_split_rope_is_transformers(rotary_dim: int) -> None:
+    from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
+
+    positions = torch.tensor([0, 1, 77, 5000])
+    heads = torch.randn(4, 3, 16)
+    frequencies = inverse_frequencies(1e4, rotary_dim, "default", {})
+    angles = torch.cat([positions[:, None] * frequencies] * 2, -1)
+    q = heads.transpose(0, 1)[None]
+    expected, _ = apply_rotary_pos_emb(q, q, angles.cos()[None], angles.sin()[None])
+    rotated = apply_rope(heads.clone(), rope_table(positions, frequencies, torch.float32, False))
+    torch.testing.assert_close(rotated, expected[0].transpose(0, 1), rtol=0, atol=OP_FLOAT32)
+
+
+def test_interleaved_rope_is_a_complex_product() -> None:
+    positions = torch.tensor([0, 3, 900])
+    heads = torch.randn(3, 2, 12)
+    frequencies = inverse_frequencies(1e4, 8, "default", {})
+    turns = torch.polar(torch.ones(3, 1, 4), (positions[:, None] * frequencies)[:, None])
+    pairs = torch.view_as_complex(heads[..., :8].reshape(3, 2, 4, 2)) * turns
+    expected = torch.cat((torch.view_as_real(pairs).flatten(-2), heads[..., 8:]), -1)
+    rotated = apply_rope(heads.clone(), rope_table(positions, frequencies, torch.float32, True))
+    torch.testing.assert_close(rotated, expected, rtol=0, atol=OP_FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scaling"),
+    [
+        ("linear", {"factor": 3.0}),
+        (
+            "llama3",
+            {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        ),
+    ],
+)
+def test_scaled_frequencies_are_transformers(kind: str, scaling: dict[str, float]) -> None:
+    from transformers import Qwen3MoeConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = Qwen3MoeConfig(head_dim=64, rope_parameters={"rope_type": kind, "rope_theta": 5e5, **scaling})
+    expected, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    torch.testing.assert_close(inverse_frequencies(5e5, 64, kind, scaling), expected)
+
+
+def test_silu_and_mul_takes_the_gate_first() -> None:
+    gate, up = torch.randn(4, 5), torch.randn(4, 5)
+    output = silu_and_mul(torch.cat((gate, up), -1))
+    torch.testing.assert_close(output, gate * gate.sigmoid() * up, rtol=0, atol=OP_FLOAT32)
+
+
+def test_append_kv_writes_the_named_slots_only() -> None:
+    slots = torch.zeros(10, 4, 3)
+    key, value = torch.randn(2, 2, 3), torch.randn(2, 2, 3)
+    append_kv(slots, key, value, torch.tensor([7, 2]))
+    assert torch.equal(slots[[7, 2]], torch.cat((key, value), 1))
+    assert not slots[[0, 1, 3, 4, 5, 6, 8, 9]].any()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 130])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_weight_gives_the_plain_product(rows: int, bias: bool) -> None:
+    torch.manual_seed(rows)
+    weight, x = torch.randn(40, 24), torch.randn(rows, 24)
+    offset = torch.randn(40) if bias else None
+    if not can_pack(weight):
+        pytest.skip("this torch has no packed product for CPUs")
+    packed = pack_weight(weight)
+    assert torch.equal(packed.to_dense(), weight)
+    expected = torch.nn.functional.linear(x.double(), weight.double()) + (0 if offset is None else offset)
+    torch.testing.assert_close(linear(x, packed, offset), expected.float(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(linear(x, weight, offset), expected.float(), rtol=0, atol=2e-5)
+
+
+def test_an_op_runs_what_its_device_registered() -> None:
+    @Op
+    def double(x: torch.Tensor) -> str:
+        return "reference"
+
+    @double.register("meta")
+    def fast(x: torch.Tensor) -> str:
+        return "fast"
+
+    assert double(torch.zeros(1)) == "reference"
+    assert double(torch.zeros(1, device="meta")) == fast(torch.zeros(1)) == "fast"
+    with pytest.raises(ValueError, match="double already has an implementation for meta"):
+        double.register("meta")(fast)

@@ -1,0 +1,90 @@
+"""Invariant: `route` is every family's router. The bias chooses and never weighs; groups limit the choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpu_service.model_config import RouterConfig
+from gpu_service.ops.router import route
+from tests.tolerances import OP_FLOAT32
+
+ROWS, HIDDEN = 33, 24
+
+
+def _dense(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Weights by expert `[T, E]`: routers may order their choices differently."""
+    return torch.zeros(weights.shape[0], num_experts).scatter_(1, ids.long(), weights)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2)])
+def test_sigmoid_router_is_transformers_glm4_moe(norm: bool, groups: int, top_groups: int) -> None:
+    from transformers import Glm4MoeConfig
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+
+    torch.manual_seed(groups + norm)
+    oracle = Glm4MoeTopkRouter(
+        Glm4MoeConfig(
+            hidden_size=HIDDEN,
+            n_routed_experts=12,
+            num_experts_per_tok=5,
+            n_group=groups,
+            topk_group=top_groups,
+            norm_topk_prob=norm,
+            routed_scaling_factor=2.5,
+        )
+    )
+    torch.nn.init.normal_(oracle.weight)
+    # Larger than any score, so that a bias leaking into the weights can not stay within the tolerance.
+    torch.nn.init.normal_(oracle.e_score_correction_bias, std=3.0)
+    config = RouterConfig(
+        12, 5, "sigmoid", True, groups, top_groups, "top2_sum", "renormalize" if norm else "none", 1e-20, 2.5
+    )
+    with torch.no_grad():
+        logits, expected_weights, expected_ids = oracle(torch.randn(ROWS, HIDDEN))
+        weights, ids = route(logits, oracle.e_score_correction_bias, config)
+    expected = _dense(expected_weights, expected_ids, 12)
+    torch.testing.assert_close(_dense(weights, ids, 12), expected, rtol=0, atol=OP_FLOAT32)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_softmax_router_is_transformers_qwen3_moe(norm: bool) -> None:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    torch.manual_seed(norm)
+    oracle = Qwen3MoeTopKRouter(
+        Qwen3MoeConfig(hidden_size=HIDDEN, num_experts=9, num_experts_per_tok=4, norm_topk_prob=norm)
+    )
+    torch.nn.init.normal_(oracle.weight)
+    config = RouterConfig(9, 4, "softmax", post="renormalize" if norm else "none")
+    with torch.no_grad():
+        logits, expected_weights, expected_ids = oracle(torch.randn(ROWS, HIDDEN))
+        weights, ids = route(logits, None, config)
+    expected = _dense(expected_weights, expected_ids, 9)
+    torch.testing.assert_close(_dense(weights, ids, 9), expected, rtol=0, atol=OP_FLOAT32)
+
+
+def test_raw_scores_with_softmax_afterwards_is_the_gpt_oss_order() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
+    weights, ids = route(logits, None, RouterConfig(4, 2, "none", post="softmax"))
+    expected = torch.tensor([[3.0, 2.0]]).softmax(-1)
+    assert sorted(ids[0].tolist()) == [1, 2]
+    torch.testing.assert_close(weights.sort(descending=True).values, expected)
+
+
+def test_group_score_is_max_or_sum_of_top_two() -> None:
+    """Group 0 has the single best expert, group 1 the best pair: the two rules must disagree."""
+    logits = torch.tensor([[5.0, -9.0, 4.0, 4.0]])
+    by_sum = RouterConfig(4, 1, "none", num_groups=2, top_groups=1, group_score="top2_sum")
+    assert route(logits, None, by_sum)[1].item() in (2, 3)
+    assert route(logits, None, replace(by_sum, group_score="max"))[1].item() == 0
+
+
+def test_output_types_are_the_expert_client_contract() -> None:
+    weights, ids = route(torch.randn(5, 8, dtype=torch.bfloat16), None, RouterConfig(8, 3, "softmax"))
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+    assert weights.shape == ids.shape == (5, 3)
