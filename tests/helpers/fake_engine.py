@@ -1,0 +1,218 @@
+"""An engine that speaks the real gRPC contract and makes tokens from a script instead of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from tokenizers import Tokenizer
+
+from protos import engine_pb2 as pb
+from protos import engine_pb2_grpc
+
+SERVICE = "moebius.engine.v1.Engine"
+MODEL = "tiny-model"
+CONTEXT = 256
+WORDS = ["fox", "dog", "hill", "lazy", "brown", "runs", "über", "東京", "😀", "quick", "over", "the"]
+
+
+@dataclass
+class Script:
+    """What the engine does; set by tests before they send a request."""
+
+    text: str | None = None  # None: words drawn from the seed
+    token_ids: list[int] | None = None  # exact output, instead of text
+    delay_s: float = 0.0  # before each token
+    fail_after: int | None = None  # tokens before the call fails with `fail_code`
+    fail_code: grpc.StatusCode = grpc.StatusCode.INTERNAL
+    tokens_per_chunk: int = 1
+    error_message: str = ""  # ends the output with finish_reason "error"
+
+
+@dataclass
+class Seen:
+    """What reached the engine; filled by `FakeEngine`."""
+
+    requests: list[pb.GenerateRequest] = field(default_factory=list)
+    metadata: list[dict[str, str]] = field(default_factory=list)
+    cancelled_at: list[float] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class FakeEngine(engine_pb2_grpc.EngineServicer):
+    """Answers Generate as protos/engine.proto says, from `script`."""
+
+    def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
+        self.script = Script()
+        self.seen = Seen()
+        self._directory = directory
+        self._tokenizer = tokenizer
+        self._eos = tokenizer.token_to_id("<|end|>")
+        self._prompts: set[tuple[int, ...]] = set()
+
+    def reset(self) -> None:
+        """Forgets script and requests, between tests."""
+        self.script, self.seen = Script(), Seen()
+
+    def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
+        """Facts of the pretended model."""
+        return pb.GetModelInfoResponse(
+            model_path=str(self._directory),
+            is_generation=True,
+            max_context_length=CONTEXT,
+            vocab_size=self._tokenizer.get_vocab_size(),
+            served_model_name=MODEL,
+            tokenizer_path=str(self._directory),
+            eos_token_ids=[self._eos],
+            max_req_input_len=CONTEXT - 1,
+            default_sampling_params_json='{"temperature": 0.7, "top_k": 20}',
+        )
+
+    def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
+        """Streams the scripted outputs, indices interleaved, then one GenerateComplete each."""
+        seen, script = self.seen, self.script
+        seen.requests.append(request)
+        seen.metadata.append(dict(context.invocation_metadata()))
+        context.add_callback(lambda: self._note_end(seen, context))
+        params = request.sampling_params
+        prompt = tuple(request.tokenized.input_ids)
+        cached = 16 if prompt in self._prompts else 0
+        self._prompts.add(prompt)
+        count = params.n or 1
+        outputs = [self._output(script, request, index) for index in range(count)]
+        if script.fail_after == 0:
+            context.abort(script.fail_code, "scripted failure")
+        longest = max(len(ids) for ids, _ in outputs)
+        step = script.tokens_per_chunk
+        for start in range(0, longest, step):
+            time.sleep(script.delay_s)
+            if not context.is_active():
+                return
+            if script.fail_after is not None and start >= script.fail_after:
+                context.abort(script.fail_code, "scripted failure")
+            for index, (ids, _) in enumerate(outputs):
+                if request.stream and ids[start : start + step]:
+                    yield self._chunk(request, index, ids, start, step, cached)
+        context.finished_well = True
+        for index, (ids, reason) in enumerate(outputs):
+            yield self._complete(request, index, ids, reason, cached)
+
+    @staticmethod
+    def _note_end(seen: Seen, context: Any) -> None:
+        """gRPC calls this when a call ends for any reason."""
+        if not getattr(context, "finished_well", False):
+            seen.cancelled_at.append(time.monotonic())
+            seen.cancelled.set()
+
+    def _output(self, script: Script, request: pb.GenerateRequest, index: int) -> tuple[list[int], str]:
+        """Token ids of one output and why it ends."""
+        params = request.sampling_params
+        limit = params.max_tokens
+        if script.token_ids is not None:
+            ids = list(script.token_ids)
+        else:
+            ids = [*self._tokenizer.encode(script.text or self._words(params, index)).ids, self._eos]
+        if params.ignore_eos:
+            ids = [token for token in ids if token != self._eos]
+            ids = (ids * (limit // len(ids) + 1))[:limit]
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {self._eos})
+        for position, token in enumerate(ids[:limit]):
+            if token in stops:
+                return ids[: position + 1], "stop"
+        return ids[:limit], "length"
+
+    @staticmethod
+    def _words(params: pb.SamplingParams, index: int) -> str:
+        """Words that depend on the seed and index when sampling, and on nothing when greedy."""
+        if params.temperature == 0:
+            return "The quick brown fox jumps over the lazy dog."
+        seed = params.seed if params.HasField("seed") else random.randrange(2**62)
+        draw = random.Random(seed * 131 + index)
+        return " ".join(draw.choice(WORDS) for _ in range(20))
+
+    def _chunk(
+        self, request: pb.GenerateRequest, index: int, ids: list[int], start: int, step: int, cached: int
+    ) -> pb.GenerateResponse:
+        params = request.sampling_params
+        new = ids[start : start + step]
+        chunk = pb.GenerateStreamChunk(
+            token_ids=new,
+            prompt_tokens=len(request.tokenized.input_ids),
+            completion_tokens=start + len(new),
+            cached_tokens=cached,
+            index=index,
+        )
+        if params.HasField("logprobs"):
+            chunk.output_logprobs.CopyFrom(_output_logprobs(new, params.logprobs))
+        if params.HasField("prompt_logprobs") and start == 0:
+            chunk.input_logprobs.CopyFrom(_input_logprobs(request))
+        return pb.GenerateResponse(chunk=chunk)
+
+    def _complete(
+        self, request: pb.GenerateRequest, index: int, ids: list[int], reason: str, cached: int
+    ) -> pb.GenerateResponse:
+        params = request.sampling_params
+        message = pb.GenerateComplete(
+            output_ids=ids,
+            finish_reason="error" if self.script.error_message else reason,
+            error_message=self.script.error_message,
+            prompt_tokens=len(request.tokenized.input_ids),
+            completion_tokens=len(ids),
+            cached_tokens=cached,
+            index=index,
+        )
+        if reason == "stop":
+            message.matched_token_id = ids[-1]
+        if not request.stream and params.HasField("logprobs"):
+            message.output_logprobs.CopyFrom(_output_logprobs(ids, params.logprobs))
+        if not request.stream and params.HasField("prompt_logprobs"):
+            message.input_logprobs.CopyFrom(_input_logprobs(request))
+        return pb.GenerateResponse(complete=message)
+
+
+def _top(token_id: int, count: int) -> pb.TopLogProbs:
+    """`count` alternatives, the token itself first."""
+    others = [(token_id + 1 + number) % 300 + 3 for number in range(max(count - 1, 0))]
+    ids = [token_id, *others][:count]
+    return pb.TopLogProbs(token_ids=ids, values=[-0.25 - number for number in range(len(ids))])
+
+
+def _output_logprobs(ids: Sequence[int], count: int) -> pb.OutputLogProbs:
+    return pb.OutputLogProbs(
+        token_ids=ids, token_logprobs=[-0.25] * len(ids), top_logprobs=[_top(token, count) for token in ids]
+    )
+
+
+def _input_logprobs(request: pb.GenerateRequest) -> pb.InputLogProbs:
+    ids = list(request.tokenized.input_ids)
+    count = request.sampling_params.prompt_logprobs
+    return pb.InputLogProbs(
+        token_ids=ids,
+        token_logprobs=[pb.InputTokenLogProb(), *(pb.InputTokenLogProb(value=-0.5) for _ in ids[1:])],
+        top_logprobs=[pb.TopLogProbs(), *(_top(token, count) for token in ids[1:])],
+    )
+
+
+@contextlib.contextmanager
+def serving(engine: FakeEngine, address: str) -> Iterator[health.HealthServicer]:
+    """Serves `engine` at `address` (unix:path); yields its health service, which reports SERVING."""
+    server = grpc.server(ThreadPoolExecutor(48))
+    engine_pb2_grpc.add_EngineServicer_to_server(engine, server)
+    health_service = health.HealthServicer()
+    health_service.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        yield health_service
+    finally:
+        server.stop(grace=None).wait()

@@ -1,0 +1,55 @@
+"""Runs the real gateway application on a free port, in a thread of the test process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import uvicorn
+
+from gateway.app import create_app
+from moebius.config import MoebiusConfig
+
+
+def gateway_config(engine_address: str, **gateway: Any) -> MoebiusConfig:
+    """A configuration for tests; keyword arguments are leaves of the `gateway` section."""
+    return MoebiusConfig.model_validate({"gateway": {"engine_address": engine_address, "port": 0, **gateway}})
+
+
+@contextlib.contextmanager
+def running_gateway(config: MoebiusConfig, wait: bool = True) -> Iterator[str]:
+    """Yields the base URL (without /v1); waits for /ready unless `wait` is False."""
+    settings = uvicorn.Config(
+        create_app(config), host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{_port(server)}"
+        if wait:
+            _wait_ready(url)
+        yield url
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive(), "the gateway did not stop"
+
+
+def _port(server: uvicorn.Server) -> int:
+    end = time.monotonic() + 10
+    while not server.started:
+        assert time.monotonic() < end, "the gateway did not start"
+        time.sleep(0.01)
+    return int(server.servers[0].sockets[0].getsockname()[1])
+
+
+def _wait_ready(url: str) -> None:
+    end = time.monotonic() + 10
+    while (answer := httpx.get(f"{url}/ready")).status_code != 200:
+        assert time.monotonic() < end, answer.text
+        time.sleep(0.02)

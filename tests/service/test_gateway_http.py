@@ -1,0 +1,218 @@
+"""Guards the HTTP surface around generation: error shapes, headers, what reaches the engine, traces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
+from tests.helpers.gateway_server import gateway_config, running_gateway
+from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+
+
+@dataclass
+class Setup:
+    """Gateway and engine; filled by the fixture."""
+
+    url: str
+    engine: FakeEngine
+    spans: InMemorySpanExporter
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        """POST with JSON."""
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    """Shared by this file; spans of the whole process end in memory."""
+    exporter = InMemorySpanExporter()
+    provider = trace.get_tracer_provider()
+    if not isinstance(provider, TracerProvider):
+        provider = TracerProvider()
+        trace.set_tracer_provider(provider)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    directory = tmp_path_factory.mktemp("http")
+    tokenizer = byte_level_tokenizer()
+    write_tokenizer(directory, tokenizer)
+    address = f"unix:{directory}/engine.sock"
+    engine = FakeEngine(directory, tokenizer)
+    with serving(engine, address), running_gateway(gateway_config(address)) as url:
+        yield Setup(url, engine, exporter)
+
+
+@pytest.fixture
+def setup(running: Setup) -> Setup:
+    """The shared servers with a fresh record."""
+    running.engine.reset()
+    running.spans.clear()
+    return running
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "code", "param"),
+    [
+        ("GET", "/v2/nothing", b"", 404, "unknown_url", None),
+        ("GET", "/v1/completions", b"", 405, "method_not_allowed", None),
+        ("POST", "/v1/completions", b"{broken", 400, "invalid_json", None),
+        ("POST", "/v1/completions", b"[1]", 400, "invalid_value", None),
+        ("POST", "/v1/completions", b'{"prompt":"x"}', 400, "missing_required_parameter", "model"),
+        ("POST", "/v1/completions", b'{"model":"tiny-model"}', 400, "missing_required_parameter", "prompt"),
+        ("POST", "/v1/completions", b'{"model":"m","prompt":"x"}', 404, "model_not_found", "model"),
+        ("POST", "/v1/completions", b'{"model":"m","prompt":{"a":1}}', 400, "invalid_value", "prompt"),
+        ("POST", "/v1/completions", b'{"model":"tiny-model","prompt":""}', 400, "invalid_value", "prompt"),
+        (
+            "POST",
+            "/v1/completions",
+            b'{"model":"tiny-model","prompt":[99999]}',
+            400,
+            "invalid_value",
+            "prompt",
+        ),
+        ("POST", "/v1/completions", b'{"model":"m","prompt":"x","n":"2"}', 400, "invalid_value", "n"),
+        ("POST", "/v1/completions", b'{"model":"m","prompt":"x","top_p":NaN}', 400, "invalid_value", "top_p"),
+    ],
+)
+def test_errors_have_the_openai_shape(
+    setup: Setup, method: str, path: str, content: bytes, status: int, code: str, param: str | None
+) -> None:
+    """Every refusal is {"error": {message, type, param, code}} and never reaches the engine."""
+    headers = {"Content-Type": "application/json"}
+    response = httpx.request(method, f"{setup.url}{path}", content=content, headers=headers)
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (response.status_code, error["code"], error["param"]) == (status, code, param), error
+    assert error["type"] == "invalid_request_error"
+    assert setup.engine.seen.requests == []
+
+
+def test_image_parts_are_refused_by_name(setup: Setup) -> None:
+    """Content that is not text is refused, naming the part."""
+    parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:"}}]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": parts}]}
+    error = setup.post("/v1/chat/completions", body).json()["error"]
+    assert error["param"].startswith("messages[0].content[1]")
+
+
+def test_parameters_reach_the_engine(setup: Setup) -> None:
+    """Every sampling parameter arrives unchanged in the engine's message."""
+    sent = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 7,
+        "min_p": 0.125,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.25,
+        "seed": 42,
+        "n": 2,
+        "min_tokens": 2,
+        "max_tokens": 5,
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "logit_bias": {"5": -2.0},
+        "logprobs": 2,
+    }
+    more = {"priority": 3, "cache_salt": "tenant", "prompt": [5, 6, 7], "model": MODEL}
+    assert setup.post("/v1/completions", {**sent, **more}).status_code == 200
+    request = setup.engine.seen.requests[0]
+    params = request.sampling_params
+    arrived = {name: getattr(params, name) for name in sent if name not in ("logit_bias", "stop_token_ids")}
+    assert arrived == {name: sent[name] for name in arrived}
+    assert (dict(params.logit_bias), list(params.stop_token_ids)) == ({5: -2.0}, [9])
+    assert (request.priority, request.cache_salt) == (3, "tenant")
+    assert list(request.tokenized.input_ids) == [5, 6, 7]
+
+
+def test_generation_defaults_of_the_model_apply(setup: Setup) -> None:
+    """Unset parameters take generation_config's values, then the API's; 0 of the client is a value."""
+    setup.post("/v1/completions", {"model": MODEL, "prompt": "The"})
+    setup.post("/v1/completions", {"model": MODEL, "prompt": "The", "temperature": 0, "top_k": -1})
+    first, second = (request.sampling_params for request in setup.engine.seen.requests)
+    assert (round(first.temperature, 6), first.top_k, first.max_tokens) == (0.7, 20, 16)
+    assert (second.temperature, second.top_k) == (0.0, 0)
+    assert not first.HasField("seed")
+
+
+def test_request_id_is_echoed_or_made(setup: Setup) -> None:
+    """X-Request-Id comes back, on errors too; without one the gateway makes one."""
+    assert httpx.get(f"{setup.url}/version", headers={"X-Request-Id": "abc"}).headers["X-Request-Id"] == "abc"
+    assert httpx.get(f"{setup.url}/nothing", headers={"X-Request-Id": "abc"}).headers["X-Request-Id"] == "abc"
+    assert len(httpx.get(f"{setup.url}/version").headers["X-Request-Id"]) == 32
+
+
+def test_stream_headers(setup: Setup) -> None:
+    """Streams are labelled as such, and proxies are told not to collect them."""
+    response = setup.post("/v1/completions", {"model": MODEL, "prompt": "The", "stream": True})
+    assert response.headers["Content-Type"].startswith("text/event-stream")
+    assert response.headers["Cache-Control"] == "no-cache"
+    assert response.headers["X-Accel-Buffering"] == "no"
+    assert "Content-Length" not in response.headers
+
+
+def test_one_trace_from_http_to_the_engine(setup: Setup) -> None:
+    """The client's trace id goes through the HTTP span and the gRPC span into the engine's metadata."""
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    parent = f"00-{trace_id}-b7ad6b7169203331-01"
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
+    assert setup.post("/v1/chat/completions", body, traceparent=parent).status_code == 200
+    spans = {span.name: span for span in setup.spans.get_finished_spans()}
+    http, call = spans[f"chat {MODEL}"], spans["moebius.engine.v1.Engine/Generate"]
+    assert call.parent is not None
+    assert call.parent.span_id == http.context.span_id
+    assert f"{http.context.trace_id:032x}" == trace_id
+    assert setup.engine.seen.metadata[0]["traceparent"].split("-")[1:3] == [
+        trace_id,
+        f"{call.context.span_id:016x}",
+    ]
+    attributes = dict(http.attributes or {})
+    assert attributes["gen_ai.request.model"] == MODEL
+    assert attributes["gen_ai.usage.output_tokens"] > 0
+    assert attributes["gen_ai.response.finish_reasons"] == ("stop",)
+
+
+def test_metrics_count_tokens_and_latencies(setup: Setup) -> None:
+    """The vllm: names exist after one stream and say what was done."""
+    setup.engine.script = Script(text="fox runs over")
+    setup.post("/v1/completions", {"model": MODEL, "prompt": "The", "stream": True})
+    text = httpx.get(f"{setup.url}/metrics").text
+    label = f'{{model_name="{MODEL}"'
+    for name in (
+        "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_count",
+        "e2e_request_latency_seconds_count",
+        "request_prompt_tokens_count",
+        "request_generation_tokens_count",
+    ):
+        value = next(line for line in text.splitlines() if line.startswith(f"vllm:{name}{label}"))
+        assert float(value.split()[-1]) >= 1
+    assert f'vllm:request_success_total{{finished_reason="stop",model_name="{MODEL}"}}' in text
+
+
+def test_tokenize_round_trip(setup: Setup) -> None:
+    """/detokenize undoes /tokenize; messages are rendered by the template, exactly one form is allowed."""
+    answer = setup.post("/tokenize", {"prompt": "The fox 😀", "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert setup.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "The fox 😀"}
+    chat = setup.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()["tokens"]
+    text = setup.post("/detokenize", {"tokens": chat}).json()["prompt"]
+    assert text == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    assert setup.post("/tokenize", {}).status_code == 400
+
+
+def test_final_message_can_be_continued(setup: Setup) -> None:
+    """continue_final_message ends the prompt inside the assistant's last message."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The fox"}]
+    body = {"model": MODEL, "messages": messages, "continue_final_message": True}
+    assert setup.post("/v1/chat/completions", body).status_code == 200
+    ids = list(setup.engine.seen.requests[0].tokenized.input_ids)
+    text = setup.post("/detokenize", {"tokens": ids}).json()["prompt"]
+    assert text.endswith("<|start|>assistant\nThe fox")

@@ -1,0 +1,137 @@
+"""Guards that no field of the API is dropped in silence: it is implemented, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import BaseModel, ValidationError
+
+from gateway.schemas.chat import ChatCompletionRequest
+from gateway.schemas.completions import CompletionRequest
+from gateway.schemas.unsupported import NEUTRAL_VALUES
+from gateway.validation import describe_validation_error
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
+
+
+def refusal(schema: type[BaseModel], body: dict[str, Any]) -> tuple[str, str | None, str]:
+    """Message, param and code of a body that must be refused."""
+    with pytest.raises(ValidationError) as caught:
+        schema.model_validate(body)
+    return describe_validation_error([dict(error) for error in caught.value.errors()])
+
+
+@pytest.mark.parametrize(
+    ("schema", "params"),
+    [
+        (ChatCompletionRequest, chat_create_params.CompletionCreateParamsBase),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsBase),
+    ],
+)
+def test_every_field_of_the_openai_client_is_known(schema: type[BaseModel], params: type[Any]) -> None:
+    """A field the openai client can send is in the schema or in the table of refused ones."""
+    assert set(params.__annotations__) - set(schema.model_fields) - set(NEUTRAL_VALUES) == set()
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL_VALUES))
+def test_unsupported_fields_pass_only_when_neutral(name: str) -> None:
+    """Null and the neutral values pass; anything else is a 400 that names the field."""
+    schema, body = (CompletionRequest, TEXT) if name != "echo" else (ChatCompletionRequest, CHAT)
+    if name in schema.model_fields:
+        schema, body = ChatCompletionRequest, CHAT
+    for value in (None, *NEUTRAL_VALUES[name]):
+        schema.model_validate({**body, name: value})
+    message, param, code = refusal(schema, {**body, name: "something else"})
+    assert (param, code) == (name, "unsupported_parameter")
+    assert name in message
+
+
+def test_neutral_false_is_not_zero() -> None:
+    """JSON 0 is not false: values of another type are not taken for neutral ones."""
+    assert refusal(CompletionRequest, {**TEXT, "use_beam_search": 0})[1] == "use_beam_search"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"n": 129}, "n"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"no_such": None}, "no_such"),
+    ],
+)
+@pytest.mark.parametrize("base", [CHAT, TEXT], ids=["chat", "text"])
+def test_wrong_values_are_named(base: dict[str, Any], body: dict[str, Any], param: str) -> None:
+    """Type, range and spelling errors name the parameter, in both APIs."""
+    schema = ChatCompletionRequest if "messages" in base else CompletionRequest
+    assert refusal(schema, {**base, **body})[1] == param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "normalised"),
+    [
+        ("x", ["x"]),
+        (["x", "y"], ["x", "y"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_prompt_forms(prompt: Any, normalised: Any) -> None:
+    """All four forms become a list of prompts."""
+    assert CompletionRequest.model_validate({**TEXT, "prompt": prompt}).prompt == normalised
+
+
+@pytest.mark.parametrize("prompt", [None, 1, [], [1, "x"], [[1], "x"], [-1], [True], [[1.5]], ["x"] * 300])
+def test_wrong_prompts_are_named(prompt: Any) -> None:
+    """Mixed, empty and mistyped prompts are refused."""
+    assert refusal(CompletionRequest, {**TEXT, "prompt": prompt})[1] == "prompt"
+
+
+def test_answers_can_be_sent_back_as_history() -> None:
+    """What the client library dumps of an answer (nulls included) is accepted as a message."""
+    history = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "audio": None,
+        "function_call": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+        "reasoning": "because",
+    }
+    body = {**CHAT, "messages": [*CHAT["messages"], history]}
+    message = ChatCompletionRequest.model_validate(body).messages[1].for_template()
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert (message["content"], message["reasoning_content"]) == ("", "because")
+
+
+def test_text_parts_are_joined_and_content_is_required() -> None:
+    """Parts join with line breaks; a user message without content is refused."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {**CHAT, "messages": [{"role": "user", "content": parts}]}
+    assert ChatCompletionRequest.model_validate(body).messages[0].for_template()["content"] == "a\nb"
+    assert refusal(ChatCompletionRequest, {**CHAT, "messages": [{"role": "user"}]})[1] == "messages"
+
+
+def test_conflicting_limits_and_turns_are_refused() -> None:
+    """Two different output limits, or continuing and opening a turn, are contradictions."""
+    assert refusal(ChatCompletionRequest, {**CHAT, "max_tokens": 1, "max_completion_tokens": 2})[1]
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert refusal(ChatCompletionRequest, {**CHAT, **both})[1] == "continue_final_message"
+    assert refusal(CompletionRequest, {**TEXT, "max_tokens": 0})[1] == "max_tokens"
+    assert refusal(ChatCompletionRequest, {**CHAT, "chat_template_kwargs": {"messages": []}})[1]
