@@ -68,7 +68,7 @@ def _answer(serve_plan: ServePlan, prompt: str) -> None:
 
     answers: list[Answer | BaseException] = []
     client = ApiClient(serve_plan.base_url)
-    body = {"model": serve_plan.served_model_name, "max_tokens": 200, "temperature": 0}
+    body = {"model": serve_plan.config.model.served_model_name, "max_tokens": 200, "temperature": 0}
 
     def ask() -> None:
         try:
@@ -89,7 +89,7 @@ def _answer(serve_plan: ServePlan, prompt: str) -> None:
         answer = answers[0]
         if isinstance(answer, BaseException):
             raise answer
-        _print_figures(answer, serve_plan.expert_addresses)
+        _print_figures(answer, serve_plan.config.experts.expert_addresses)
 
 
 def _print_figures(answer: Answer, expert_addresses: tuple[str, ...]) -> None:

@@ -28,11 +28,11 @@ def register(app: typer.Typer) -> None:
         config = with_checkpoint(config)
         configure_logging(config.telemetry, "supervisor")
         serve_plan = make_plan(config)
-        print(printable_config(config), file=sys.stderr, flush=True)
+        print(printable_config(serve_plan.config), file=sys.stderr, flush=True)
         with running(serve_plan) as supervisor:
             if not supervisor.stopping:
-                key = config.gateway.api_key
-                print(examples(serve_plan.base_url, serve_plan.served_model_name, bool(key)), flush=True)
+                name, key = serve_plan.config.model.served_model_name, config.gateway.api_key
+                print(examples(serve_plan.base_url, name, bool(key)), flush=True)
             supervisor.run()
 
 

@@ -39,16 +39,20 @@ def register(app: typer.Typer) -> None:
     @app.command()
     @with_settings("model", "experts", "telemetry")
     def expert(config: MoebiusConfig, show_config: ShowConfig = True) -> None:
-        """Run one expert server alone: share --split-index of --split-count."""
-        config = _prepared(config, show_config)
+        """Run one expert server alone: share --split-index of --split-count.
+
+        Without MODEL it waits for a gRPC Expert.Load.
+        """
+        config = _prepared(config, show_config, needs_model=False)
         from expert_service.main import run
 
         raise typer.Exit(run(config))
 
 
-def _prepared(config: MoebiusConfig, show_config: bool) -> MoebiusConfig:
+def _prepared(config: MoebiusConfig, show_config: bool, needs_model: bool = True) -> MoebiusConfig:
     """Checks the model and prints the effective configuration."""
-    config = with_checkpoint(config)
+    if needs_model or config.model.model:
+        config = with_checkpoint(config)
     if show_config:
         print(printable_config(config), file=sys.stderr)
     return config

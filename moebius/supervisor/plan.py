@@ -20,7 +20,7 @@ from moebius.config import MoebiusConfig, Section
 from moebius.config_loader import effective_config
 from moebius.errors import ConfigError, StartupError
 from moebius.supervisor.cpus import ExpertPlacement, place_experts
-from moebius.supervisor.probes import GrpcProbe, HttpProbe
+from moebius.supervisor.probes import GrpcProbe, HttpProbe, Probe
 from moebius.supervisor.runfile import clean_up_stale
 from moebius.supervisor.spec import Plan, ProcessSpec, Segment, Timing
 
@@ -38,9 +38,8 @@ class ServePlan:
     plan: Plan
     timing: Timing
     base_url: str
-    served_model_name: str
-    # gRPC addresses of the expert servers, by share.
-    expert_addresses: tuple[str, ...]
+    # What all processes share; each adds its own share and CPUs.
+    config: MoebiusConfig
 
 
 def make_plan(config: MoebiusConfig) -> ServePlan:
@@ -50,43 +49,82 @@ def make_plan(config: MoebiusConfig) -> ServePlan:
     StartupError (state directory or port unusable).
     """
     model = MoeGeometry.from_config(config.model.model, config.model.top_k)
-    config = _with_port(config)
-    state_dir = Path(config.supervisor.state_dir or default_state_dir()).absolute()
+    state_dir = Path(config.supervisor.state_dir).absolute() if config.supervisor.state_dir else None
+    state_dir = state_dir or _own_directory(default_state_dir())
+    # Before the port is tried: what a killed supervisor left may still hold it.
     clean_up_stale(state_dir)
+    config = _with_port(config)
     directory = state_dir / f"serve-{config.gateway.port}"
     placements = _placements(config)
     config = _shared_settings(config, directory, len(placements))
-    members = [
-        (
-            "gateway",
-            "gateway",
-            config,
-            HttpProbe(_reachable(config.gateway.host), config.gateway.port, "/ready"),
-        ),
-        ("gpu", "gpu", config, GrpcProbe(config.gpu.gpu_address, ENGINE_HEALTH)),
-    ]
-    cpus: dict[str, tuple[int, ...]] = {}
-    for index, placement in enumerate(placements):
-        own = _expert_settings(config, index, placement)
-        name = f"expert-{index}"
-        cpus[name] = placement.cpus
-        members.append((name, "expert", own, GrpcProbe(own.experts.expert_address, EXPERT_HEALTH)))
-    stages = {"gateway": STOP_GATEWAY, "gpu": STOP_GPU, "expert": STOP_EXPERTS}
-    processes = tuple(
-        ProcessSpec(name, _command(role, directory, name), probe, stages[role], cpus.get(name, ()))
-        for name, role, _, probe in reversed(members)
-    )
-    files = tuple((directory / f"{name}.yaml", effective_config(own)) for name, _, own, _ in members)
-    segments = (_mailbox(config, model),) if config.experts.mailbox else ()
-    json_logs = config.telemetry.log_format == "json"
+    members = _members(config, placements)
     host = _reachable(config.gateway.host)
     return ServePlan(
-        plan=Plan(directory, processes, segments, files, json_logs),
+        plan=Plan(
+            directory=directory,
+            processes=tuple(_process(member, directory) for member in members),
+            segments=(_mailbox(config, model),) if config.experts.mailbox else (),
+            files=tuple(
+                (_settings_file(member, directory), effective_config(member.config)) for member in members
+            ),
+            json_logs=config.telemetry.log_format == "json",
+        ),
         timing=_timing(config),
         base_url=f"http://{f'[{host}]' if ':' in host else host}:{config.gateway.port}",
-        served_model_name=config.model.served_model_name,
-        expert_addresses=config.experts.expert_addresses,
+        config=config,
     )
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One process before it is a command line; filled by `_members`."""
+
+    name: str
+    # The `moebius` command it runs.
+    role: str
+    config: MoebiusConfig
+    probe: Probe
+    stop_stage: int
+    cpus: tuple[int, ...] = ()
+
+
+def _members(config: MoebiusConfig, placements: Sequence[ExpertPlacement]) -> list[_Member]:
+    """All processes in the order of their start: those that load most first."""
+    members = []
+    for index, placement in enumerate(placements):
+        own = _expert_settings(config, index, placement)
+        probe = GrpcProbe(own.experts.expert_address, EXPERT_HEALTH)
+        members.append(_Member(f"expert-{index}", "expert", own, probe, STOP_EXPERTS, placement.cpus))
+    engine_probe = GrpcProbe(config.gpu.gpu_address, ENGINE_HEALTH)
+    http_probe = HttpProbe(_reachable(config.gateway.host), config.gateway.port, "/ready")
+    return [
+        *members,
+        _Member("gpu", "gpu", config, engine_probe, STOP_GPU),
+        _Member("gateway", "gateway", config, http_probe, STOP_GATEWAY),
+    ]
+
+
+def _process(member: _Member, directory: Path) -> ProcessSpec:
+    settings = str(_settings_file(member, directory))
+    # `moebius serve` has printed the configuration already.
+    command = (sys.executable, "-m", "moebius", member.role, "--config", settings, "--no-show-config")
+    return ProcessSpec(member.name, command, member.probe, member.stop_stage, member.cpus)
+
+
+def _settings_file(member: _Member, directory: Path) -> Path:
+    return directory / f"{member.name}.yaml"
+
+
+def _own_directory(path: Path) -> Path:
+    """The directory, ours alone: in a shared /tmp somebody else may have made it, with files of theirs."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = path.stat().st_uid
+    except OSError as error:
+        raise StartupError(f"cannot use the state directory {path}: {error.strerror}") from None
+    if owner != os.getuid():
+        raise StartupError(f"the state directory {path} belongs to user {owner}; give another --state-dir")
+    return path
 
 
 def default_state_dir() -> Path:
@@ -118,9 +156,16 @@ def _reachable(host: str) -> str:
 
 
 def _placements(config: MoebiusConfig) -> tuple[ExpertPlacement, ...]:
-    """One placement per expert server; none when gpu_service computes the experts itself."""
+    """One placement per expert server to start.
+
+    None when gpu_service computes the experts itself, or reaches servers that somebody else started.
+    """
     experts = config.experts
-    if experts.expert_transport == "local":
+    if experts.expert_addresses and experts.expert_transport != "grpc":
+        raise ConfigError(
+            "--expert-addresses names servers that run elsewhere; allowed with --expert-transport grpc only"
+        )
+    if experts.expert_transport == "local" or experts.expert_addresses:
         return ()
     from moebius.topology import Topology
 
@@ -146,13 +191,14 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
     config = _replace(config, "gpu", gpu_address=gpu_address)
     config = _replace(config, "gateway", engine_address=gpu_address)
     addresses = tuple(_socket(directory, f"expert-{index}") for index in range(num_experts))
+    addresses = addresses or config.experts.expert_addresses
     wants_mailbox = config.experts.expert_transport == "mailbox"
     mailbox = config.experts.mailbox or f"moebius-{config.gateway.port}-{secrets.token_hex(4)}"
     return _replace(
         config,
         "experts",
         expert_servers=num_experts,
-        split_count=max(1, num_experts),
+        split_count=max(1, len(addresses)),
         expert_addresses=addresses,
         mailbox=mailbox if wants_mailbox else "",
     )
@@ -194,12 +240,6 @@ def _socket(directory: Path, name: str) -> str:
             "allowed: a directory with a shorter name"
         )
     return f"unix:{path}"
-
-
-def _command(role: str, directory: Path, name: str) -> tuple[str, ...]:
-    settings = str(directory / f"{name}.yaml")
-    # `moebius serve` has printed the configuration already.
-    return (sys.executable, "-m", "moebius", role, "--config", settings, "--no-show-config")
 
 
 def _timing(config: MoebiusConfig) -> Timing:

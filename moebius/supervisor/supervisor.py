@@ -27,13 +27,14 @@ log = structlog.get_logger(__name__)
 class Supervisor:
     """The life of one plan. Use from the main thread, as a context manager: leaving it stops everything.
 
-    SIGTERM and SIGINT end `wait_ready` and `run`; a second one kills without grace.
+    SIGTERM, SIGINT and SIGHUP end `wait_ready` and `run`; a second one kills without grace.
     """
 
     def __init__(self, plan: Plan, timing: Timing, on_event: EventCallback | None = None) -> None:
         self._plan, self._timing = plan, timing
         self._on_event = on_event or (lambda name, state: None)
         self._directory = RunDirectory(plan.directory)
+        self._segments: list[object] = []
         self._signals_seen = 0
         self._wake = threading.Event()
         self._previous_handlers: dict[int, object] = {}
@@ -46,7 +47,7 @@ class Supervisor:
         return self._signals_seen > 0
 
     def __enter__(self) -> Supervisor:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self._previous_handlers[number] = signal.signal(number, self._on_signal)
         try:
             self._start()
@@ -57,6 +58,7 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._stop()
+        self._segments.clear()
         self._directory.remove()
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -103,8 +105,8 @@ class Supervisor:
         for path, text in self._plan.files:
             path.touch(mode=0o600)
             path.write_text(text)
-        for segment in self._plan.segments:
-            segment.create()
+        # Held, not only created: a segment counts as stale once no living process maps it.
+        self._segments = [segment.create() for segment in self._plan.segments]
         for process in self.processes:
             process.start()
             self._record()

@@ -64,7 +64,7 @@ def test_all_processes_agree(model: Path) -> None:
         assert own.expert_threads >= 1
     assert configs["gateway"].gateway.port > 0
     assert serve_plan.base_url.endswith(f":{configs['gateway'].gateway.port}")
-    assert serve_plan.served_model_name == "my-model"
+    assert serve_plan.config.model.served_model_name == "my-model"
 
 
 def test_commands_read_their_own_settings(model: Path) -> None:
@@ -89,6 +89,17 @@ def test_grpc_transport_has_no_mailbox(model: Path) -> None:
     serve_plan, configs = planned(model, expert_transport="grpc", expert_servers="1")
     assert configs["gpu"].experts.mailbox == ""
     assert serve_plan.plan.segments == ()
+
+
+def test_servers_elsewhere_are_used_as_given(model: Path) -> None:
+    """Addresses of running expert servers: none is started, the split is theirs, and gRPC is required."""
+    addresses = "far-1:50061,far-2:50061"
+    _, configs = planned(model, expert_transport="grpc", expert_addresses=addresses)
+    assert set(configs) == {"gateway", "gpu"}
+    assert configs["gpu"].experts.expert_addresses == ("far-1:50061", "far-2:50061")
+    assert configs["gpu"].experts.split_count == 2
+    with pytest.raises(ConfigError, match="allowed with --expert-transport grpc only"):
+        planned(model, expert_addresses=addresses)
 
 
 def test_what_can_not_be_served_is_named(model: Path) -> None:
