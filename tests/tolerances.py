@@ -13,3 +13,7 @@ ATTENTION_BFLOAT16 = 2e-2
 
 # Routing weights and single ops in float32 against transformers' modules.
 OP_FLOAT32 = 2e-6
+
+# Mean error of our bfloat16 logits over transformers' mean error, both against float32 (a ratio; the
+# largest seen on the tiny models is 1.26).
+BFLOAT16_ERROR_RATIO = 1.5
