@@ -20,6 +20,7 @@ class ScriptedServer(ThreadingHTTPServer):
         self.events = events
         self.root = root
         self.status = status
+        self.get_status = 200
         self.requests: list[dict[str, Any]] = []
 
     @property
@@ -34,7 +35,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The model list."""
-        self._send(200, "application/json", json.dumps({"data": [{"id": "m", "root": self.server.root}]}))
+        self._send(
+            self.server.get_status,
+            "application/json",
+            json.dumps({"data": [{"id": "m", "root": self.server.root}]}),
+        )
 
     def do_POST(self) -> None:
         """The scripted events, or the scripted error."""
