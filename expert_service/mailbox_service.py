@@ -1,0 +1,84 @@
+"""Serves the mailbox beside gRPC with the same engine, when the configuration names one."""
+
+from __future__ import annotations
+
+import threading
+
+import structlog
+
+from expert_service.slicing import SliceRequest
+from expert_service.spans import Call, SpanRecorder
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.config import MoebiusConfig
+from moebius.kernels import ExpertEngine
+from moebius.mailbox import Mailbox, MailboxServer
+from moebius.mailbox_plan import mailbox_geometry
+
+log = structlog.get_logger(__name__)
+
+# The launcher makes the segment before it starts servers; by hand, someone may be slower.
+ATTACH_TIMEOUT_S = 30.0
+
+
+class MailboxService:
+    """Claims this server's index before weights are read ("loading"), answers once they are ("ready")."""
+
+    def __init__(self, config: MoebiusConfig, spans: SpanRecorder) -> None:
+        self._config = config
+        self._spans = spans
+        self._server: MailboxServer | None = None
+        self._started = False
+        self._lock = threading.Lock()
+
+    def attach(self, engine: ExpertEngine, model: MoeGeometry, request: SliceRequest) -> None:
+        """Check the geometry and claim the index; nothing when no mailbox is configured.
+
+        Raises MailboxError when it does not appear within 30 s, or naming what differs.
+        """
+        name = self._config.experts.mailbox
+        if not name:
+            return
+        expected = mailbox_geometry(self._config, model)
+        Mailbox.attach(name, ATTACH_TIMEOUT_S, expected)
+        server = MailboxServer(name, request.split_index, engine.backend, num_threads=engine.num_threads)
+        with self._lock:
+            self._server = server
+        log.info("mailbox attached", mailbox=name, server_index=request.split_index)
+
+    def start(self) -> None:
+        """Begin to answer, outstanding requests of a dead predecessor first."""
+        with self._lock:
+            if self._server is not None:
+                self._server.start()
+                self._started = True
+
+    def drain(self, timeout_s: float) -> bool:
+        """Finish what was asked, then leave; False: still busy after `timeout_s`."""
+        return self._server is None or not self._started or self._server.drain(timeout_s)
+
+    def stop(self) -> None:
+        """Leave after the request being computed; unanswered ones stay for a successor."""
+        if self._server is not None:
+            self._server.stop()
+
+    @property
+    def has_ended(self) -> bool:
+        """True when the serve loop left by itself, because the mailbox was shut down."""
+        return self._started and self._server is not None and not self._server.is_running
+
+    def record_spans(self) -> None:
+        """Hand sampled requests to the recorder."""
+        if self._server is None:
+            return
+        for call in self._server.take_traced_calls():
+            self._spans.add(
+                Call(
+                    trace_id=int.from_bytes(call.trace_id, "big"),
+                    span_id=int.from_bytes(call.span_id, "big"),
+                    layer=call.layer,
+                    rows=call.rows,
+                    start_unix_ns=call.start_unix_ns,
+                    duration_ns=call.duration_ns,
+                    transport="mailbox",
+                )
+            )

@@ -1,0 +1,160 @@
+"""The expert process: `moebius expert`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from types import FrameType
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from expert_service.host import ExpertHost
+from expert_service.loader import LoadCancelled
+from expert_service.mailbox_service import MailboxService
+from expert_service.metrics import make_registry
+from expert_service.placement import place_process
+from expert_service.servicer import ExpertServicer
+from expert_service.slicing import SliceRequest
+from expert_service.spans import SpanRecorder
+from moebius.config import MoebiusConfig
+from moebius.errors import StartupError
+from moebius.mailbox_errors import MailboxError
+from moebius.telemetry import configure_logging, configure_tracing, start_metrics_server
+from protos import expert_pb2, expert_pb2_grpc
+
+SERVICE = expert_pb2.DESCRIPTOR.services_by_name["Expert"].full_name
+# Each open Compute stream holds a thread; the control calls and health watches need some as well.
+GRPC_THREADS = 32
+POLL_S = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+class ExpertProcess:
+    """The parts of the process and their life: listen, load, serve, drain."""
+
+    def __init__(self, config: MoebiusConfig) -> None:
+        self._config = config
+        self._stop = threading.Event()
+        experts = config.experts
+        self._spans = SpanRecorder(
+            {"moebius.expert.server": experts.split_index, "moebius.expert.numa_node": experts.numa_node}
+        )
+        self._mailbox = MailboxService(config, self._spans)
+        self._host = ExpertHost(place_process(experts), self._mailbox.attach, self._on_loaded)
+        self._health = health.HealthServicer()
+        self._server = self._make_server()
+
+    def _make_server(self) -> grpc.Server:
+        """Health says that the process lives, and that it does not serve yet."""
+        unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        server = grpc.server(futures.ThreadPoolExecutor(GRPC_THREADS), options=unlimited)
+        servicer = ExpertServicer(self._host, self._spans, self._drain)
+        register: Callable[..., None] = expert_pb2_grpc.add_ExpertServicer_to_server
+        register(servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+        return server
+
+    def run(self) -> int:
+        """Until SIGTERM, SIGINT or the mailbox's shutdown; the process's exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        experts = self._config.experts
+        metrics = start_metrics_server(experts.expert_metrics_port, make_registry(self._host))
+        self._listen(experts.expert_address)
+        try:
+            if self._config.model.model:
+                self._host.load(SliceRequest.from_config(self._config))
+            self._serve()
+        except LoadCancelled:
+            log.info("stopped while loading")
+        except (MailboxError, ValueError) as error:
+            raise StartupError(str(error)) from error
+        finally:
+            self._shut_down()
+            if metrics is not None:
+                metrics.close()
+        return 0
+
+    def _listen(self, address: str) -> None:
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError:
+            port = 0
+        if port == 0 and not address.startswith("unix:"):
+            raise StartupError(f"cannot listen on {address} (--expert-address)")
+        self._server.start()
+        log.info("listening", address=address, port=port)
+
+    def _on_loaded(self) -> None:
+        loaded = self._host.loaded
+        self._mailbox.start()
+        self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        if loaded is not None:
+            log.info(
+                "experts loaded",
+                experts=[loaded.part.expert_begin, loaded.part.expert_end],
+                intermediate=[loaded.part.intermediate_begin, loaded.part.intermediate_end],
+                packed_bytes=loaded.engine.packed_bytes,
+                seconds=round(loaded.seconds, 3),
+                isa=loaded.engine.isa,
+                threads=loaded.engine.num_threads,
+            )
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # A handler runs between two bytecodes of the main thread, so it must not take locks.
+        self._host.cancel_load()
+        self._stop.set()
+
+    def _serve(self) -> None:
+        while not self._stop.wait(POLL_S) and not self._mailbox.has_ended:
+            self._mailbox.record_spans()
+            self._spans.flush()
+
+    def _drain(self, timeout_s: float | None) -> bool:
+        """Both transports; None waits for as long as it takes."""
+        self._health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+        begin = time.monotonic()
+        idle = self._host.drain(timeout_s)
+        while timeout_s is None:
+            if self._mailbox.drain(POLL_S):
+                return True
+        return idle and self._mailbox.drain(max(0.0, timeout_s - (time.monotonic() - begin)))
+
+    def _shut_down(self) -> None:
+        # Half of the launcher's patience, so that the process is gone before it would be killed.
+        grace_s = self._config.supervisor.stop_timeout_s / 2
+        idle = self._drain(grace_s)
+        self._mailbox.stop()
+        self._server.stop(grace=1.0).wait()
+        self._mailbox.record_spans()
+        self._spans.flush(0)
+        log.info("stopped", idle=idle)
+
+
+def run(config: MoebiusConfig) -> int:
+    """Serve one slice of the experts until told to stop. Blocks; must be called from the main thread.
+
+    Without a model the process waits for `Expert.Load`. Returns the exit status 0; raises StartupError
+    when the address is taken, the checkpoint is unusable or the mailbox does not fit.
+    """
+    name = f"expert-{config.experts.split_index}"
+    configure_logging(config.telemetry, name)
+    tracing = configure_tracing(config.telemetry, "moebius-expert")
+    try:
+        try:
+            process = ExpertProcess(config)
+        except ValueError as error:
+            raise StartupError(str(error)) from error
+        return process.run()
+    finally:
+        tracing.shutdown()

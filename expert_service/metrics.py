@@ -1,0 +1,60 @@
+"""Prometheus metrics, read from the engine's own counters when they are scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from expert_service.host import ExpertHost
+from moebius.kernels import EngineStats
+
+
+class ExpertCollector(Collector):
+    """Everything under `moebius:expert_`; per-expert counts are in gRPC `Stats`, too many for a scrape."""
+
+    def __init__(self, host: ExpertHost) -> None:
+        self._host = host
+
+    def collect(self) -> Iterator[Metric]:
+        """One scrape."""
+        yield GaugeMetricFamily(
+            "moebius:expert_serving",
+            "1 when weights are loaded and work is accepted",
+            int(self._host.is_serving),
+        )
+        loaded = self._host.loaded
+        if loaded is None:
+            return
+        engine = loaded.engine
+        yield GaugeMetricFamily("moebius:expert_packed_bytes", "Bytes of packed weights", engine.packed_bytes)
+        yield GaugeMetricFamily("moebius:expert_threads", "Compute threads", engine.num_threads)
+        yield GaugeMetricFamily("moebius:expert_load_seconds", "Wall time of the load", loaded.seconds)
+        yield from _counters(engine.stats())
+
+
+def _counters(stats: EngineStats) -> Iterator[Metric]:
+    yield CounterMetricFamily("moebius:expert_busy_seconds", "Wall time spent computing", stats.busy_seconds)
+    yield CounterMetricFamily(
+        "moebius:expert_nonfinite_outputs", "Output values that were NaN or infinite", stats.nonfinite_outputs
+    )
+    calls = CounterMetricFamily("moebius:expert_calls", "Forward passes", labels=["layer"])
+    rows = CounterMetricFamily("moebius:expert_rows", "Token rows in them", labels=["layer"])
+    computed = CounterMetricFamily(
+        "moebius:expert_computed_rows", "(row, expert) pairs computed here", labels=["layer"]
+    )
+    for layer in stats.layer_calls.nonzero()[0].tolist():
+        label = [str(layer)]
+        calls.add_metric(label, int(stats.layer_calls[layer]))
+        rows.add_metric(label, int(stats.layer_rows[layer]))
+        computed.add_metric(label, int(stats.expert_rows[layer].sum()))
+    yield from (calls, rows, computed)
+
+
+def make_registry(host: ExpertHost) -> CollectorRegistry:
+    """A registry with this process's metrics only."""
+    registry = CollectorRegistry()
+    registry.register(ExpertCollector(host))
+    return registry

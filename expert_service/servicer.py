@@ -1,0 +1,164 @@
+"""The gRPC face of one expert server; see `protos/expert.proto` for the contract."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal, NoReturn
+
+import grpc
+
+from expert_service.host import AlreadyLoaded, ExpertHost, LoadedSlice, NotServing
+from expert_service.loader import LoadCancelled
+from expert_service.records import decode_request
+from expert_service.slicing import SliceRequest
+from expert_service.spans import Call, SpanRecorder, sampled_parent
+from moebius import __version__, _kernels
+from moebius.mailbox_errors import MailboxError
+from protos import expert_pb2 as pb
+from protos import expert_pb2_grpc
+
+
+class ExpertServicer(expert_pb2_grpc.ExpertServicer):
+    """Translates between messages and the host. `drain(timeout_s)` also drains the mailbox."""
+
+    def __init__(self, host: ExpertHost, spans: SpanRecorder, drain: Callable[[float | None], bool]) -> None:
+        self._host = host
+        self._spans = spans
+        self._drain = drain
+
+    def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
+        """INVALID_ARGUMENT names the tensor, key or setting; FAILED_PRECONDITION if something is loaded."""
+        try:
+            loaded = self._host.load(_slice_request(request))
+        except AlreadyLoaded as error:
+            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, error)
+        except (ValueError, MailboxError) as error:
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, error)
+        except LoadCancelled:
+            _abort(context, grpc.StatusCode.CANCELLED, RuntimeError("the server is stopping"))
+        return pb.LoadResponse(packed_bytes=loaded.engine.packed_bytes, seconds=loaded.seconds)
+
+    def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
+        """Static facts; the slice's fields are zero before a load."""
+        placement = self._host.placement
+        response = pb.InfoResponse(
+            version=__version__,
+            abi_version=_kernels.MAILBOX_ABI_VERSION,
+            num_threads=placement.num_threads,
+            numa_node=placement.numa_node,
+            cpus=placement.cpus,
+            pid=os.getpid(),
+        )
+        if self._host.loaded is not None:
+            _describe(self._host.loaded, response)
+        return response
+
+    def Stats(self, request: pb.StatsRequest, context: grpc.ServicerContext) -> pb.StatsResponse:
+        """Counters of mailbox and `Compute` together; all zero before a load."""
+        loaded = self._host.loaded
+        return pb.StatsResponse() if loaded is None else _stats(loaded)
+
+    def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
+        """DEADLINE_EXCEEDED when not idle in time."""
+        timeout_s = request.timeout_ms / 1000 if request.timeout_ms else None
+        if not self._drain(timeout_s):
+            message = f"not idle within {request.timeout_ms} ms"
+            _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, TimeoutError(message))
+        return pb.DrainResponse()
+
+    def Compute(
+        self, request_iterator: Iterator[pb.ComputeRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.ComputeResponse]:
+        """UNAVAILABLE before a load and while draining; INVALID_ARGUMENT names the field of a bad record."""
+        last_epoch = 0
+        for request in request_iterator:
+            try:
+                if request.epoch <= last_epoch:
+                    raise ValueError(f"epoch is {request.epoch} after {last_epoch}; it must increase")
+                last_epoch = request.epoch
+                response = self._compute(request)
+            except NotServing as error:
+                _abort(context, grpc.StatusCode.UNAVAILABLE, error)
+            except ValueError as error:
+                _abort(context, grpc.StatusCode.INVALID_ARGUMENT, error)
+            yield response
+
+    def _compute(self, request: pb.ComputeRequest) -> pb.ComputeResponse:
+        loaded = self._host.loaded
+        if loaded is None:
+            raise NotServing("no experts are loaded")
+        arrays = decode_request(request, loaded.model.hidden_size, loaded.model.top_k)
+        start_unix_ns, begin = time.time_ns(), time.perf_counter_ns()
+        output = self._host.forward(request.layer, *arrays)
+        duration_ns = time.perf_counter_ns() - begin
+        parent = sampled_parent(request.traceparent)
+        if parent is not None:
+            self._spans.add(Call(*parent, request.layer, request.rows, start_unix_ns, duration_ns, "grpc"))
+        return pb.ComputeResponse(
+            epoch=request.epoch, output=output.tobytes(), compute_seconds=duration_ns * 1e-9
+        )
+
+
+def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, error: Exception) -> NoReturn:
+    context.abort(code, str(error))
+    raise AssertionError("abort returned") from error
+
+
+def _slice_request(request: pb.LoadRequest) -> SliceRequest:
+    dtype: Literal["keep", "float32", "bfloat16"] = "keep"
+    if request.weight_dtype != pb.DTYPE_UNSPECIFIED:
+        dtype = "bfloat16" if request.weight_dtype == pb.DTYPE_BFLOAT16 else "float32"
+    return SliceRequest(
+        model_path=request.model_path,
+        split="expert" if request.split == pb.EXPERT_SPLIT_EXPERT else "tensor",
+        split_index=request.split_index,
+        split_count=request.split_count or 1,
+        split_shares=tuple(request.split_shares),
+        weight_dtype=dtype,
+        top_k=request.top_k or None,
+    )
+
+
+def _describe(loaded: LoadedSlice, response: pb.InfoResponse) -> None:
+    """Fill the slice's fields."""
+    request, model, part, engine = loaded.request, loaded.model, loaded.part, loaded.engine
+    response.model_path = request.model_path
+    response.hidden_size = model.hidden_size
+    response.num_layers = model.num_layers
+    response.num_experts = model.num_experts
+    response.top_k = model.top_k
+    response.split = pb.EXPERT_SPLIT_EXPERT if request.split == "expert" else pb.EXPERT_SPLIT_TENSOR
+    response.split_index = request.split_index
+    response.split_count = request.split_count
+    response.intermediate_begin = part.intermediate_begin
+    response.intermediate_end = part.intermediate_end
+    response.expert_begin = part.expert_begin
+    response.expert_end = part.expert_end
+    response.weight_dtype = pb.DTYPE_BFLOAT16 if loaded.weight_dtype == "bfloat16" else pb.DTYPE_FLOAT32
+    response.packed_bytes = engine.packed_bytes
+    response.isa = engine.isa
+    response.num_threads = engine.num_threads
+
+
+def _stats(loaded: LoadedSlice) -> pb.StatsResponse:
+    stats = loaded.engine.stats()
+    response = pb.StatsResponse(
+        calls=stats.calls,
+        rows=stats.rows,
+        busy_seconds=stats.busy_seconds,
+        nonfinite_outputs=stats.nonfinite_outputs,
+    )
+    before = [0] * loaded.part.expert_begin
+    behind = [0] * (loaded.model.num_experts - loaded.part.expert_end)
+    for layer in stats.layer_calls.nonzero()[0].tolist():
+        response.layers.append(
+            pb.LayerStats(
+                layer=layer,
+                calls=int(stats.layer_calls[layer]),
+                rows=int(stats.layer_rows[layer]),
+                expert_rows=[*before, *stats.expert_rows[layer].tolist(), *behind],
+            )
+        )
+    return response

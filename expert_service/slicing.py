@@ -1,0 +1,80 @@
+"""Which part of the routed experts one server holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.checkpoint.split import equal_shares, split_bounds
+from moebius.config import MoebiusConfig
+
+# Bounds of the intermediate dimension are multiples of the widest vector (16 float32), so that no server
+# computes padding; models too narrow for that are divided anyhow.
+INTERMEDIATE_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRequest:
+    """What to load; filled from the configuration or from a `LoadRequest`."""
+
+    model_path: str
+    split: Literal["tensor", "expert"] = "tensor"
+    split_index: int = 0
+    split_count: int = 1
+    # Relative share of each server; empty: equal.
+    split_shares: tuple[int, ...] = ()
+    # "keep": the checkpoint's own, float16 becoming float32.
+    weight_dtype: Literal["keep", "float32", "bfloat16"] = "keep"
+    # None: the checkpoint's own.
+    top_k: int | None = None
+
+    @staticmethod
+    def from_config(config: MoebiusConfig) -> SliceRequest:
+        """The settings of `moebius expert`."""
+        experts = config.experts
+        return SliceRequest(
+            model_path=config.model.model,
+            split=experts.expert_split,
+            split_index=experts.split_index,
+            split_count=experts.split_count,
+            split_shares=experts.split_shares,
+            weight_dtype=experts.expert_dtype,
+            top_k=config.model.top_k,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSlice:
+    """Experts [expert_begin, expert_end), of each the neurons [intermediate_begin, intermediate_end)."""
+
+    expert_begin: int
+    expert_end: int
+    intermediate_begin: int
+    intermediate_end: int
+
+    @property
+    def num_experts(self) -> int:
+        """Experts held here."""
+        return self.expert_end - self.expert_begin
+
+    @property
+    def intermediate_size(self) -> int:
+        """Neurons of each expert held here."""
+        return self.intermediate_end - self.intermediate_begin
+
+
+def plan_slice(model: MoeGeometry, request: SliceRequest) -> ExpertSlice:
+    """The slice of `request.split_index`. Raises ValueError naming the setting."""
+    if request.split_count < 1 or not 0 <= request.split_index < request.split_count:
+        raise ValueError(
+            f"split_index is {request.split_index}, split_count {request.split_count}; "
+            "allowed: 0 <= split_index < split_count"
+        )
+    shares = equal_shares(request.split_count, request.split_shares)
+    if request.split == "expert":
+        begin, end = split_bounds(model.num_experts, shares)[request.split_index]
+        return ExpertSlice(begin, end, 0, model.moe_intermediate_size)
+    bounds = split_bounds(model.moe_intermediate_size, shares, INTERMEDIATE_MULTIPLE)
+    begin, end = bounds[request.split_index]
+    return ExpertSlice(0, model.num_experts, begin, end)

@@ -1,0 +1,1 @@
+"""How MoE layers reach the routed experts: submit, and collect later."""

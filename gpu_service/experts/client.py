@@ -1,0 +1,130 @@
+"""The contract between MoE layers and whatever computes the routed experts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from moebius.checkpoint.moe_config import MoeGeometry
+
+
+class ExpertUnavailable(RuntimeError):
+    """A server is gone or silent. After `recover` the whole step may be run again; nothing was changed."""
+
+    def __init__(self, server_index: int, reason: str) -> None:
+        super().__init__(f"expert server {server_index}: {reason}" if server_index >= 0 else reason)
+        # -1: no server in particular.
+        self.server_index = server_index
+        self.reason = reason
+
+
+class ExpertComputeFailed(RuntimeError):
+    """A server refused or failed a request although it is alive; running it again would fail again."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A layer in flight; filled by `submit`, spent by `collect`. Holds the inputs until then."""
+
+    layer: int
+    hidden_states: torch.Tensor  # [T, H]
+    topk_ids: torch.Tensor  # int32 [T, K]
+    topk_weights: torch.Tensor  # float32 [T, K]
+
+    @property
+    def rows(self) -> int:
+        """Token rows."""
+        return self.hidden_states.shape[0]
+
+
+@dataclass(slots=True)
+class ExpertClientStats:
+    """Counters since start, filled by the client."""
+
+    # Layers collected, and token rows in them.
+    calls: int = 0
+    rows: int = 0
+    # Wall time `collect` waited.
+    wait_seconds: float = 0.0
+    # Each server's compute time, by server index.
+    compute_seconds: tuple[float, ...] = ()
+    recoveries: int = 0
+
+
+class ExpertClient(ABC):
+    """Computes, for each row, the weighted sum of its chosen experts. One thread drives a client.
+
+    At least one layer may be in flight. Every row count is allowed, 0 included.
+    """
+
+    geometry: MoeGeometry
+
+    @abstractmethod
+    def submit(
+        self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> Ticket:
+        """Start a layer: `[T, H]` floating, int32 `[T, K]` (-1: none), float32 `[T, K]`.
+
+        Raises ValueError for shapes or types that do not fit the model, ExpertUnavailable.
+        """
+
+    @abstractmethod
+    def collect(self, ticket: Ticket) -> torch.Tensor:
+        """Wait for the layer; a new float32 `[T, H]`. Once per ticket, in the order of submission.
+
+        Raises ExpertUnavailable, or ExpertComputeFailed with the server's reason.
+        """
+
+    @abstractmethod
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when every server computes. Raises ExpertUnavailable naming the first that does not."""
+
+    @abstractmethod
+    def recover(self, timeout_s: float) -> None:
+        """After ExpertUnavailable: forget all tickets and wait until every server is ready again.
+
+        Raises ExpertUnavailable when one is not within the time.
+        """
+
+    @abstractmethod
+    def stats(self) -> ExpertClientStats:
+        """A snapshot of the counters."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up all resources; the client is unusable afterwards."""
+
+
+def make_ticket(
+    geometry: MoeGeometry,
+    layer: int,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    dtype: torch.dtype,
+) -> Ticket:
+    """Check one submission and bring it into the form that travels: contiguous, on the CPU, in `dtype`.
+
+    Raises ValueError naming what does not fit.
+    """
+    if layer not in geometry.moe_layers:
+        raise ValueError(f"layer {layer} has no routed experts; layers {list(geometry.moe_layers)} have")
+    rows = hidden_states.shape[0]
+    _check("hidden_states", hidden_states, (rows, geometry.hidden_size), None)
+    _check("topk_ids", topk_ids, (rows, geometry.top_k), torch.int32)
+    _check("topk_weights", topk_weights, (rows, geometry.top_k), torch.float32)
+    return Ticket(
+        layer,
+        hidden_states.to(device="cpu", dtype=dtype).contiguous(),
+        topk_ids.to("cpu").contiguous(),
+        topk_weights.to("cpu").contiguous(),
+    )
+
+
+def _check(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype | None) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; {list(shape)} expected")
+    if tensor.dtype != dtype and (dtype is not None or not tensor.dtype.is_floating_point):
+        raise ValueError(f"{name} has dtype {tensor.dtype}; {dtype or 'a floating type'} expected")

@@ -1,0 +1,174 @@
+"""Reaches expert servers anywhere by gRPC; the records are those of the mailbox."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gpu_service.experts.client import (
+    ExpertClient,
+    ExpertClientStats,
+    ExpertUnavailable,
+    Ticket,
+    make_ticket,
+)
+from gpu_service.experts.grpc_stream import ComputeStream
+from gpu_service.experts.trace_context import sampled_span_context, traceparent
+from moebius.checkpoint.moe_config import MoeGeometry
+from protos import expert_pb2
+
+SERVICE = "moebius.expert.v1.Expert"
+_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # A server that was restarted is to be found again soon.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+]
+_PROTO_DTYPES = {torch.float32: expert_pb2.DTYPE_FLOAT32, torch.bfloat16: expert_pb2.DTYPE_BFLOAT16}
+_POLL_S = 0.05
+
+
+@dataclass(slots=True)
+class GrpcTicket(Ticket):
+    """A layer sent to all servers."""
+
+    epoch: int = 0
+    # Recoveries of the client when this was submitted.
+    generation: int = 0
+
+
+class GrpcExpertClient(ExpertClient):
+    """Sends every record to all servers and adds their partial sums in server order."""
+
+    def __init__(
+        self, addresses: Sequence[str], geometry: MoeGeometry, dtype: torch.dtype, deadline_ms: int
+    ) -> None:
+        self.geometry = geometry
+        self._dtype = dtype
+        self._deadline_s = deadline_ms / 1000
+        self._channels = [grpc.insecure_channel(address, options=_OPTIONS) for address in addresses]
+        self._streams: list[ComputeStream] = []
+        self._epoch = 0
+        self._generation = 0
+        self._stats = ExpertClientStats(compute_seconds=(0.0,) * len(self._channels))
+
+    def submit(
+        self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> Ticket:
+        """See `ExpertClient.submit`."""
+        plain = make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
+        self._epoch += 1
+        ticket = GrpcTicket(
+            plain.layer,
+            plain.hidden_states,
+            plain.topk_ids,
+            plain.topk_weights,
+            self._epoch,
+            self._generation,
+        )
+        if not self._streams:
+            self._streams = [ComputeStream(index, channel) for index, channel in enumerate(self._channels)]
+        if ticket.rows:
+            request = self._record(ticket)
+            for stream in self._streams:
+                stream.send(request)
+        return ticket
+
+    def _record(self, ticket: GrpcTicket) -> expert_pb2.ComputeRequest:
+        span = sampled_span_context()
+        return expert_pb2.ComputeRequest(
+            epoch=ticket.epoch,
+            layer=ticket.layer,
+            rows=ticket.rows,
+            dtype=_PROTO_DTYPES[self._dtype],
+            hidden_states=_bytes(ticket.hidden_states),
+            topk_ids=_bytes(ticket.topk_ids),
+            topk_weights=_bytes(ticket.topk_weights),
+            traceparent=traceparent(span) if span is not None else "",
+        )
+
+    def collect(self, ticket: Ticket) -> torch.Tensor:
+        """See `ExpertClient.collect`."""
+        if not isinstance(ticket, GrpcTicket) or ticket.generation != self._generation:
+            raise ValueError("the ticket is not one of this client's since its last recovery")
+        begin = time.perf_counter()
+        output = torch.zeros((ticket.rows, self.geometry.hidden_size), dtype=torch.float32)
+        spent = list(self._stats.compute_seconds)
+        for index, stream in enumerate(self._streams if ticket.rows else ()):
+            remaining = self._deadline_s - (time.perf_counter() - begin)
+            answer = stream.receive(ticket.epoch, max(0.0, remaining))
+            if len(answer.output) != output.nbytes:
+                message = f"answered {len(answer.output)} bytes instead of {output.nbytes}"
+                raise ExpertUnavailable(index, message)
+            # A bytearray, because torch wants writable memory.
+            partial = torch.frombuffer(bytearray(answer.output), dtype=torch.float32)
+            output += partial.view_as(output)
+            spent[index] += answer.compute_seconds
+        counters = self._stats
+        self._stats = replace(
+            counters,
+            calls=counters.calls + 1,
+            rows=counters.rows + ticket.rows,
+            wait_seconds=counters.wait_seconds + time.perf_counter() - begin,
+            compute_seconds=tuple(spent),
+        )
+        return output
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """See `ExpertClient.wait_ready`; asks each server's standard health service."""
+        deadline = time.monotonic() + timeout_s
+        for index, channel in enumerate(self._channels):
+            while (problem := _health_problem(channel, deadline)) is not None:
+                if time.monotonic() >= deadline:
+                    raise ExpertUnavailable(index, f"not ready within {timeout_s:g} s: {problem}")
+                time.sleep(_POLL_S)
+
+    def recover(self, timeout_s: float) -> None:
+        """See `ExpertClient.recover`; opens new streams, so that late answers can not be mistaken."""
+        self._close_streams()
+        self._generation += 1
+        self.wait_ready(timeout_s)
+        self._stats = replace(self._stats, recoveries=self._stats.recoveries + 1)
+
+    def stats(self) -> ExpertClientStats:
+        """See `ExpertClient.stats`."""
+        return replace(self._stats)
+
+    def close(self) -> None:
+        """See `ExpertClient.close`."""
+        self._close_streams()
+        for channel in self._channels:
+            channel.close()
+
+    def _close_streams(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        self._streams = []
+
+
+def _health_problem(channel: grpc.Channel, deadline: float) -> str | None:
+    """None when the server computes, else what it (or the connection) says instead."""
+    make_stub: Callable[[grpc.Channel], Any] = health_pb2_grpc.HealthStub
+    timeout_s = min(1.0, max(_POLL_S, deadline - time.monotonic()))
+    try:
+        answer = make_stub(channel).Check(
+            health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_s, wait_for_ready=True
+        )
+    except grpc.RpcError as error:
+        code: Any = error
+        return f"{code.code().name}: {code.details()}"
+    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+        return None
+    return "still loading, or draining"
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """The memory of a contiguous CPU tensor, whatever its dtype."""
+    return tensor.view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,162 @@
+"""Reaches expert servers of this host through shared memory, driven by host code."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from gpu_service.experts.client import (
+    ExpertClient,
+    ExpertClientStats,
+    ExpertComputeFailed,
+    ExpertUnavailable,
+    Ticket,
+    make_ticket,
+)
+from gpu_service.experts.trace_context import sampled_span_context
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.mailbox import ExpertComputeError, Mailbox, ServerLost, ShutDown, StaleEpoch
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Rows [begin, end) of a ticket in one slot; filled by `MailboxExpertClient`."""
+
+    slot: int
+    epoch: int
+    begin: int
+    end: int
+
+
+@dataclass(slots=True)
+class MailboxTicket(Ticket):
+    """A layer cut into slot-sized chunks, of which as many as there are free slots are under way."""
+
+    # Recoveries of the client when this was submitted.
+    generation: int = 0
+    next_row: int = 0
+    chunks: deque[Chunk] = field(default_factory=deque)
+
+
+class MailboxExpertClient(ExpertClient):
+    """The mailbox's one client. More rows than a slot holds are pipelined over all slots."""
+
+    def __init__(self, mailbox: Mailbox, geometry: MoeGeometry, deadline_ms: int) -> None:
+        self.geometry = geometry
+        self._mailbox = mailbox
+        self._deadline_ms = deadline_ms
+        self._dtype = TORCH_DTYPES[mailbox.geometry.dtype]
+        self._max_rows = mailbox.geometry.max_rows
+        self._generation = 0
+        self._free: deque[int] = deque(range(mailbox.geometry.num_slots))
+        self._stats = ExpertClientStats()
+        self._compute_ns = [0] * mailbox.geometry.num_servers
+
+    def submit(
+        self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> Ticket:
+        """See `ExpertClient.submit`. What finds no free slot is submitted by `collect`."""
+        plain = make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
+        ticket = MailboxTicket(
+            plain.layer, plain.hidden_states, plain.topk_ids, plain.topk_weights, self._generation
+        )
+        self._fill_slots(ticket)
+        return ticket
+
+    def _fill_slots(self, ticket: MailboxTicket) -> None:
+        """Put the ticket's next rows into all free slots."""
+        span = sampled_span_context()
+        while self._free and ticket.next_row < ticket.rows:
+            slot, begin = self._free.popleft(), ticket.next_row
+            end = min(begin + self._max_rows, ticket.rows)
+            if span is not None:
+                trace_id, span_id = span.trace_id.to_bytes(16, "big"), span.span_id.to_bytes(8, "big")
+                self._mailbox.set_trace(slot, trace_id, span_id, int(span.trace_flags))
+            try:
+                epoch = self._mailbox.submit(
+                    slot,
+                    ticket.layer,
+                    _address(ticket.hidden_states, begin),
+                    _address(ticket.topk_ids, begin),
+                    _address(ticket.topk_weights, begin),
+                    end - begin,
+                )
+            except ShutDown as error:
+                raise ExpertUnavailable(-1, str(error)) from error
+            ticket.chunks.append(Chunk(slot, epoch, begin, end))
+            ticket.next_row = end
+
+    def collect(self, ticket: Ticket) -> torch.Tensor:
+        """See `ExpertClient.collect`. A freed slot is refilled before the next chunk is awaited."""
+        if not isinstance(ticket, MailboxTicket) or ticket.generation != self._generation:
+            raise ValueError("the ticket is not one of this client's since its last recovery")
+        begin = time.perf_counter()
+        output = torch.empty((ticket.rows, self.geometry.hidden_size), dtype=torch.float32)
+        collected = 0
+        while collected < ticket.rows:
+            if not ticket.chunks:
+                self._fill_slots(ticket)
+            if not ticket.chunks:
+                raise RuntimeError("no free mailbox slot: earlier tickets have to be collected first")
+            chunk = ticket.chunks.popleft()
+            try:
+                self._collect_chunk(chunk, output)
+            except ExpertComputeFailed:
+                # The client stays usable: a new request overrides what is left of this one.
+                self._free.extend([chunk.slot, *(left.slot for left in ticket.chunks)])
+                raise
+            collected = chunk.end
+            self._free.append(chunk.slot)
+            self._fill_slots(ticket)
+        self._stats.wait_seconds += time.perf_counter() - begin
+        self._stats.calls += 1
+        self._stats.rows += ticket.rows
+        return output
+
+    def _collect_chunk(self, chunk: Chunk, output: torch.Tensor) -> None:
+        try:
+            spent = self._mailbox.collect(
+                chunk.slot, chunk.epoch, _address(output, chunk.begin), self._deadline_ms
+            )
+        except (ServerLost, StaleEpoch, ShutDown) as error:
+            raise ExpertUnavailable(error.server_index, str(error)) from error
+        except ExpertComputeError as error:
+            raise ExpertComputeFailed(f"expert server {error.server_index}: {error}") from error
+        for server, nanoseconds in enumerate(spent):
+            self._compute_ns[server] += nanoseconds
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """See `ExpertClient.wait_ready`."""
+        try:
+            self._mailbox.wait_servers_ready(timeout_s)
+        except (ServerLost, ShutDown) as error:
+            raise ExpertUnavailable(error.server_index, str(error)) from error
+
+    def recover(self, timeout_s: float) -> None:
+        """See `ExpertClient.recover`. All slots are free afterwards: a new epoch overrides an old request."""
+        self._generation += 1
+        self._free = deque(range(self._mailbox.geometry.num_slots))
+        self.wait_ready(timeout_s)
+        self._stats.recoveries += 1
+
+    def stats(self) -> ExpertClientStats:
+        """See `ExpertClient.stats`."""
+        compute = tuple(nanoseconds * 1e-9 for nanoseconds in self._compute_ns)
+        counters = self._stats
+        return ExpertClientStats(
+            counters.calls, counters.rows, counters.wait_seconds, compute, counters.recoveries
+        )
+
+    def close(self) -> None:
+        """Nothing to give up but the mapping, which ends with the object: servers keep running."""
+        self._free.clear()
+
+
+def _address(tensor: torch.Tensor, row: int) -> int:
+    """Of one row of a contiguous matrix."""
+    return tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()

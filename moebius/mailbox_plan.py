@@ -1,0 +1,29 @@
+"""The mailbox a model and a configuration call for; creator, expert servers and client must agree on it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.config import MoebiusConfig
+from moebius.mailbox import MailboxGeometry
+
+
+def activation_dtype(config: MoebiusConfig, model: MoeGeometry) -> Literal["float32", "bfloat16"]:
+    """What hidden states travel as: the engine's activation type."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return "float32" if model.dtype == "float32" else "bfloat16"
+
+
+def mailbox_geometry(config: MoebiusConfig, model: MoeGeometry) -> MailboxGeometry:
+    """One mailbox for all `split_count` servers of this model."""
+    return MailboxGeometry(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        top_k=config.model.top_k or model.top_k,
+        num_slots=config.experts.mailbox_slots,
+        max_rows=config.experts.mailbox_rows,
+        num_servers=config.experts.split_count,
+        dtype=activation_dtype(config, model),
+    )
