@@ -65,7 +65,7 @@ ThreadPool::ThreadPool(uint32_t num_threads, const std::vector<int>& cpus) {
   num_threads_ = num_threads == 0 ? usable : num_threads;
   // Between two layers the rest of the model computes for ~100 us: worth spinning through when a core is
   // to spare. With no core to spare a spinner takes time from whoever it waits for.
-  spin_ = num_threads_ < usable_cpu_count() ? std::chrono::microseconds(100) : std::chrono::microseconds(10);
+  spin_ = num_threads_ < usable_cpu_count() ? std::chrono::microseconds(100) : std::chrono::microseconds(20);
   try {
     start(cpus);
   } catch (...) {
