@@ -35,7 +35,14 @@ def create_app(config: MoebiusConfig) -> FastAPI:
         finally:
             await gateway.close()
 
-    app = FastAPI(title="Moebius", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(
+        title="Moebius",
+        version=__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        # Its own telemetry can be switched by the environment; ours comes from the configuration alone.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )
     app.state.gateway = gateway
     install_error_handlers(app)
     app.add_exception_handler(ClientGone, _on_client_gone)

@@ -36,7 +36,10 @@ class PromptJob:
     async def run(
         self, engine: EngineClient, tokenizer: Tokenizer, context: Any
     ) -> AsyncGenerator[Delta, None]:
-        """The outputs' news as the engine sends it; ends, and cancels the call, when all have finished.
+        """The outputs' news as the engine sends it.
+
+        Ends when all outputs have finished; cancels the call when one of them did so at a stop string,
+        which the engine does not know of.
 
         Raises:
             ApiError: the engine reported an error or closed the stream early.
@@ -47,13 +50,17 @@ class PromptJob:
         states = [
             OutputState(self.first_index + index, tokenizer, self.rules, prompt_ids) for index in range(count)
         ]
+        completed = 0
         async with aclosing(_closable(engine.generate(self.request, context))) as responses:
             async for response in responses:
                 delta = self._take(states, response)
                 if delta is not None:
                     yield delta
-                if len(self.finish_reasons) == count:
+                completed += response.WhichOneof("response") == "complete"
+                if len(self.finish_reasons) == count and completed < count:
                     return
+        if len(self.finish_reasons) == count:
+            return
         raise ApiError(
             502, "the engine closed the stream before the output was complete", code="engine_error"
         )

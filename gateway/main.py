@@ -60,7 +60,7 @@ def server_for(config: MoebiusConfig) -> uvicorn.Server:
 def run(config: MoebiusConfig) -> int:
     """Serves HTTP until SIGTERM or SIGINT. Returns the exit code: 0, or 1 when the server could not start."""
     configure_logging(config.telemetry, "gateway")
-    configure_tracing(config.telemetry, "moebius-gateway")
+    tracing = configure_tracing(config.telemetry, "moebius-gateway")
     server = server_for(config)
     logger.info(
         "gateway starts",
@@ -72,4 +72,6 @@ def run(config: MoebiusConfig) -> int:
         uvloop.run(server.serve())
     except SystemExit:  # uvicorn leaves this way when the port is taken
         return 1
+    finally:
+        tracing.shutdown()  # sends the last spans
     return 0 if server.started else 1

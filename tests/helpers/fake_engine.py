@@ -102,9 +102,9 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             for index, (ids, _) in enumerate(outputs):
                 if request.stream and ids[start : start + step]:
                     yield self._chunk(request, index, ids, start, step, cached)
-        context.finished_well = True
         for index, (ids, reason) in enumerate(outputs):
             yield self._complete(request, index, ids, reason, cached)
+        context.finished_well = True
 
     @staticmethod
     def _note_end(seen: Seen, context: Any) -> None:

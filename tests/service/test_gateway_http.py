@@ -173,6 +173,8 @@ def test_one_trace_from_http_to_the_engine(setup: Setup) -> None:
         trace_id,
         f"{call.context.span_id:016x}",
     ]
+    assert call.attributes is not None
+    assert call.attributes["rpc.grpc.status_code"] == 0  # it ended, it was not cancelled
     attributes = dict(http.attributes or {})
     assert attributes["gen_ai.request.model"] == MODEL
     assert attributes["gen_ai.usage.output_tokens"] > 0

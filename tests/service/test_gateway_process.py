@@ -1,0 +1,97 @@
+"""Guards the gateway as a process of its own: uvloop, signals, exit codes, and what it loads."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
+from tests.helpers.gateway_server import gateway_config
+from tests.helpers.stack import ROOT, free_port
+from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+
+PROGRAM = """
+import sys
+from gateway.main import run
+from moebius.config import MoebiusConfig
+code = run(MoebiusConfig.model_validate_json(sys.argv[1]))
+loaded = [name for name in ("torch", "transformers") if name in sys.modules]
+print("loaded:", loaded, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def start(address: str, port: int) -> subprocess.Popen[str]:
+    """A gateway process."""
+    config = gateway_config(address, port=port).model_dump_json()
+    command = [sys.executable, "-c", PROGRAM, config]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[tuple[FakeEngine, str]]:
+    """A scripted engine and its address."""
+    tokenizer = byte_level_tokenizer()
+    write_tokenizer(tmp_path, tokenizer)
+    fake = FakeEngine(tmp_path, tokenizer)
+    address = f"unix:{tmp_path}/engine.sock"
+    with serving(fake, address):
+        yield fake, address
+
+
+def wait_ready(url: str, process: subprocess.Popen[str]) -> None:
+    """Blocks until /ready; fails when the process ended."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        assert process.poll() is None, process.communicate()[1]
+        try:
+            if httpx.get(f"{url}/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.05)
+    raise AssertionError("the gateway was not ready in time")
+
+
+def test_serves_then_stops_cleanly_on_sigterm(engine: tuple[FakeEngine, str]) -> None:
+    """SIGTERM lets an open stream finish, then the process exits with 0, torch never loaded."""
+    fake, address = engine
+    port = free_port()
+    process = start(address, port)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_ready(url, process)
+        fake.script = Script(delay_s=0.03)
+        body = {"model": MODEL, "prompt": "The", "max_tokens": 15, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
+        _, log = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 0, log
+    assert "loaded: []" in log
+
+
+def test_taken_port_is_an_exit_code(engine: tuple[FakeEngine, str]) -> None:
+    """A port in use ends the process with 1 and says so."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = start(engine[1], taken.getsockname()[1])
+        try:
+            _, log = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert "address already in use" in log
