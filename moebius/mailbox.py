@@ -1,4 +1,4 @@
-"""Typed face of the shared-memory mailbox; its bytes and ordering are described in `kernels/mailbox/layout.h`.
+"""Typed face of the shared-memory mailbox; described in `kernels/mailbox/layout.h`.
 
 The launcher creates a mailbox, the engine rank attaches as its one client, every expert process attaches as
 one of its servers. Nothing here needs numpy or torch: arrays are passed by address. The GIL is released in

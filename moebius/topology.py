@@ -121,7 +121,7 @@ def bind_range(address: int, nbytes: int, node: int) -> BindResult:
 
 
 def page_nodes(address: int, nbytes: int) -> list[int]:
-    """Node of each page of the range, or a negative errno (-2: not touched yet).
+    """Node of each page of the range, or a negative errno (-2 or -14: not touched yet).
 
     Raises:
         OSError: the kernel refuses the query.

@@ -24,7 +24,7 @@ BindResult bind_memory(int node);
 // Pages of [address, address + bytes) come from `node`; those already touched are moved.
 BindResult bind_range(void* address, size_t bytes, int node);
 
-// Node of each page of [address, address + bytes), or a negative errno (-ENOENT: not touched yet). Throws
+// Node of each page of [address, address + bytes), or a negative errno (-ENOENT or -EFAULT: not touched yet). Throws
 // std::system_error when the kernel refuses the query.
 std::vector<int> page_nodes(const void* address, size_t bytes);
 

@@ -1,0 +1,143 @@
+"""Python mirror of `kernels/mailbox/layout.h`, where every field's owner and ordering is documented.
+
+For tools that read a mailbox without the C++ module, and for the test that both descriptions agree.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+ABI_VERSION = 1
+MAGIC = 0x31584F425345424D  # "MBESBOX1", little-endian
+MAX_SERVERS = 16
+
+
+class Geometry(ctypes.LittleEndianStructure):
+    """Sizes fixed at creation."""
+
+    _fields_ = [
+        ("num_layers", ctypes.c_uint32),
+        ("hidden_size", ctypes.c_uint32),
+        ("top_k", ctypes.c_uint32),
+        ("num_slots", ctypes.c_uint32),
+        ("max_rows", ctypes.c_uint32),
+        ("num_servers", ctypes.c_uint32),
+        ("dtype", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class ServerRecord(ctypes.LittleEndianStructure):
+    """One server's own words."""
+
+    _fields_ = [
+        ("generation", ctypes.c_uint64),
+        ("pid", ctypes.c_int32),
+        ("phase", ctypes.c_uint32),
+        ("heartbeat_ns", ctypes.c_uint64),
+        ("calls", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64),
+        ("error_layer", ctypes.c_uint32),
+        ("error_code", ctypes.c_uint32),
+        ("error_epoch", ctypes.c_uint64),
+        ("reserved0", ctypes.c_uint64),
+        ("sleeping", ctypes.c_uint32),
+        ("reserved1", ctypes.c_uint32 * 15),
+    ]
+
+
+class Header(ctypes.LittleEndianStructure):
+    """The segment's first page."""
+
+    _fields_ = [
+        ("magic", ctypes.c_uint64),
+        ("abi_version", ctypes.c_uint32),
+        ("header_bytes", ctypes.c_uint32),
+        ("total_bytes", ctypes.c_uint64),
+        ("geometry", Geometry),
+        ("creation_id", ctypes.c_uint64),
+        ("flags_offset", ctypes.c_uint64),
+        ("requests_offset", ctypes.c_uint64),
+        ("responses_offset", ctypes.c_uint64),
+        ("request_stride", ctypes.c_uint64),
+        ("response_stride", ctypes.c_uint64),
+        ("reserved0", ctypes.c_uint64 * 3),
+        ("shutdown", ctypes.c_uint32),
+        ("reserved1", ctypes.c_uint32 * 15),
+        ("next_epoch", ctypes.c_uint64),
+        ("reserved2", ctypes.c_uint64 * 7),
+        ("doorbell", ctypes.c_uint32),
+        ("reserved3", ctypes.c_uint32 * 15),
+        ("error_word", ctypes.c_uint32),
+        ("reserved4", ctypes.c_uint32 * 15),
+        ("reserved5", ctypes.c_uint64 * 16),
+        ("servers", ServerRecord * MAX_SERVERS),
+        ("reserved6", ctypes.c_uint8 * 1536),
+    ]
+
+
+class ReadyLine(ctypes.LittleEndianStructure):
+    """One per slot."""
+
+    _fields_ = [("epoch", ctypes.c_uint64), ("reserved", ctypes.c_uint64 * 7)]
+
+
+class DoneLine(ctypes.LittleEndianStructure):
+    """One per slot and server."""
+
+    _fields_ = [
+        ("epoch", ctypes.c_uint64),
+        ("client_waiting", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 13),
+    ]
+
+
+class RequestHeader(ctypes.LittleEndianStructure):
+    """In front of a slot's payload."""
+
+    _fields_ = [
+        ("epoch", ctypes.c_uint64),
+        ("layer", ctypes.c_uint32),
+        ("rows", ctypes.c_uint32),
+        ("trace_id", ctypes.c_uint8 * 16),
+        ("span_id", ctypes.c_uint8 * 8),
+        ("trace_flags", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 5),
+    ]
+
+
+class ResponseHeader(ctypes.LittleEndianStructure):
+    """In front of a (slot, server)'s output."""
+
+    _fields_ = [
+        ("epoch", ctypes.c_uint64),
+        ("compute_ns", ctypes.c_uint64),
+        ("generation", ctypes.c_uint64),
+        ("status", ctypes.c_uint32),
+        ("layer", ctypes.c_uint32),
+        ("rows", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 7),
+        ("error_text", ctypes.c_char * 192),
+    ]
+
+
+STRUCTURES: tuple[type[ctypes.LittleEndianStructure], ...] = (
+    Header,
+    Geometry,
+    ServerRecord,
+    ReadyLine,
+    DoneLine,
+    RequestHeader,
+    ResponseHeader,
+)
+
+
+def offsets() -> dict[str, int]:
+    """ "Struct.field" to its offset in bytes, "Struct" to its size; reserved fields left out."""
+    found: dict[str, int] = {}
+    for structure in STRUCTURES:
+        found[structure.__name__] = ctypes.sizeof(structure)
+        for name, *_ in structure._fields_:
+            if not name.startswith("reserved"):
+                found[f"{structure.__name__}.{name}"] = getattr(structure, name).offset
+    return found

@@ -1,0 +1,107 @@
+"""Mailboxes, echo servers in other processes and the answers they must give."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moebius.mailbox import EchoBackend, Mailbox, MailboxGeometry, MailboxServer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def geometry(num_servers: int = 1, **changes: Any) -> MailboxGeometry:
+    """A small geometry of distinct sizes."""
+    sizes: dict[str, Any] = {
+        "num_layers": 5,
+        "hidden_size": 48,
+        "top_k": 3,
+        "num_slots": 2,
+        "max_rows": 7,
+        "dtype": "float32",
+    }
+    return MailboxGeometry(num_servers=num_servers, **(sizes | changes))
+
+
+@contextmanager
+def new_mailbox(shape: MailboxGeometry) -> Iterator[Mailbox]:
+    """A mailbox of a fresh name, shut down and removed at the end."""
+    box = Mailbox.create(f"moebius-test-{secrets.token_hex(6)}", shape)
+    try:
+        yield box
+    finally:
+        box.shut_down()
+        Mailbox.unlink(box.name)
+
+
+@contextmanager
+def served_mailbox(shape: MailboxGeometry, **backend: Any) -> Iterator[Mailbox]:
+    """A mailbox whose echo servers (scale 1, 2, 3...) run as threads of this process."""
+    with new_mailbox(shape) as box:
+        servers = []
+        for index in range(shape.num_servers):
+            echo = EchoBackend(shape.hidden_size, scale=1.0 + index, **backend)
+            servers.append(MailboxServer(box.name, index, echo))
+            servers[-1].start()
+        try:
+            yield box
+        finally:
+            for server in servers:
+                server.stop()
+
+
+def spawn_server(box: Mailbox, index: int, scale: float = 1.0) -> subprocess.Popen[bytes]:
+    """An echo server in a process of its own, which serves until it is killed or the mailbox shut down."""
+    program = (
+        "import sys, time\n"
+        "from moebius._kernels import EchoBackend, MailboxServer\n"
+        "name, index, hidden, scale = sys.argv[1:]\n"
+        "backend = EchoBackend(int(hidden), scale=float(scale))\n"
+        "server = MailboxServer(name, int(index), backend, attach_timeout_s=5, heartbeat_s=0.1, spin_ns=-1,"
+        " num_threads=1)\n"
+        "server.start()\n"
+        "while server.is_running: time.sleep(0.2)\n"
+    )
+    arguments = [box.name, str(index), str(box.geometry.hidden_size), str(scale)]
+    return subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=ROOT)
+
+
+class Call:
+    """One request with whole-number inputs, so that its answer is exact."""
+
+    def __init__(self, box: Mailbox, rows: int, layer: int = 0, seed: int = 0) -> None:
+        """Draws the inputs."""
+        shape, random = box.geometry, np.random.default_rng(seed)
+        self.box, self.rows, self.layer = box, rows, layer
+        self.values = random.integers(-64, 65, (rows, shape.hidden_size)).astype(np.float32)
+        bits = (self.values.view(np.uint32) >> 16).astype(np.uint16)
+        self.hidden_states: NDArray[Any] = self.values if shape.dtype == "float32" else bits
+        self.topk_ids = random.integers(-1, 32, (rows, shape.top_k)).astype(np.int32)
+        self.topk_weights = random.integers(0, 5, (rows, shape.top_k)).astype(np.float32) / 4
+        self.output = np.full((rows, shape.hidden_size), np.nan, np.float32)
+
+    def submit(self, slot: int = 0) -> int:
+        """The epoch."""
+        arrays = (self.hidden_states, self.topk_ids, self.topk_weights)
+        return self.box.submit(slot, self.layer, *(array.ctypes.data for array in arrays), self.rows)
+
+    def collect(self, epoch: int, slot: int = 0, deadline_ms: int = 5000) -> NDArray[np.float32]:
+        """The summed answer."""
+        times = self.box.collect(slot, epoch, self.output.ctypes.data, deadline_ms)
+        assert len(times) == self.box.geometry.num_servers
+        return self.output
+
+    def expected(self) -> NDArray[np.float32]:
+        """What servers of scale 1, 2, 3... must sum to."""
+        servers = self.box.geometry.num_servers
+        scale = servers * (servers + 1) / 2
+        routed = (self.topk_weights * (self.topk_ids + 1)).sum(axis=1, keepdims=True) * (self.layer + 1)
+        return (scale * self.values + servers * routed).astype(np.float32)

@@ -1,0 +1,120 @@
+"""Guards entry into a mailbox: a segment of another version, size or age is named, never used."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moebius.mailbox import (
+    AbiMismatch,
+    EchoBackend,
+    GeometryMismatch,
+    Mailbox,
+    MailboxError,
+    MailboxServer,
+)
+from tests.helpers.mailbox import ROOT, geometry, new_mailbox
+
+
+def overwrite(name: str, offset: int, content: bytes) -> None:
+    """Scribbles into a segment, as another version of the program would have written it."""
+    with Path("/dev/shm", name).open("r+b") as segment:
+        segment.seek(offset)
+        segment.write(content)
+
+
+def test_wrong_abi_names_both_versions() -> None:
+    """Client and server refuse, naming found and expected."""
+    with new_mailbox(geometry()) as box:
+        overwrite(box.name, 8, (77).to_bytes(4, "little"))
+        with pytest.raises(AbiMismatch, match="found 77, expected 1"):
+            Mailbox.attach(box.name, 0)
+        with pytest.raises(AbiMismatch, match="found 77, expected 1"):
+            MailboxServer(box.name, 0, EchoBackend(48))
+
+
+def test_foreign_segment_is_refused() -> None:
+    """Shared memory of something else is not a mailbox."""
+    with new_mailbox(geometry()) as box:
+        overwrite(box.name, 0, b"\x01" * 8)
+        with pytest.raises(AbiMismatch, match="not a Moebius mailbox"):
+            Mailbox.attach(box.name, 0)
+
+
+def test_wrong_geometry_names_both() -> None:
+    """The sizes found and the sizes expected are in the message."""
+    with new_mailbox(geometry()) as box:
+        with pytest.raises(GeometryMismatch, match=r"hidden_size=48 .*expected .*hidden_size=64"):
+            Mailbox.attach(box.name, 0, geometry(hidden_size=64))
+        assert Mailbox.attach(box.name, 0, geometry()).geometry == geometry()
+        with pytest.raises(ValueError, match=r"hidden_size 48.*backend has 32"):
+            MailboxServer(box.name, 0, EchoBackend(32))
+
+
+@pytest.mark.parametrize("size", [0, 100, 4096])
+def test_half_created_segment_is_not_attached(size: int) -> None:
+    """Without the magic, stored last, a segment does not exist for anybody."""
+    name = f"moebius-test-{secrets.token_hex(6)}"
+    Path("/dev/shm", name).write_bytes(bytes(size))
+    try:
+        with pytest.raises(MailboxError, match="its creator has not"):
+            Mailbox.attach(name, 0.02)
+        assert Mailbox.is_stale(name)
+        box = Mailbox.create(name, geometry())
+        assert Mailbox.attach(name, 0).geometry == box.geometry
+    finally:
+        Mailbox.unlink(name)
+
+
+def test_truncated_segment_is_refused() -> None:
+    """A segment shorter than its geometry needs would be a SIGBUS later."""
+    with new_mailbox(geometry()) as box:
+        os.truncate(f"/dev/shm/{box.name}", box.nbytes - 4096)
+        with pytest.raises(MailboxError, match="its geometry needs"):
+            Mailbox.attach(box.name, 0)
+        os.truncate(f"/dev/shm/{box.name}", box.nbytes)
+
+
+def test_missing_segment_and_mode() -> None:
+    """Nobody but the owner may read activations; an absent name is named."""
+    with new_mailbox(geometry()) as box:
+        assert Path("/dev/shm", box.name).stat().st_mode & 0o777 == 0o600
+    with pytest.raises(MailboxError, match=box.name):
+        Mailbox.attach(box.name, 0.01)
+    assert not Mailbox.unlink(box.name)
+
+
+def test_name_in_use_is_refused_and_leftover_of_a_dead_process_is_replaced() -> None:
+    """The kernel's locks tell a living mailbox from one whose launcher was killed."""
+    name = f"moebius-test-{secrets.token_hex(6)}"
+    program = (
+        "import os, signal, sys\n"
+        "from tests.helpers.mailbox import Mailbox, geometry\n"
+        "box = Mailbox.create(sys.argv[1], geometry())\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, name], cwd=ROOT, check=False)
+    try:
+        assert Mailbox.is_stale(name)
+        box = Mailbox.create(name, geometry(num_servers=2))
+        assert not Mailbox.is_stale(name)
+        with pytest.raises(MailboxError, match="in use"):
+            Mailbox.create(name, geometry())
+        assert Mailbox.attach(name, 0).geometry == box.geometry
+    finally:
+        Mailbox.unlink(name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_slots", 65), ("max_rows", 0), ("num_servers", 17), ("dtype", "int8")]
+)
+def test_impossible_geometry_is_named(field: str, value: object) -> None:
+    """The field and its value are in the message."""
+    shape = geometry(**{field: value})
+    with pytest.raises(ValueError, match=f"{field} = '?{value}"):
+        Mailbox.create("moebius-test-never", shape)

@@ -1,0 +1,41 @@
+#!/bin/sh
+# Boots a real kernel with two NUMA nodes under emulation and runs numa_guest.cc as its /init.
+# usage: run_guest.sh [WORK_DIR]; prints the guest's console. Installs nothing: exit status 77 and the
+# missing package on stderr when a tool is absent.
+#
+# The kernel comes from (first that exists): WORK_DIR/vmlinuz, an unpacked or installed Debian cloud kernel.
+# Without root: apt-get download the package that linux-image-cloud-amd64 depends on, then
+# dpkg -x linux-image-*-cloud-amd64_*.deb WORK_DIR/kernel
+set -eu
+root=$(cd "$(dirname "$0")/../.." && pwd)
+work=${1:-$root/build/numa}
+mkdir -p "$work"
+
+need() {
+  command -v "$1" >/dev/null 2>&1 || { echo "missing $1: apt-get install $2" >&2; exit 77; }
+}
+need qemu-system-x86_64 qemu-system-x86
+need cpio cpio
+need g++ g++
+
+kernel=
+for candidate in "$work"/vmlinuz "$work"/kernel/boot/vmlinuz-*-cloud-amd64 /boot/vmlinuz-*-cloud-amd64; do
+  if [ -r "$candidate" ]; then kernel=$candidate; break; fi
+done
+if [ -z "$kernel" ]; then
+  echo "missing a kernel: apt-get install linux-image-cloud-amd64, or unpack that package into $work/kernel" >&2
+  exit 77
+fi
+
+rm -rf "$work/root"
+mkdir -p "$work/root/dev"
+g++ -std=c++20 -O1 -static -I"$root" -o "$work/root/init" \
+  "$root/tests/numa/numa_guest.cc" "$root"/kernels/topology/*.cc
+(cd "$work/root" && find . | cpio --quiet -o -H newc) > "$work/initramfs"
+
+# Emulation (tcg) needs no privilege and works inside virtual machines; the guest takes a few seconds.
+exec timeout 240 qemu-system-x86_64 -accel tcg -cpu max -smp 4,sockets=2 -m 1G \
+  -object memory-backend-ram,id=m0,size=512M -numa node,nodeid=0,cpus=0-1,memdev=m0 \
+  -object memory-backend-ram,id=m1,size=512M -numa node,nodeid=1,cpus=2-3,memdev=m1 \
+  -kernel "$kernel" -initrd "$work/initramfs" -append "console=ttyS0 quiet panic=-1 rdinit=/init" \
+  -nographic -no-reboot
