@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -56,7 +56,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self.seen = Seen()
         self._directory = directory
         self._tokenizer = tokenizer
-        self._eos = tokenizer.token_to_id("<|end|>")
+        self._eos = int(tokenizer.token_to_id("<|end|>") or 0)
         self._prompts: set[tuple[int, ...]] = set()
 
     def reset(self) -> None:
@@ -206,7 +206,7 @@ def _input_logprobs(request: pb.GenerateRequest) -> pb.InputLogProbs:
 def serving(engine: FakeEngine, address: str) -> Iterator[health.HealthServicer]:
     """Serves `engine` at `address` (unix:path); yields its health service, which reports SERVING."""
     server = grpc.server(ThreadPoolExecutor(48))
-    engine_pb2_grpc.add_EngineServicer_to_server(engine, server)
+    cast(Any, engine_pb2_grpc.add_EngineServicer_to_server)(engine, server)
     health_service = health.HealthServicer()
     health_service.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)

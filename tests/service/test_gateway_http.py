@@ -175,7 +175,7 @@ def test_one_trace_from_http_to_the_engine(setup: Setup) -> None:
     ]
     assert call.attributes is not None
     assert call.attributes["rpc.grpc.status_code"] == 0  # it ended, it was not cancelled
-    attributes = dict(http.attributes or {})
+    attributes: dict[str, Any] = dict(http.attributes or {})
     assert attributes["gen_ai.request.model"] == MODEL
     assert attributes["gen_ai.usage.output_tokens"] > 0
     assert attributes["gen_ai.response.finish_reasons"] == ("stop",)
