@@ -37,7 +37,7 @@ class MoE(nn.Module):
         topk_weights, topk_ids = self.gate(hidden_states)
         ticket = experts.submit(self.layer_id, hidden_states, topk_ids, topk_weights)
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states, context)
-        output: torch.Tensor = experts.collect(ticket)
+        output = experts.collect(ticket)
         if shared is not None:
-            output = output + shared
+            output.add_(shared)
         return output.to(hidden_states.dtype)

@@ -17,6 +17,5 @@ def append_kv(
     `[T, num_kv_heads, head_dim]`; slot_mapping int64 `[T]`. Rows of padding go to slots of the dummy
     page, which may be hit more than once; all other slots are distinct.
     """
-    num_kv_heads = key.shape[1]
-    kv_slots[:, :num_kv_heads].index_copy_(0, slot_mapping, key)
-    kv_slots[:, num_kv_heads:].index_copy_(0, slot_mapping, value)
+    # Joining the two first is cheaper than two writes into a strided half of each slot.
+    kv_slots.index_copy_(0, slot_mapping, torch.cat((key, value), dim=1))

@@ -99,9 +99,9 @@ class PagedRunner:
 
 
 def load_runner(
-    directory: Path, *, overrides: ModelOverrides | None = None, page_size: int = 4
+    directory: Path, *, overrides: ModelOverrides | None = None, experts: Any = None, page_size: int = 4
 ) -> PagedRunner:
-    """A runner on a checkpoint, with the torch oracle for its experts."""
+    """A runner on a checkpoint; its experts are the torch oracle's unless a client is given."""
     model = build_model(ModelConfig.from_dir(directory, overrides))
     load_weights(model, directory)
-    return PagedRunner(model, TorchExperts(directory), page_size=page_size)
+    return PagedRunner(model, experts or TorchExperts(directory), page_size=page_size)

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_service.experts.local_client import LocalExpertClient
+from gpu_service.model_config import ModelConfig
+from moebius.checkpoint.moe_config import MoeGeometry
 from tests.helpers.paged_runner import Decoding, PagedRunner, load_runner
 from tests.helpers.tiny_models import TINY_MODELS, cached_tiny_models
 from tests.tolerances import LOGITS_FLOAT32_SELF, LOGITS_FLOAT32_VS_TRANSFORMERS
@@ -66,6 +69,29 @@ def test_64_greedy_tokens_match_transformers(
     tokens = runner.greedy([sequence], logits[-1:], 64)[0]
     assert tokens == expected[0, len(prompt) :].tolist()
     assert len(set(tokens)) > 3, "a constant answer would prove nothing"
+
+
+def test_the_in_process_expert_client_completes_the_same_model(
+    name: str, tiny: Callable[[str], tuple[Path, Any]]
+) -> None:
+    directory, oracle = tiny(name)
+    geometry = MoeGeometry.from_config(directory)
+    runner = load_runner(directory, experts=LocalExpertClient(str(directory), geometry, torch.float32))
+    _, logits = runner.prefill(PROMPTS[0])
+    expected = _oracle_logits(oracle, PROMPTS[0])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
+
+
+def test_the_config_readers_of_both_services_agree(
+    name: str, tiny: Callable[[str], tuple[Path, Any]]
+) -> None:
+    """The engine and the expert servers read config.json with different code."""
+    directory, _ = tiny(name)
+    ours, theirs = ModelConfig.from_dir(directory), MoeGeometry.from_config(directory)
+    assert theirs.moe_layers == ours.moe_layer_ids
+    assert (theirs.num_experts, theirs.top_k) == (ours.moe.router.num_experts, ours.moe.router.top_k)
+    assert (theirs.hidden_size, theirs.num_layers) == (ours.hidden_size, ours.num_layers)
+    assert (theirs.moe_intermediate_size, theirs.dtype) == (ours.moe.intermediate_size, ours.dtype)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8])
