@@ -21,6 +21,8 @@ class OutputDelta:
     logprobs: tuple[TokenLogprobs, ...]
     # All of the prompt's, with the first token of the output; else empty.
     prompt_logprobs: tuple[TokenLogprobs, ...]
+    # Output tokens told up to and with this delta.
+    num_output_tokens: int
     cached_tokens: int
     finish_reason: FinishReason | None
     matched_stop_token: int | None
@@ -36,6 +38,7 @@ def delta_of(request: Request) -> OutputDelta:
         token_ids=tuple(request.output_token_ids[start:]),
         logprobs=tuple(request.output_logprobs[start:]),
         prompt_logprobs=tuple(request.prompt_logprobs) if start == 0 else (),
+        num_output_tokens=request.reported_len,
         cached_tokens=request.cached_len,
         finish_reason=request.finish_reason,
         matched_stop_token=request.matched_stop_token,

@@ -15,7 +15,7 @@ from gpu_service.cache.request_cache import RequestCache
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.engine.outputs import OutputDelta
+from gpu_service.engine.outputs import EngineObserver, OutputDelta
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.stream import CpuStream, InlineStream
 from gpu_service.engine.token_pool import TokenPool
@@ -37,6 +37,7 @@ class Knobs:
     prefix_caching: bool = True
     max_waiting: int = 1000
     context_limit: int = 128
+    observer: EngineObserver | None = None
 
 
 class FlakyExperts:
@@ -134,6 +135,7 @@ def running_engine(knobs: Knobs | None = None, **changes: object) -> Iterator[Ha
         runner,
         CpuStream() if knobs.overlap else InlineStream(),
         lambda deltas: harness.on_output(deltas),
+        observer=knobs.observer,
         overlap=knobs.overlap,
         max_waiting=knobs.max_waiting,
     )

@@ -1,0 +1,130 @@
+"""The engine process: load, warm up, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from gpu_service.build import Built, WarmUpGate, build_engine, model_info
+from gpu_service.metrics import EngineMetrics
+from gpu_service.output_router import OutputRouter
+from gpu_service.server import EngineServicer, Service
+from gpu_service.telemetry import EngineTelemetry
+from gpu_service.validation import Bounds
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+from moebius.telemetry import configure_logging, configure_tracing, start_metrics_server
+from protos import engine_pb2, engine_pb2_grpc
+
+_log = structlog.get_logger(__name__)
+SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# Prompts of a million tokens are 4 MB of varints; logprobs of them are larger.
+_MESSAGE_BYTES = 256 * 1024 * 1024
+
+
+def run(config: MoebiusConfig) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status."""
+    configure_logging(config.telemetry, "gpu")
+    configure_tracing(config.telemetry, "gpu_service")
+    metrics = start_metrics_server(config.gpu.gpu_metrics_port)
+    try:
+        return asyncio.run(_serve(config))
+    except (UserError, ValueError, OSError) as error:
+        _log.error("gpu_service can not start", error=str(error))
+        return 1
+    except RuntimeError:  # of the expert client, the mailbox or torch: here the traceback helps
+        _log.exception("gpu_service ended by an error")
+        return 1
+    finally:
+        if metrics is not None:
+            metrics.close()
+
+
+class HealthReport:
+    """The standard health service, for this server as a whole and for the engine service."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._servicer = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def set(self, serving: bool) -> None:
+        """Readiness: weights loaded, expert servers ready, warm-up done, not draining."""
+        for name in ("", SERVICE_NAME):
+            await self._servicer.set(name, _SERVING if serving else _NOT_SERVING)
+
+
+def make_server(servicer: EngineServicer, address: str) -> tuple[grpc.aio.Server, HealthReport, int]:
+    """A server with engine, health and reflection, bound but not started; also returns the port.
+
+    Raises UserError when the address can not be bound.
+    """
+    options = [("grpc.max_receive_message_length", _MESSAGE_BYTES), ("grpc.so_reuseport", 0)]
+    server = grpc.aio.server(options=options)
+    engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    report = HealthReport(server)
+    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise UserError(f"gpu_address: can not listen on {address!r}: {error}") from error
+    return server, report, port
+
+
+async def _serve(config: MoebiusConfig) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    servicer = EngineServicer()
+    server, report, _ = make_server(servicer, config.gpu.gpu_address)
+    await report.set(False)
+    await server.start()
+    loading = asyncio.create_task(asyncio.to_thread(_load, config))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        _log.info("stopped while loading")
+        await server.stop(0)
+        # A load can not be interrupted; the thread ends with the process.
+        return 0
+    built, gate, telemetry = loading.result()
+    router = OutputRouter(loop)
+    gate.open(router.on_output)
+    bounds = Bounds(built.model_config.vocab_size, built.context_limit, config.gpu.random_seed)
+    info = model_info(config, built)
+    servicer.service = Service(built.engine, router, telemetry, bounds, info, config.gpu.page_size)
+    await report.set(True)
+    _log.info("ready", address=config.gpu.gpu_address, model=info.served_model_name)
+    await stopping
+    _log.info("draining")
+    servicer.draining = True
+    await report.set(False)
+    await server.stop(config.supervisor.stop_timeout_s / 2)
+    await asyncio.to_thread(_close, built)
+    return 0
+
+
+def _load(config: MoebiusConfig) -> tuple[Built, WarmUpGate, EngineTelemetry]:
+    """Everything slow, off the event loop, so that health checks are answered meanwhile."""
+    metrics = EngineMetrics(config.model.served_model_name or config.model.model)
+    telemetry = EngineTelemetry(metrics, config.telemetry.expert_span_ratio)
+    gate = WarmUpGate()
+    built = build_engine(config, telemetry, gate.on_output)
+    metrics.describe_cache(config.gpu.page_size, built.num_pages, config.gpu.prefix_caching)
+    built.engine.start()
+    gate.run(built.engine, built.model_config.vocab_size, config.supervisor.ready_timeout_s)
+    telemetry.enabled = True
+    return built, gate, telemetry
+
+
+def _close(built: Built) -> None:
+    built.engine.stop()
+    if built.experts is not None:
+        built.experts.close()

@@ -1,0 +1,191 @@
+"""The gRPC face of the engine: validate, submit, stream, cancel.
+
+Runs in the event loop; everything that could block is the engine thread's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
+
+from gpu_service import responses
+from gpu_service.engine.engine import Engine
+from gpu_service.output_router import CallBuffer, OutputRouter
+from gpu_service.request import Request
+from gpu_service.scheduler.limits import QueueFull, RequestRefused
+from gpu_service.telemetry import EngineTelemetry
+from gpu_service.validation import Bounds, InvalidField, make_requests
+from moebius import __version__
+from protos import engine_pb2 as pb
+from protos import engine_pb2_grpc
+
+_log = structlog.get_logger(__name__)
+_GenerateContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the servicer needs once the model is loaded; filled by `main`."""
+
+    engine: Engine
+    router: OutputRouter
+    telemetry: EngineTelemetry
+    bounds: Bounds
+    info: pb.GetModelInfoResponse
+    page_size: int
+
+
+class EngineServicer(engine_pb2_grpc.EngineServicer):
+    """Until `service` is set, and once `draining`, calls are answered UNAVAILABLE."""
+
+    def __init__(self) -> None:
+        self.service: Service | None = None
+        self.draining = False
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: _GenerateContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Streams the outputs; a cancelled call aborts them within one step."""
+        service = await self._ready(context)
+        if self.draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is shutting down")
+        outputs = await _validated(request, service, context)
+        span = _start_span(request, outputs, context)
+        buffer = service.router.open(request.request_id)
+        finished = False
+        try:
+            try:
+                service.engine.submit(outputs)
+            except QueueFull as error:
+                finished = True
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            except RequestRefused as error:
+                finished = True
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            async for message in _messages(buffer, len(outputs), request.stream):
+                yield message
+            finished = True
+        finally:
+            service.router.close(request.request_id)
+            if not finished:
+                service.engine.abort(request.request_id)
+            _end_span(span, outputs, cancelled=not finished)
+
+    async def Abort(
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
+    ) -> pb.AbortResponse:
+        """Ends all outputs of each id."""
+        service = await self._ready(context)
+        for request_id in request.request_ids:
+            _log.info("abort", request_id=request_id, reason=request.reason)
+            service.engine.abort(request_id)
+        return pb.AbortResponse()
+
+    async def GetModelInfo(
+        self,
+        request: pb.GetModelInfoRequest,
+        context: grpc.aio.ServicerContext[pb.GetModelInfoRequest, pb.GetModelInfoResponse],
+    ) -> pb.GetModelInfoResponse:
+        """Static facts."""
+        return (await self._ready(context)).info
+
+    async def GetLoad(
+        self,
+        request: pb.GetLoadRequest,
+        context: grpc.aio.ServicerContext[pb.GetLoadRequest, pb.GetLoadResponse],
+    ) -> pb.GetLoadResponse:
+        """The engine thread's last snapshot."""
+        service = await self._ready(context)
+        load, page_size = service.engine.load, service.page_size
+        return pb.GetLoadResponse(
+            timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
+            version=__version__,
+            num_running_reqs=load.num_running,
+            num_waiting_reqs=load.num_waiting,
+            num_total_reqs=load.num_running + load.num_waiting,
+            num_used_tokens=load.used_pages * page_size,
+            max_total_num_tokens=load.usable_pages * page_size,
+            token_usage=load.used_pages / load.usable_pages,
+            gen_throughput=service.telemetry.throughput(),
+            cache_hit_rate=load.hit_tokens / max(1, load.query_tokens),
+            max_running_requests=service.engine.scheduler.limits.max_num_seqs,
+            num_preemptions=load.num_preemptions,
+            num_cached_tokens=load.cached_pages * page_size,
+        )
+
+    async def FlushCache(
+        self,
+        request: pb.FlushCacheRequest,
+        context: grpc.aio.ServicerContext[pb.FlushCacheRequest, pb.FlushCacheResponse],
+    ) -> pb.FlushCacheResponse:
+        """Runs in the engine thread, between two steps."""
+        service = await self._ready(context)
+        pages = await asyncio.wrap_future(service.engine.flush())
+        return pb.FlushCacheResponse(success=True, freed_tokens=pages * service.page_size)
+
+    async def _ready(self, context: grpc.aio.ServicerContext[Any, Any]) -> Service:
+        if self.service is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
+            raise AssertionError("abort returned")
+        return self.service
+
+
+async def _validated(
+    message: pb.GenerateRequest, service: Service, context: _GenerateContext
+) -> list[Request]:
+    try:
+        if message.request_id in service.router:
+            raise InvalidField("request_id", message.request_id, "ids of live requests are unique")
+        return make_requests(message, service.bounds)
+    except InvalidField as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        raise AssertionError("abort returned") from error
+
+
+async def _messages(buffer: CallBuffer, outputs: int, stream: bool) -> AsyncIterator[pb.GenerateResponse]:
+    """All messages of a call: chunks of whatever has gathered, then one complete per output."""
+    while outputs > 0:
+        for deltas in (await buffer.take()).values():
+            if stream and any(delta.token_ids for delta in deltas):
+                yield responses.chunk(deltas)
+            if deltas[-1].finish_reason is not None:
+                yield responses.complete(deltas[-1], stream)
+                outputs -= 1
+
+
+def _start_span(message: pb.GenerateRequest, outputs: list[Request], context: _GenerateContext) -> trace.Span:
+    """The request's span, under the caller's; its context travels with the engine's requests."""
+    carrier = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
+    if "traceparent" not in carrier:
+        carrier = dict(message.trace_context)
+    parent: Context = propagate.extract(carrier)
+    span = trace.get_tracer("moebius").start_span(
+        "engine.generate", context=parent, kind=trace.SpanKind.SERVER
+    )
+    span.set_attribute("gen_ai.request.id", message.request_id)
+    span.set_attribute("gen_ai.usage.input_tokens", outputs[0].prompt_len)
+    span.set_attribute("gen_ai.request.choice.count", len(outputs))
+    if span.is_recording():
+        for output in outputs:
+            propagate.inject(output.trace_context, context=trace.set_span_in_context(span))
+    return span
+
+
+def _end_span(span: trace.Span, outputs: list[Request], cancelled: bool) -> None:
+    reasons = [output.finish_reason.value if output.finish_reason else "abort" for output in outputs]
+    span.set_attribute("gen_ai.response.finish_reasons", reasons)
+    span.set_attribute("gen_ai.usage.output_tokens", sum(len(o.output_token_ids) for o in outputs))
+    span.set_attribute("gen_ai.usage.cache_read.input_tokens", max(o.cached_len for o in outputs))
+    if cancelled:
+        span.set_attribute("moebius.cancelled", True)
+    if "error" in reasons:
+        span.set_status(trace.StatusCode.ERROR, outputs[reasons.index("error")].error_message)
+    span.end()

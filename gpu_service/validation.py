@@ -1,0 +1,125 @@
+"""From a GenerateRequest to engine requests; every refusal names the field and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gpu_service.engine.random import derive_seed
+from gpu_service.request import Request, SamplingParams
+from protos import engine_pb2 as pb
+
+MAX_LOGPROBS = 20
+MAX_OUTPUTS = 128
+
+
+class InvalidField(ValueError):
+    """A field of the request is out of range."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field}: {value!r} is not allowed; {allowed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Facts of the served model that requests are checked against; filled once by `main`."""
+
+    vocab_size: int
+    context_limit: int
+    random_seed: int = 0
+
+
+def make_requests(message: pb.GenerateRequest, bounds: Bounds) -> list[Request]:
+    """One engine request per output. Raises InvalidField."""
+    if not 1 <= len(message.request_id) <= 256:
+        raise InvalidField("request_id", message.request_id[:300], "1 to 256 characters")
+    prompt = list(message.tokenized.input_ids)
+    if not 1 <= len(prompt) < bounds.context_limit:
+        raise InvalidField(
+            "tokenized.input_ids", f"{len(prompt)} tokens", f"1 to {bounds.context_limit - 1} tokens"
+        )
+    _check_ids("tokenized.input_ids", prompt, bounds)
+    sampling = message.sampling_params
+    _check_ranges(sampling, bounds)
+    outputs = sampling.n or 1
+    return [
+        Request(
+            request_id=message.request_id,
+            prompt_token_ids=prompt,
+            params=_params(sampling, len(prompt), bounds, _seed(message, index, bounds)),
+            index=index,
+            priority=message.priority,
+            cache_namespace=message.cache_salt,
+        )
+        for index in range(outputs)
+    ]
+
+
+def _seed(message: pb.GenerateRequest, index: int, bounds: Bounds) -> int:
+    """Outputs are independent draws; a request's own seed makes all of them repeatable."""
+    sampling = message.sampling_params
+    if sampling.HasField("seed"):
+        return derive_seed(sampling.seed, index)
+    return derive_seed(bounds.random_seed, message.request_id, index)
+
+
+def _params(sampling: pb.SamplingParams, prompt_len: int, bounds: Bounds, seed: int) -> SamplingParams:
+    room = bounds.context_limit - prompt_len
+    max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else room
+    if not 1 <= max_tokens <= room:
+        raise InvalidField(
+            "sampling_params.max_tokens",
+            max_tokens,
+            f"1 to {room} with {prompt_len} prompt tokens (context length {bounds.context_limit})",
+        )
+    if sampling.min_tokens > max_tokens:
+        raise InvalidField(
+            "sampling_params.min_tokens", sampling.min_tokens, f"0 to {max_tokens} (max_tokens)"
+        )
+    return SamplingParams(
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        top_p=sampling.top_p or 1.0,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty or 1.0,
+        max_tokens=max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+        seed=seed,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
+    )
+
+
+def _check_ranges(sampling: pb.SamplingParams, bounds: Bounds) -> None:
+    infinity = math.inf
+    ranges: list[tuple[str, float, float, float, str]] = [
+        ("temperature", sampling.temperature, 0.0, 1e6, "0 (greedy) or more"),
+        ("top_p", sampling.top_p, 0.0, 1.0, "more than 0, at most 1 (0 or unset means 1)"),
+        ("min_p", sampling.min_p, 0.0, 1.0, "0 to 1"),
+        ("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0, "-2 to 2"),
+        ("presence_penalty", sampling.presence_penalty, -2.0, 2.0, "-2 to 2"),
+        ("repetition_penalty", sampling.repetition_penalty, 0.0, 1e6, "more than 0 (0 or unset means 1)"),
+        ("n", sampling.n, 0, MAX_OUTPUTS, f"1 to {MAX_OUTPUTS}"),
+        ("logprobs", sampling.logprobs, 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
+        ("prompt_logprobs", sampling.prompt_logprobs, 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
+    ]
+    for name, value, low, high, allowed in ranges:
+        # Written so that NaN, for which every comparison is false, is refused too.
+        if not (low <= value <= high and abs(value) < infinity):
+            raise InvalidField(f"sampling_params.{name}", value, allowed)
+    _check_ids("sampling_params.stop_token_ids", list(sampling.stop_token_ids), bounds)
+    _check_ids("sampling_params.logit_bias", list(sampling.logit_bias), bounds)
+    for value in sampling.logit_bias.values():
+        if not -100.0 <= value <= 100.0:
+            raise InvalidField("sampling_params.logit_bias", value, "-100 to 100")
+
+
+def _check_ids(field: str, token_ids: list[int], bounds: Bounds) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < bounds.vocab_size:
+            raise InvalidField(field, token_id, f"token ids in [0, {bounds.vocab_size})")

@@ -1,0 +1,243 @@
+"""Guards the gRPC face of the engine against an in-process server on the fake model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+from gpu_service.main import SERVICE_NAME, make_server
+from gpu_service.metrics import EngineMetrics
+from gpu_service.output_router import OutputRouter
+from gpu_service.server import EngineServicer, Service
+from gpu_service.telemetry import EngineTelemetry
+from gpu_service.validation import Bounds
+from protos import engine_pb2 as pb
+from protos import engine_pb2_grpc
+from tests.helpers.engine_harness import Harness, make_request, prompt_of, running_engine
+from tests.helpers.fake_model import VOCAB
+
+
+@dataclass
+class Served:
+    """A running server, its client stub and what is behind it."""
+
+    stub: engine_pb2_grpc.EngineStub
+    channel: grpc.aio.Channel
+    harness: Harness
+    registry: CollectorRegistry
+    servicer: EngineServicer
+
+
+@asynccontextmanager
+async def served(**knobs: object) -> AsyncIterator[Served]:
+    """Serves a fake engine on a free port."""
+    registry = CollectorRegistry()
+    telemetry = EngineTelemetry(EngineMetrics("fake", registry))
+    telemetry.enabled = True
+    knobs = {"overlap": True, "observer": telemetry} | knobs
+    with running_engine(**knobs) as harness:
+        router = OutputRouter(asyncio.get_running_loop())
+        harness.on_output = router.on_output  # type: ignore[method-assign]
+        servicer = EngineServicer()
+        server, report, port = make_server(servicer, "127.0.0.1:0")
+        await report.set(True)
+        await server.start()
+        info = pb.GetModelInfoResponse(vocab_size=VOCAB, served_model_name="fake")
+        servicer.service = Service(harness.engine, router, telemetry, Bounds(VOCAB, 128), info, 4)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = engine_pb2_grpc.EngineStub(channel)
+            yield Served(stub, channel, harness, registry, servicer)
+        harness.model.gate.set()
+        await server.stop(0)
+
+
+def message(request_id: str = "r", stream: bool = True, **sampling: object) -> pb.GenerateRequest:
+    """A greedy request of 12 tokens."""
+    defaults: dict[str, object] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    return pb.GenerateRequest(
+        request_id=request_id,
+        tokenized=pb.TokenizedInput(input_ids=prompt_of(1, 10)),
+        sampling_params=pb.SamplingParams(**(defaults | sampling)),  # type: ignore[arg-type]
+        stream=stream,
+    )
+
+
+async def idle(harness: Harness) -> None:
+    """Until the engine has no request left."""
+    await until(lambda: harness.engine.load.num_running + harness.engine.load.num_waiting == 0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Polls what another thread changes; fails after ten seconds."""
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the condition did not come true")
+
+
+async def test_stream_adds_up_to_the_whole() -> None:
+    """Chunks concatenate to the complete message, which equals the answer without streaming."""
+    async with served() as service:
+        streamed = [r async for r in service.stub.Generate(message("a", logprobs=2, prompt_logprobs=1))]
+        whole = [r async for r in service.stub.Generate(message("b", stream=False, logprobs=2))]
+    chunks, last = [r.chunk for r in streamed[:-1]], streamed[-1].complete
+    assert [t for c in chunks for t in c.token_ids] == list(last.output_ids)
+    assert [t for c in chunks for t in c.output_logprobs.token_ids] == list(last.output_ids)
+    assert list(chunks[0].input_logprobs.token_ids) == prompt_of(1, 10)
+    assert not chunks[0].input_logprobs.token_logprobs[0].HasField("value")
+    assert chunks[-1].completion_tokens == 12
+    assert len(whole) == 1
+    assert whole[0].complete.output_ids == last.output_ids
+    assert whole[0].complete.finish_reason == "length"
+    assert len(whole[0].complete.output_logprobs.top_logprobs[11].values) == 2
+
+
+async def test_outputs_share_the_prompt_and_differ() -> None:
+    """n outputs end once each; later ones find the prompt cached; the seed repeats all of them."""
+    async with served() as service:
+        rounds = []
+        for request_id in ("a", "b"):
+            call = service.stub.Generate(message(request_id, stream=False, n=3, seed=5, temperature=1.0))
+            done = sorted([r.complete async for r in call], key=lambda c: c.index)
+            rounds.append([list(c.output_ids) for c in done])
+            assert [c.index for c in done] == [0, 1, 2]
+            assert all(c.cached_tokens == 8 for c in done[1:])
+    assert rounds[0] == rounds[1]
+    assert rounds[0][0] != rounds[0][1]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"temperature": -1.0}, "sampling_params.temperature: -1.0 is not allowed; 0 (greedy) or more"),
+        ({"temperature": float("nan")}, "sampling_params.temperature"),
+        ({"top_p": 1.5}, "sampling_params.top_p"),
+        ({"min_p": -0.1}, "sampling_params.min_p"),
+        ({"presence_penalty": 3.0}, "sampling_params.presence_penalty"),
+        ({"repetition_penalty": -1.0}, "sampling_params.repetition_penalty"),
+        ({"n": 129}, "sampling_params.n: 129 is not allowed; 1 to 128"),
+        ({"logprobs": 21}, "sampling_params.logprobs: 21 is not allowed; 0 to 20"),
+        ({"stop_token_ids": [VOCAB]}, "sampling_params.stop_token_ids"),
+        ({"logit_bias": {1: 101.0}}, "sampling_params.logit_bias"),
+        ({"max_tokens": 0}, "sampling_params.max_tokens: 0 is not allowed; 1 to 118 with 10 prompt tokens"),
+        ({"max_tokens": 119}, "sampling_params.max_tokens"),
+        ({"min_tokens": 13}, "sampling_params.min_tokens"),
+    ],
+)
+async def test_bad_parameters_are_named(sampling: dict[str, object], field: str) -> None:
+    """Every refusal is INVALID_ARGUMENT and names the field."""
+    async with served() as service:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await service.stub.Generate(message(**sampling)).read()
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert field in (caught.value.details() or "")
+
+
+async def test_bad_prompts_and_ids_are_named() -> None:
+    """Empty, overlong and out-of-vocabulary prompts, and a request id that is still live."""
+    async with served() as service:
+        for ids, field in (([], "0 tokens"), ([1] * 128, "1 to 127 tokens"), ([VOCAB], "[0, 97)")):
+            bad = message()
+            bad.tokenized.ClearField("input_ids")
+            bad.tokenized.input_ids.extend(ids)
+            with pytest.raises(grpc.aio.AioRpcError, match=r"tokenized\.input_ids") as caught:
+                await service.stub.Generate(bad).read()
+            assert field in (caught.value.details() or "")
+        service.harness.model.gate.clear()
+        first = service.stub.Generate(message("same"))
+        await asyncio.sleep(0.05)
+        with pytest.raises(grpc.aio.AioRpcError, match="request_id"):
+            await service.stub.Generate(message("same")).read()
+        first.cancel()
+
+
+async def test_cancel_aborts() -> None:
+    """A call that is cancelled frees its pages although its output was far from done."""
+    async with served() as service:
+        call = service.stub.Generate(message(max_tokens=110))
+        await call.read()
+        service.harness.model.gate.clear()
+        call.cancel()
+        await asyncio.sleep(0.05)
+        service.harness.model.gate.set()
+        await idle(service.harness)
+        assert service.harness.engine.load.used_pages == 0
+        assert service.harness.model.calls < 100
+
+
+async def test_abort_ends_the_stream() -> None:
+    """Abort by id ends every output with finish_reason abort; unknown ids are ignored."""
+    async with served() as service:
+        call = service.stub.Generate(message("gone", max_tokens=110, n=2))
+        messages = aiter(call)
+        await anext(messages)
+        service.harness.model.gate.clear()
+        await service.stub.Abort(pb.AbortRequest(request_ids=["gone", "unknown"]))
+        service.harness.model.gate.set()
+        ends = [r.complete async for r in messages if r.WhichOneof("response") == "complete"]
+    assert [end.finish_reason for end in ends] == ["abort", "abort"]
+
+
+async def test_full_queue_is_resource_exhausted() -> None:
+    """More outputs than may wait are refused at once, and the engine goes on."""
+    async with served(max_waiting=2) as service:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await service.stub.Generate(message(n=3)).read()
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "at most 2" in (caught.value.details() or "")
+        assert [r async for r in service.stub.Generate(message(stream=False))]
+
+
+async def test_slow_client_gets_several_tokens_per_message() -> None:
+    """Tokens of many steps share a message once the client has fallen behind."""
+    async with served() as service:
+        buffer = service.servicer.service.router.open("slow")  # type: ignore[union-attr]
+        request = make_request("slow", prompt_of(1, 5))
+        service.harness.engine.submit([request])
+        await until(lambda: request.finished)
+        await asyncio.sleep(0.02)
+        deltas = (await buffer.take())[0]
+    assert sum(len(delta.token_ids) for delta in deltas) == 12
+    assert len(deltas) > 1
+
+
+async def test_load_flush_info_health_metrics() -> None:
+    """The other calls tell what happened."""
+    async with served() as service:
+        assert [r async for r in service.stub.Generate(message(stream=False))]
+        await idle(service.harness)
+        load = await service.stub.GetLoad(pb.GetLoadRequest())
+        assert load.num_total_reqs == 0
+        assert load.num_cached_tokens == 20
+        assert load.max_total_num_tokens == 199 * 4
+        assert load.gen_throughput > 0
+        flushed = await service.stub.FlushCache(pb.FlushCacheRequest())
+        assert (flushed.success, flushed.freed_tokens) == (True, 20)
+        assert (await service.stub.GetModelInfo(pb.GetModelInfoRequest())).served_model_name == "fake"
+        check = health_pb2_grpc.HealthStub(service.channel).Check
+        answer = await check(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        labels = {"model_name": "fake", "engine": "0"}
+        value = service.registry.get_sample_value
+        assert value("vllm:prompt_tokens_total", labels) == 10
+        assert value("vllm:generation_tokens_total", labels) == 12
+        assert value("vllm:request_decode_time_seconds_count", labels) == 1
+
+
+async def test_unavailable_before_ready_and_while_draining() -> None:
+    """No call hangs on an engine that is not there."""
+    async with served() as service:
+        service.servicer.draining = True
+        with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
+            await service.stub.Generate(message()).read()
+        service.servicer.service = None
+        with pytest.raises(grpc.aio.AioRpcError, match="still loading"):
+            await service.stub.GetLoad(pb.GetLoadRequest())
