@@ -2,6 +2,7 @@
 #pragma once
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -37,17 +38,23 @@ inline std::atomic_ref<T> shared(T& word) {
 // Low half of an epoch, which is what a 32-bit futex can watch (x86 is little-endian).
 inline uint32_t* low_word(uint64_t& epoch) { return reinterpret_cast<uint32_t*>(&epoch); }
 
-// Spins until `arrived` holds or the budget is spent; returns whether it arrived.
+// Spins until `arrived` holds or the budget is spent; returns whether it arrived. Yields now and then: the
+// scheduler likes to wake a sleeper on its waker's core, where a pure spin would keep it from running.
 template <typename Condition>
 inline bool spin_for(uint64_t budget_ns, Condition arrived) {
+  constexpr uint64_t kYieldNs = 4'000;
   if (arrived()) return true;
-  const uint64_t give_up = clock_ns() + budget_ns;
-  do {
+  const uint64_t start = clock_ns();
+  uint64_t next_yield = start + kYieldNs;
+  for (uint64_t now = start; now - start < budget_ns; now = clock_ns()) {
     for (int i = 0; i < 16; ++i) {
       if (arrived()) return true;
       __builtin_ia32_pause();
     }
-  } while (clock_ns() < give_up);
+    if (now < next_yield) continue;
+    sched_yield();
+    next_yield = now + kYieldNs;
+  }
   return arrived();
 }
 

@@ -123,21 +123,26 @@ std::vector<double> measure_round_trips(Mailbox& mailbox, uint32_t rows, uint32_
   return microseconds;
 }
 
-std::vector<double> ping_pong(uint32_t* word, bool asks, uint32_t rounds, uint64_t spin_ns) {
+std::vector<double> ping_pong(uint32_t* lines, bool asks, uint32_t rounds, uint64_t spin_ns) {
+  uint32_t* const word = lines;
+  uint32_t& i_sleep = lines[asks ? 16 : 32];
+  uint32_t& other_sleeps = lines[asks ? 32 : 16];
   std::vector<double> microseconds;
   const auto wait_for = [&](uint32_t value) {
-    const auto arrived = [&] { return shared(*word).load(std::memory_order_acquire) == value; };
+    const auto arrived = [&] { return shared(*word).load(std::memory_order_seq_cst) == value; };
     if (spin_for(spin_ns, arrived)) return;
     // The other side's process may have ended: look again now and then instead of sleeping for ever.
-    const uint64_t give_up = clock_ns() + 5'000'000'000u;
+    const uint64_t give_up = clock_ns() + 20'000'000'000u;
+    shared(i_sleep).store(1, std::memory_order_seq_cst);
     while (!arrived()) {
       futex_wait(word, value - 1, 10'000'000);
       if (clock_ns() > give_up) throw MailboxError(Failure::kMailbox, "ping-pong: the other side is gone");
     }
+    shared(i_sleep).store(0, std::memory_order_relaxed);
   };
   const auto tell = [&](uint32_t value) {
     shared(*word).store(value, std::memory_order_seq_cst);
-    futex_wake_all(word);
+    if (shared(other_sleeps).load(std::memory_order_seq_cst) != 0) futex_wake_all(word);
   };
   for (uint32_t i = 0; i < rounds; ++i) {
     const uint64_t start = clock_ns();

@@ -31,8 +31,8 @@ std::vector<double> measure_round_trips(Mailbox& mailbox, uint32_t rows, uint32_
                                         uint64_t deadline_ms);
 
 // The limit to compare with: one side of a ping-pong on a shared cache line between two processes, waiting
-// as the mailbox does (spin, then futex). `word` is 4 bytes of shared memory, 64-byte aligned, that holds 0.
-// The even side answers, the odd side asks; returns microseconds per round trip (empty for the even side).
-std::vector<double> ping_pong(uint32_t* word, bool asks, uint32_t rounds, uint64_t spin_ns);
+// as the mailbox does (spin, then futex, waking only who sleeps). `lines` is 192 bytes of zeroed shared
+// memory, 64-byte aligned. Returns microseconds per round trip to the side that asks, nothing to the other.
+std::vector<double> ping_pong(uint32_t* lines, bool asks, uint32_t rounds, uint64_t spin_ns);
 
 }  // namespace moebius::mailbox
