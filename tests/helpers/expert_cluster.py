@@ -1,0 +1,150 @@
+"""Starts expert processes around a mailbox, as the launcher does, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.factory import make_expert_client
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.config import MoebiusConfig
+from moebius.mailbox import Mailbox
+from moebius.mailbox_plan import mailbox_geometry
+from protos import expert_pb2_grpc
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import sys
+from expert_service.main import run
+from moebius.config import MoebiusConfig
+sys.exit(run(MoebiusConfig.model_validate_json(sys.argv[1])))
+"""
+READY_S = 60.0
+
+
+def make_config(model: Path | str, directory: Path, **experts: Any) -> MoebiusConfig:
+    """A configuration of `split_count` servers whose sockets are in `directory`."""
+    count = experts.get("split_count", 1)
+    settings = {
+        "expert_threads": 1,
+        "expert_addresses": [f"unix:{directory}/e{index}" for index in range(count)],
+        "mailbox_rows": 16,
+        "expert_address": f"unix:{directory}/e{experts.get('split_index', 0)}",
+        **experts,
+    }
+    document = {"model": {"model": str(model)}, "experts": settings, "supervisor": {"stop_timeout_s": 8}}
+    return MoebiusConfig.model_validate(document)
+
+
+def start_expert(config: MoebiusConfig, log: Path) -> subprocess.Popen[bytes]:
+    """One expert process; its log is appended to `log`."""
+    with log.open("ab") as sink:
+        command = [sys.executable, "-c", SCRIPT, config.model_dump_json()]
+        return subprocess.Popen(command, cwd=ROOT, stderr=sink)
+
+
+@dataclass
+class Cluster:
+    """Running servers of one model; filled by `running_cluster`."""
+
+    config: MoebiusConfig
+    geometry: MoeGeometry
+    log: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def own_config(self, index: int) -> MoebiusConfig:
+        """What the server `index` is started with."""
+        addresses = self.config.experts.expert_addresses
+        update = {"split_index": index, "expert_address": addresses[index]}
+        return self.config.model_copy(update={"experts": self.config.experts.model_copy(update=update)})
+
+    def start(self, index: int) -> subprocess.Popen[bytes]:
+        """Start the server, or start it again."""
+        process = start_expert(self.own_config(index), self.log)
+        self.processes[index : index + 1] = [process]
+        return process
+
+    def client(self, transport: str, **experts: Any) -> ExpertClient:
+        """A ready client."""
+        settings = self.config.experts.model_copy(update={"expert_transport": transport, **experts})
+        client = make_expert_client(self.config.model_copy(update={"experts": settings}), self.geometry)
+        client.wait_ready(READY_S)
+        return client
+
+    @contextlib.contextmanager
+    def stub(self, index: int = 0) -> Iterator[Any]:
+        """The gRPC stub of one server."""
+        make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub
+        with grpc.insecure_channel(self.config.experts.expert_addresses[index]) as channel:
+            yield make_stub(channel)
+
+
+@contextlib.contextmanager
+def running_cluster(
+    model: Path, directory: Path, *, dtype: str = "auto", **experts: Any
+) -> Iterator[Cluster]:
+    """Servers and their mailbox; at the end they must leave on SIGTERM with status 0."""
+    directory.mkdir(parents=True, exist_ok=True)
+    name = f"moebius-test-{secrets.token_hex(6)}"
+    config = make_config(model, directory, mailbox=name, **experts)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    geometry = MoeGeometry.from_config(model)
+    mailbox = Mailbox.create(name, mailbox_geometry(config, geometry))
+    cluster = Cluster(config, geometry, directory / "experts.log")
+    try:
+        for index in range(config.experts.split_count):
+            cluster.start(index)
+        mailbox.wait_servers_ready(READY_S)
+        yield cluster
+        for process in cluster.processes:
+            process.send_signal(signal.SIGTERM)
+        statuses = [process.wait(timeout=30) for process in cluster.processes]
+        assert statuses == [0] * len(statuses), cluster.log.read_text()[-4000:]
+    finally:
+        for process in cluster.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        Mailbox.unlink(name)
+
+
+def random_routing(
+    geometry: MoeGeometry, rows: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden_states `[rows, H]`, distinct topk_ids int32 `[rows, K]` and topk_weights float32 `[rows, K]`."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden_states = torch.randn(rows, geometry.hidden_size, generator=generator).to(dtype)
+    scores = torch.rand(rows, geometry.num_experts, generator=generator)
+    topk_weights, topk_ids = scores.topk(geometry.top_k)
+    return hidden_states, topk_ids.to(torch.int32), topk_weights
+
+
+def compute(client: ExpertClient, layer: int, routing: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Submit and collect at once."""
+    hidden_states, topk_ids, topk_weights = routing
+    return client.collect(client.submit(layer, hidden_states, topk_ids, topk_weights))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Poll; fails when the condition does not come true."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.02)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, as a fraction of the largest expected magnitude."""
+    return float((found - expected).abs().max() / expected.abs().max())
