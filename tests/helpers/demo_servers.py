@@ -32,6 +32,10 @@ class Fleet:
     split: Literal["tensor", "expert"]
     shares: tuple[int, ...]
 
+    def __str__(self) -> str:
+        """For test names: `tensor-1-2-1`."""
+        return "-".join([self.split, *map(str, self.shares)])
+
 
 @dataclass(frozen=True)
 class RunningFleet:
