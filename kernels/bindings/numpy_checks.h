@@ -20,15 +20,19 @@ inline std::string shape_text(const std::vector<pybind11::ssize_t>& shape) {
 inline void check_shape(const pybind11::array& array, const char* name, const std::vector<pybind11::ssize_t>& wanted) {
   const std::vector<pybind11::ssize_t> shape(array.shape(), array.shape() + array.ndim());
   if (shape == wanted) return;
-  throw std::invalid_argument(std::string(name) + " has shape " + shape_text(shape) + "; it must be " + shape_text(wanted));
+  throw std::invalid_argument(std::string(name) + " has shape " + shape_text(shape) + "; it must be " +
+                              shape_text(wanted));
 }
 
 inline std::string dtype_text(const pybind11::array& array) { return pybind11::str(array.dtype()).cast<std::string>(); }
 
 // The array itself when it is T and C-contiguous, a contiguous copy when only the strides differ.
 template <class T>
-pybind11::array_t<T, pybind11::array::c_style> contiguous(const pybind11::array& array, const char* name, const char* wanted) {
-  if (pybind11::isinstance<pybind11::array_t<T>>(array)) return pybind11::array_t<T, pybind11::array::c_style>::ensure(array);
+pybind11::array_t<T, pybind11::array::c_style> contiguous(const pybind11::array& array, const char* name,
+                                                          const char* wanted) {
+  if (pybind11::isinstance<pybind11::array_t<T>>(array)) {
+    return pybind11::array_t<T, pybind11::array::c_style>::ensure(array);
+  }
   throw std::invalid_argument(std::string(name) + " has dtype " + dtype_text(array) + "; it must be " + wanted);
 }
 

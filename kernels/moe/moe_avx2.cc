@@ -1,4 +1,4 @@
-// AVX2 + FMA. Everything but the table's accessor has internal linkage; see panel_kernels.inc.
+// AVX2 + FMA. Everything but the table's accessor has internal linkage; see panel_kernels.inc.h.
 #include <immintrin.h>
 
 #include <utility>
@@ -40,7 +40,8 @@ struct Vec {
   // As in moe_avx512.cc; 2^n is built in the exponent bits, where n stays within [-126, 127].
   static __m256 exp(__m256 x) {
     x = _mm256_min_ps(_mm256_set1_ps(88.0f), _mm256_max_ps(_mm256_set1_ps(-87.0f), x));
-    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), kNearest);
     __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
     r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
     __m256 y = _mm256_set1_ps(1.0f / 5040);
@@ -58,7 +59,7 @@ struct Vec {
   }
 };
 
-#include "kernels/moe/panel_kernels.inc"
+#include "kernels/moe/panel_kernels.inc.h"
 
 }  // namespace
 

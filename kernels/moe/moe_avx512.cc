@@ -1,4 +1,4 @@
-// AVX-512 (F, BW, VL, DQ). Everything but the table's accessor has internal linkage; see panel_kernels.inc.
+// AVX-512 (F, BW, VL, DQ). Everything but the table's accessor has internal linkage; see panel_kernels.inc.h.
 #include <immintrin.h>
 
 #include <utility>
@@ -28,7 +28,7 @@ struct Vec {
 
   // at[0..min(kLanes, columns)) += scale * x
   static void add_scaled(float* at, Vec scale, Vec x, uint32_t columns) {
-    const __mmask16 mask = columns >= kLanes ? static_cast<__mmask16>(0xffff) : static_cast<__mmask16>((1u << columns) - 1);
+    const auto mask = static_cast<__mmask16>(columns >= kLanes ? 0xffffu : (1u << columns) - 1);
     _mm512_mask_storeu_ps(at, mask, _mm512_fmadd_ps(scale.v, x.v, _mm512_maskz_loadu_ps(mask, at)));
   }
 
@@ -53,7 +53,7 @@ struct Vec {
   }
 };
 
-#include "kernels/moe/panel_kernels.inc"
+#include "kernels/moe/panel_kernels.inc.h"
 
 }  // namespace
 

@@ -12,15 +12,23 @@ constexpr uint32_t kLanes = 8;
 
 struct Float32Panel {
   static constexpr size_t kBytesPerK = 2 * kLanes * sizeof(float);
-  static float low(const void* panel, size_t k, uint32_t lane) { return static_cast<const float*>(panel)[k * 2 * kLanes + lane]; }
+  static float low(const void* panel, size_t k, uint32_t lane) {
+    return static_cast<const float*>(panel)[k * 2 * kLanes + lane];
+  }
   static float high(const void* panel, size_t k, uint32_t lane) { return low(panel, k, lane + kLanes); }
 };
 
 struct BFloat16Panel {
   static constexpr size_t kBytesPerK = kLanes * sizeof(uint32_t);
-  static uint32_t pair(const void* panel, size_t k, uint32_t lane) { return static_cast<const uint32_t*>(panel)[k * kLanes + lane]; }
-  static float low(const void* panel, size_t k, uint32_t lane) { return std::bit_cast<float>(pair(panel, k, lane) << 16); }
-  static float high(const void* panel, size_t k, uint32_t lane) { return std::bit_cast<float>(pair(panel, k, lane) & 0xffff0000u); }
+  static uint32_t pair(const void* panel, size_t k, uint32_t lane) {
+    return static_cast<const uint32_t*>(panel)[k * kLanes + lane];
+  }
+  static float low(const void* panel, size_t k, uint32_t lane) {
+    return std::bit_cast<float>(pair(panel, k, lane) << 16);
+  }
+  static float high(const void* panel, size_t k, uint32_t lane) {
+    return std::bit_cast<float>(pair(panel, k, lane) & 0xffff0000u);
+  }
 };
 
 template <class Panel>

@@ -94,7 +94,9 @@ void ThreadPool::stop() {
 
 void ThreadPool::run(uint32_t num_tasks, TaskFn fn, void* context) {
   if (num_tasks == 0) return;
-  if (num_tasks > kMaxTasks) throw std::invalid_argument("parallel_for: more than " + std::to_string(kMaxTasks) + " tasks");
+  if (num_tasks > kMaxTasks) {
+    throw std::invalid_argument("parallel_for: more than " + std::to_string(kMaxTasks) + " tasks");
+  }
   std::lock_guard<std::mutex> lock(run_mutex_);
   if (num_threads_ == 1 || num_tasks == 1) {
     for (uint32_t task = 0; task < num_tasks; ++task) fn(context, task, 0);
@@ -160,7 +162,9 @@ void ThreadPool::worker_loop(uint32_t worker) {
 }
 
 void ThreadPool::wait_for_work() {
-  auto due = [this] { return ticket_open(ticket_.load(std::memory_order_acquire)) || stopping_.load(std::memory_order_relaxed); };
+  auto due = [this] {
+    return ticket_open(ticket_.load(std::memory_order_acquire)) || stopping_.load(std::memory_order_relaxed);
+  };
   if (spin_until(spin_, due)) return;
   // The order word, sleepers, ticket pairs with run(): ticket, sleepers, word. One side sees the other.
   const uint32_t word = wake_word_.load();

@@ -32,13 +32,16 @@ class ThreadPool {
   uint32_t size() const { return num_threads_; }
 
   // Runs fn(task, worker) for every task in [0, num_tasks), handed out in ascending order; returns when all
-  // are done. The first exception of a task is rethrown here after the others have finished. Calls from
-  // several threads are served one after the other; calls from inside a task are not allowed.
+  // are done or, with one thread, at the first exception. The first exception of a task is rethrown here, with
+  // no task left running. Calls from several threads are served one after the other; calls from inside a task
+  // are not allowed.
   template <class Fn>
   void parallel_for(uint32_t num_tasks, Fn&& fn) {
     using Callable = std::remove_reference_t<Fn>;
-    run(num_tasks, [](void* context, uint32_t task, uint32_t worker) { (*static_cast<Callable*>(context))(task, worker); },
-        const_cast<std::remove_const_t<Callable>*>(&fn));
+    const TaskFn call = [](void* context, uint32_t task, uint32_t worker) {
+      (*static_cast<Callable*>(context))(task, worker);
+    };
+    run(num_tasks, call, const_cast<std::remove_const_t<Callable>*>(&fn));
   }
 
  private:

@@ -3,11 +3,13 @@ neighbours that keep the cores busy."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,30 @@ from moebius.kernels import ExpertEngine
 from tests.helpers.moe_golden import load_layer, random_expert, random_rows
 
 HIDDEN, INTERMEDIATE, EXPERTS = 48, 32, 4
+
+
+def worker_threads() -> list[Path]:
+    """Threads of all pools in this process, by the name the pool gives them."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended while we looked
+            if (task / "comm").read_text().startswith("experts-"):
+                found.append(task)
+    return found
+
+
+def settles_at(count: int) -> bool:
+    """A joined thread stays listed for an instant; says whether the number of workers becomes `count`."""
+    deadline = time.monotonic() + 5
+    while len(worker_threads()) != count and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return len(worker_threads()) == count
+
+
+def cpu_ticks(threads: list[Path]) -> int:
+    """User and system time of threads, in ticks of 10 ms (proc(5), fields 14 and 15 of stat)."""
+    fields = [(thread / "stat").read_text().rsplit(")", 1)[1].split() for thread in threads]
+    return sum(int(field[11]) + int(field[12]) for field in fields)
 
 
 def loaded_engine(num_threads: int, cpus: tuple[int, ...] = ()) -> ExpertEngine:
@@ -88,11 +114,27 @@ def test_beside_busy_processes() -> None:
 
 
 def test_engines_start_and_stop() -> None:
-    """Creating and dropping an engine leaves no thread behind."""
-    before = len(os.listdir("/proc/self/task"))
+    """Dropping an engine ends its threads; creating many leaves none behind."""
+    before = len(worker_threads())
     for _ in range(40):
-        check_calls(loaded_engine(3), 1)
-    assert len(os.listdir("/proc/self/task")) == before
+        engine = loaded_engine(3)
+        check_calls(engine, 1)
+        assert settles_at(before + 2)
+        del engine
+    assert settles_at(before)
+
+
+def test_idle_workers_use_no_cpu() -> None:
+    """Workers spin for microseconds, then sleep: three idle ones stay below 2 % of a core together."""
+    engine = loaded_engine(4)
+    check_calls(engine, 10)
+    time.sleep(0.05)
+    workers = worker_threads()
+    before = cpu_ticks(workers)
+    time.sleep(1.0)
+    assert len(workers) >= 3
+    assert cpu_ticks(workers) - before <= 2
+    check_calls(engine, 10)
 
 
 def test_gil_is_free_during_forward() -> None:
