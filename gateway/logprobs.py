@@ -9,6 +9,14 @@ from typing import Any
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
 
+# A masked token has -inf, which JSON can not say; other servers send this number for it.
+_LOWEST = -9999.0
+
+
+def finite(logprob: float) -> float:
+    """`logprob`, or the lowest number JSON clients are used to."""
+    return max(logprob, _LOWEST)
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -27,7 +35,7 @@ def alternatives(
     if position >= len(top_logprobs):
         return ()
     row = top_logprobs[position]
-    return tuple(zip(row.token_ids, row.values, strict=True))
+    return tuple((token_id, finite(value)) for token_id, value in zip(row.token_ids, row.values, strict=True))
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.errors import ApiError
-from gateway.logprobs import TokenLogprob, alternatives
+from gateway.logprobs import TokenLogprob, alternatives, finite
 from gateway.text.detokenizer import make_detokenizer
 from gateway.text.stop_strings import StopStrings
 from gateway.text.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ class OutputState:
                 self._pending.append(
                     TokenLogprob(
                         token_id,
-                        logprobs.token_logprobs[position],
+                        finite(logprobs.token_logprobs[position]),
                         alternatives(logprobs.top_logprobs, position),
                         self._decoded_length,
                     )
@@ -157,7 +157,7 @@ class OutputState:
             self._pending.append(
                 TokenLogprob(
                     token_id,
-                    value.value if value.HasField("value") else None,
+                    finite(value.value) if value.HasField("value") else None,
                     alternatives(logprobs.top_logprobs, position),
                     offset,
                 )

@@ -55,6 +55,7 @@ class RequestRun:
         self._format = form
         self._options = body.stream_options or StreamOptions.model_validate({})
         self._stream = bool(body.stream)
+        self._log = logger if body.user is None else logger.bind(user=body.user)
         self._started = time.perf_counter()
         self._last_token: dict[int, float] = {}
         self._span = trace.get_current_span()
@@ -220,7 +221,7 @@ class RequestRun:
         self._gateway.metrics.finished(seconds, prompt, completion, reasons)
         usage = {"input": prompt, "output": completion, "cache_read": cached}
         telemetry.describe_response(self._span, self._format.id, self._model.name, reasons, usage)
-        logger.info("generation finished", response_id=self._format.id, seconds=round(seconds, 4), **usage)
+        self._log.info("generation finished", response_id=self._format.id, seconds=round(seconds, 4), **usage)
 
     def _failed(self, error: Exception) -> None:
         failure = to_api_error(error)
@@ -228,4 +229,4 @@ class RequestRun:
             self._gateway.metrics.rejected("engine_queue_full")
         self._gateway.metrics.failed(failure.status)
         telemetry.describe_failure(self._span, failure.code or type(error).__name__, failure.message)
-        logger.warning("generation failed", status=failure.status, error=failure.message)
+        self._log.warning("generation failed", status=failure.status, error=failure.message)

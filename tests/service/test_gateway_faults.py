@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ def test_stop_string_ends_the_engine_call(setup: Setup) -> None:
 
 def test_failure_in_the_middle_of_a_stream_is_an_event(setup: Setup) -> None:
     """Once text was sent a failure comes as an error event followed by [DONE], which openai raises."""
-    setup.engine.script = Script(fail_after=3)
+    setup.engine.script = Script(text="one two three four five", fail_after=3)
     body = {**ENDLESS, "stream": True}
     response = httpx.post(f"{setup.url}/v1/completions", json=body)
     assert response.status_code == 200
@@ -203,6 +204,25 @@ def test_gateway_waits_for_an_engine_that_starts_later(setup: Setup, tmp_path: P
                 time.sleep(0.05)
 
 
+def test_engine_restart_is_survived(setup: Setup, tmp_path: Path) -> None:
+    """While the engine is away requests are 503 with Retry-After; a new engine is found without a restart."""
+    address = f"unix:{tmp_path}/restarted.sock"
+    body = {"model": MODEL, "prompt": "The", "max_tokens": 2}
+    with contextlib.ExitStack() as stack:
+        with serving(FakeEngine(setup.directory, setup.tokenizer), address):
+            url = stack.enter_context(running_gateway(gateway_config(address)))
+            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+        away = httpx.post(f"{url}/v1/completions", json=body)
+        assert (away.status_code, away.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert "Retry-After" in away.headers
+        assert httpx.get(f"{url}/ready").status_code == 503
+        with serving(FakeEngine(setup.directory, setup.tokenizer), address):
+            end = time.monotonic() + 10
+            while httpx.post(f"{url}/v1/completions", json=body).status_code != 200:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+
+
 def test_api_key_guards_all_but_probes(setup: Setup) -> None:
     """With a key set, requests without it are refused with 401, to unknown paths too; probes are open."""
     with running_gateway(gateway_config(setup.address, api_key="secret")) as url:
@@ -218,7 +238,7 @@ def test_api_key_guards_all_but_probes(setup: Setup) -> None:
 
 def test_outputs_of_one_request_do_not_block_each_other(setup: Setup) -> None:
     """Two prompts run at the same time: neither waits for the other's end."""
-    setup.engine.script = Script(delay_s=0.02)
+    setup.engine.script = Script(text="one two three four five", delay_s=0.02)
     body = {**ENDLESS, "prompt": ["The", "A"], "max_tokens": 5, "stream": True}
     payloads = sse_payloads(httpx.post(f"{setup.url}/v1/completions", json=body).text)
     order = [json.loads(payload)["choices"][0]["index"] for payload in payloads[:-1]]

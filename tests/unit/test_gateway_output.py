@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -131,6 +132,16 @@ def test_failed_output_raises() -> None:
     message = pb.GenerateComplete(finish_reason="error", error_message="layer 3")
     with pytest.raises(ApiError, match="layer 3"):
         OutputState(0, TOKENIZER, RULES, [3]).complete(message)
+
+
+def test_masked_tokens_stay_valid_json() -> None:
+    """-inf of a masked token becomes a number that JSON has."""
+    top = pb.TopLogProbs(token_ids=[5, 6], values=[-0.5, float("-inf")])
+    logprobs = pb.OutputLogProbs(token_ids=[5], token_logprobs=[float("-inf")], top_logprobs=[top])
+    chunk = pb.GenerateStreamChunk(token_ids=[5], output_logprobs=logprobs)
+    delta = OutputState(0, TOKENIZER, RULES, [3]).feed(chunk)
+    json.dumps(chat_logprobs(TOKENIZER, delta.logprobs, 2), allow_nan=False)
+    assert delta.logprobs[0].logprob == delta.logprobs[0].top[1][1] == -9999.0
 
 
 def test_logprob_formats() -> None:
