@@ -31,7 +31,10 @@ void add_rows(float* output, const float* partial, size_t count, bool first) {
 
 }  // namespace
 
-Mailbox::Mailbox(Segment segment, int64_t spin_ns) : segment_(std::move(segment)), traces_(segment_.geometry().num_slots) {
+Mailbox::Mailbox(Segment segment, int64_t spin_ns)
+    : segment_(std::move(segment)),
+      outstanding_(segment_.geometry().num_slots),
+      traces_(segment_.geometry().num_slots) {
   spin_ns_ = spin_ns >= 0 ? uint64_t(spin_ns) : spin_budget(1 + segment_.geometry().num_servers).client_ns;
 }
 
@@ -93,13 +96,14 @@ uint64_t Mailbox::submit(uint32_t slot, uint32_t layer, const void* hidden_state
   }
   shared(request.epoch).store(epoch, std::memory_order_release);
   shared(segment_.ready(slot).epoch).store(epoch, std::memory_order_release);
+  outstanding_[slot] = {epoch, rows};
   ring();
   return epoch;
 }
 
 std::vector<uint64_t> Mailbox::collect(uint32_t slot, uint64_t epoch, float* output, uint64_t deadline_ms) {
   check_slot(slot);
-  const uint64_t held = shared(segment_.ready(slot).epoch).load(std::memory_order_acquire);
+  const uint64_t held = outstanding_[slot].epoch;
   if (held != epoch || epoch == 0) {
     throw MailboxError(Failure::kStaleEpoch, "slot " + std::to_string(slot) + " holds epoch " + std::to_string(held) +
                                                  ", collect asked for " + std::to_string(epoch));
@@ -110,7 +114,7 @@ std::vector<uint64_t> Mailbox::collect(uint32_t slot, uint64_t epoch, float* out
   for (uint32_t s = 0; s < num_servers; ++s) {
     generations[s] = shared(segment_.server(s).generation).load(std::memory_order_acquire);
   }
-  const size_t count = size_t{segment_.request(slot).rows} * segment_.geometry().hidden_size;
+  const size_t count = size_t{outstanding_[slot].rows} * segment_.geometry().hidden_size;
   std::vector<uint64_t> compute_ns(num_servers);
   for (uint32_t s = 0; s < num_servers; ++s) {
     wait_done(slot, s, epoch, generations[s], deadline_ns, deadline_ms);

@@ -74,6 +74,12 @@ class Mailbox {
   Segment segment_;
   uint64_t spin_ns_;
   bool is_client_ = false;
+  // Per slot. Row counts are remembered here: what sizes our own output is not read back from shared memory.
+  struct Outstanding {
+    uint64_t epoch = 0;
+    uint32_t rows = 0;
+  };
+  std::vector<Outstanding> outstanding_;
   std::vector<TraceContext> traces_;
 };
 

@@ -8,17 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from moebius import mailbox_layout
 from moebius.mailbox import (
     AbiMismatch,
     EchoBackend,
+    ExpertComputeError,
     GeometryMismatch,
     Mailbox,
     MailboxError,
     MailboxServer,
 )
-from tests.helpers.mailbox import ROOT, geometry, new_mailbox
+from tests.helpers.mailbox import ROOT, Call, geometry, new_mailbox
 
 
 def overwrite(name: str, offset: int, content: bytes) -> None:
@@ -54,6 +57,26 @@ def test_wrong_geometry_names_both() -> None:
         assert Mailbox.attach(box.name, 0, geometry()).geometry == geometry()
         with pytest.raises(ValueError, match=r"hidden_size 48.*backend has 32"):
             MailboxServer(box.name, 0, EchoBackend(32))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("layer", 5), ("layer", 2**32 - 1), ("rows", 8), ("rows", 2**32 - 1)]
+)
+def test_garbage_in_a_request_is_an_error_not_a_crash(field: str, value: int) -> None:
+    """A server trusts no size it reads: it answers with an error and serves the next request."""
+    offsets = mailbox_layout.offsets()
+    with new_mailbox(geometry()) as box:
+        header = mailbox_layout.Header.from_buffer_copy(Path("/dev/shm", box.name).read_bytes())
+        call = Call(box, 2)
+        epoch = call.submit()
+        place = header.requests_offset + offsets[f"RequestHeader.{field}"]
+        overwrite(box.name, place, value.to_bytes(4, "little"))
+        server = MailboxServer(box.name, 0, EchoBackend(48))
+        server.start()
+        with pytest.raises(ExpertComputeError, match="beyond the mailbox's geometry"):
+            call.collect(epoch)
+        np.testing.assert_array_equal(call.collect(call.submit()), call.expected())
+        server.stop()
 
 
 @pytest.mark.parametrize("size", [0, 100, 4096])
