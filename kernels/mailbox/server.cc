@@ -121,7 +121,9 @@ void MailboxServer::serve(uint32_t slot, uint64_t epoch) {
   const uint64_t start = clock_ns();
   compute(hidden_states, response, reinterpret_cast<float*>(base + segment_.regions().output));
   response.compute_ns = clock_ns() - start;
-  if ((request_.trace_flags & 1u) != 0) record_trace(clock_ns(CLOCK_REALTIME) - response.compute_ns, response.compute_ns);
+  if ((request_.trace_flags & 1u) != 0) {
+    record_trace(clock_ns(CLOCK_REALTIME) - response.compute_ns, response.compute_ns);
+  }
 
   ServerRecord& record = segment_.server(index_);
   if (response.status != uint32_t(Status::kOk)) {
