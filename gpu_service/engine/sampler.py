@@ -54,12 +54,12 @@ class Sampler:
         if plan.bias is None and plan.penalties is None and plan.banned is None:
             return logits
         logits = logits.clone()
-        for sparse in (plan.bias, plan.banned):
-            # Masks are applied last, after the penalties.
-            if sparse is plan.banned and plan.penalties is not None:
-                self.penalties.apply(logits, plan.penalties)
-            if sparse is not None:
-                logits[sparse.rows, sparse.token_ids] += sparse.values
+        if plan.bias is not None:
+            logits[plan.bias.rows, plan.bias.token_ids] += plan.bias.values
+        if plan.penalties is not None:
+            self.penalties.apply(logits, plan.penalties)
+        if plan.banned is not None:
+            logits[plan.banned.rows, plan.banned.token_ids] = plan.banned.values
         return logits
 
     def _draw(self, logits: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:

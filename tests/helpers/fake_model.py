@@ -79,12 +79,14 @@ class FakeModel:
         for index, seq_len in enumerate(inputs.seq_lens):
             pages = inputs.block_table[index, : -(-seq_len // cache.page_size)].long()
             history = cache.pages(0)[pages].reshape(-1, 2, 2)[:seq_len]
-            assert torch.isfinite(history).all(), "someone was given pages with NaN in them"
-            mixed = _mix(history[:, 0, 0].long() * 1_000_003 + history[:, 1, 0].long())
+            ids, positions = history[:, 0, 0], history[:, 1, 0]
+            mixed = _mix(ids.nan_to_num().long() * 1_000_003 + positions.nan_to_num().long())
             count = inputs.query_start_loc[index + 1] - inputs.query_start_loc[index]
-            rows.append(mixed.cumsum(0)[seq_len - count :])
-        state = torch.cat(rows)
-        hidden = torch.stack([(state & 0xFFFFFFFF), (state >> 32) & 0x7FFFFFFF], dim=1).double()
+            state = mixed.cumsum(0)[seq_len - count :]
+            halves = torch.stack([state & 0xFFFFFFFF, (state >> 32) & 0x7FFFFFFF], dim=1).double()
+            # NaN anywhere in what a request reads spreads to it, as it would through attention.
+            rows.append(halves if bool(torch.isfinite(ids + positions).all()) else halves * float("nan"))
+        hidden = torch.cat(rows)
         poisoned = inputs.input_ids == self.poison_token
         if bool(poisoned.any()):
             hidden[poisoned] = float("nan")

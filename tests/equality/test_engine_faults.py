@@ -1,0 +1,140 @@
+"""Guards the engine under faults: what fails is told, what can be replayed is, nothing hangs or leaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.request import FinishReason
+from gpu_service.scheduler.limits import QueueFull, RequestRefused
+from tests.helpers.engine_harness import make_request, prompt_of, running_engine
+
+OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+
+
+def raise_at(calls: set[int], error: Exception):  # type: ignore[no-untyped-def]
+    """A `before_forward` that raises at some forward calls, after the KV was written."""
+
+    def before_forward(call: int) -> None:
+        if call in calls:
+            raise error
+
+    return before_forward
+
+
+@OVERLAP
+def test_lost_experts_do_not_show_in_the_tokens(overlap: bool) -> None:
+    """Steps replayed after a recovery give exactly the tokens of an undisturbed run, sampled ones too."""
+    outputs = []
+    for calls in (set[int](), {2, 3, 7, 12}):
+        with running_engine(overlap=overlap, budget=16) as harness:
+            harness.model.before_forward = raise_at(calls, ExpertUnavailable(0, "killed"))
+            requests = [
+                make_request(f"r{i}", prompt_of(i, 20), temperature=1.0, seed=i, presence_penalty=0.5)
+                for i in range(3)
+            ]
+            outputs.append(harness.run(requests))
+            assert harness.experts.recoveries == len(calls)
+    assert outputs[0] == outputs[1]
+
+
+@OVERLAP
+def test_failed_recovery_ends_requests_but_not_the_engine(overlap: bool) -> None:
+    """Running requests end with an error that names the server; later ones are served, from clean pages."""
+    with running_engine(overlap=overlap) as harness:
+        (expected,) = harness.run([make_request("before", prompt_of(1, 20))])
+        error = ExpertUnavailable(1, "still dead")
+        harness.experts.recovery_error = error
+        harness.model.before_forward = raise_at({harness.model.calls + 3}, error)
+        lost = [make_request(f"lost{i}", prompt_of(i, 20)) for i in range(2)]
+        harness.run(lost)
+        assert {r.finish_reason for r in lost} == {FinishReason.ERROR}
+        assert all("expert server 1: still dead" in r.error_message for r in lost)
+        assert harness.run([make_request("after", prompt_of(1, 20))]) == [expected]
+
+
+@OVERLAP
+def test_an_exception_in_a_step_fails_its_requests_only(overlap: bool) -> None:
+    """An unexpected error reaches the clients with its text, and the engine goes on."""
+    with running_engine(overlap=overlap) as harness:
+        harness.model.before_forward = raise_at({2}, RuntimeError("boom"))
+        broken, fine = make_request("broken", prompt_of(1, 9)), make_request("fine", prompt_of(2, 9))
+        harness.run([broken])
+        assert broken.finish_reason is FinishReason.ERROR
+        assert broken.error_message == "RuntimeError: boom"
+        harness.run([fine])
+        assert fine.finish_reason is FinishReason.LENGTH
+
+
+@OVERLAP
+def test_nan_fails_one_request_and_poisons_no_page(overlap: bool) -> None:
+    """The neighbours' tokens are unchanged, and the NaN pages are clean when someone else gets them."""
+    with running_engine(overlap=overlap, prefix_caching=False, num_pages=24) as harness:
+        good = [make_request(f"good{i}", prompt_of(i, 20)) for i in range(2)]
+        expected = harness.run(good)
+        harness.model.poison_token = 96
+        bad = make_request("bad", [*prompt_of(3, 9), 96])
+        again = [make_request(f"again{i}", prompt_of(i, 20)) for i in range(2)]
+        tokens = harness.run([again[0], bad, again[1]])
+        harness.model.poison_token = -1
+        assert bad.finish_reason is FinishReason.ERROR
+        assert "NaN or Inf" in bad.error_message
+        assert [tokens[0], tokens[2]] == expected
+        # Whoever reads a NaN fails; these go through every page of the pool.
+        fill = [make_request(f"fill{i}", prompt_of(i, 40)) for i in range(4)]
+        harness.run(fill)
+        assert {request.finish_reason for request in fill} == {FinishReason.LENGTH}
+
+
+@OVERLAP
+def test_abort_in_flight(overlap: bool) -> None:
+    """While a step computes, running and waiting outputs are aborted; the rest is not disturbed."""
+    with running_engine(overlap=overlap, max_num_seqs=2) as harness:
+        (expected,) = harness.run([make_request("alone", prompt_of(2, 9))])
+        harness.model.gate.clear()
+        requests = [make_request(f"r{i}", prompt_of(i, 9)) for i in range(4)]
+        for request in requests:
+            harness.engine.submit([request])
+        harness.engine.abort("r0")
+        harness.engine.abort("r3")
+        harness.engine.abort("nobody")
+        harness.model.gate.set()
+        harness.wait(requests)
+        reasons = [request.finish_reason for request in requests]
+        assert reasons == [FinishReason.ABORT, FinishReason.LENGTH, FinishReason.LENGTH, FinishReason.ABORT]
+        assert harness.tokens(requests[2]) == expected
+
+
+def test_stop_aborts_what_is_left() -> None:
+    """A stopped engine leaves no caller waiting and no thread behind."""
+    with running_engine(overlap=True, context_limit=200) as harness:
+        request = make_request("long", prompt_of(1, 9), max_tokens=150)
+        harness.engine.submit([request])
+        harness.wait_tokens(request, 2)
+        harness.engine.stop()
+        assert request.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
+        with pytest.raises(QueueFull, match="shutting down"):
+            harness.engine.submit([make_request("late", [1])])
+
+
+def test_refusals_are_immediate() -> None:
+    """Neither an impossible request nor one too many reaches the queue."""
+    with running_engine(max_waiting=1) as harness:
+        with pytest.raises(RequestRefused, match="max_tokens"):
+            harness.engine.submit([make_request("r", [1], max_tokens=1000)])
+        with pytest.raises(QueueFull, match="at most 1"):
+            harness.engine.submit([make_request("r", [1]), make_request("s", [1])])
+
+
+def test_overlap_launches_before_the_last_token_is_known() -> None:
+    """With the first step held back, a second one is launched although no token has arrived."""
+    with running_engine(overlap=True) as harness:
+        harness.model.gate.clear()
+        request = make_request("r", prompt_of(1, 9))
+        harness.engine.submit([request])
+        for _ in range(2000):
+            if request.scheduled_len == 10:
+                break
+            harness.model.gate.wait(0.005)
+        assert request.scheduled_len == 10
+        assert request.output_token_ids == []

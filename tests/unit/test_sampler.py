@@ -1,0 +1,162 @@
+"""Guards the sampler against plain numpy: which tokens may be drawn, how often, and by which number."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_service.engine.logprobs import token_logprobs
+from gpu_service.engine.random import derive_seed, uniform
+from gpu_service.engine.sampler import Sampled, Sampler
+from gpu_service.engine.sampling_plan import build_sampling_plan
+from gpu_service.request import Request, SamplingParams
+from gpu_service.scheduler.limits import SchedulerLimits
+
+VOCAB = 40
+LIMITS = SchedulerLimits(8, 64, 128, 0, frozenset({7}))
+LOGITS = torch.from_numpy(np.random.default_rng(3).normal(0, 2, VOCAB).astype(np.float32))
+
+
+def request_with(slot: int = 0, **params: object) -> Request:
+    """A request that only has parameters and a slot."""
+    return Request("r", [1, 2, 2], SamplingParams(**params), slot=slot)  # type: ignore[arg-type]
+
+
+def draw(requests: list[Request], positions: list[int], logits: torch.Tensor | None = None) -> Sampled:
+    """Samples one row per request from LOGITS."""
+    rows = LOGITS.expand(len(requests), -1) if logits is None else logits
+    plan = build_sampling_plan(requests, positions, LIMITS)
+    return Sampler(VOCAB, torch.device("cpu")).sample(rows, plan)
+
+
+def reference(params: SamplingParams) -> np.ndarray:
+    """The distribution, in float64: temperature, min_p, top_k, top_p, each renormalised."""
+    scaled = LOGITS.double().numpy() / params.temperature
+    p = np.exp(scaled - scaled.max())
+    p /= p.sum()
+    p[p < params.min_p * p.max()] = 0
+    order = np.argsort(-p, kind="stable")
+    if params.top_k:
+        p[order[params.top_k :]] = 0
+    p /= p.sum()
+    before = np.cumsum(p[order]) - p[order]
+    if params.top_p < 1:
+        p[order[(before >= params.top_p) & (np.arange(VOCAB) > 0)]] = 0
+    return np.asarray(p / p.sum())
+
+
+CASES = [
+    {"temperature": 1.0},
+    {"temperature": 0.5},
+    {"top_k": 5},
+    {"top_p": 0.6},
+    {"min_p": 0.2},
+    {"temperature": 1.5, "top_k": 12, "top_p": 0.7, "min_p": 0.05},
+    {"top_k": 1000, "top_p": 0.999},
+]
+
+
+@pytest.mark.parametrize("params", CASES, ids=str)
+def test_distribution_is_the_reference(params: dict[str, float]) -> None:
+    """4000 draws: none outside the support, and chi-square within six standard deviations."""
+    count = 4000
+    requests = [request_with(seed=seed, **params) for seed in range(count)]
+    tokens = draw(requests, [0] * count).token_ids.numpy()
+    expected = reference(requests[0].params) * count
+    observed = np.bincount(tokens, minlength=VOCAB)
+    assert observed[expected == 0].sum() == 0
+    support = expected > 0
+    chi_square = ((observed - expected)[support] ** 2 / expected[support]).sum()
+    freedom = max(1, support.sum() - 1)
+    assert chi_square < freedom + 6 * math.sqrt(2 * freedom) + 10
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    """The same request draws the same token alone and among every other kind of row."""
+    requests = [request_with(seed=11, **case) for case in CASES]
+    requests += [request_with(temperature=0.0), request_with(top_k=1, temperature=2.0)]
+    together = draw(requests, [4] * len(requests)).token_ids.tolist()
+    alone = [draw([request], [4]).token_ids.item() for request in requests]
+    assert together == alone
+    assert together[-1] == together[-2] == int(LOGITS.argmax())
+
+
+def test_uniform_numbers_are_even_and_repeat() -> None:
+    """Mean, variance and lag correlation of the counter-based numbers, and their dependence on both keys."""
+    numbers = np.array([uniform(5, position) for position in range(20000)])
+    assert abs(numbers.mean() - 0.5) < 0.01
+    assert abs(numbers.var() - 1 / 12) < 0.005
+    assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.03
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert uniform(5, 7) == numbers[7]
+    assert uniform(6, 7) != numbers[7]
+    assert derive_seed(1, "ab", "c") != derive_seed(1, "a", "bc")
+
+
+def test_penalties_follow_their_formulas() -> None:
+    """Greedy over penalised logits equals numpy, also after tokens were added and a slot was reused."""
+    sampler = Sampler(VOCAB, torch.device("cpu"))
+    params = {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "temperature": 0.0,
+    }
+    request = request_with(slot=3, **params)
+    output = [9, 9, 4]
+    sampler.penalties.assign(3, torch.tensor([9, 9, 9]), 1)
+    sampler.penalties.assign(3, torch.tensor(request.prompt_token_ids + output), 3)
+    plan = build_sampling_plan([request], [3], LIMITS)
+    for _ in range(30):
+        logits = LOGITS.double().numpy().copy()
+        counts = np.bincount(output, minlength=VOCAB)
+        seen = counts > 0
+        seen[request.prompt_token_ids] = True
+        logits[seen] = np.where(logits[seen] > 0, logits[seen] / 1.5, logits[seen] * 1.5)
+        logits -= 0.3 * counts + 0.4 * (counts > 0)
+        token = sampler.sample(LOGITS.unsqueeze(0), plan).token_ids.item()
+        assert logits[int(token)] == pytest.approx(logits.max(), abs=1e-5), (token, logits.argmax(), output)
+        output.append(int(token))
+    assert len(set(output)) > 3, "the penalties must have changed the choice"
+
+
+def test_bias_and_min_tokens() -> None:
+    """A bias moves one logit; stop and end-of-sequence ids are impossible before min_tokens, even biased."""
+    wanted = request_with(temperature=0.0, logit_bias=((7, 100.0), (9, 90.0)))
+    assert draw([wanted], [0]).token_ids.item() == 7
+    held = request_with(temperature=0.0, logit_bias=((7, 100.0), (9, 90.0)), min_tokens=2)
+    assert [draw([held], [position]).token_ids.item() for position in (0, 1, 2)] == [9, 9, 7]
+    stopped = request_with(
+        temperature=0.0, logit_bias=((9, 90.0),), min_tokens=2, stop_token_ids=frozenset({9}), ignore_eos=True
+    )
+    assert draw([stopped], [1]).token_ids.item() not in (9,)
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    """Neither temperature nor penalties nor bias show in log-probabilities."""
+    request = request_with(temperature=3.0, logit_bias=((9, 50.0),), logprobs=4)
+    sampled = draw([request_with(), request], [0, 0])
+    assert sampled.logprobs is not None
+    chosen, ids, values = sampled.logprobs
+    raw = LOGITS.double().log_softmax(0)
+    assert sampled.token_ids[1].item() == 9
+    assert chosen.item() == pytest.approx(raw[9].item(), abs=1e-5)
+    assert ids[0].tolist() == raw.argsort(descending=True)[:4].tolist()
+    assert values[0].tolist() == pytest.approx(raw.sort(descending=True).values[:4].tolist(), abs=1e-5)
+    assert token_logprobs(LOGITS.unsqueeze(0), torch.tensor([2]), 0)[1].shape == (1, 0)
+
+
+def test_non_finite_rows_are_reported_and_harm_nobody() -> None:
+    """NaN and Inf are flagged row by row; the other rows draw what they would have drawn."""
+    logits = LOGITS.repeat(3, 1)
+    logits[0, 3] = float("nan")
+    logits[2] = float("inf")
+    requests = [request_with(seed=4, top_p=0.9) for _ in range(3)]
+    sampled = draw(requests, [0, 0, 0], logits)
+    assert sampled.finite.tolist() == [False, True, False]
+    assert sampled.token_ids[1].item() == draw(requests[:1], [0]).token_ids.item()
+    assert all(0 <= token < VOCAB for token in sampled.token_ids.tolist())

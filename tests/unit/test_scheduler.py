@@ -1,0 +1,199 @@
+"""Guards the scheduler: budget, order, preemption and pages, with integrity checked after every call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from gpu_service.batch import Batch
+from gpu_service.request import FinishReason, Request
+from gpu_service.scheduler.admission import chunk_size
+from gpu_service.scheduler.limits import RequestRefused
+from gpu_service.scheduler.scheduler import RowResult, Scheduler
+from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
+
+
+def results(batch: Batch, token: int = 5) -> list[RowResult]:
+    """Every row that samples gets `token`."""
+    return [RowResult(token if samples else None) for samples in batch.samples]
+
+
+def step(scheduler: Scheduler) -> Batch:
+    """One synchronous step."""
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.commit(batch, results(batch))
+    scheduler.check_integrity()
+    return batch
+
+
+def finish_all(scheduler: Scheduler, limit: int = 500) -> None:
+    """Steps until nothing is left."""
+    for _ in range(limit):
+        if not scheduler.has_work:
+            return
+        step(scheduler)
+    raise AssertionError("requests starve")
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Adds, aborts, launches and commits, up to two steps in flight as the overlap loop does."""
+
+    @initialize(pages=st.integers(6, 30), budget=st.integers(3, 24), caching=st.booleans())
+    def build(self, pages: int, budget: int, caching: bool) -> None:
+        knobs = Knobs(num_pages=pages, page_size=4, max_num_seqs=4, budget=budget, prefix_caching=caching)
+        self.scheduler = build_scheduler(knobs)
+        self.in_flight: list[Batch] = []
+        self.requests: list[Request] = []
+
+    @rule(seed=st.integers(0, 2), length=st.integers(1, 30), output=st.integers(1, 9), rank=st.integers(0, 1))
+    def add(self, seed: int, length: int, output: int, rank: int) -> None:
+        request = make_request(f"r{len(self.requests)}", prompt_of(seed, length), max_tokens=output)
+        request.priority = rank
+        if length + output > self.scheduler.limits.context_limit:
+            with pytest.raises(RequestRefused):
+                self.scheduler.add(request)
+            return
+        self.scheduler.add(request)
+        self.requests.append(request)
+
+    @rule(index=st.integers(0, 30))
+    def abort(self, index: int) -> None:
+        if self.requests:
+            request = self.requests[index % len(self.requests)]
+            was_finished = request.finished
+            assert len(self.scheduler.abort(request.request_id)) == (not was_finished)
+
+    @rule()
+    def launch(self) -> None:
+        if len(self.in_flight) == 2:
+            self.commit(5)
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            limits = self.scheduler.limits
+            assert 0 < batch.num_tokens <= limits.max_num_batched_tokens
+            assert len(batch.requests) == len({id(r) for r in batch.requests}) <= limits.max_num_seqs
+            self.in_flight.append(batch)
+
+    @rule(token=st.sampled_from([5, 6]), error=st.booleans())
+    def commit(self, token: int, error: bool = False) -> None:
+        if self.in_flight:
+            batch = self.in_flight.pop(0)
+            rows = results(batch, token)
+            if error:
+                rows[0].error = "broken"
+            self.scheduler.commit(batch, rows)
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        """Whatever happened, everything left can still be brought to its end, and no page stays owned."""
+        if not hasattr(self, "scheduler"):
+            return
+        while self.in_flight:
+            self.commit(5)
+        finish_all(self.scheduler)
+        assert all(r.finished for r in self.requests)
+        for request in self.requests:
+            if request.finish_reason is FinishReason.LENGTH:
+                assert len(request.output_token_ids) == request.params.max_tokens
+        cache = self.scheduler.cache
+        assert cache.pool.available + cache.tree.evictable_pages == cache.pool.usable
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_equal_calls_give_equal_batches() -> None:
+    """Two copies fed alike plan alike: what lets several ranks schedule without talking."""
+    logs = []
+    for _ in range(2):
+        scheduler = build_scheduler(Knobs(num_pages=20, budget=13, max_num_seqs=3))
+        for i in range(6):
+            scheduler.add(make_request(f"r{i}", prompt_of(i % 2, 9 + i), max_tokens=8))
+        log = []
+        while scheduler.has_work:
+            batch = step(scheduler)
+            log.append(
+                [(r.key, r.slot, n) for r, n in zip(batch.requests, batch.num_new_tokens, strict=True)]
+            )
+        logs.append(log)
+    assert logs[0] == logs[1]
+
+
+def test_decoding_is_never_behind_a_long_prompt() -> None:
+    """A running request gets its token in every step while a 100-token prompt is chunked."""
+    scheduler = build_scheduler(Knobs(budget=16))
+    short, long = (
+        make_request("short", prompt_of(1, 4), max_tokens=20),
+        make_request("long", prompt_of(2, 100)),
+    )
+    scheduler.add(short)
+    step(scheduler)
+    scheduler.add(long)
+    while long.computed_len < 100:
+        batch = step(scheduler)
+        assert batch.requests[0] is short
+        assert batch.num_tokens <= 16
+
+
+def test_a_request_alone_reaches_the_context_limit() -> None:
+    """As large as the pool: no watermark or reservation may keep it waiting."""
+    scheduler = build_scheduler(Knobs(num_pages=11, page_size=4, budget=16))
+    assert scheduler.limits.context_limit == 40
+    request = make_request("big", prompt_of(1, 30), max_tokens=10)
+    scheduler.add(request)
+    finish_all(scheduler)
+    assert request.finish_reason is FinishReason.LENGTH
+    assert len(request.output_token_ids) == 10
+
+
+@pytest.mark.parametrize(
+    ("length", "output", "field"), [(40, 1, "input_ids"), (30, 11, "max_tokens"), (0, 1, "one")]
+)
+def test_what_can_never_fit_is_refused(length: int, output: int, field: str) -> None:
+    """At the door, with the field and the limit; not by waiting for ever."""
+    scheduler = build_scheduler(Knobs(num_pages=11, page_size=4))
+    with pytest.raises(RequestRefused, match=field):
+        scheduler.add(make_request("big", prompt_of(1, length), max_tokens=output))
+
+
+def test_the_youngest_is_preempted_and_resumes_from_the_tree() -> None:
+    """Out of pages, seniority decides; the victim keeps its tokens and finishes too."""
+    scheduler = build_scheduler(Knobs(num_pages=13, page_size=4, budget=64))
+    old, young = (
+        make_request(name, prompt_of(i, 16), max_tokens=20) for i, name in enumerate(("old", "young"))
+    )
+    scheduler.add(old)
+    scheduler.add(young)
+    finish_all(scheduler)
+    assert (old.num_preemptions, len(old.output_token_ids)) == (0, 20)
+    assert young.num_preemptions >= 1
+    assert len(young.output_token_ids) == 20
+
+
+def test_priority_goes_first_among_waiting() -> None:
+    """Larger priority is admitted before an earlier arrival."""
+    scheduler = build_scheduler(replace(Knobs(), max_num_seqs=1))
+    first, second = make_request("first", [1, 2]), make_request("second", [3, 4])
+    second.priority = 1
+    scheduler.add(first)
+    scheduler.add(second)
+    assert step(scheduler).requests == [second]
+
+
+def test_chunks_end_on_pages_or_make_progress() -> None:
+    """Aligned when the budget reaches a border, else as much as there is; the last chunk is exact."""
+    assert chunk_size(0, 100, 10, 4) == 8
+    assert chunk_size(6, 100, 10, 4) == 10
+    assert chunk_size(1, 100, 2, 4) == 2
+    assert chunk_size(5, 7, 10, 4) == 7
+    assert chunk_size(0, 7, 0, 4) == 0
