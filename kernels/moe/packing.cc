@@ -1,5 +1,6 @@
 #include "kernels/moe/packing.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "kernels/moe/bfloat16.h"
@@ -15,24 +16,33 @@ float as_float(uint16_t bits) { return bfloat16_to_float(bits); }
 uint16_t as_bfloat16(float value) { return float_to_bfloat16(value); }
 uint16_t as_bfloat16(uint16_t bits) { return bits; }
 
-// One panel; low and high are `lanes` source rows each, null for padding.
+// Source rows are read a cache line at a time: their distance is often a multiple of 4 KiB, and reading one
+// element of each in turn would make them evict one another.
+constexpr uint32_t kBlock = 32;
+
+// One panel; low and high are `lanes` source rows each, null for padding. The target is zero, as mapped.
 template <class Source>
 void pack_panel(const Source* const* low, const Source* const* high, uint32_t k, uint32_t lanes, float* target) {
-  for (uint32_t i = 0; i < k; ++i, target += 2 * lanes) {
-    for (uint32_t lane = 0; lane < lanes; ++lane) {
-      target[lane] = low[lane] ? as_float(low[lane][i]) : 0.0f;
-      target[lane + lanes] = high[lane] ? as_float(high[lane][i]) : 0.0f;
+  for (uint32_t begin = 0; begin < k; begin += kBlock) {
+    const uint32_t end = std::min(begin + kBlock, k);
+    for (uint32_t lane = 0; lane < 2 * lanes; ++lane) {
+      const Source* row = lane < lanes ? low[lane] : high[lane - lanes];
+      if (row == nullptr) continue;
+      for (uint32_t i = begin; i < end; ++i) target[size_t{2} * lanes * i + lane] = as_float(row[i]);
     }
   }
 }
 
 template <class Source>
 void pack_panel(const Source* const* low, const Source* const* high, uint32_t k, uint32_t lanes, uint32_t* target) {
-  for (uint32_t i = 0; i < k; ++i, target += lanes) {
-    for (uint32_t lane = 0; lane < lanes; ++lane) {
-      const uint32_t low_bits = low[lane] ? as_bfloat16(low[lane][i]) : 0u;
-      const uint32_t high_bits = high[lane] ? as_bfloat16(high[lane][i]) : 0u;
-      target[lane] = low_bits | (high_bits << 16);
+  for (uint32_t begin = 0; begin < k; begin += kBlock) {
+    const uint32_t end = std::min(begin + kBlock, k);
+    for (uint32_t lane = 0; lane < 2 * lanes; ++lane) {
+      const Source* row = lane < lanes ? low[lane] : high[lane - lanes];
+      if (row == nullptr) continue;
+      const uint32_t shift = lane < lanes ? 0 : 16;
+      uint32_t* column = target + lane % lanes;
+      for (uint32_t i = begin; i < end; ++i) column[size_t{lanes} * i] |= uint32_t{as_bfloat16(row[i])} << shift;
     }
   }
 }

@@ -32,7 +32,7 @@ struct PackedShape {
   size_t expert_bytes;       // a multiple of 64
 };
 
-// Packs one expert into `target` (shape.expert_bytes), converting the type where it differs.
+// Packs one expert into `target` (shape.expert_bytes, zeroed), converting the type where it differs.
 void pack_expert(const PackedShape& shape, const ExpertWeights& weights, void* target);
 
 }  // namespace moebius
