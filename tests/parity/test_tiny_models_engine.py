@@ -1,0 +1,91 @@
+"""Invariant: the whole engine on a real (tiny) model says what transformers says, 64 greedy tokens each.
+
+Four requests at once, through chunked prefill, mixed batches, prefix hits, preemption, and both loops.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from gpu_service.build import build_engine
+from gpu_service.engine.outputs import OutputDelta
+from gpu_service.metrics import EngineMetrics
+from gpu_service.request import Request, SamplingParams
+from gpu_service.telemetry import EngineTelemetry
+from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
+from tests.helpers.tiny_models import TINY_MODELS, make_tiny_model
+
+NUM_TOKENS = 64
+SHARED = [11, 48, 190, 3, 66, 71, 28, 39, 5, 123, 8, 54]
+PROMPTS = [
+    [*SHARED, 201, 17, 90],
+    [*SHARED, 4],
+    [10, 210, 4],
+    [(7 * i * i + 3 * i + 1) % 211 for i in range(50)],
+]
+ROOMY = GpuConfig(
+    page_size=4, num_pages=256, max_num_batched_tokens=64, gpu_threads=1, overlap_scheduling=False
+)
+# Four requests of up to 114 tokens do not fit into 40 pages of 4: someone is preempted.
+TIGHT = GpuConfig(page_size=4, num_pages=40, max_num_batched_tokens=16, gpu_threads=1)
+
+
+@pytest.fixture(scope="module", params=sorted(TINY_MODELS))
+def answered(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[list[int]]]:
+    """A checkpoint and what transformers answers to each prompt alone."""
+    directory = tmp_path_factory.mktemp("engine")
+    model = make_tiny_model(request.param, directory)
+    answers = []
+    for prompt in PROMPTS:
+        output = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
+        )
+        answers.append(output[0, len(prompt) :].tolist())
+    return directory, answers
+
+
+def _run(directory: Path, gpu: GpuConfig) -> list[Request]:
+    """All prompts at once; the requests after their end."""
+    config = MoebiusConfig(
+        model=ModelConfigSection(model=str(directory)),
+        gpu=gpu,
+        experts=ExpertConfig(expert_transport="local"),
+    )
+    ended = threading.Semaphore(0)
+
+    def on_output(deltas: list[OutputDelta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                ended.release()
+
+    telemetry = EngineTelemetry(EngineMetrics("tiny", CollectorRegistry()))
+    built = build_engine(config, telemetry, on_output)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    requests = [Request(f"r{i}", list(prompt), params) for i, prompt in enumerate(PROMPTS)]
+    built.engine.start()
+    try:
+        for request in requests:
+            built.engine.submit([request])
+        assert all(ended.acquire(timeout=60) for _ in requests)
+    finally:
+        built.engine.stop()
+    return requests
+
+
+def test_synchronous_engine_says_what_transformers_says(answered: tuple[Path, list[list[int]]]) -> None:
+    directory, expected = answered
+    assert [request.output_token_ids for request in _run(directory, ROOMY)] == expected
+
+
+def test_overlapped_preempting_engine_says_it_too(answered: tuple[Path, list[list[int]]]) -> None:
+    directory, expected = answered
+    requests = _run(directory, TIGHT)
+    assert [request.output_token_ids for request in requests] == expected
+    assert sum(request.num_preemptions for request in requests) > 0
