@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moebius.errors import UserError
 
 TIMEOUT_S = 5.0
+SETTLE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -36,3 +38,20 @@ def read_expert_stats(address: str) -> ExpertStats:
         except grpc.RpcError as error:
             raise UserError(f"expert server at {address} does not answer: {error.details()}") from None
     return ExpertStats(int(answer.calls), int(answer.rows), float(answer.busy_seconds))
+
+
+def read_settled_stats(addresses: Sequence[str], timeout_s: float = 2.0) -> list[ExpertStats]:
+    """The counters of all servers once two reads agree, or after `timeout_s` seconds.
+
+    An engine that schedules ahead still computes one step when the last token has reached the client;
+    read meanwhile, the servers would seem to have been called unequally often.
+    """
+    end = time.monotonic() + timeout_s
+    before = [read_expert_stats(address) for address in addresses]
+    while time.monotonic() < end:
+        time.sleep(SETTLE_S)
+        now = [read_expert_stats(address) for address in addresses]
+        if now == before:
+            break
+        before = now
+    return before

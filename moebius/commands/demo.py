@@ -93,12 +93,11 @@ def _answer(serve_plan: ServePlan, prompt: str) -> None:
 
 
 def _print_figures(answer: Answer, expert_addresses: tuple[str, ...]) -> None:
-    from moebius.expert_stats import read_expert_stats
+    from moebius.expert_stats import read_settled_stats
 
     print(f"\n{answer.completion_tokens} tokens, {answer.tokens_per_second:.1f} tokens/s", end="")
     print(f", time to first token {answer.time_to_first_token:.3f} s")
-    for index, address in enumerate(expert_addresses):
-        stats = read_expert_stats(address)
+    for index, stats in enumerate(read_settled_stats(expert_addresses)):
         print(
             f"expert-{index}: {stats.calls} calls, {stats.rows} token rows, busy {stats.busy_seconds:.2f} s"
         )

@@ -44,7 +44,7 @@ def examples(base_url: str, model: str, needs_key: bool) -> str:
 Ready: {model} on {base_url}/v1   (Ctrl-C stops)
 
 curl {base_url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
-  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
+  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{QUESTION}"}}], "temperature": 0}}'
 
 from openai import OpenAI
 
@@ -52,6 +52,7 @@ client = OpenAI(base_url="{base_url}/v1", api_key="{key}")
 stream = client.chat.completions.create(
     model="{model}",
     messages=[{{"role": "user", "content": "{QUESTION}"}}],
+    temperature=0,
     stream=True,
 )
 for chunk in stream:
