@@ -31,35 +31,37 @@ class Outcome:
     num_preemptions: int
 
 
-def ask(serving: Serving, shares: tuple[int, ...], together: bool) -> Outcome:
-    """Ask all prompts, one after another or all at once."""
-    requests = [greedy_request(str(number), answer) for number, answer in enumerate(ANSWERS)]
+def ask(answers: list[GoldenAnswer], serving: Serving, shares: tuple[int, ...], at_once: int) -> Outcome:
+    """Ask the answers' prompts, `at_once` of them together."""
+    requests = [greedy_request(str(number), answer) for number, answer in enumerate(answers)]
     found: list[list[int]] = []
     with demo_engine(kernel_experts("tensor", shares, "float32"), serving) as (engine, collector):
-        for group in [requests] if together else [[request] for request in requests]:
+        for begin in range(0, len(requests), at_once):
+            group = requests[begin : begin + at_once]
             engine.submit(group)
             found += collector.wait(group)
     tokens = [[token for token in tokens if token != EOS] for tokens in found]
     return Outcome(tokens, engine.load.num_preemptions)
 
 
-def expected() -> list[list[int]]:
+def expected(answers: list[GoldenAnswer]) -> list[list[int]]:
     """What transformers generated, without the end token."""
-    return [[token for token in answer.output_ids if token != EOS] for answer in ANSWERS]
+    return [[token for token in answer.output_ids if token != EOS] for answer in answers]
 
 
 def test_one_by_one_synchronous() -> None:
     """Batch 1, whole prompts, no overlap, undivided experts: the plainest order of steps."""
-    assert ask(Serving(overlap=False), (1,), together=False).tokens == expected()
+    answers = golden_answers(1.1)
+    assert ask(answers, Serving(overlap=False), (1,), at_once=1).tokens == expected(answers)
 
 
 def test_all_together_overlapped() -> None:
     """Ten requests in one batch with overlap, experts in three unequal shares."""
-    assert ask(Serving(), (1, 2, 4), together=True).tokens == expected()
+    assert ask(ANSWERS, Serving(), (1, 2, 4), at_once=10).tokens == expected(ANSWERS)
 
 
 def test_chunked_and_preempted() -> None:
     """A budget of 24 tokens cuts every prompt, and 20 pages are too few for ten requests at once."""
-    outcome = ask(Serving(budget=24, num_pages=21), (1, 1), together=True)
-    assert outcome.tokens == expected()
+    outcome = ask(ANSWERS, Serving(budget=24, num_pages=21), (1, 1), at_once=10)
+    assert outcome.tokens == expected(ANSWERS)
     assert outcome.num_preemptions > 0

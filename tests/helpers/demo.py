@@ -24,6 +24,8 @@ PROMPTS = (
 )
 MAX_NEW_TOKENS = 64
 REPETITION_PENALTIES = (1.0, 1.1)
+HALF_TOKENS = 512
+"""Length of the text that the test against the dense original scores."""
 WINDOW_TOKENS = 128
 """Length of the short text window that the equality tests score."""
 

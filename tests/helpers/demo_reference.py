@@ -55,14 +55,17 @@ def load_dense(gguf: Path) -> ReferenceModel:
         "tie_word_embeddings": True,
         "attn_implementation": "eager",
     }
-    model: ReferenceModel = LlamaForCausalLM(LlamaConfig(**settings))
-    weights = {tensor.name: tensor for tensor in GGUFReader(gguf).tensors}
     state: dict[str, torch.Tensor] = {}
-    for name, source in weights.items():
+    for source in GGUFReader(gguf).tensors:
         value = torch.from_numpy(dequantize(source.data, source.tensor_type).copy()).float()
-        state[_llama_name(name)] = _half_rotary(name, value)
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state)
+        state[_llama_name(source.name)] = _half_rotary(source.name, value)
+    # `from_pretrained` spares the seconds of a random initialisation; it must have used every tensor.
+    config = LlamaConfig(**settings)
+    loaded: Any = LlamaForCausalLM.from_pretrained(
+        None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
+    )
+    model, report = loaded
+    assert not any(report.values()), report
     return model.eval()
 
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.helpers.demo import (
     GOLDEN_FILE,
+    HALF_TOKENS,
     MAX_NEW_TOKENS,
     PROMPTS,
     REPETITION_PENALTIES,
@@ -32,9 +33,13 @@ from tests.helpers.demo_reference import (
 
 
 def perplexities(model: ReferenceModel) -> dict[str, float]:
-    """Return the perplexity of the whole bundled text and of its first window."""
+    """Return the perplexity of the whole bundled text, of its first half and of its first window."""
     ids = prose_ids()
-    return {"prose": perplexity(model, ids), "window": perplexity(model, ids[:WINDOW_TOKENS])}
+    return {
+        "prose": perplexity(model, ids),
+        "half": perplexity(model, ids[:HALF_TOKENS]),
+        "window": perplexity(model, ids[:WINDOW_TOKENS]),
+    }
 
 
 def answer(model: ReferenceModel, tokenizer: Any, prompt: str, penalty: float) -> dict[str, Any]:
