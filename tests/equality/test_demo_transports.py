@@ -26,8 +26,8 @@ TOP_K = 16
 # See test_demo_perplexity.
 DENSE_TOLERANCE = 1.5e-3
 SAME_WEIGHTS_TOLERANCE = 1e-5
-# Logits of about ±20 after 30 layers of fp32 sums in another order.
-LOGITS_TOLERANCE = 2e-3
+# Logits up to 32 after 30 layers of fp32 sums in another order; measured 1e-4.
+LOGITS_TOLERANCE = 5e-4
 
 FLEETS = [
     Fleet("tensor", (1,)),
