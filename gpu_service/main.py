@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import signal
+import threading
+from pathlib import Path
 
 import grpc
 import structlog
@@ -32,7 +36,7 @@ _MESSAGE_BYTES = 256 * 1024 * 1024
 def run(config: MoebiusConfig) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status."""
     configure_logging(config.telemetry, "gpu")
-    configure_tracing(config.telemetry, "gpu_service")
+    tracing = configure_tracing(config.telemetry, "moebius-gpu")
     metrics = start_metrics_server(config.gpu.gpu_metrics_port)
     try:
         return asyncio.run(_serve(config))
@@ -43,6 +47,7 @@ def run(config: MoebiusConfig) -> int:
         _log.exception("gpu_service ended by an error")
         return 1
     finally:
+        tracing.shutdown()
         if metrics is not None:
             metrics.close()
 
@@ -86,13 +91,12 @@ async def _serve(config: MoebiusConfig) -> int:
     server, report, _ = make_server(servicer, config.gpu.gpu_address)
     await report.set(False)
     await server.start()
-    loading = asyncio.create_task(asyncio.to_thread(_load, config))
+    loading = _start_loading(config, loop)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         _log.info("stopped while loading")
         await server.stop(0)
-        # A load can not be interrupted; the thread ends with the process.
         return 0
     built, gate, telemetry = loading.result()
     router = OutputRouter(loop)
@@ -111,9 +115,39 @@ async def _serve(config: MoebiusConfig) -> int:
     return 0
 
 
+def _start_loading(
+    config: MoebiusConfig, loop: asyncio.AbstractEventLoop
+) -> asyncio.Future[tuple[Built, WarmUpGate, EngineTelemetry]]:
+    """Loads in a daemon thread: a load can not be interrupted, so it must not outlive a SIGTERM."""
+    future: asyncio.Future[tuple[Built, WarmUpGate, EngineTelemetry]] = loop.create_future()
+
+    def settle(outcome: concurrent.futures.Future[tuple[Built, WarmUpGate, EngineTelemetry]]) -> None:
+        error = outcome.exception()
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(outcome.result())
+
+    def load() -> None:
+        outcome: concurrent.futures.Future[tuple[Built, WarmUpGate, EngineTelemetry]]
+        outcome = concurrent.futures.Future()
+        try:
+            outcome.set_result(_load(config))
+        except BaseException as error:  # it is raised again in the event loop
+            outcome.set_exception(error)
+        with contextlib.suppress(RuntimeError):  # the loop is gone when the process is stopping
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=load, name="load", daemon=True).start()
+    return future
+
+
 def _load(config: MoebiusConfig) -> tuple[Built, WarmUpGate, EngineTelemetry]:
     """Everything slow, off the event loop, so that health checks are answered meanwhile."""
-    metrics = EngineMetrics(config.model.served_model_name or config.model.model)
+    name = config.model.served_model_name or Path(config.model.model).resolve().name
+    metrics = EngineMetrics(name)
     telemetry = EngineTelemetry(metrics, config.telemetry.expert_span_ratio)
     gate = WarmUpGate()
     built = build_engine(config, telemetry, gate.on_output)
