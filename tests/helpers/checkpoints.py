@@ -41,7 +41,7 @@ def write_sharded(directory: Path, tensors: Mapping[str, Array], shards: int) ->
     if shards == 1:
         write_safetensors(directory / "model.safetensors", tensors)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
         part = dict(list(tensors.items())[shard::shards])
@@ -95,7 +95,7 @@ class TinyMoe:
         inner, hidden = self.moe_intermediate_size, self.hidden_size
 
         def matrix(rows: int, cols: int) -> Array:
-            values = (random.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
+            values: Array = (random.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
             if self.dtype == "BF16":
                 return to_bfloat16(values)
             return values.astype(np.float16) if self.dtype == "F16" else values

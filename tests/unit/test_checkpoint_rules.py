@@ -1,0 +1,146 @@
+"""Guards the table of names: rules do what their examples say, and all layouts yield the same experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.expert_layouts import LAYOUTS
+from moebius.checkpoint.index import CheckpointIndex
+from moebius.checkpoint.reader import SliceReader
+from moebius.checkpoint.rules import FAMILY_RULES, expert_tensors, find_layout, is_routed_expert
+from tests.helpers.checkpoints import write_safetensors
+
+EXPERTS, INNER, HIDDEN = 3, 5, 4
+Array = npt.NDArray[np.float32]
+
+
+def test_every_rule_does_what_its_example_says() -> None:
+    """The rule matches its own example, and in each family no earlier rule takes the name away from it."""
+    for family in FAMILY_RULES.values():
+        for rule in family.renames:
+            before, after = rule.example
+            assert rule.apply(before) == (True, after)
+            assert family.canonical_name(before, num_layers=100) == after
+
+
+def test_ordinary_names_stay() -> None:
+    """What has no rule keeps its name, in every family of text-only checkpoints."""
+    for family in FAMILY_RULES.values():
+        for name in ("model.embed_tokens.weight", "model.layers.7.self_attn.q_proj.weight", "lm_head.weight"):
+            assert family.canonical_name(name, num_layers=8) == name
+
+
+def test_layers_behind_the_last_are_left_out_where_families_have_them() -> None:
+    """Multi-token prediction of GLM is layer `num_layers`; Qwen3-MoE has none, so there it stays an error."""
+    name = "model.layers.46.eh_proj.weight"
+    assert FAMILY_RULES["glm4_moe"].canonical_name(name, num_layers=46) is None
+    assert FAMILY_RULES["glm4_moe"].canonical_name(name, num_layers=47) == name
+    assert FAMILY_RULES["qwen3_moe"].canonical_name(name, num_layers=46) == name
+
+
+def test_routed_experts_are_told_from_everything_else() -> None:
+    """All layouts' names and quantisation side tensors are experts'; routers and shared experts are not."""
+    for layout in LAYOUTS.values():
+        assert is_routed_expert(layout.example)
+        assert is_routed_expert(layout.example.removesuffix(".weight") + ".weight_scale_inv") or (
+            "gate_up" in layout.example
+        )
+    for name in (
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.0.mlp.shared_experts.up_proj.weight",
+        "model.layers.0.mlp.shared_expert.up_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.moe.gate.weight",
+    ):
+        assert not is_routed_expert(name)
+
+
+def per_expert(prefix: str, names: tuple[str, str, str], experts: list[dict[str, Array]]) -> dict[str, Array]:
+    """One tensor per expert and matrix."""
+    return {
+        f"{prefix}.{number}.{name}.weight": expert[matrix]
+        for number, expert in enumerate(experts)
+        for matrix, name in zip(("gate", "up", "down"), names, strict=True)
+    }
+
+
+def stored(layout: str, experts: list[dict[str, Array]]) -> tuple[str, dict[str, Array]]:
+    """A family that uses the layout, and the experts stored in it."""
+    stacks = {matrix: np.stack([expert[matrix] for expert in experts]) for matrix in ("gate", "up", "down")}
+    fused = np.concatenate([stacks["gate"], stacks["up"]], axis=1)
+    mixed = np.stack([stacks["gate"], stacks["up"]], axis=2).reshape(EXPERTS, 2 * INNER, HIDDEN)
+    text, base = "model.language_model.layers.1.mlp.experts", "model.layers.1"
+    turned = {"down_proj": stacks["down"].swapaxes(1, 2)}
+
+    def below(prefix: str, tensors: dict[str, Array]) -> dict[str, Array]:
+        return {f"{prefix}.{name}": np.ascontiguousarray(array) for name, array in tensors.items()}
+
+    names = ("gate_proj", "up_proj", "down_proj")
+    makers: dict[str, tuple[str, dict[str, Array]]] = {
+        "per_expert": ("glm4_moe", per_expert(f"{base}.mlp.experts", names, experts)),
+        "per_expert_w123": (
+            "minimax_m2",
+            per_expert(f"{base}.block_sparse_moe.experts", ("w1", "w3", "w2"), experts),
+        ),
+        "fused": ("qwen3_5_moe", below(text, {"gate_up_proj": fused, "down_proj": stacks["down"]})),
+        "fused_transposed": ("qwen3_vl_moe", below(text, {"gate_up_proj": fused.swapaxes(1, 2), **turned})),
+        "fused_interleaved": (
+            "gpt_oss",
+            below(f"{base}.mlp.experts", {"gate_up_proj": mixed.swapaxes(1, 2), **turned}),
+        ),
+        "stacked": ("step3p5", {f"{base}.moe.{name}_proj.weight": array for name, array in stacks.items()}),
+    }
+    return makers[layout]
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_every_layout_yields_the_same_experts(tmp_path: Path, layout: str) -> None:
+    """Whole matrices and slices of neurons, whatever the storage; so all layouts are tried."""
+    random = np.random.default_rng(1)
+    shapes = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
+    experts: list[dict[str, Array]] = [
+        {matrix: random.standard_normal(shape).astype(np.float32) for matrix, shape in shapes.items()}
+        for _ in range(EXPERTS)
+    ]
+    family, tensors = stored(layout, experts)
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    index = CheckpointIndex.open(tmp_path)
+    assert find_layout(index, family).layout.name == layout
+    with SliceReader() as reader:
+        for number, expected in enumerate(experts):
+            sources = expert_tensors(index, 1, number)
+            for matrix in ("gate", "up", "down"):
+                source: Any = getattr(sources, matrix)
+                assert source.shape == shapes[matrix]
+                np.testing.assert_array_equal(source.read(reader), expected[matrix])
+            neurons = slice(1, 4)
+            np.testing.assert_array_equal(sources.up.read(reader, rows=neurons), expected["up"][neurons])
+            found = sources.down.read(reader, cols=neurons)
+            np.testing.assert_array_equal(found, expected["down"][:, neurons])
+
+
+def test_errors_name_what_was_looked_for(tmp_path: Path) -> None:
+    """No experts at all, one expert too many, and an unknown family."""
+    write_safetensors(tmp_path / "model.safetensors", {"model.norm.weight": np.ones(4, np.float32)})
+    index = CheckpointIndex.open(tmp_path)
+    with pytest.raises(CheckpointError, match=r"experts\.7\.gate_proj\.weight"):
+        find_layout(index, "qwen3_moe")
+    with pytest.raises(CheckpointError, match=r"'bert'; known: .*glm4_moe"):
+        find_layout(index, "bert")
+    stack = {
+        f"model.layers.0.moe.{name}_proj.weight": np.ones((2, 3, 3), np.float32) for name in ("gate", "up")
+    }
+    write_safetensors(tmp_path / "model.safetensors", stack)
+    layout = find_layout(CheckpointIndex.open(tmp_path), "step3p5")
+    with pytest.raises(CheckpointError, match=r"has 2 experts; expert 2 is missing"):
+        layout.source(0, 2, "gate")
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight' is missing"):
+        layout.source(0, 1, "down")
