@@ -33,6 +33,17 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         with self._lock:
             return [span for group in self._received for scope in group.scope_spans for span in scope.spans]
 
+    def spans_by_service(self) -> list[tuple[str, Span]]:
+        """Every span with the `service.name` of its sender."""
+        with self._lock:
+            groups = list(self._received)
+        pairs = []
+        for group in groups:
+            named = {item.key: item.value.string_value for item in group.resource.attributes}
+            service = named.get("service.name", "")
+            pairs += [(service, span) for scope in group.scope_spans for span in scope.spans]
+        return pairs
+
     @property
     def resources(self) -> list[dict[str, str]]:
         """The text attributes of each sender's resource."""
