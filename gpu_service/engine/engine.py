@@ -153,6 +153,13 @@ class Engine:
             _log.exception("step failed", step=step.batch.step, requests=len(step.batch.requests))
             self._fail(step.batch, f"{type(error).__name__}: {error}")
             return
+        try:
+            self._apply_result(step, result)
+        except Exception as error:
+            _log.exception("applying a step's results failed", step=step.batch.step)
+            self._end_all(FinishReason.ERROR, f"applying a step's results failed: {error!r}")
+
+    def _apply_result(self, step: Step, result: StepResult) -> None:
         rows = row_results(step.batch, result)
         poisoned = [
             request
@@ -191,7 +198,10 @@ class Engine:
     def _end_all(self, reason: FinishReason, message: str) -> None:
         requests = [*self.scheduler.running, *self.scheduler.waiting]
         for request in requests:
-            self.scheduler.finish(request, reason, message, keep=False)
+            try:
+                self.scheduler.finish(request, reason, message, keep=False)
+            except Exception:  # its state is broken already; the others and its client still need the end
+                _log.exception("ending a request failed", request=request.key)
         self._end([delta_of(request) for request in requests])
 
     def _end(self, deltas: list[OutputDelta]) -> None:

@@ -67,6 +67,25 @@ def test_an_exception_in_a_step_fails_its_requests_only(overlap: bool) -> None:
 
 
 @OVERLAP
+def test_an_exception_in_the_host_code_ends_requests_not_the_engine(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scheduling or committing may have a bug: clients are told, nobody hangs, the next request is served."""
+    with running_engine(overlap=overlap) as harness:
+        scheduler = harness.engine.scheduler
+        for index, name in enumerate(("schedule", "commit")):
+            with monkeypatch.context() as patch:
+                patch.setattr(scheduler, name, lambda *_: 1 / 0)
+                broken = make_request(f"broken{index}", prompt_of(1, 9))
+                harness.run([broken])
+            assert broken.finish_reason is FinishReason.ERROR
+            assert "ZeroDivisionError" in broken.error_message
+            fine = make_request(f"fine{index}", prompt_of(2, 9))
+            harness.run([fine])
+            assert fine.finish_reason is FinishReason.LENGTH
+
+
+@OVERLAP
 def test_nan_fails_one_request_and_poisons_no_page(overlap: bool) -> None:
     """The neighbours' tokens are unchanged, and the NaN pages are clean when someone else gets them."""
     with running_engine(overlap=overlap, prefix_caching=False, num_pages=24) as harness:
