@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def test_bounds_cover_the_size_in_proportion(size: int, shares: list[int], multi
     assert bounds[0][0] == 0
     assert bounds[-1][1] == size
     assert all(begin < end for begin, end in bounds)
-    assert all(left[1] == right[0] for left, right in zip(bounds, bounds[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(bounds))
     unit = multiple if size // multiple >= len(shares) else 1
     assert all(end % unit == 0 for _, end in bounds[:-1])
     if size // unit >= sum(shares):
