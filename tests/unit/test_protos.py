@@ -1,4 +1,4 @@
-"""Guards that the checked-in gRPC stubs are what the .proto files generate, and that every field is documented."""
+"""Guards that the checked-in gRPC stubs are what the .proto files generate, every field documented."""
 
 import re
 import subprocess

@@ -1,0 +1,88 @@
+"""Starts the whole system as a user would (`moebius serve`) and stops it again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A running `moebius serve`; filled by `running_stack`."""
+
+    process: subprocess.Popen[bytes]
+    base_url: str
+    log: Path
+    state_dir: Path
+
+    def children(self, command: str) -> list[psutil.Process]:
+        """The live child processes running `moebius <command>`, oldest first."""
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                arguments = child.cmdline()
+                if "moebius" in arguments and command in arguments:
+                    found.append(child)
+        return sorted(found, key=lambda child: child.create_time())
+
+
+def wait_ready(base_url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
+    """Blocks until `/ready` answers 200; raises with the log's end when the stack dies or is late."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{base_url}/ready", timeout=2).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"not ready: exit={process.poll()}\n{log.read_text()[-4000:]}")
+
+
+@contextlib.contextmanager
+def running_stack(model: Path, directory: Path, *flags: str, timeout_s: float = 120) -> Iterator[Stack]:
+    """Runs `moebius serve model flags…` on a free port; on exit stops it with SIGTERM and checks the exit."""
+    port = free_port()
+    log = directory / "serve.log"
+    state_dir = directory / "state"
+    command = [sys.executable, "-m", "moebius", "serve", str(model), "--port", str(port)]
+    command += ["--state-dir", str(state_dir), *flags]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT)
+    base_url = f"http://127.0.0.1:{port}"
+    try:
+        wait_ready(base_url, process, log, timeout_s)
+        yield Stack(process, base_url, log, state_dir)
+        if process.poll() != -signal.SIGKILL:  # a test may have killed it on purpose
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0, log.read_text()[-4000:]
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def mailbox_segments() -> set[str]:
+    """Names of the mailboxes that exist now; the mailbox bench's own are not counted."""
+    names = os.listdir("/dev/shm")
+    return {name for name in names if name.startswith("moebius") and "bench" not in name}
