@@ -88,10 +88,8 @@ class ExpertProcess:
     def _listen(self, address: str) -> None:
         try:
             port = self._server.add_insecure_port(address)
-        except RuntimeError:
-            port = 0
-        if port == 0 and not address.startswith("unix:"):
-            raise StartupError(f"cannot listen on {address} (--expert-address)")
+        except RuntimeError as error:
+            raise StartupError(f"cannot listen on {address} (--expert-address)") from error
         self._server.start()
         log.info("listening", address=address, port=port)
 

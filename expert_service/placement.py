@@ -39,6 +39,8 @@ def place_process(experts: ExpertConfig) -> Placement:
     cpus = topology.usable_cpus(node) if node in nodes else ()
     if not cpus:
         raise ValueError(f"numa_node is {node}; nodes here: {nodes}, and it needs a CPU this process may use")
-    pin_thread(cpus)
+    pinned = pin_thread(cpus)
+    if not pinned.applied:
+        log.warning("not pinned to the node's CPUs", numa_node=node, reason=pinned.message)
     threads = experts.expert_threads or min(len(cpus), topology.recommended_threads(node))
     return Placement(node, threads, tuple(cpus[:threads]) if threads <= len(cpus) else ())

@@ -20,6 +20,9 @@ _CHANNEL_OPTIONS = [
     # An engine that restarts is found again within a second, not after the default back-off of minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # A stream may be silent through a long prefill: pings tell a slow engine from a lost host.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
 ]
 
 

@@ -70,7 +70,12 @@ def make_server(servicer: EngineServicer, address: str) -> tuple[grpc.aio.Server
 
     Raises UserError when the address can not be bound.
     """
-    options = [("grpc.max_receive_message_length", _MESSAGE_BYTES), ("grpc.so_reuseport", 0)]
+    options = [
+        ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+        ("grpc.so_reuseport", 0),
+        # The default refuses pings closer than five minutes apart; a gateway watches silent streams.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ]
     server = grpc.aio.server(options=options)
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     report = HealthReport(server)

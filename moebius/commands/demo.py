@@ -26,9 +26,12 @@ def register(app: typer.Typer) -> None:
     @app.command("demo-model")
     def demo_model(
         directory: Annotated[Path | None, typer.Argument(help="Where to build it", metavar="DIR")] = None,
+        gguf: Annotated[
+            Path | None, typer.Option(help="Base weights already on disk", metavar="FILE")
+        ] = None,
     ) -> None:
         """Build the demo model once and print its directory."""
-        print(build_demo_model(directory))
+        print(build_demo_model(directory, gguf))
 
     @app.command()
     @with_settings(model_argument=False)

@@ -37,10 +37,13 @@ def with_checkpoint(config: MoebiusConfig) -> MoebiusConfig:
     return config.model_copy(update={"model": section})
 
 
-def build_demo_model(directory: Path | None) -> Path:
-    """The demo checkpoint's directory, built with a progress display when it is not there yet."""
+def build_demo_model(directory: Path | None, gguf: Path | None = None) -> Path:
+    """The demo checkpoint's directory, built with a progress display when it is not there yet.
+
+    `gguf` is a local copy of the base weights, for machines that reach no package registry.
+    """
     from moebius.demo_model import build_demo_model as build
     from moebius.demo_model import rich_progress
 
     with rich_progress() as progress:
-        return build(directory, progress)
+        return build(directory, progress, gguf=gguf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from tests.helpers.demo import demo_checkpoint
+from tests.helpers.openai_checks import ALL_CHECKS
 from tests.helpers.stack import Stack, running_stack
 
 pytestmark = pytest.mark.demo
@@ -31,6 +32,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def client_of(stack: Stack) -> openai.OpenAI:
     """An openai client that does not hide errors behind retries."""
     return openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
+def test_openai_client(stack: Stack, check: Callable[[str, str], None]) -> None:
+    """What the openai client sees of the whole system is what it sees of the gateway alone."""
+    check(stack.base_url, MODEL)
 
 
 def test_answer_is_coherent(stack: Stack) -> None:
