@@ -78,6 +78,9 @@ def running_stack(model: Path, directory: Path, *flags: str, timeout_s: float = 
             assert process.wait(timeout=60) == 0, log.read_text()[-4000:]
     finally:
         if process.poll() is None:
+            process.send_signal(signal.SIGTERM)  # a failed test shall leave no shared memory behind
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=40)
             process.kill()
             process.wait()
 
