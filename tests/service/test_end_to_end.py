@@ -129,7 +129,9 @@ def test_disconnect_frees_the_engine(stack: Stack) -> None:
         "ignore_eos": True,
     }
     with httpx.stream("POST", f"{stack.base_url}/v1/completions", json=body, timeout=60) as response:
-        next(response.iter_lines())
+        assert response.status_code == 200, response.read()
+        lines = response.iter_lines()  # kept: dropping the iterator would close the connection
+        next(lines)
         assert running_requests(stack) == 1
     end = time.monotonic() + 10
     while running_requests(stack) and time.monotonic() < end:
