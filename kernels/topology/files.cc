@@ -1,10 +1,14 @@
 #include "kernels/topology/files.h"
 
 #include <algorithm>
+#include <charconv>
+#include <cstdint>
 #include <fstream>
 #include <iterator>
 #include <sstream>
 #include <stdexcept>
+#include <string_view>
+#include <system_error>
 
 namespace moebius::topology {
 
@@ -31,19 +35,26 @@ std::optional<std::string> find_value(const std::string& text, const std::string
 
 namespace {
 
-// "max 100000" or "150000 100000" -> CPUs.
+// A whole decimal number > 0, or 0. Streams are not used for numbers: their facets live in libstdc++, and
+// a Python process may hold two of those.
+int64_t positive(std::string_view digits) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+  return error == std::errc{} && end == digits.data() + digits.size() ? std::max<int64_t>(value, 0) : 0;
+}
+
+// "max 100000" or "150000 100000", microseconds -> CPUs.
 std::optional<double> parse_cpu_max(const std::string& text, const std::string& source) {
-  std::istringstream words(text);
-  std::string quota;
-  double period = 0;
-  words >> quota >> period;
+  const std::string_view words = text;
+  const size_t space = std::min(words.find(' '), words.size());
+  const std::string_view quota = words.substr(0, space);
   if (quota == "max") return std::nullopt;
-  double value = 0;
-  std::istringstream number(quota);
-  if (!(number >> value) || value <= 0 || period <= 0) {
+  const int64_t value = positive(quota);
+  const int64_t period = positive(words.substr(std::min(space + 1, words.size())));
+  if (value == 0 || period == 0) {
     throw std::runtime_error(source + ": '" + text + "' is not '<quota|max> <period>'");
   }
-  return value / period;
+  return double(value) / double(period);
 }
 
 // "0::/a/b" -> "/a/b"; inside a cgroup namespace the path may climb ("/../x"), which we can not follow.
