@@ -148,3 +148,15 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference, as a fraction of the largest expected magnitude."""
     return float((found - expected).abs().max() / expected.abs().max())
+
+
+def freeze(process: subprocess.Popen[bytes]) -> None:
+    """SIGSTOP, and waits until no thread of the process runs: on a spare core one could still answer."""
+    process.send_signal(signal.SIGSTOP)
+    tasks = Path(f"/proc/{process.pid}/task")
+
+    def stopped() -> bool:
+        states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()]
+        return set(states) == {"T"}
+
+    wait_until(stopped)

@@ -22,6 +22,7 @@ from tests.helpers.expert_cluster import (
     READY_S,
     Cluster,
     compute,
+    freeze,
     make_config,
     random_routing,
     running_cluster,
@@ -46,7 +47,7 @@ def test_killed_server_is_named_and_the_replay_is_equal(cluster: Cluster, transp
     routing = random_routing(cluster.geometry, 40)
     before = compute(client, 1, routing)
     # A stopped server can not answer, so the kill is sure to hit a request in flight.
-    cluster.processes[1].send_signal(signal.SIGSTOP)
+    freeze(cluster.processes[1])
     ticket = client.submit(1, *routing)
     cluster.processes[1].kill()
     cluster.processes[1].wait()
@@ -69,7 +70,7 @@ def test_silent_server_meets_the_deadline(cluster: Cluster) -> None:
         client = cluster.client(transport, mailbox_deadline_ms=200)
         routing = random_routing(cluster.geometry, 3)
         before = compute(client, 2, routing)
-        cluster.processes[0].send_signal(signal.SIGSTOP)
+        freeze(cluster.processes[0])
         with pytest.raises(ExpertUnavailable) as caught:
             compute(client, 2, routing)
         cluster.processes[0].send_signal(signal.SIGCONT)
