@@ -77,7 +77,7 @@ class Gateway:
     def _note_problem(self, problem: str) -> None:
         """Logs why there is no model yet, once per change."""
         if problem != self._problem:
-            logger.warning("waiting for the model", reason=problem)
+            logger.info("waiting for the model", reason=problem)
         self._problem = problem
 
     def model(self) -> ServedModel:
