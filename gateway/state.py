@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import cast
+from typing import Literal, cast
 
 import grpc
 import structlog
@@ -65,19 +65,19 @@ class Gateway:
                     self.config.gateway.chat_template,
                 )
             except grpc.aio.AioRpcError as error:
-                self._note_problem(f"engine at {self.engine.address}: {error.code().name}")
+                self._note_problem(f"engine at {self.engine.address}: {error.code().name}", "info")
                 await asyncio.sleep(RETRY_S)
             except Exception as error:
                 # Wrong files do not get better by asking every quarter second, but may be put right.
-                self._note_problem(f"model files: {error}")
+                self._note_problem(f"model files: {error}", "warning")
                 await asyncio.sleep(20 * RETRY_S)
         self.metrics.set_model(self._model.name)
         logger.info("model is known", model=self._model.name, max_model_len=self._model.max_context_length)
 
-    def _note_problem(self, problem: str) -> None:
-        """Logs why there is no model yet, once per change."""
+    def _note_problem(self, problem: str, level: Literal["info", "warning"]) -> None:
+        """Logs why there is no model yet, once per change; an engine that still loads is no warning."""
         if problem != self._problem:
-            logger.info("waiting for the model", reason=problem)
+            getattr(logger, level)("waiting for the model", reason=problem)
         self._problem = problem
 
     def model(self) -> ServedModel:
