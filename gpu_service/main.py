@@ -99,9 +99,11 @@ async def _serve(config: MoebiusConfig) -> int:
     loading = _start_loading(config, loop)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if not loading.done():
+    interrupted = not loading.done()
+    if interrupted or loading.exception() is not None:
+        await server.stop(0)  # a server dropped while it runs would complain of its closed event loop
+    if interrupted:
         _log.info("stopped while loading")
-        await server.stop(0)
         return 0
     built, gate, telemetry = loading.result()
     router = OutputRouter(loop)
