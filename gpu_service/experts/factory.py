@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -12,10 +13,11 @@ from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.mailbox_client import MailboxExpertClient
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
-from moebius.mailbox import Mailbox
+from moebius.mailbox import Mailbox, MailboxGeometry
 from moebius.mailbox_plan import activation_dtype, mailbox_geometry
 
 ATTACH_TIMEOUT_S = 60.0
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def make_expert_client(config: MoebiusConfig, geometry: MoeGeometry) -> ExpertClient:
@@ -30,11 +32,23 @@ def _dtype(config: MoebiusConfig, geometry: MoeGeometry) -> torch.dtype:
     return torch.float32 if activation_dtype(config, geometry) == "float32" else torch.bfloat16
 
 
+def open_mailbox(name: str, geometry: MailboxGeometry) -> Mailbox:
+    """The supervisor's segment, or, where processes are started by hand, one made here.
+
+    One made here stays when this process ends, so that a restarted engine finds the servers still
+    attached; once nobody holds it any more, the next engine of that name replaces it.
+    Raises MailboxError naming what does not fit.
+    """
+    if Mailbox.is_stale(name) or not (SHARED_MEMORY / name).exists():
+        return Mailbox.create(name, geometry)
+    return Mailbox.attach(name, ATTACH_TIMEOUT_S, geometry)
+
+
 def _mailbox(config: MoebiusConfig, geometry: MoeGeometry) -> ExpertClient:
     experts = config.experts
     if not experts.mailbox:
         raise ValueError("expert_transport is 'mailbox', but mailbox is empty: it names the shared memory")
-    mailbox = Mailbox.attach(experts.mailbox, ATTACH_TIMEOUT_S, mailbox_geometry(config, geometry))
+    mailbox = open_mailbox(experts.mailbox, mailbox_geometry(config, geometry))
     return MailboxExpertClient(mailbox, geometry, experts.mailbox_deadline_ms)
 
 
