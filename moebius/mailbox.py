@@ -8,6 +8,7 @@ every call that copies or waits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
 from moebius import _kernels
@@ -98,6 +99,9 @@ class ServerState:
     rows: int  # token rows in them
 
 
+SHARED_MEMORY = Path("/dev/shm")
+
+
 class Mailbox:
     """The launcher's and the client's side. Different slots may be used by different threads at once."""
 
@@ -136,6 +140,11 @@ class Mailbox:
     def unlink(name: str) -> bool:
         """Removes the name; mapped users keep their mapping. False when there was no such segment."""
         return _kernels.mailbox_unlink(name)
+
+    @staticmethod
+    def exists(name: str) -> bool:
+        """True when there is a segment of that name, used or left over (shm_overview(7): one file each)."""
+        return (SHARED_MEMORY / name).exists()
 
     @staticmethod
     def is_stale(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 
@@ -17,7 +16,6 @@ from moebius.mailbox import Mailbox, MailboxGeometry
 from moebius.mailbox_plan import activation_dtype, mailbox_geometry
 
 ATTACH_TIMEOUT_S = 60.0
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def make_expert_client(config: MoebiusConfig, geometry: MoeGeometry) -> ExpertClient:
@@ -39,7 +37,7 @@ def open_mailbox(name: str, geometry: MailboxGeometry) -> Mailbox:
     attached; once nobody holds it any more, the next engine of that name replaces it.
     Raises MailboxError naming what does not fit.
     """
-    if Mailbox.is_stale(name) or not (SHARED_MEMORY / name).exists():
+    if Mailbox.is_stale(name) or not Mailbox.exists(name):
         return Mailbox.create(name, geometry)
     return Mailbox.attach(name, ATTACH_TIMEOUT_S, geometry)
 
