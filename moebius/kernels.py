@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moebius import _kernels
 
-Isa = Literal["auto", "scalar", "avx2", "avx512"]
+Isa = Literal["auto", "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
 FloatArray = NDArray[np.float32] | NDArray[np.uint16]
 
 

@@ -1,6 +1,8 @@
 #include "kernels/isa/isa.h"
 
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -9,7 +11,8 @@
 namespace moebius {
 namespace {
 
-constexpr Isa kAllIsas[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512};
+constexpr Isa kAllIsas[] = {Isa::kScalar,     Isa::kAvx2,       Isa::kAvx512,
+                            Isa::kAvx512Vnni, Isa::kAvx512Bf16, Isa::kAmx};
 
 // XCR0: register state the operating system saves. Read by bytes: the intrinsic would need -mxsave.
 uint64_t read_xcr0() {
@@ -19,21 +22,38 @@ uint64_t read_xcr0() {
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
+constexpr uint64_t bit(int index) { return uint64_t{1} << index; }
 bool has_bits(uint64_t value, uint64_t mask) { return (value & mask) == mask; }
 
-Isa highest_isa() {
+// Tiles are 8 KiB of state a thread: Linux hands them out on request only, once for the whole process.
+bool tiles_permitted() {
+  constexpr long kArchReqXcompPerm = 0x1023;
+  constexpr long kTileData = 18;
+  return syscall(SYS_arch_prctl, kArchReqXcompPerm, kTileData) == 0;
+}
+
+struct CpuidLeaf {
   uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return Isa::kScalar;
-  constexpr uint32_t kFma = 1u << 12, kOsxsave = 1u << 27, kAvx = 1u << 28;
-  if (!has_bits(ecx, kFma | kOsxsave | kAvx)) return Isa::kScalar;
+  CpuidLeaf(uint32_t leaf, uint32_t subleaf) { __get_cpuid_count(leaf, subleaf, &eax, &ebx, &ecx, &edx); }
+};
+
+Isa highest_isa() {
+  const CpuidLeaf basic(1, 0);
+  constexpr uint64_t kFma = bit(12), kOsxsave = bit(27), kAvx = bit(28), kF16c = bit(29);
+  if (!has_bits(basic.ecx, kFma | kOsxsave | kAvx | kF16c)) return Isa::kScalar;
   const uint64_t xcr0 = read_xcr0();
   if (!has_bits(xcr0, 0x6)) return Isa::kScalar;  // SSE and AVX state
-  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return Isa::kScalar;
-  constexpr uint32_t kAvx2 = 1u << 5;
-  if (!has_bits(ebx, kAvx2)) return Isa::kScalar;
-  constexpr uint32_t kAvx512 = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // F, DQ, BW, VL
-  if (!has_bits(ebx, kAvx512) || !has_bits(xcr0, 0xe6)) return Isa::kAvx2;  // mask and ZMM state
-  return Isa::kAvx512;
+  const CpuidLeaf extended(7, 0);
+  if (!has_bits(extended.ebx, bit(5))) return Isa::kScalar;
+  constexpr uint64_t kAvx512 = bit(16) | bit(17) | bit(30) | bit(31);  // F, DQ, BW, VL
+  if (!has_bits(extended.ebx, kAvx512) || !has_bits(xcr0, 0xe6)) return Isa::kAvx2;  // mask and ZMM state
+  if (!has_bits(extended.ecx, bit(11))) return Isa::kAvx512;
+  const CpuidLeaf more(7, 1);
+  if (!has_bits(more.eax, bit(5)) || !has_bits(extended.ecx, bit(1))) return Isa::kAvx512Vnni;  // BF16, VBMI
+  constexpr uint64_t kAmxBits = bit(22) | bit(24) | bit(25);  // bf16, tile, int8
+  constexpr uint64_t kTileState = bit(17) | bit(18);
+  const bool tiles = has_bits(extended.edx, kAmxBits) && has_bits(xcr0, kTileState) && tiles_permitted();
+  return tiles ? Isa::kAmx : Isa::kAvx512Bf16;
 }
 
 std::string allowed_names() {
@@ -49,6 +69,9 @@ const char* isa_name(Isa isa) {
     case Isa::kScalar: return "scalar";
     case Isa::kAvx2: return "avx2";
     case Isa::kAvx512: return "avx512";
+    case Isa::kAvx512Vnni: return "avx512_vnni";
+    case Isa::kAvx512Bf16: return "avx512_bf16";
+    case Isa::kAmx: return "amx";
   }
   return "unknown";
 }

@@ -7,9 +7,17 @@
 
 namespace moebius {
 
-enum class Isa : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
+// Each level includes the ones before it.
+enum class Isa : int {
+  kScalar = 0,
+  kAvx2 = 1,         // AVX2, FMA, F16C
+  kAvx512 = 2,       // AVX-512 F, BW, VL, DQ
+  kAvx512Vnni = 3,   // + VNNI
+  kAvx512Bf16 = 4,   // + BF16, VBMI
+  kAmx = 5,          // + AMX tile, bf16, int8, with the kernel's permission to use tiles
+};
 
-const char* isa_name(Isa isa);
+const char* isa_name(Isa isa);  // "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"
 
 // Levels this machine can run, lowest first; always begins with kScalar.
 std::vector<Isa> supported_isas();

@@ -5,11 +5,8 @@
 namespace moebius {
 
 const KernelTable& kernel_table(Isa isa) {
-  switch (isa) {
-    case Isa::kAvx512: return kernel_table_avx512();
-    case Isa::kAvx2: return kernel_table_avx2();
-    case Isa::kScalar: break;
-  }
+  if (isa >= Isa::kAvx512) return kernel_table_avx512();
+  if (isa == Isa::kAvx2) return kernel_table_avx2();
   return kernel_table_scalar();
 }
 

@@ -1,0 +1,71 @@
+// The packed form of a matrix: panels of 16 columns (output features), each holding all of k, one after the
+// other. One layout per format for every instruction set and for the GPU. Inside a panel, at 64-byte-aligned
+// offsets:
+//
+//   codes         k_padded x 16, in "words" of 32 bits per column so that one 64-byte line is 16 columns:
+//                   float32            line = 1 k
+//                   bfloat16, float16  line = 2 k:  k, k+1 in bits 0-15, 16-31 of the column's word
+//                   float8, int8       line = 4 k:  k..k+3 in bytes 0..3
+//                   int4, float4       line = 8 k:  k+2j in bits 4j..4j+3, k+2j+1 in bits 16+4j..16+4j+3 (j = 0..3),
+//                                      so that (word >> 4j) brings the pair (k+2j, k+2j+1) to the low bits of
+//                                      the two halves
+//   scales        [groups][16] of the format's scale type; [groups] when the format has panel_scale
+//   zeros         [groups][16] uint8                    (formats with zeros)
+//   column_scale  [16] float32                          (formats with column_scale)
+//   bias          [16] float32                          (matrices with a bias)
+//
+// 16-bit lines are the B operand of a bf16 tile product (16 lines = one tile, k = 32), 8-bit lines that of an
+// int8 tile product (k = 64). k is padded to a multiple of 64 and columns to whole panels; padding decodes to
+// zero or meets zeros in the rows, whose own padding is zero.
+//
+// An expert: gate and up panels alternating (gate 0, up 0, gate 1, up 1, ...; up only where the activation has
+// no gate), then the down panels.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/format/weight_format.h"
+
+namespace moebius {
+
+constexpr uint32_t kPanelColumns = 16;
+constexpr uint32_t kPadK = 64;
+
+struct PanelLayout {
+  PanelLayout() = default;
+  // k > 0. Throws std::invalid_argument when the format is not supported.
+  PanelLayout(const WeightFormat& format, uint32_t k, bool has_bias);
+
+  WeightFormat format;
+  uint32_t k = 0;
+  uint32_t k_padded = 0;      // multiple of kPadK
+  uint32_t groups = 0;        // ceil(k / group_size); 0 without group scales
+  bool has_bias = false;
+  // Bytes from the panel's begin. What a format lacks has the offset where it would be.
+  size_t scales_offset = 0;
+  size_t zeros_offset = 0;
+  size_t column_scale_offset = 0;
+  size_t bias_offset = 0;
+  size_t panel_bytes = 0;     // a multiple of 64
+};
+
+struct ExpertLayout {
+  ExpertLayout() = default;
+  // gated: gate and up; otherwise up alone.
+  ExpertLayout(const WeightFormat& gate_up_format, const WeightFormat& down_format, uint32_t hidden_size,
+               uint32_t intermediate_size, bool gated, bool has_bias);
+
+  PanelLayout gate_up;             // k = hidden_size
+  PanelLayout down;                // k = intermediate_size
+  uint32_t hidden_size = 0;
+  uint32_t intermediate_size = 0;
+  bool gated = true;
+  uint32_t panels_per_column_block = 2;  // gate and up: 2, up alone: 1
+  uint32_t intermediate_blocks = 0;      // ceil(intermediate_size / 16)
+  uint32_t down_panels = 0;              // ceil(hidden_size / 16)
+  size_t down_offset = 0;
+  size_t expert_bytes = 0;               // a multiple of 64
+};
+
+}  // namespace moebius

@@ -1,0 +1,52 @@
+// One matrix as a checkpoint stores it, before packing. All pointers belong to the caller.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/format/weight_format.h"
+
+namespace moebius {
+
+// How codes, scales and zeros lie in the checkpoint. `out` and `in` are the logical matrix's [out, in].
+enum class SourceLayout : uint8_t {
+  kPlain = 0,            // one element each (kInt4, kFloat4: one code per byte), any strides; zeros: uint8 [out, groups]
+  kCompressedInt4 = 1,   // compressed-tensors weight_packed: int32 [out, in / 8], nibble j of a word is element j,
+                         // stored as code + 8 for symmetric; scales [out, groups]; zeros packed int32 along out
+                         // [out / 8, groups]
+  kAwqInt4 = 2,          // qweight int32 [in, out / 8], nibbles in the order 0 4 1 5 2 6 3 7 (bits 0-3 hold
+                         // column 0, bits 4-7 column 2, ...); qzeros int32 [groups, out / 8] likewise; scales [groups, out]
+  kGptqInt4 = 3,         // qweight int32 [in / 8, out], nibble j of a word is element j along in; qzeros int32
+                         // [groups, out / 8] holding zero - 1 (v1 checkpoints; see zeros_offset); scales [groups, out]
+  kMxfp4 = 4,            // blocks uint8 [out, in / 2], low nibble first; scales e8m0 uint8 [out, groups]
+  kNvfp4 = 5,            // weight uint8 [out, in / 2], low nibble first; scales e4m3 [out, groups]; global scale
+};
+
+struct SourceMatrix {
+  SourceLayout layout = SourceLayout::kPlain;
+  Code code = Code::kFloat32;     // element code; kInt4 or kFloat4 for the packed layouts
+  uint32_t rows = 0;              // out, of this slice
+  uint32_t cols = 0;              // in, of this slice
+  const void* data = nullptr;     // first element (or word, or byte) of the slice
+  ptrdiff_t row_stride = 0;       // elements (words, bytes) between logical rows; for kAwqInt4 and kGptqInt4:
+                                  // between rows of the stored matrix
+  ptrdiff_t col_stride = 1;       // kPlain: elements between logical columns
+
+  ScaleType scale_type = ScaleType::kNone;
+  uint32_t group_size = 0;        // along in; 0: no group scales
+  uint32_t scale_rows = 1;        // logical rows sharing a scale row: 128 for fp8 blocks, 1 for the rest
+  const void* scales = nullptr;   // scale of (logical row r, group g) at
+  ptrdiff_t scale_row_stride = 0; //   (r + scale_row_begin) / scale_rows * scale_row_stride + g * scale_group_stride
+  ptrdiff_t scale_group_stride = 1;
+  uint32_t scale_row_begin = 0;   // how far into its block of scale_rows the slice begins
+
+  const void* zeros = nullptr;    // packed as the layout says; null: symmetric (zero point 8)
+  ptrdiff_t zeros_stride = 0;     // words between stored rows of zeros
+  int32_t zeros_offset = 0;       // added to every stored zero: 1 for GPTQ v1
+
+  const float* column_scale = nullptr;  // [rows] float32 scale per logical row; null: 1
+  float tensor_scale = 1.0f;            // times column_scale: per-tensor and global scales
+  const float* bias = nullptr;          // [rows]; null: none
+};
+
+}  // namespace moebius
