@@ -5,35 +5,20 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "kernels/pool/futex.h"
+#include "kernels/pool/limits.h"
 
 namespace moebius {
 namespace {
 
-// Ticket: [epoch 28 | total 18 | next 18]. An epoch returns after 2^28 loops; only a worker preempted for
-// that long between two instructions could mistake one for the other.
-constexpr uint32_t kTaskBits = 18;
-constexpr uint64_t kTaskMask = (1u << kTaskBits) - 1;
-
-uint32_t ticket_next(uint64_t ticket) { return static_cast<uint32_t>(ticket & kTaskMask); }
-uint32_t ticket_total(uint64_t ticket) { return static_cast<uint32_t>((ticket >> kTaskBits) & kTaskMask); }
+uint32_t ticket_next(uint64_t ticket) { return static_cast<uint32_t>(ticket); }
+uint32_t ticket_total(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
 bool ticket_open(uint64_t ticket) { return ticket_next(ticket) < ticket_total(ticket); }
-uint64_t next_ticket(uint64_t ticket, uint32_t total) {
-  const uint64_t epoch = (ticket >> (2 * kTaskBits)) + 1;
-  return (epoch << (2 * kTaskBits)) | (static_cast<uint64_t>(total) << kTaskBits);
-}
-
-uint32_t usable_cpu_count() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof(set), &set) != 0) return std::max(1u, std::thread::hardware_concurrency());
-  return std::max(1, CPU_COUNT(&set));
-}
 
 void pin(std::thread& thread, int cpu) {
   cpu_set_t set;
@@ -48,6 +33,8 @@ void pin(std::thread& thread, int cpu) {
 // Spins until ready() or the time is over; says whether it became ready.
 template <class Ready>
 bool spin_until(std::chrono::nanoseconds limit, Ready&& ready) {
+  if (ready()) return true;
+  if (limit.count() == 0) return false;
   const auto start = std::chrono::steady_clock::now();
   do {
     for (int i = 0; i < 16; ++i) {
@@ -60,12 +47,9 @@ bool spin_until(std::chrono::nanoseconds limit, Ready&& ready) {
 
 }  // namespace
 
-ThreadPool::ThreadPool(uint32_t num_threads, const std::vector<int>& cpus) {
-  const uint32_t usable = cpus.empty() ? usable_cpu_count() : static_cast<uint32_t>(cpus.size());
-  num_threads_ = num_threads == 0 ? usable : num_threads;
-  // Between two layers the rest of the model computes for ~100 us: worth spinning through when a core is
-  // to spare. With no core to spare a spinner takes time from whoever it waits for.
-  spin_ = num_threads_ < usable_cpu_count() ? std::chrono::microseconds(100) : std::chrono::microseconds(20);
+ThreadPool::ThreadPool(uint32_t num_threads, const std::vector<int>& cpus, std::chrono::nanoseconds spin)
+    : num_threads_(num_threads == 0 ? pool::default_threads(cpus) : num_threads),
+      spin_(spin.count() < 0 ? pool::default_spin(num_threads_) : spin) {
   try {
     start(cpus);
   } catch (...) {
@@ -92,50 +76,75 @@ void ThreadPool::stop() {
   threads_.clear();
 }
 
-void ThreadPool::run(uint32_t num_tasks, TaskFn fn, void* context) {
-  if (num_tasks == 0) return;
-  if (num_tasks > kMaxTasks) {
-    throw std::invalid_argument("parallel_for: more than " + std::to_string(kMaxTasks) + " tasks");
-  }
+void ThreadPool::run(const Phase* phases, uint32_t num_phases) {
   std::lock_guard<std::mutex> lock(run_mutex_);
-  if (num_threads_ == 1 || num_tasks == 1) {
-    for (uint32_t task = 0; task < num_tasks; ++task) fn(context, task, 0);
-    return;
+  if (num_threads_ == 1) return run_alone(phases, num_phases);
+  next_phase_ = phases;
+  phases_end_ = phases + num_phases;
+  const uint32_t finished_before = finished_.load(std::memory_order_relaxed);
+  open_next_phase();
+  while (finished_.load(std::memory_order_acquire) == finished_before) {
+    if (!run_one_task(0)) wait_as_caller(finished_before);
   }
-  done_.store(0, std::memory_order_relaxed);
-  fn_.store(fn, std::memory_order_relaxed);
-  context_.store(context, std::memory_order_relaxed);
-  ticket_.store(next_ticket(ticket_.load(std::memory_order_relaxed), num_tasks));
-  if (sleepers_.load() > 0) {
-    wake_word_.fetch_add(1);
-    pool::futex_wake(wake_word_, static_cast<int>(num_tasks - 1));
-  }
-  while (run_one_task(0)) {
-  }
-  wait_until_done(num_tasks);
   if (exception_) std::rethrow_exception(std::exchange(exception_, nullptr));
 }
 
-// Claims and runs one task; false when none is left. fn_ and context_ are read before the claim: they can
-// only be overwritten once the loop is over, and then the claim fails.
-bool ThreadPool::run_one_task(uint32_t worker) {
-  uint64_t ticket = ticket_.load(std::memory_order_acquire);
-  for (;;) {
-    if (!ticket_open(ticket)) return false;
-    const TaskFn fn = fn_.load(std::memory_order_relaxed);
-    void* const context = context_.load(std::memory_order_relaxed);
-    if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
-      continue;
-    }
-    try {
-      fn(context, ticket_next(ticket), worker);
-    } catch (...) {
-      record_exception();
-    }
-    const bool last = done_.fetch_add(1) + 1 == ticket_total(ticket);
-    if (last && caller_asleep_.load() != 0) pool::futex_wake(done_);
-    return true;
+void ThreadPool::run_alone(const Phase* phases, uint32_t num_phases) {
+  for (const Phase* phase = phases; phase != phases + num_phases; ++phase) {
+    const uint32_t count = phase->count(phase->context);
+    for (uint32_t task = 0; task < count; ++task) phase->task(phase->context, task, 0);
   }
+}
+
+// Claims and runs one task; false when none is left. The claim acquires what the phase's opener wrote.
+bool ThreadPool::run_one_task(uint32_t worker) {
+  uint64_t ticket = ticket_.load(std::memory_order_relaxed);
+  do {
+    if (!ticket_open(ticket)) return false;
+  } while (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acquire, std::memory_order_relaxed));
+  try {
+    phase_->task(phase_->context, ticket_next(ticket), worker);
+  } catch (...) {
+    record_exception();
+  }
+  // Releases this task's writes to the thread that finishes last, which acquires those of all others.
+  const bool last = done_.fetch_add(1, std::memory_order_acq_rel) + 1 == ticket_total(ticket);
+  if (last) open_next_phase();
+  return true;
+}
+
+// Called when no task is open or running: at the start by the caller, then by the thread that did the last task.
+// Either opens the next phase that has tasks or ends the run, after which the phases are the caller's again.
+void ThreadPool::open_next_phase() {
+  const uint32_t count = next_count();
+  if (count == 0) {
+    finished_.fetch_add(1);
+  } else {
+    done_.store(0, std::memory_order_relaxed);
+    ticket_.store(static_cast<uint64_t>(count) << 32);
+    // A sleeper counts itself, then looks at the ticket; here the ticket comes first. One side sees the other.
+    if (count > 1 && sleepers_.load() > 0) {
+      wake_word_.fetch_add(1);
+      pool::futex_wake(wake_word_, static_cast<int>(std::min<uint32_t>(count - 1, INT_MAX)));
+    }
+  }
+  if (caller_asleep_.load() != 0) {
+    caller_word_.fetch_add(1);
+    pool::futex_wake(caller_word_);
+  }
+}
+
+// Moves on to the next phase that has tasks; 0 when there is none or a task or a count has thrown.
+uint32_t ThreadPool::next_count() {
+  try {
+    while (!exception_ && next_phase_ != phases_end_) {
+      phase_ = next_phase_++;
+      if (const uint32_t count = phase_->count(phase_->context); count > 0) return count;
+    }
+  } catch (...) {
+    record_exception();
+  }
+  return 0;
 }
 
 void ThreadPool::record_exception() {
@@ -143,34 +152,29 @@ void ThreadPool::record_exception() {
   if (!exception_) exception_ = std::current_exception();
 }
 
-void ThreadPool::wait_until_done(uint32_t num_tasks) {
-  auto finished = [&] { return done_.load(std::memory_order_acquire) == num_tasks; };
-  if (spin_until(spin_, finished)) return;
-  caller_asleep_.store(1);
-  for (;;) {
-    const uint32_t done = done_.load();
-    if (done == num_tasks) break;
-    pool::futex_wait(done_, done);
-  }
-  caller_asleep_.store(0);
-}
-
 void ThreadPool::worker_loop(uint32_t worker) {
-  while (!stopping_.load()) {
+  while (!stopping_.load(std::memory_order_relaxed)) {
     if (!run_one_task(worker)) wait_for_work();
   }
 }
 
 void ThreadPool::wait_for_work() {
-  auto due = [this] {
-    return ticket_open(ticket_.load(std::memory_order_acquire)) || stopping_.load(std::memory_order_relaxed);
-  };
+  auto due = [this] { return ticket_open(ticket_.load()) || stopping_.load(); };
   if (spin_until(spin_, due)) return;
-  // The order word, sleepers, ticket pairs with run(): ticket, sleepers, word. One side sees the other.
   const uint32_t word = wake_word_.load();
   sleepers_.fetch_add(1);
-  if (!ticket_open(ticket_.load()) && !stopping_.load()) pool::futex_wait(wake_word_, word);
+  if (!due()) pool::futex_wait(wake_word_, word);
   sleepers_.fetch_sub(1);
+}
+
+// Until the run is finished or its next phase is open.
+void ThreadPool::wait_as_caller(uint32_t finished_before) {
+  auto due = [&] { return ticket_open(ticket_.load()) || finished_.load() != finished_before; };
+  if (spin_until(spin_, due)) return;
+  const uint32_t word = caller_word_.load();
+  caller_asleep_.store(1);
+  if (!due()) pool::futex_wait(caller_word_, word);
+  caller_asleep_.store(0);
 }
 
 }  // namespace moebius
