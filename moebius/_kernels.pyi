@@ -5,6 +5,8 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from moebius.kernels_source import SourceMatrix
+
 # --- experts (kernels/bindings/bind_moe.cc) ---------------------------------------------------------------
 
 class EngineCounters(TypedDict):
@@ -58,6 +60,29 @@ class ExpertEngine(ExpertBackend):
     def num_threads(self) -> int: ...
     @property
     def isa(self) -> str: ...
+
+# --- weight formats (kernels/bindings/bind_format.cc) -----------------------------------------------------
+
+class PanelOffsets(TypedDict):
+    k_padded: int
+    groups: int
+    scales_offset: int
+    zeros_offset: int
+    column_scale_offset: int
+    bias_offset: int
+    panel_bytes: int
+
+def weight_format_names() -> list[str]: ...
+def panel_layout(format: str, k: int, has_bias: bool = False) -> PanelOffsets: ...
+def packing_obstacle(format: str, source: SourceMatrix | NDArray[Any]) -> str: ...
+def pack_matrix(
+    format: str, source: SourceMatrix | NDArray[Any], *, has_bias: bool = False, reference: bool = False
+) -> NDArray[np.uint8]: ...
+def unpack_matrix(
+    format: str, packed: NDArray[np.uint8], rows: int, k: int, has_bias: bool = False
+) -> NDArray[np.float32]: ...
+def unpack_bias(format: str, packed: NDArray[np.uint8], rows: int, k: int) -> NDArray[np.float32]: ...
+def dequantise_matrix(source: SourceMatrix | NDArray[Any]) -> NDArray[np.float32]: ...
 
 # --- topology (kernels/bindings/bind_topology.cc) ----------------------------------------------------------
 

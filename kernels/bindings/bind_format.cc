@@ -1,0 +1,120 @@
+#include <pybind11/stl.h>
+
+#include <vector>
+
+#include "kernels/bindings/bindings.h"
+#include "kernels/bindings/source_arrays.h"
+#include "kernels/format/dequantise.h"
+#include "kernels/format/format_names.h"
+#include "kernels/format/pack.h"
+#include "kernels/format/unpack.h"
+
+namespace py = pybind11;
+
+namespace moebius {
+namespace {
+
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+
+uint32_t panels_of(uint32_t rows) { return (rows + kPanelColumns - 1) / kPanelColumns; }
+
+uint32_t positive(int64_t value, const char* name) {
+  if (value > 0 && value <= INT32_MAX) return static_cast<uint32_t>(value);
+  throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it must be 1 to 2147483647");
+}
+
+Bytes pack_matrix(const std::string& format, const py::object& source, bool has_bias, bool reference) {
+  const SourceArrays arrays = read_source(source, "source");
+  const PanelLayout layout(parse_weight_format(format), arrays.matrix.cols, has_bias || arrays.matrix.bias != nullptr);
+  const uint32_t panels = panels_of(arrays.matrix.rows);
+  Bytes packed(static_cast<py::ssize_t>(panels * layout.panel_bytes));
+  auto* const target = reinterpret_cast<std::byte*>(packed.mutable_data());
+  const py::gil_scoped_release release;
+  for (uint32_t panel = 0; panel < panels; ++panel) {
+    (reference ? pack_panel_reference : pack_panel)(arrays.matrix, layout, panel, target + panel * layout.panel_bytes);
+  }
+  return packed;
+}
+
+struct Packed {
+  Packed(const std::string& format, const Bytes& packed, int64_t num_rows, int64_t k, bool has_bias)
+      : layout(parse_weight_format(format), positive(k, "k"), has_bias), rows(positive(num_rows, "rows")) {
+    const auto wanted = static_cast<py::ssize_t>(panels_of(rows) * layout.panel_bytes);
+    if (packed.ndim() == 1 && packed.shape(0) == wanted) return;
+    throw std::invalid_argument("packed has " + std::to_string(packed.size()) + " bytes; " + format + " of [" +
+                                std::to_string(num_rows) + ", " + std::to_string(k) + "] has " + std::to_string(wanted));
+  }
+  PanelLayout layout;
+  uint32_t rows;
+};
+
+// (weights [rows, k], bias [rows])
+py::tuple unpack(const std::string& format, const Bytes& bytes, int64_t num_rows, int64_t k, bool has_bias) {
+  const Packed packed(format, bytes, num_rows, k, has_bias);
+  const uint32_t panels = panels_of(packed.rows);
+  std::vector<float> weights(size_t{panels} * kPanelColumns * packed.layout.k);
+  std::vector<float> bias(size_t{panels} * kPanelColumns);
+  const auto* source = reinterpret_cast<const std::byte*>(bytes.data());
+  {
+    const py::gil_scoped_release release;
+    for (uint32_t panel = 0; panel < panels; ++panel) {
+      const size_t column = size_t{panel} * kPanelColumns;
+      unpack_panel(packed.layout, source + panel * packed.layout.panel_bytes, &weights[column * packed.layout.k],
+                   &bias[column]);
+    }
+  }
+  const auto rows = static_cast<py::ssize_t>(packed.rows);
+  return py::make_tuple(py::array_t<float>({rows, static_cast<py::ssize_t>(k)}, weights.data()),
+                        py::array_t<float>(rows, bias.data()));
+}
+
+py::object unpack_matrix(const std::string& format, const Bytes& bytes, int64_t rows, int64_t k, bool has_bias) {
+  return unpack(format, bytes, rows, k, has_bias)[0];
+}
+
+py::object unpack_bias(const std::string& format, const Bytes& bytes, int64_t rows, int64_t k) {
+  return unpack(format, bytes, rows, k, true)[1];
+}
+
+py::array_t<float> dequantise_matrix(const py::object& source) {
+  const SourceArrays arrays = read_source(source, "source");
+  const SourceMatrix& matrix = arrays.matrix;
+  py::array_t<float> result({static_cast<py::ssize_t>(matrix.rows), static_cast<py::ssize_t>(matrix.cols)});
+  float* const target = result.mutable_data();
+  const py::gil_scoped_release release;
+  for (uint32_t row = 0; row < matrix.rows; ++row) dequantise_row(matrix, row, target + size_t{row} * matrix.cols);
+  return result;
+}
+
+std::string obstacle(const std::string& format, const py::object& source) {
+  return packing_obstacle(read_source(source, "source").matrix, parse_weight_format(format));
+}
+
+py::dict panel_layout(const std::string& format, int64_t k, bool has_bias) {
+  const PanelLayout layout(parse_weight_format(format), positive(k, "k"), has_bias);
+  py::dict result;
+  result["k_padded"] = layout.k_padded;
+  result["groups"] = layout.groups;
+  result["scales_offset"] = layout.scales_offset;
+  result["zeros_offset"] = layout.zeros_offset;
+  result["column_scale_offset"] = layout.column_scale_offset;
+  result["bias_offset"] = layout.bias_offset;
+  result["panel_bytes"] = layout.panel_bytes;
+  return result;
+}
+
+}  // namespace
+
+void bind_format(py::module_& m) {
+  m.def("weight_format_names", &weight_format_names);
+  m.def("panel_layout", &panel_layout, py::arg("format"), py::arg("k"), py::arg("has_bias") = false);
+  m.def("packing_obstacle", &obstacle, py::arg("format"), py::arg("source"));
+  m.def("pack_matrix", &pack_matrix, py::arg("format"), py::arg("source"), py::kw_only(), py::arg("has_bias") = false,
+        py::arg("reference") = false);
+  m.def("unpack_matrix", &unpack_matrix, py::arg("format"), py::arg("packed").noconvert(), py::arg("rows"),
+        py::arg("k"), py::arg("has_bias") = false);
+  m.def("unpack_bias", &unpack_bias, py::arg("format"), py::arg("packed").noconvert(), py::arg("rows"), py::arg("k"));
+  m.def("dequantise_matrix", &dequantise_matrix, py::arg("source"));
+}
+
+}  // namespace moebius

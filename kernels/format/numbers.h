@@ -1,0 +1,50 @@
+// Number formats of weights and scales -> float32, exactly. Not for files built for one instruction set.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstdint>
+
+namespace moebius {
+
+inline float decode_bfloat16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+
+// IEEE 754 binary16, subnormals, infinities and NaN included.
+inline float decode_float16(uint16_t bits) {
+  const uint32_t sign = uint32_t{bits & 0x8000U} << 16;
+  const uint32_t magnitude = bits & 0x7fffU;
+  if (magnitude >= 0x7c00) return std::bit_cast<float>(sign | 0x7f800000U | (magnitude & 0x3ffU) << 13);
+  // The exponent's bias changes from 15 to 127; the product also normalises subnormals.
+  const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | sign);
+}
+
+// OCP 8-bit floating point e4m3fn: bias 7, no infinity, NaN at 0x7f and 0xff.
+constexpr float decode_float8_slowly(uint32_t bits) {
+  const uint32_t exponent = bits >> 3 & 15;
+  const uint32_t mantissa = bits & 7;
+  if ((bits & 0x7f) == 0x7f) return std::bit_cast<float>(0x7fc00000U | (bits & 0x80) << 24);
+  float value = exponent == 0 ? static_cast<float>(mantissa) * 0x1p-9f : static_cast<float>(8 + mantissa) * 0x1p-10f;
+  for (uint32_t i = 0; i < exponent; ++i) value *= 2;
+  return (bits & 0x80) != 0 ? -value : value;
+}
+
+constexpr std::array<float, 256> make_float8_values() {
+  std::array<float, 256> values{};
+  for (uint32_t bits = 0; bits < 256; ++bits) values[bits] = decode_float8_slowly(bits);
+  return values;
+}
+
+inline constexpr std::array<float, 256> kFloat8Values = make_float8_values();
+
+// OCP microscaling e2m1.
+inline constexpr std::array<float, 16> kFloat4Values = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                                        -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+// OCP microscaling e8m0: 2^(bits - 127), NaN at 255. 2^-127 is a subnormal float32.
+inline float decode_e8m0(uint8_t bits) {
+  if (bits == 0) return 0x1p-127f;
+  return std::bit_cast<float>(bits == 255 ? 0x7fc00000U : uint32_t{bits} << 23);
+}
+
+}  // namespace moebius

@@ -1,0 +1,28 @@
+// Exact packing: a checkpoint's codes and scales rearranged into panels, no value rounded.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "kernels/format/panel_layout.h"
+#include "kernels/format/source_matrix.h"
+
+namespace moebius {
+
+// Why `source` can not be packed as `format` without rounding or loss; empty when it can. Exact are: equal
+// codes; bfloat16 and float16 elements as float32; equal group sizes with scales of the same type (any type as
+// float32); a symmetric source where the format has zeros. What a source lacks and the format has becomes 1
+// (column scale), 8 (zero points).
+std::string packing_obstacle(const SourceMatrix& source, const WeightFormat& format);
+bool packs_exactly(const SourceMatrix& source, const WeightFormat& format);
+
+// Packs columns 16 * panel ... 16 * panel + 15 of the packed matrix (rows of `source`, those beyond its last
+// are padding) into target[layout.panel_bytes]; every byte is written. Throws std::invalid_argument when the
+// source is not consistent, does not fit the layout, or has an obstacle.
+void pack_panel(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel, std::byte* target);
+
+// The same bytes, element by element through source_access.h: what pack_panel is tested against.
+void pack_panel_reference(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel, std::byte* target);
+
+}  // namespace moebius

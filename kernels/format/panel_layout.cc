@@ -1,0 +1,50 @@
+#include "kernels/format/panel_layout.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace moebius {
+namespace {
+
+constexpr uint32_t kMaxK = 1U << 30;
+
+size_t align64(size_t bytes) { return (bytes + 63) / 64 * 64; }
+uint32_t ceil_div(uint32_t value, uint32_t divisor) { return (value + divisor - 1) / divisor; }
+
+void check_size(const char* name, uint32_t value) {
+  if (value > 0 && value <= kMaxK) return;
+  throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it must be 1 to " +
+                              std::to_string(kMaxK));
+}
+
+}  // namespace
+
+PanelLayout::PanelLayout(const WeightFormat& weight_format, uint32_t matrix_k, bool with_bias)
+    : format(weight_format), k(matrix_k), has_bias(with_bias) {
+  check_weight_format(format);
+  check_size("k", k);
+  k_padded = ceil_div(k, kPadK) * kPadK;
+  groups = format.group_size == 0 ? 0 : ceil_div(k, format.group_size);
+  scales_offset = size_t{k_padded} * kPanelColumns * code_bits(format.code) / 8;
+  const size_t scale_columns = format.panel_scale ? 1 : kPanelColumns;
+  zeros_offset = scales_offset + align64(groups * scale_columns * scale_bytes(format.scale));
+  column_scale_offset = zeros_offset + (format.zeros ? align64(size_t{groups} * kPanelColumns) : 0);
+  bias_offset = column_scale_offset + (format.column_scale ? kPanelColumns * sizeof(float) : 0);
+  panel_bytes = bias_offset + (has_bias ? kPanelColumns * sizeof(float) : 0);
+}
+
+ExpertLayout::ExpertLayout(const WeightFormat& gate_up_format, const WeightFormat& down_format, uint32_t hidden,
+                           uint32_t intermediate, bool with_gate, bool has_bias)
+    : hidden_size(hidden), intermediate_size(intermediate), gated(with_gate) {
+  check_size("hidden_size", hidden);
+  check_size("intermediate_size", intermediate);
+  gate_up = PanelLayout(gate_up_format, hidden, has_bias);
+  down = PanelLayout(down_format, intermediate, has_bias);
+  panels_per_column_block = gated ? 2 : 1;
+  intermediate_blocks = ceil_div(intermediate, kPanelColumns);
+  down_panels = ceil_div(hidden, kPanelColumns);
+  down_offset = size_t{intermediate_blocks} * panels_per_column_block * gate_up.panel_bytes;
+  expert_bytes = down_offset + down_panels * down.panel_bytes;
+}
+
+}  // namespace moebius

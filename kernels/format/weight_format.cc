@@ -1,0 +1,145 @@
+#include "kernels/format/weight_format.h"
+
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "kernels/format/format_names.h"
+
+namespace moebius {
+namespace {
+
+using NamedFormat = std::pair<std::string, WeightFormat>;
+
+WeightFormat plain(Code code) {
+  WeightFormat format;
+  format.code = code;
+  return format;
+}
+
+WeightFormat with_columns(Code code, bool quantised_rows) {
+  WeightFormat format = plain(code);
+  format.column_scale = true;
+  format.quantised_rows = quantised_rows;
+  return format;
+}
+
+WeightFormat grouped(Code code, ScaleType scale, uint32_t group_size) {
+  WeightFormat format = plain(code);
+  format.scale = scale;
+  format.group_size = group_size;
+  return format;
+}
+
+WeightFormat fp8_block() {
+  WeightFormat format = grouped(Code::kFloat8, ScaleType::kFloat32, 128);
+  format.panel_scale = true;
+  return format;
+}
+
+WeightFormat nvfp4() {
+  WeightFormat format = grouped(Code::kFloat4, ScaleType::kE4M3, 16);
+  format.column_scale = true;
+  return format;
+}
+
+std::vector<NamedFormat> make_formats() {
+  std::vector<NamedFormat> formats = {
+      {"float32", plain(Code::kFloat32)},
+      {"bfloat16", plain(Code::kBFloat16)},
+      {"float16", plain(Code::kFloat16)},
+      {"fp8_block", fp8_block()},
+      {"fp8_channel", with_columns(Code::kFloat8, false)},
+      {"int8", with_columns(Code::kInt8, false)},
+      {"int8_w8a8", with_columns(Code::kInt8, true)},
+  };
+  for (const bool zeros : {false, true}) {
+    for (const uint32_t group_size : {32U, 64U, 128U}) {
+      for (const ScaleType scale : {ScaleType::kBFloat16, ScaleType::kFloat16}) {
+        WeightFormat format = grouped(Code::kInt4, scale, group_size);
+        format.zeros = zeros;
+        formats.emplace_back("int4_g" + std::to_string(group_size) + (zeros ? "_zeros" : "") +
+                                 (scale == ScaleType::kFloat16 ? "_f16" : ""),
+                             format);
+      }
+    }
+  }
+  formats.emplace_back("mxfp4", grouped(Code::kFloat4, ScaleType::kE8M0, 32));
+  formats.emplace_back("nvfp4", nvfp4());
+  return formats;
+}
+
+const std::vector<NamedFormat>& formats() {
+  static const std::vector<NamedFormat> all = make_formats();
+  return all;
+}
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("weight format: " + what); }
+
+}  // namespace
+
+uint32_t code_bits(Code code) {
+  switch (code) {
+    case Code::kFloat32: return 32;
+    case Code::kBFloat16:
+    case Code::kFloat16: return 16;
+    case Code::kFloat8:
+    case Code::kInt8: return 8;
+    case Code::kInt4:
+    case Code::kFloat4: return 4;
+  }
+  refuse("element code " + std::to_string(static_cast<int>(code)) + " is unknown");
+}
+
+uint32_t scale_bytes(ScaleType scale) {
+  switch (scale) {
+    case ScaleType::kNone: return 0;
+    case ScaleType::kFloat32: return 4;
+    case ScaleType::kBFloat16:
+    case ScaleType::kFloat16: return 2;
+    case ScaleType::kE8M0:
+    case ScaleType::kE4M3: return 1;
+  }
+  refuse("scale type " + std::to_string(static_cast<int>(scale)) + " is unknown");
+}
+
+std::vector<std::string> weight_format_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, format] : formats()) names.push_back(name);
+  return names;
+}
+
+WeightFormat parse_weight_format(const std::string& name) {
+  std::string allowed;
+  for (const auto& [known, format] : formats()) {
+    if (known == name) return format;
+    allowed += (allowed.empty() ? "" : ", ") + known;
+  }
+  throw std::invalid_argument("weight format '" + name + "' is unknown; allowed: " + allowed);
+}
+
+std::string weight_format_name(const WeightFormat& format) {
+  for (const auto& [name, known] : formats()) {
+    if (known == format) return name;
+  }
+  return "custom";
+}
+
+void check_weight_format(const WeightFormat& format) {
+  code_bits(format.code);
+  scale_bytes(format.scale);
+  const uint32_t size = format.group_size;
+  if (size != 0 && size != 16 && size != 32 && size != 64 && size != 128) {
+    refuse("group_size is " + std::to_string(size) + "; it must be 16, 32, 64, 128, or 0 without group scales");
+  }
+  if (size != 0 && format.scale == ScaleType::kNone) {
+    refuse("group_size is " + std::to_string(size) + " but there is no type of group scales");
+  }
+  if (size == 0 && format.scale != ScaleType::kNone) refuse("group scales have a type but group_size is 0");
+  if (size == 0 && format.panel_scale) refuse("panel_scale needs group scales");
+  if (format.zeros && format.code != Code::kInt4) refuse("zero points are supported for int4 codes only");
+  if (format.zeros && size == 0) refuse("zero points need group scales");
+  if (format.quantised_rows && format.code != Code::kInt8) refuse("quantised rows are supported for int8 codes only");
+}
+
+}  // namespace moebius

@@ -1,0 +1,59 @@
+"""One weight matrix as a checkpoint stores it: what `moebius._kernels` packs, dequantises and requantises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+SourceLayout = Literal["plain", "compressed_int4", "awq_int4", "gptq_int4", "mxfp4", "nvfp4"]
+Code = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4", "float4"]
+ScaleType = Literal["float32", "bfloat16", "float16", "e8m0", "e4m3"]
+
+
+@dataclass(frozen=True, eq=False)
+class SourceMatrix:
+    """Arrays of a checkpoint, or views of them, that describe the logical matrix [rows, cols] = [out, in].
+
+    The reader of the checkpoint fills every field. `weight[r, c] = value(codes) * group scale * column_scale[r]
+    * tensor_scale`. numpy has no bfloat16, e4m3 or e8m0: their bits come as uint16 and uint8.
+
+    codes, by layout:
+      plain             [rows, cols], any strides: float32, float16, uint16 (bfloat16), int8, or uint8 with
+                        `code` float8, int4 (0 to 15) or float4 (0 to 15, e2m1), one element a byte
+      compressed_int4   int32 [rows, cols / 8] (compressed-tensors `weight_packed`)
+      awq_int4          int32 [cols, rows / 8] (AutoAWQ `qweight`)
+      gptq_int4         int32 [cols / 8, rows] (AutoGPTQ `qweight`)
+      mxfp4, nvfp4      uint8 [rows, cols / 2], even columns in the low nibbles
+    """
+
+    codes: NDArray[Any]
+    layout: SourceLayout = "plain"
+    # Needed for uint8 codes of layout plain; elsewhere the dtype or the layout tells.
+    code: Code | None = None
+    # Where codes are padded to whole words; None: as many as codes hold.
+    rows: int | None = None
+    cols: int | None = None
+    # [ceil((rows + scale_row_begin) / scale_rows), ceil(cols / group_size)]; awq_int4 and gptq_int4: as stored,
+    # [groups, rows].
+    scales: NDArray[Any] | None = None
+    # Needed for uint8 scales (e8m0, e4m3); elsewhere the dtype tells.
+    scale_type: ScaleType | None = None
+    # Columns that share a scale: 16, 32, 64, 128; 0 without group scales.
+    group_size: int = 0
+    # Rows that share a scale (128 for blocks of fp8), and how far into such a block row 0 lies.
+    scale_rows: int = 1
+    scale_row_begin: int = 0
+    # Zero points as the layout stores them: plain uint8 [rows, groups], compressed_int4 int32 [rows / 8, groups],
+    # awq_int4 and gptq_int4 int32 [groups, rows / 8]. None: symmetric, zero point 8.
+    zeros: NDArray[Any] | None = None
+    # Added to stored zero points, modulo 16: 1 for GPTQ checkpoints of version 1.
+    zeros_offset: int = 0
+    # float32 [rows]: per-channel scales.
+    column_scale: NDArray[np.float32] | None = None
+    # Per-tensor or global scale, as a factor (reciprocals are resolved by the reader).
+    tensor_scale: float = 1.0
+    # float32 [rows].
+    bias: NDArray[np.float32] | None = None
