@@ -28,7 +28,7 @@ bool can_requantise_to(const WeightFormat& format);
 //                                sign of a group's largest weight can take code -8
 // layout.k is source.cols; columns behind source.rows and k behind source.cols become zeros. A group (int8: a
 // column) that holds a NaN or an infinity gets a NaN scale: it is never hidden. `target` has
-// layout.panel_bytes, 64-byte aligned. Callable from several threads.
+// layout.panel_bytes. Callable from several threads.
 // Throws std::invalid_argument when can_requantise_to(layout.format) is false or k differs.
 PackError requantise_panel(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel,
                            std::byte* target);

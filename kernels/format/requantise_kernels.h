@@ -16,7 +16,7 @@ struct RequantiseWork {
   uint32_t k_padded;       // a multiple of 64
   uint32_t group_size;     // int4: of scales, along k
   ScaleType scale_type;    // int4: float32, bfloat16 or float16
-  std::byte* codes;        // the panel's lines (panel_layout.h), 64-byte aligned
+  std::byte* codes;        // the panel's lines (panel_layout.h)
   float* scales;           // int4: [groups][16]; int8: [16]; already rounded to scale_type
   uint8_t* zeros;          // [groups][16]; null: symmetric
   double* squared_error;   // [16], added to

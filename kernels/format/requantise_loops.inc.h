@@ -6,7 +6,13 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 
-Floats load(const float* source) { return *reinterpret_cast<const Floats*>(source); }
+// Memory need not be aligned to vectors; where it is, unaligned accesses cost nothing.
+typedef float FloatsInMemory __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef uint32_t WordsInMemory __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+Floats load(const float* source) { return *reinterpret_cast<const FloatsInMemory*>(source); }
+void store(float* target, Floats values) { *reinterpret_cast<FloatsInMemory*>(target) = values; }
+void store(std::byte* target, Words words) { *reinterpret_cast<WordsInMemory*>(target) = words; }
 Floats absolute(Floats x) { return (Floats)((Words)x & 0x7fffffffu); }
 Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 Floats larger(Floats a, Floats b) { return a > b ? a : b; }
@@ -75,7 +81,7 @@ void to_half(const RequantiseWork& work) {
         const Floats low = kBrain ? round_bfloat16(first) : round_float16(first);
         const Floats high = kBrain ? round_bfloat16(second) : round_float16(second);
         const Words word = kBrain ? ((Words)low >> 16) | (Words)high : float16_bits(low) | (float16_bits(high) << 16);
-        *reinterpret_cast<Words*>(work.codes + 32 * k + 4 * column) = word;
+        store(work.codes + 32 * k + 4 * column, word);
         error += (first - low) * (first - low) + (second - high) * (second - high);
       }
       add_to(work.squared_error + column, error);
@@ -136,7 +142,7 @@ void to_int8(const RequantiseWork& work) {
   for (int column = 0; column < 16; column += kLanes) {
     const float* weights = work.weights + column;
     const Floats scale = best_int8_scale(work, column), inverse = reciprocal(scale);
-    *reinterpret_cast<Floats*>(work.scales + column) = scale;
+    store(work.scales + column, scale);
     for (uint32_t begin = 0; begin < work.k_padded; begin += 64) {
       Floats error{};
       for (uint32_t k = begin; k < begin + 64; k += 4) {
@@ -147,7 +153,7 @@ void to_int8(const RequantiseWork& work) {
           word |= ((Words)__builtin_convertvector(code, Ints) & 0xffu) << (8 * byte);
           error += (weight - code * scale) * (weight - code * scale);
         }
-        *reinterpret_cast<Words*>(work.codes + 16 * k + 4 * column) = word;
+        store(work.codes + 16 * k + 4 * column, word);
       }
       add_to(work.squared_error + column, error);
     }
@@ -224,7 +230,7 @@ Floats write_int4(const RequantiseWork& work, uint32_t k, uint32_t rows, int col
       const Floats difference = weight - (code - zero) * scale;
       error += difference * difference;
     }
-    *reinterpret_cast<Words*>(work.codes + 8 * line + 4 * column) = word;
+    store(work.codes + 8 * line + 4 * column, word);
   }
   return error;
 }
@@ -237,7 +243,7 @@ void each_int4_group(const RequantiseWork& work, Choose choose) {
       Floats scale{}, zero = spread(8.0f);
       if (begin < work.k) {
         choose(Group{work.weights + 16 * begin + column, rows}, scale, zero);
-        *reinterpret_cast<Floats*>(work.scales + 16 * group + column) = scale;
+        store(work.scales + 16 * group + column, scale);
         if (work.zeros != nullptr) {
           for (int lane = 0; lane < kLanes; ++lane) {
             work.zeros[16 * group + column + lane] = static_cast<uint8_t>(zero[lane]);
