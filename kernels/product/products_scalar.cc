@@ -1,7 +1,168 @@
+// The products as a reference: the order of operations that every other level is measured against.
+#include <bit>
+#include <cstring>
+
+#include "kernels/format/numbers.h"
+#include "kernels/isa/isa.h"
 #include "kernels/product/product.h"
 
 namespace moebius {
+namespace {
 
-ProductKernels products_scalar() { return {nullptr, 0}; }
+template <class T>
+T load(const std::byte* at, size_t index) {
+  T value;
+  std::memcpy(&value, at + index * sizeof(T), sizeof(T));
+  return value;
+}
+
+uint32_t code_at(const PanelLayout& layout, const std::byte* panel, uint32_t k, uint32_t column) {
+  const uint32_t bits = code_bits(layout.format.code);
+  const uint32_t per_word = 32 / bits;
+  const uint32_t word = load<uint32_t>(panel, size_t{k / per_word} * kPanelColumns + column);
+  if (bits == 32) return word;
+  const uint32_t index = k % per_word;
+  const uint32_t shift = bits == 4 ? index / 2 * 4 + index % 2 * 16 : index * bits;
+  return word >> shift & ((1u << bits) - 1);
+}
+
+float decode(Code code, uint32_t bits, int32_t zero) {
+  switch (code) {
+    case Code::kFloat32: return std::bit_cast<float>(bits);
+    case Code::kBFloat16: return decode_bfloat16(static_cast<uint16_t>(bits));
+    case Code::kFloat16: return decode_float16(static_cast<uint16_t>(bits));
+    case Code::kFloat8: return kFloat8Values[bits];
+    case Code::kInt8: return static_cast<float>(static_cast<int8_t>(bits));
+    case Code::kInt4: return static_cast<float>(static_cast<int32_t>(bits) - zero);
+    case Code::kFloat4: return kFloat4Values[bits];
+  }
+  return 0.0f;
+}
+
+float decode_scale(ScaleType type, const std::byte* scales, size_t index) {
+  switch (type) {
+    case ScaleType::kNone: return 1.0f;
+    case ScaleType::kFloat32: return load<float>(scales, index);
+    case ScaleType::kBFloat16: return decode_bfloat16(load<uint16_t>(scales, index));
+    case ScaleType::kFloat16: return decode_float16(load<uint16_t>(scales, index));
+    case ScaleType::kE8M0: return decode_e8m0(load<uint8_t>(scales, index));
+    case ScaleType::kE4M3: return kFloat8Values[load<uint8_t>(scales, index)];
+  }
+  return 1.0f;
+}
+
+// Group scales and codes of a panel as float32: scales[groups][16] (one group of ones without any), then
+// values[k_padded][16]. Zero points are already subtracted.
+struct DecodedPanel {
+  uint32_t groups;
+  uint32_t group_size;
+  float* scales;
+  float* values;
+};
+
+uint32_t decoded_groups(const PanelLayout& layout) { return layout.groups == 0 ? 1 : layout.groups; }
+
+DecodedPanel decode_panel(const PanelLayout& layout, const std::byte* panel, std::byte* scratch) {
+  const WeightFormat& format = layout.format;
+  DecodedPanel decoded{};
+  decoded.groups = decoded_groups(layout);
+  decoded.group_size = layout.groups == 0 ? layout.k_padded : format.group_size;
+  decoded.scales = reinterpret_cast<float*>(scratch);
+  decoded.values = decoded.scales + size_t{decoded.groups} * kPanelColumns;
+  for (uint32_t entry = 0; entry < decoded.groups * kPanelColumns; ++entry) {
+    const uint32_t index = format.panel_scale ? entry / kPanelColumns : entry;
+    decoded.scales[entry] = decode_scale(format.scale, panel + layout.scales_offset, index);
+  }
+  for (uint32_t k = 0; k < layout.k; ++k) {
+    for (uint32_t column = 0; column < kPanelColumns; ++column) {
+      const size_t entry = size_t{k / decoded.group_size} * kPanelColumns + column;
+      const int32_t zero = format.zeros ? load<uint8_t>(panel + layout.zeros_offset, entry) : 8;
+      decoded.values[size_t{k} * kPanelColumns + column] =
+          decode(format.code, code_at(layout, panel, k, column), zero);
+    }
+  }
+  return decoded;
+}
+
+// result[16] = column_scale * sum over groups of scale * sum over k (+ bias)
+void finish_columns(const PanelLayout& layout, const std::byte* panel, const float* sums, float row_scale,
+                    float* result) {
+  for (uint32_t column = 0; column < kPanelColumns; ++column) {
+    const float scale = layout.format.column_scale ? load<float>(panel + layout.column_scale_offset, column) : 1.0f;
+    const float bias = layout.has_bias ? load<float>(panel + layout.bias_offset, column) : 0.0f;
+    result[column] = sums[column] * (scale * row_scale) + bias;
+  }
+}
+
+void multiply_row(const PanelLayout& layout, const DecodedPanel& decoded, const float* row, float* sums) {
+  for (uint32_t column = 0; column < kPanelColumns; ++column) sums[column] = 0.0f;
+  for (uint32_t group = 0; group < decoded.groups; ++group) {
+    const uint32_t begin = group * decoded.group_size;
+    const uint32_t end = begin + decoded.group_size < layout.k ? begin + decoded.group_size : layout.k;
+    float partial[kPanelColumns] = {};
+    for (uint32_t k = begin; k < end; ++k) {
+      const float* values = decoded.values + size_t{k} * kPanelColumns;
+      for (uint32_t column = 0; column < kPanelColumns; ++column) partial[column] += row[k] * values[column];
+    }
+    const float* scales = decoded.scales + size_t{group} * kPanelColumns;
+    for (uint32_t column = 0; column < kPanelColumns; ++column) sums[column] += scales[column] * partial[column];
+  }
+}
+
+void run_float32(const ProductWork& work) {
+  const PanelLayout& layout = *work.layout;
+  for (uint32_t i = 0; i < work.num_panels; ++i) {
+    const std::byte* panel = work.panels + i * layout.panel_bytes;
+    const DecodedPanel decoded = decode_panel(layout, panel, work.scratch);
+    for (uint32_t row = 0; row < work.num_rows; ++row) {
+      float sums[kPanelColumns];
+      multiply_row(layout, decoded, static_cast<const float*>(work.rows[row]), sums);
+      finish_columns(layout, panel, sums, 1.0f, work.result + row * work.result_stride + size_t{i} * kPanelColumns);
+    }
+  }
+}
+
+// |sum| stays below 2^31 for k up to 2^17.
+void run_int8(const ProductWork& work) {
+  const PanelLayout& layout = *work.layout;
+  for (uint32_t i = 0; i < work.num_panels; ++i) {
+    const std::byte* panel = work.panels + i * layout.panel_bytes;
+    for (uint32_t row = 0; row < work.num_rows; ++row) {
+      const auto* elements = static_cast<const int8_t*>(work.rows[row]);
+      float sums[kPanelColumns];
+      for (uint32_t column = 0; column < kPanelColumns; ++column) {
+        int32_t sum = 0;
+        for (uint32_t k = 0; k < layout.k; ++k) {
+          sum += elements[k] * static_cast<int8_t>(code_at(layout, panel, k, column));
+        }
+        sums[column] = static_cast<float>(sum);
+      }
+      finish_columns(layout, panel, sums, work.row_scales[row],
+                     work.result + row * work.result_stride + size_t{i} * kPanelColumns);
+    }
+  }
+}
+
+bool supports_float32(const WeightFormat& format) { return !format.quantised_rows; }
+
+bool supports_int8(const WeightFormat& format) {
+  return format.code == Code::kInt8 && format.quantised_rows && format.column_scale && format.group_size == 0;
+}
+
+size_t scratch_float32(const PanelLayout& layout, uint32_t, uint32_t) {
+  return (size_t{layout.k_padded} + decoded_groups(layout)) * kPanelColumns * sizeof(float);
+}
+
+size_t scratch_none(const PanelLayout&, uint32_t, uint32_t) { return 0; }
+
+constexpr ProductKernel kFloat32{"scalar_float32", Isa::kScalar, RowType::kFloat32, false, 0,
+                                 supports_float32, scratch_float32, run_float32};
+constexpr ProductKernel kInt8{"scalar_int8", Isa::kScalar, RowType::kInt8, false, 0,
+                              supports_int8, scratch_none, run_int8};
+constexpr const ProductKernel* kKernels[] = {&kFloat32, &kInt8};
+
+}  // namespace
+
+ProductKernels products_scalar() { return {kKernels, 2}; }
 
 }  // namespace moebius

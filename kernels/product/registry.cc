@@ -65,4 +65,6 @@ const ProductKernel& product_by_name(const char* name) {
                               allowed);
 }
 
+const VectorKernels& vector_kernels(Isa) { return vector_kernels_scalar(); }
+
 }  // namespace moebius
