@@ -3,7 +3,8 @@
 //
 // A "vector" is a zmm of 16 columns; column c's 32 bits hold the bfloat16 pair (k, k + 1), k in the low half. A
 // "line" is 64 bytes of a panel (panel_layout.h) and gives 1 (16-bit codes), 2 (8-bit) or 4 (4-bit) vectors, in
-// order of k. A "tile" is 32 k x 16 columns = 16 vectors = 1 KiB: the right operand of a bfloat16 tile product (decode_tile.inc.h).
+// order of k. A "tile" is 32 k x 16 columns = 16 vectors = 1 KiB: the right operand of a bfloat16 tile product
+// (decode_tile.inc.h).
 //
 //   CodeDecoder<kCode> decode;     // its tables, meant to stay in registers
 //   decode(line, vectors)          // a line to CodeDecoder::kVectors vectors

@@ -1,0 +1,144 @@
+// Up to kMaxRows rows times one panel with vdpbf16ps. Included INSIDE the anonymous namespace of
+// products_avx512_bf16.cc, after decode_bf16.inc.h.
+//
+// A row's sum does not depend on how many rows are computed together: the order of k and the split into partial
+// sums are the same for every kRows.
+
+constexpr int kMaxRows = 12;
+
+// Rows are read as pairs of k.
+template <int kRows>
+struct RowBlock {
+  const uint32_t* row[kRows];
+  const float* chunk_sums[kRows];  // kInt4 with zeros: sums of each 32 k of the row
+};
+
+struct Panel {
+  const std::byte* codes;
+  uint32_t k_padded;
+  uint32_t group_size;       // 0: no group scales
+  const float* scales;       // [groups][16], or [groups] in panel scales
+  const float* zero_terms;   // [groups][16]: 8 - zero
+};
+
+constexpr size_t kPrefetchBytes = 4096;
+
+MOEBIUS_INLINE void prefetch(const std::byte* address) {
+  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
+}
+
+MOEBIUS_INLINE __m512 dot(__m512 sum, __m512i pairs, __m512i weights) {
+  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(pairs));
+}
+
+template <int kRows>
+MOEBIUS_INLINE void clear(__m512 (&sums)[kRows]) {
+  for (int r = 0; r < kRows; ++r) sums[r] = _mm512_setzero_ps();
+}
+
+// 16-bit codes: a sum for even and one for odd lines.
+template <int kRows>
+MOEBIUS_INLINE void multiply_bfloat16(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
+  __m512 odd[kRows];
+  clear(total);
+  clear(odd);
+  const uint32_t lines = panel.k_padded / 2;
+  for (uint32_t line = 0; line < lines; line += 2) {
+    const std::byte* at = panel.codes + size_t{line} * 64;
+    prefetch(at + kPrefetchBytes);
+    prefetch(at + kPrefetchBytes + 64);
+    const __m512i first = _mm512_load_si512(at);
+    const __m512i second = _mm512_load_si512(at + 64);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      total[r] = dot(total[r], _mm512_set1_epi32(static_cast<int>(rows.row[r][line])), first);
+      odd[r] = dot(odd[r], _mm512_set1_epi32(static_cast<int>(rows.row[r][line + 1])), second);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) total[r] = _mm512_add_ps(total[r], odd[r]);
+}
+
+// 8-bit codes stay interleaved until the end: their group scales, if any, are the panel's.
+template <class Decoder, int kRows>
+MOEBIUS_INLINE void multiply_byte_lines(const Decoder& decode, const std::byte* codes, uint32_t line, uint32_t end,
+                                        const RowBlock<kRows>& rows, __m512 (&first)[kRows],
+                                        __m512 (&second)[kRows]) {
+  for (; line < end; ++line) {
+    const std::byte* at = codes + size_t{line} * 64;
+    prefetch(at + kPrefetchBytes);
+    __m512i vectors[2];
+    decode.split(at).interleaved(vectors);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      long long quad;
+      __builtin_memcpy(&quad, rows.row[r] + size_t{line} * 2, sizeof quad);
+      const __m512i pairs = _mm512_set1_epi64(quad);
+      first[r] = dot(first[r], pairs, vectors[0]);
+      second[r] = dot(second[r], pairs, vectors[1]);
+    }
+  }
+}
+
+template <class Decoder, int kRows>
+MOEBIUS_INLINE void multiply_bytes(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
+  const Decoder decode;
+  const uint32_t lines = panel.k_padded / 4;
+  __m512 first[kRows], second[kRows];
+  if (panel.group_size == 0) {
+    clear(first);
+    clear(second);
+    multiply_byte_lines(decode, panel.codes, 0, lines, rows, first, second);
+    for (int r = 0; r < kRows; ++r) total[r] = fold_interleaved(first[r], second[r]);
+    return;
+  }
+  clear(total);
+  const uint32_t group_lines = panel.group_size / 4;
+  for (uint32_t group = 0; group * group_lines < lines; ++group) {
+    const uint32_t begin = group * group_lines;
+    const uint32_t end = begin + group_lines < lines ? begin + group_lines : lines;
+    clear(first);
+    clear(second);
+    multiply_byte_lines(decode, panel.codes, begin, end, rows, first, second);
+    const __m512 scale = _mm512_set1_ps(panel.scales[group]);
+    for (int r = 0; r < kRows; ++r) {
+      total[r] = _mm512_fmadd_ps(fold_interleaved(first[r], second[r]), scale, total[r]);
+    }
+  }
+}
+
+// 4-bit codes, kLines lines (8 k each) at a time. Each chunk's sum begins anew, also within a group: chunks then
+// do not wait for each other, and groups of 64 and 128 are summed like those of 32.
+template <Code kCode, int kLines, bool kZeros, int kRows>
+MOEBIUS_INLINE void multiply_nibbles(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
+  const CodeDecoder<kCode> decode;
+  const uint32_t chunks = panel.k_padded / (8 * kLines);
+  const uint32_t group_shift = static_cast<uint32_t>(__builtin_ctz(panel.group_size / (8 * kLines)));
+  clear(total);
+  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+    const size_t group = chunk >> group_shift;
+    __m512 sum[kRows], odd[kRows];
+    clear(sum);
+    clear(odd);
+    if constexpr (kZeros) {
+      const __m512 zero_term = _mm512_load_ps(panel.zero_terms + group * 16);
+      for (int r = 0; r < kRows; ++r) sum[r] = _mm512_mul_ps(zero_term, _mm512_set1_ps(rows.chunk_sums[r][chunk]));
+    }
+#pragma GCC unroll 4
+    for (int line = 0; line < kLines; ++line) {
+      const size_t at = size_t{chunk} * kLines + static_cast<size_t>(line);
+      prefetch(panel.codes + at * 64 + kPrefetchBytes);
+      __m512i vectors[4];
+      decode(panel.codes + at * 64, vectors);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const uint32_t* pairs = rows.row[r] + at * 4;
+        sum[r] = dot(sum[r], _mm512_set1_epi32(static_cast<int>(pairs[0])), vectors[0]);
+        odd[r] = dot(odd[r], _mm512_set1_epi32(static_cast<int>(pairs[1])), vectors[1]);
+        sum[r] = dot(sum[r], _mm512_set1_epi32(static_cast<int>(pairs[2])), vectors[2]);
+        odd[r] = dot(odd[r], _mm512_set1_epi32(static_cast<int>(pairs[3])), vectors[3]);
+      }
+    }
+    const __m512 scale = _mm512_load_ps(panel.scales + group * 16);
+    for (int r = 0; r < kRows; ++r) total[r] = _mm512_fmadd_ps(_mm512_add_ps(sum[r], odd[r]), scale, total[r]);
+  }
+}
