@@ -8,6 +8,7 @@ PYBIND11_MODULE(_kernels, m) {
   moebius::bind_requantise(m);
   moebius::bind_product(m);
   moebius::bind_topology(m);
+  moebius::bind_pool(m);
   moebius::bind_mailbox(m);
   moebius::bind_probe(m);
 }

@@ -35,7 +35,7 @@ std::optional<std::string> find_value(const std::string& text, const std::string
 
 namespace {
 
-// A whole decimal number > 0, or 0. Streams are not used for numbers: their facets live in libstdc++, and
+// A whole decimal number > 0, or 0 for anything else. Streams are not used for numbers: their facets live in libstdc++, and
 // a Python process may hold two of those.
 int64_t positive(std::string_view digits) {
   int64_t value = 0;
@@ -57,35 +57,62 @@ std::optional<double> parse_cpu_max(const std::string& text, const std::string& 
   return double(value) / double(period);
 }
 
-// "0::/a/b" -> "/a/b"; inside a cgroup namespace the path may climb ("/../x"), which we can not follow.
-std::string cgroup_path(const std::string& membership) {
+// Version 1 says the same in two files; -1 is no quota. Period 0 means there is no such file.
+std::optional<double> read_cfs_quota(const std::string& group) {
+  const int64_t quota = positive(read_file(group + "/cpu.cfs_quota_us").value_or(""));
+  const int64_t period = positive(read_file(group + "/cpu.cfs_period_us").value_or(""));
+  if (quota == 0 || period == 0) return std::nullopt;
+  return double(quota) / double(period);
+}
+
+// Path of a line of /proc/self/cgroup: "0::/a/b" (version 2, `controller` empty) or "4:cpu,cpuacct:/a/b". Empty for
+// the root, for no such line and for a path that climbs out of our cgroup namespace ("/../x"): we can not follow it.
+std::string cgroup_path(const std::string& membership, std::string_view controller) {
   std::istringstream lines(membership);
   for (std::string line; std::getline(lines, line);) {
-    if (line.compare(0, 3, "0::") != 0) continue;
-    const std::string path = line.substr(3);
+    const size_t names = line.find(':') + 1;
+    const size_t path_begin = line.find(':', names) + 1;
+    if (names == 0 || path_begin == 0) continue;
+    const std::string controllers = "," + line.substr(names, path_begin - 1 - names) + ",";
+    if (controllers.find("," + std::string(controller) + ",") == std::string::npos) continue;
+    const std::string path = line.substr(path_begin);
     return path == "/" || path.find("/..") != std::string::npos ? "" : path;
   }
   return "";
+}
+
+void add_quota(CgroupLimits& limits, std::optional<double> quota) {
+  if (quota) limits.cpu_quota = std::min(limits.cpu_quota.value_or(*quota), *quota);
+}
+
+// Calls visit(directory) for the group and every one above it.
+template <class Visit>
+void climb(const std::string& root, std::string path, Visit&& visit) {
+  for (;;) {
+    visit(root + path);
+    if (path.empty()) return;
+    path.erase(path.rfind('/'));
+  }
 }
 
 }  // namespace
 
 CgroupLimits read_cgroup_limits(const std::string& proc_root, const std::string& cgroup_root) {
   CgroupLimits limits;
-  std::string path = cgroup_path(read_file(proc_root + "/self/cgroup").value_or(""));
-  for (;;) {
-    const std::string group = cgroup_root + path;
+  const std::string membership = read_file(proc_root + "/self/cgroup").value_or("");
+  climb(cgroup_root, cgroup_path(membership, ""), [&](const std::string& group) {
     if (!limits.cpus) {
       limits.cpus = read_file(group + "/cpuset.cpus.effective");
       if (limits.cpus && limits.cpus->empty()) limits.cpus.reset();
     }
-    if (const auto text = read_file(group + "/cpu.max"); text && !text->empty()) {
-      const auto quota = parse_cpu_max(*text, group + "/cpu.max");
-      if (quota) limits.cpu_quota = std::min(limits.cpu_quota.value_or(*quota), *quota);
-    }
-    if (path.empty()) return limits;
-    path.erase(path.rfind('/'));
+    const auto text = read_file(group + "/cpu.max");
+    if (text && !text->empty()) add_quota(limits, parse_cpu_max(*text, group + "/cpu.max"));
+  });
+  for (const char* mount : {"/cpu", "/cpu,cpuacct"}) {
+    climb(cgroup_root + mount, cgroup_path(membership, "cpu"),
+          [&](const std::string& group) { add_quota(limits, read_cfs_quota(group)); });
   }
+  return limits;
 }
 
 }  // namespace moebius::topology

@@ -13,10 +13,10 @@ std::optional<std::string> read_file(const std::string& path);
 // Value of "<key> <value>" or "<key>: <value>" in a text of lines; empty optional when there is no such key.
 std::optional<std::string> find_value(const std::string& text, const std::string& key);
 
-// CPU limits of the cgroup (v2) this process is in. Empty when there is none.
+// CPU limits of the cgroups this process is in: version 2, and the cpu controller of version 1. Empty when there is none.
 struct CgroupLimits {
   std::optional<std::string> cpus;  // cpuset.cpus.effective of the nearest group that has it
-  std::optional<double> cpu_quota;  // smallest cpu.max along the path to the root, in CPUs
+  std::optional<double> cpu_quota;  // smallest cpu.max or cfs quota along the path to the root, in CPUs
 };
 CgroupLimits read_cgroup_limits(const std::string& proc_root, const std::string& cgroup_root);
 

@@ -1,5 +1,5 @@
 // Which CPUs and memory nodes the machine has and which of them this process may use, read from sysfs,
-// procfs and cgroup v2 under injectable roots. Nothing here assumes that the process owns the machine.
+// procfs and cgroupfs under injectable roots. Nothing here assumes that the process owns the machine.
 #pragma once
 
 #include <cstdint>

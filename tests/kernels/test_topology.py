@@ -160,6 +160,19 @@ def test_quota_and_threads(machine: FakeMachine, cpu_max: str, threads: int) -> 
     assert machine.detect().recommended_threads() == threads
 
 
+@pytest.mark.parametrize(
+    ("line", "mount"), [("4:cpu:/pod/box", "cpu"), ("4:cpu,cpuacct:/pod/box", "cpu,cpuacct")]
+)
+def test_quota_of_cgroup_version_1(machine: FakeMachine, line: str, mount: str) -> None:
+    """Older hosts say the quota in two files; -1 is none, and a parent's limit binds its children."""
+    machine.online("0-15")
+    machine.write(machine.proc / "self/cgroup", f"5:cpuset:/other\n{line}\n0::/")
+    for path, quota in (("pod/box", 800000), ("pod", 250000), ("", -1), ("../cpuset/other", 100000)):
+        machine.write(machine.cgroup / mount / path / "cpu.cfs_quota_us", str(quota))
+        machine.write(machine.cgroup / mount / path / "cpu.cfs_period_us", "100000")
+    assert machine.detect().cpu_quota == 2.5
+
+
 def test_one_thread_per_physical_core(machine: FakeMachine) -> None:
     """Hyper-threads add no memory bandwidth; a core counts even if only its second thread is allowed."""
     machine.online("0-7")

@@ -1,0 +1,33 @@
+#include <pybind11/stl.h>
+
+#include "kernels/bindings/bindings.h"
+#include "kernels/pool/limits.h"
+#include "kernels/pool/stress.h"
+
+namespace py = pybind11;
+
+namespace moebius {
+namespace {
+
+py::tuple pool_stress(uint32_t threads, uint64_t runs, int64_t spin_microseconds, uint64_t throw_every,
+                      uint64_t pause_every) {
+  if (threads == 0) throw std::invalid_argument("threads is 0; it must be at least 1");
+  pool::StressResult result;
+  {
+    py::gil_scoped_release release;
+    result = pool::stress({threads, runs, std::chrono::microseconds(spin_microseconds), throw_every, pause_every});
+  }
+  return py::make_tuple(result.tasks, result.exceptions, result.seconds);
+}
+
+}  // namespace
+
+void bind_pool(py::module_& m) {
+  m.def("pool_stress", &pool_stress, py::kw_only(), py::arg("threads"), py::arg("runs"), py::arg("spin_microseconds"),
+        py::arg("throw_every"), py::arg("pause_every"));
+  m.def("pool_default_threads", &pool::default_threads, py::arg("cpus"));
+  m.def("pool_default_spin_microseconds",
+        [](uint32_t threads) { return pool::default_spin(threads).count() / 1000; }, py::arg("threads"));
+}
+
+}  // namespace moebius
