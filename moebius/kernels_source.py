@@ -17,8 +17,9 @@ ScaleType = Literal["float32", "bfloat16", "float16", "e8m0", "e4m3"]
 class SourceMatrix:
     """Arrays of a checkpoint, or views of them, that describe the logical matrix [rows, cols] = [out, in].
 
-    The reader of the checkpoint fills every field. `weight[r, c] = value(codes) * group scale * column_scale[r]
-    * tensor_scale`. numpy has no bfloat16, e4m3 or e8m0: their bits come as uint16 and uint8.
+    The reader of the checkpoint fills every field.
+    `weight[r, c] = value(codes) * group scale * column_scale[r] * tensor_scale`.
+    numpy has no bfloat16, e4m3 or e8m0: their bits come as uint16 and uint8.
 
     codes, by layout:
       plain             [rows, cols], any strides: float32, float16, uint16 (bfloat16), int8, or uint8 with
@@ -36,8 +37,8 @@ class SourceMatrix:
     # Where codes are padded to whole words; None: as many as codes hold.
     rows: int | None = None
     cols: int | None = None
-    # [ceil((rows + scale_row_begin) / scale_rows), ceil(cols / group_size)]; awq_int4 and gptq_int4: as stored,
-    # [groups, rows].
+    # [ceil((rows + scale_row_begin) / scale_rows), ceil(cols / group_size)]; awq_int4 and gptq_int4: as
+    # stored, [groups, rows].
     scales: NDArray[Any] | None = None
     # Needed for uint8 scales (e8m0, e4m3); elsewhere the dtype tells.
     scale_type: ScaleType | None = None
@@ -46,8 +47,8 @@ class SourceMatrix:
     # Rows that share a scale (128 for blocks of fp8), and how far into such a block row 0 lies.
     scale_rows: int = 1
     scale_row_begin: int = 0
-    # Zero points as the layout stores them: plain uint8 [rows, groups], compressed_int4 int32 [rows / 8, groups],
-    # awq_int4 and gptq_int4 int32 [groups, rows / 8]. None: symmetric, zero point 8.
+    # Zero points as the layout stores them: plain uint8 [rows, groups], compressed_int4 int32
+    # [rows / 8, groups], awq_int4 and gptq_int4 int32 [groups, rows / 8]. None: symmetric, zero point 8.
     zeros: NDArray[Any] | None = None
     # Added to stored zero points, modulo 16: 1 for GPTQ checkpoints of version 1.
     zeros_offset: int = 0

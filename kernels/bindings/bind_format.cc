@@ -42,7 +42,8 @@ struct Packed {
     const auto wanted = static_cast<py::ssize_t>(panels_of(rows) * layout.panel_bytes);
     if (packed.ndim() == 1 && packed.shape(0) == wanted) return;
     throw std::invalid_argument("packed has " + std::to_string(packed.size()) + " bytes; " + format + " of [" +
-                                std::to_string(num_rows) + ", " + std::to_string(k) + "] has " + std::to_string(wanted));
+                                std::to_string(num_rows) + ", " + std::to_string(k) + "] has " +
+                                std::to_string(wanted));
   }
   PanelLayout layout;
   uint32_t rows;

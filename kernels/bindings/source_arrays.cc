@@ -144,7 +144,9 @@ class Reader {
     return result_.matrix.layout == SourceLayout::kAwqInt4 || result_.matrix.layout == SourceLayout::kGptqInt4;
   }
 
-  py::ssize_t groups() const { return (result_.matrix.cols + result_.matrix.group_size - 1) / result_.matrix.group_size; }
+  py::ssize_t groups() const {
+    return (result_.matrix.cols + result_.matrix.group_size - 1) / result_.matrix.group_size;
+  }
 
   void read_scales() {
     SourceMatrix& m = matrix();
@@ -162,7 +164,8 @@ class Reader {
     if (!attribute("scale_type").is_none()) type = attribute("scale_type").cast<std::string>();
     if (dtype == "uint8" && type == "uint8") fail("scale_type", "uint8 scales need it: e8m0 or e4m3");
     m.scale_type = lookup(kScaleTypes, "scale_type", type);
-    if (scale_bytes(m.scale_type) != array.itemsize() || (dtype == "float16") != (m.scale_type == ScaleType::kFloat16)) {
+    const bool float16 = m.scale_type == ScaleType::kFloat16;
+    if (scale_bytes(m.scale_type) != array.itemsize() || (dtype == "float16") != float16) {
       fail("scale_type", "'" + type + "' can not be read from scales of dtype " + dtype);
     }
     const py::ssize_t scale_rows = (py::ssize_t{m.rows} + m.scale_row_begin + m.scale_rows - 1) / m.scale_rows;

@@ -30,6 +30,14 @@ inline uint32_t load_nibble(const void* words, ptrdiff_t index, uint32_t nibble)
   return load_element<uint32_t>(words, index) >> (4 * nibble) & 15;
 }
 
+// Of what row_stride and col_stride count.
+inline size_t source_unit_bytes(const SourceMatrix& source) {
+  if (source.layout == SourceLayout::kMxfp4 || source.layout == SourceLayout::kNvfp4) return 1;
+  if (source.layout != SourceLayout::kPlain) return 4;
+  const uint32_t bits = code_bits(source.code);
+  return bits < 8 ? 1 : bits / 8;
+}
+
 // The bits of an element, in the low bits.
 inline uint32_t source_code(const SourceMatrix& source, uint32_t row, uint32_t k) {
   const auto r = static_cast<ptrdiff_t>(row);

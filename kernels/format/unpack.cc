@@ -33,7 +33,8 @@ float value(Code code, uint32_t bits, uint32_t zero) {
 void unpack_panel(const PanelLayout& layout, const std::byte* panel, float* weights, float* bias) {
   const WeightFormat& format = layout.format;
   for (uint32_t column = 0; column < kPanelColumns; ++column) {
-    const float column_scale = format.column_scale ? load_element<float>(panel + layout.column_scale_offset, column) : 1;
+    const std::byte* column_scales = panel + layout.column_scale_offset;
+    const float column_scale = format.column_scale ? load_element<float>(column_scales, column) : 1.0f;
     for (uint32_t k = 0; k < layout.k; ++k) {
       const uint32_t group = layout.groups == 0 ? 0 : k / format.group_size;
       const uint32_t entry = group * kPanelColumns + column;

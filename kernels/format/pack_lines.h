@@ -1,0 +1,37 @@
+// The codes of a panel, some lines of 64 bytes at a time, for sources that run along k and along columns.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/format/panel_layout.h"
+#include "kernels/format/source_matrix.h"
+
+namespace moebius {
+
+// Lines begin <= line < end of a panel; target points to line `begin`.
+struct LineRange {
+  uint32_t panel;
+  uint32_t begin;
+  uint32_t end;
+};
+
+using PackLines = void (*)(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
+                           std::byte* target);
+
+// Any source, element by element.
+void pack_lines_reference(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
+                          std::byte* target);
+
+// Elements of a row are neighbours: plain with col_stride 1, compressed-tensors int4, MXFP4, NVFP4.
+void pack_lines_row_major(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
+                          std::byte* target);
+
+// Elements of a column are neighbours: plain with row_stride 1, AWQ, GPTQ. Equal codes only.
+void pack_lines_awq(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines, std::byte* target);
+void pack_lines_gptq(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
+                     std::byte* target);
+void pack_lines_transposed(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
+                           std::byte* target);
+
+}  // namespace moebius

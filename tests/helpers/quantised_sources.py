@@ -1,0 +1,324 @@
+"""Encoders of the checkpoint formats in numpy and torch, with the weights that each one means.
+
+Written from the formats' own definitions (see kernels/format/source_access.h), apart from the C++ code that
+reads them: what they return is the oracle for packing, dequantising and loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moebius.kernels_source import SourceMatrix
+
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+FLOAT4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantised:
+    """One matrix [out, in] in a checkpoint's format; filled by the encoders below.
+
+    format: the name of the packed format that holds it exactly. weights: what it means, float32. tensors:
+    the checkpoint's tensors by the name that follows the module's ("weight_packed", "qweight", ...).
+    """
+
+    format: str
+    source: SourceMatrix
+    weights: Floats
+    tensors: dict[str, Array]
+
+
+def random_weights(rng: np.random.Generator, rows: int, cols: int) -> Floats:
+    """Normal weights with rows of different size, as trained ones have."""
+    return (
+        rng.standard_normal((rows, cols), np.float32) * rng.uniform(0.2, 2, (rows, 1)).astype(np.float32) / 16
+    )
+
+
+def bfloat16_bits(values: Floats) -> NDArray[np.uint16]:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16).view(torch.uint16).numpy()
+
+
+def bfloat16_values(bits: NDArray[np.uint16]) -> Floats:
+    return torch.from_numpy(np.ascontiguousarray(bits)).view(torch.bfloat16).float().numpy()
+
+
+def float8_bits(values: Floats) -> NDArray[np.uint8]:
+    """e4m3fn, rounded to nearest even; values beyond its range become +-448."""
+    clipped = torch.from_numpy(np.ascontiguousarray(values)).clamp(-448, 448)
+    return clipped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def float8_values(bits: NDArray[np.uint8]) -> Floats:
+    return torch.from_numpy(np.ascontiguousarray(bits)).view(torch.float8_e4m3fn).float().numpy()
+
+
+def e8m0_values(bits: NDArray[np.uint8]) -> Floats:
+    return np.ldexp(np.float32(1), bits.astype(np.int32) - 127).astype(np.float32)
+
+
+def pack_words(codes: Array, axis: int, order: tuple[int, ...] = tuple(range(8))) -> NDArray[np.int32]:
+    """Eight 4-bit codes along `axis` to an int32: nibble i holds code order[i]; zeros fill the last word."""
+    moved = np.moveaxis(codes, axis, -1).astype(np.uint32)
+    moved = np.pad(moved, [(0, 0), (0, -moved.shape[-1] % 8)])
+    groups = moved.reshape(*moved.shape[:-1], -1, 8)
+    words = np.zeros(groups.shape[:-1], np.uint32)
+    for nibble, code in enumerate(order):
+        words |= groups[..., code] << np.uint32(4 * nibble)
+    return np.ascontiguousarray(np.moveaxis(words, -1, axis)).view(np.int32)
+
+
+def per_element(values: Array, group_size: int, cols: int) -> Array:
+    """[rows, groups] -> [rows, cols]."""
+    return np.repeat(values, group_size, axis=1)[:, :cols]
+
+
+def in_groups(weights: Floats, group_size: int) -> Floats:
+    """[rows, groups, group_size], padded with zeros."""
+    padded = np.pad(weights, [(0, 0), (0, -weights.shape[1] % group_size)])
+    return padded.reshape(weights.shape[0], -1, group_size)
+
+
+def plain(weights: Floats, code: Literal["float32", "bfloat16", "float16"]) -> Quantised:
+    stored: Array = weights
+    meant = weights
+    if code == "bfloat16":
+        stored = bfloat16_bits(weights)
+        meant = bfloat16_values(stored)
+    elif code == "float16":
+        stored = weights.astype(np.float16)
+        meant = stored.astype(np.float32)
+    return Quantised(code, SourceMatrix(stored), meant, {"weight": stored})
+
+
+def fp8_block(weights: Floats, block: int = 128) -> Quantised:
+    """DeepSeek-V3: weight e4m3, weight_scale_inv float32 per 128 x 128, multiplied."""
+    rows, cols = weights.shape
+    padded = np.pad(weights, [(0, -rows % block), (0, -cols % block)])
+    blocks = padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
+    scales = (np.abs(blocks).max((1, 3)) / 448).astype(np.float32)
+    spread = np.repeat(np.repeat(scales, block, 0), block, 1)[:rows, :cols]
+    codes = float8_bits(weights / spread)
+    source = SourceMatrix(codes, code="float8", scales=scales, group_size=block, scale_rows=block)
+    tensors = {"weight": codes, "weight_scale_inv": scales}
+    return Quantised("fp8_block", source, float8_values(codes) * spread, tensors)
+
+
+def fp8_channel(weights: Floats) -> Quantised:
+    scales = (np.abs(weights).max(1) / 448).astype(np.float32)
+    codes = float8_bits(weights / scales[:, None])
+    source = SourceMatrix(codes, code="float8", column_scale=scales)
+    meant = float8_values(codes) * scales[:, None]
+    return Quantised("fp8_channel", source, meant, {"weight": codes, "weight_scale": scales[:, None]})
+
+
+def fp8_tensor(weights: Floats) -> Quantised:
+    scale = np.float32(np.abs(weights).max() / 448)
+    codes = float8_bits(weights / scale)
+    source = SourceMatrix(codes, code="float8", tensor_scale=float(scale))
+    tensors = {"weight": codes, "weight_scale": np.array([scale], np.float32)}
+    return Quantised("fp8_channel", source, float8_values(codes) * scale, tensors)
+
+
+def int8_channel(weights: Floats, *, quantised_rows: bool = False) -> Quantised:
+    scales = (np.abs(weights).max(1) / 127).astype(np.float32)
+    codes = np.rint(weights / scales[:, None]).astype(np.int8)
+    meant = codes.astype(np.float32) * scales[:, None]
+    source = SourceMatrix(codes, column_scale=scales)
+    name = "int8_w8a8" if quantised_rows else "int8"
+    return Quantised(name, source, meant, {"weight": codes, "weight_scale": scales[:, None]})
+
+
+@dataclass(frozen=True, eq=False)
+class Int4:
+    """codes 0..15 [rows, cols]; zeros 0..15, scales as stored and in float32: [rows, groups]."""
+
+    codes: NDArray[np.uint8]
+    zeros: NDArray[np.uint8]
+    stored_scales: Array
+    scales: Floats
+
+    def weights(self, group_size: int) -> Floats:
+        cols = self.codes.shape[1]
+        zeros = per_element(self.zeros, group_size, cols).astype(np.float32)
+        return (self.codes.astype(np.float32) - zeros) * per_element(self.scales, group_size, cols)
+
+
+def int4_codes(weights: Floats, group_size: int, *, zeros: bool, float16: bool) -> Int4:
+    groups = in_groups(weights, group_size)
+    low, high = np.minimum(groups.min(2), 0), np.maximum(groups.max(2), 0)
+    spans = (high - low) / 15 if zeros else np.maximum(-low / 8, high / 7)
+    spans = np.maximum(spans, 1e-6).astype(np.float32)
+    stored = spans.astype(np.float16) if float16 else bfloat16_bits(spans)
+    scales = stored.astype(np.float32) if float16 else bfloat16_values(stored)
+    points = np.clip(np.rint(-low / scales), 0, 15) if zeros else np.full(spans.shape, 8.0, np.float32)
+    codes = np.clip(np.rint(groups / scales[..., None]) + points[..., None], 0, 15).astype(np.uint8)
+    codes = codes.reshape(len(weights), -1)[:, : weights.shape[1]]
+    return Int4(codes, points.astype(np.uint8), stored, scales)
+
+
+def int4_name(group_size: int, zeros: bool, float16: bool) -> str:
+    return f"int4_g{group_size}" + ("_zeros" if zeros else "") + ("_f16" if float16 else "")
+
+
+def compressed_int4(
+    weights: Floats, group_size: int, *, zeros: bool = False, float16: bool = False
+) -> Quantised:
+    """compressed-tensors pack-quantized: words along in, zero points packed along out."""
+    rows, cols = weights.shape
+    int4 = int4_codes(weights, group_size, zeros=zeros, float16=float16)
+    tensors: dict[str, Array] = {
+        "weight_packed": pack_words(int4.codes, 1),
+        "weight_scale": int4.stored_scales,
+        "weight_shape": np.array([rows, cols], np.int64),
+    }
+    if zeros:
+        tensors["weight_zero_point"] = pack_words(int4.zeros, 0)
+    source = SourceMatrix(
+        tensors["weight_packed"],
+        "compressed_int4",
+        cols=cols,
+        scales=int4.stored_scales,
+        group_size=group_size,
+        zeros=tensors.get("weight_zero_point"),
+    )
+    return Quantised(int4_name(group_size, zeros, float16), source, int4.weights(group_size), tensors)
+
+
+def awq_int4(weights: Floats, group_size: int) -> Quantised:
+    """AutoAWQ GEMM: words along out in the order 0 2 4 6 1 3 5 7, scales [groups, out]. out % 8 == 0."""
+    int4 = int4_codes(weights, group_size, zeros=True, float16=True)
+    tensors: dict[str, Array] = {
+        "qweight": pack_words(int4.codes.T, 1, AWQ_ORDER),
+        "qzeros": pack_words(int4.zeros.T, 1, AWQ_ORDER),
+        "scales": np.ascontiguousarray(int4.stored_scales.T),
+    }
+    source = SourceMatrix(
+        tensors["qweight"],
+        "awq_int4",
+        scales=tensors["scales"],
+        group_size=group_size,
+        zeros=tensors["qzeros"],
+    )
+    return Quantised(int4_name(group_size, True, True), source, int4.weights(group_size), tensors)
+
+
+def gptq_int4(
+    weights: Floats, group_size: int, *, version: Literal[1, 2] = 1, zeros: bool = True
+) -> Quantised:
+    """AutoGPTQ without reordering: words along in; version 1 stores zero - 1 modulo 16.
+
+    out % 8 == in % 8 == 0.
+    """
+    int4 = int4_codes(weights, group_size, zeros=zeros, float16=True)
+    offset = 1 if version == 1 else 0
+    tensors: dict[str, Array] = {
+        "qweight": pack_words(int4.codes.T, 0),
+        "qzeros": pack_words((int4.zeros.T.astype(np.int32) - offset) & 15, 1),
+        "scales": np.ascontiguousarray(int4.stored_scales.T),
+        "g_idx": np.arange(weights.shape[1], dtype=np.int32) // group_size,
+    }
+    source = SourceMatrix(
+        tensors["qweight"],
+        "gptq_int4",
+        scales=tensors["scales"],
+        group_size=group_size,
+        zeros=tensors["qzeros"] if zeros else None,
+        zeros_offset=offset,
+    )
+    return Quantised(int4_name(group_size, zeros, True), source, int4.weights(group_size), tensors)
+
+
+def float4_codes(scaled: Floats) -> NDArray[np.uint8]:
+    """The nearest of the sixteen values."""
+    distance = np.abs(scaled[..., None] - FLOAT4_VALUES)
+    distance[..., 8] = np.inf  # zero has no sign
+    return distance.argmin(-1).astype(np.uint8)
+
+
+def pack_bytes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    padded = np.pad(codes, [(0, 0), (0, codes.shape[1] % 2)])
+    return padded[:, ::2] | padded[:, 1::2] << 4
+
+
+def mxfp4(weights: Floats) -> Quantised:
+    """OCP microscaling: blocks of 32 share 2^(scale - 127), which puts the largest element in [4, 8)."""
+    rows, cols = weights.shape
+    groups = in_groups(weights, 32)
+    largest = np.maximum(np.abs(groups).max(2), 1e-30)
+    scales = np.clip(np.floor(np.log2(largest)) - 2 + 127, 0, 254).astype(np.uint8)
+    codes = float4_codes(groups / e8m0_values(scales)[..., None]).reshape(rows, -1)[:, :cols]
+    blocks = pack_bytes(codes)
+    source = SourceMatrix(blocks, "mxfp4", cols=cols, scales=scales, scale_type="e8m0", group_size=32)
+    meant = FLOAT4_VALUES[codes] * per_element(e8m0_values(scales), 32, cols)
+    return Quantised("mxfp4", source, meant, {"blocks": blocks, "scales": scales})
+
+
+def nvfp4(weights: Floats, *, reciprocal: bool = False) -> Quantised:
+    """ModelOpt: e4m3 scales of 16 times weight_scale_2.
+
+    `reciprocal`: compressed-tensors' weight_global_scale, which divides.
+    """
+    rows, cols = weights.shape
+    groups = in_groups(weights, 16)
+    scale = np.float32(np.abs(weights).max() / (6 * 448))
+    stored_scale = np.float32(1) / scale if reciprocal else scale
+    factor = np.float32(1) / stored_scale if reciprocal else scale
+    scales = float8_bits((np.abs(groups).max(2) / 6 / factor).astype(np.float32))
+    decoded = float8_values(scales)
+    safe = np.where(decoded == 0, np.float32(1), decoded) * factor
+    codes = float4_codes(groups / safe[..., None]).reshape(rows, -1)[:, :cols]
+    packed = pack_bytes(codes)
+    source = SourceMatrix(
+        packed,
+        "nvfp4",
+        cols=cols,
+        scales=scales,
+        scale_type="e4m3",
+        group_size=16,
+        tensor_scale=float(factor),
+    )
+    names = ("weight_packed", "weight_global_scale") if reciprocal else ("weight", "weight_scale_2")
+    tensors: dict[str, Array] = {
+        names[0]: packed,
+        "weight_scale": scales,
+        names[1]: np.array([stored_scale], np.float32),
+    }
+    meant = FLOAT4_VALUES[codes] * per_element(decoded, 16, cols) * factor
+    return Quantised("nvfp4", source, meant, tensors)
+
+
+# name -> encoder, for tests that go through all of them. Each takes any [out, in], both multiples of 8.
+ENCODERS: dict[str, Callable[[Floats], Quantised]] = {
+    "float32": lambda w: plain(w, "float32"),
+    "bfloat16": lambda w: plain(w, "bfloat16"),
+    "float16": lambda w: plain(w, "float16"),
+    "fp8_block": fp8_block,
+    "fp8_channel": fp8_channel,
+    "fp8_tensor": fp8_tensor,
+    "int8": int8_channel,
+    "int8_w8a8": lambda w: int8_channel(w, quantised_rows=True),
+    "compressed_int4_g32": lambda w: compressed_int4(w, 32),
+    "compressed_int4_g64_f16": lambda w: compressed_int4(w, 64, float16=True),
+    "compressed_int4_g128": lambda w: compressed_int4(w, 128),
+    "compressed_int4_g32_zeros": lambda w: compressed_int4(w, 32, zeros=True),
+    "compressed_int4_g64_zeros": lambda w: compressed_int4(w, 64, zeros=True),
+    "awq_int4_g32": lambda w: awq_int4(w, 32),
+    "awq_int4_g64": lambda w: awq_int4(w, 64),
+    "awq_int4_g128": lambda w: awq_int4(w, 128),
+    "gptq_int4_g32": lambda w: gptq_int4(w, 32),
+    "gptq_int4_g128_v2": lambda w: gptq_int4(w, 128, version=2),
+    "gptq_int4_g64_symmetric": lambda w: gptq_int4(w, 64, zeros=False),
+    "mxfp4": mxfp4,
+    "nvfp4": nvfp4,
+    "nvfp4_reciprocal": lambda w: nvfp4(w, reciprocal=True),
+}
