@@ -1,0 +1,81 @@
+// The tile products of a format, and the table. Included INSIDE an anonymous namespace, last.
+
+constexpr Blocking kFoldedBlocking{8, 64, 8, 4096};
+constexpr Blocking kGroupedBlocking{8, 8, 8, 4096};
+
+// Formats whose group scales are part of the tiles.
+bool folds_scales(const WeightFormat& format) {
+  if (format.group_size == 0) return true;
+  if (format.code != Code::kFloat4 || format.panel_scale) return false;
+  return (format.scale == ScaleType::kE8M0 && format.group_size == 32) ||
+         (format.scale == ScaleType::kE4M3 && format.group_size == 16);
+}
+
+bool supports_bfloat16(const WeightFormat& format) {
+  if (format.code == Code::kFloat32 || format.quantised_rows) return false;
+  if (folds_scales(format)) return true;
+  if (format.group_size % kTileK != 0 || format.code == Code::kFloat16 || format.code == Code::kBFloat16) return false;
+  if (format.panel_scale) return format.scale == ScaleType::kFloat32;
+  return format.scale == ScaleType::kBFloat16 || format.scale == ScaleType::kFloat16;
+}
+
+bool supports_int8(const WeightFormat& format) { return format.quantised_rows && format.group_size == 0; }
+
+template <class Source>
+void run_folded(const ProductWork& work, const Blocking& blocking) {
+  FoldedProduct<BFloat16Dot, FloatEnd, Source>(work, blocking).run();
+}
+
+template <class Source>
+void run_grouped(const ProductWork& work, const Blocking& blocking) {
+  GroupedProduct<Source>(work, blocking).run();
+}
+
+void run_bfloat16_folded(const ProductWork& work, const Blocking& blocking) {
+  const WeightFormat& format = work.layout->format;
+  switch (format.code) {
+    case Code::kBFloat16: return run_folded<PackedTiles>(work, blocking);
+    case Code::kFloat16: return run_folded<Float16Tiles>(work, blocking);
+    case Code::kFloat8: return run_folded<CodeTiles<Code::kFloat8>>(work, blocking);
+    case Code::kInt8: return run_folded<CodeTiles<Code::kInt8>>(work, blocking);
+    case Code::kInt4: return run_folded<CodeTiles<Code::kInt4>>(work, blocking);
+    case Code::kFloat4:
+      if (format.group_size == 0) return run_folded<CodeTiles<Code::kFloat4>>(work, blocking);
+      if (format.scale == ScaleType::kE8M0) return run_folded<Mxfp4Tiles>(work, blocking);
+      return run_folded<Nvfp4Tiles>(work, blocking);
+    case Code::kFloat32: return;
+  }
+}
+
+void run_bfloat16_grouped(const ProductWork& work, const Blocking& blocking) {
+  const WeightFormat& format = work.layout->format;
+  if (format.zeros) return run_grouped<Int4ZerosTiles>(work, blocking);
+  switch (format.code) {
+    case Code::kFloat8: return run_grouped<CodeTiles<Code::kFloat8>>(work, blocking);
+    case Code::kInt8: return run_grouped<CodeTiles<Code::kInt8>>(work, blocking);
+    case Code::kInt4: return run_grouped<CodeTiles<Code::kInt4>>(work, blocking);
+    case Code::kFloat4: return run_grouped<CodeTiles<Code::kFloat4>>(work, blocking);
+    default: return;
+  }
+}
+
+void run_int8_blocking(const ProductWork& work, const Blocking& blocking) {
+  FoldedProduct<Int8Dot, Int32End, PackedTiles>(work, blocking).run();
+}
+
+void run_bfloat16(const ProductWork& work) {
+  if (folds_scales(work.layout->format)) return run_bfloat16_folded(work, kFoldedBlocking);
+  run_bfloat16_grouped(work, kGroupedBlocking);
+}
+
+void run_int8(const ProductWork& work) { run_int8_blocking(work, kFoldedBlocking); }
+
+size_t scratch_for(const PanelLayout& layout, const Blocking& blocking) {
+  if (layout.groups > 0 && !folds_scales(layout.format)) return grouped_scratch_bytes(layout, blocking);
+  const size_t parts = layout.format.code == Code::kFloat16 ? 2 : 1;
+  return (blocking.panels * size_t{blocking.steps} + blocking.stream_steps) * parts * kTileBytes;
+}
+
+size_t scratch_bytes(const PanelLayout& layout, uint32_t /*num_panels*/, uint32_t /*num_rows*/) {
+  return scratch_for(layout, folds_scales(layout.format) ? kFoldedBlocking : kGroupedBlocking);
+}
