@@ -135,7 +135,7 @@ class MatrixSource:
     def read(self, reader: SliceReader, rows: slice | None = None, cols: slice | None = None) -> Array:
         """Logical `[rows, cols]` as a new contiguous array; bfloat16 as uint16."""
         picked = self.out[rows] if rows is not None else self.out
-        out = slice(picked.start, picked.stop, picked.step)
+        out = slice(picked.start, min(picked.stop, self.out.stop), picked.step)
         if not self.transposed:
             return reader.read_slice(self.tensor, out, cols, self.plane)
         return np.ascontiguousarray(reader.read_slice(self.tensor, cols, out, self.plane).T)

@@ -30,10 +30,13 @@ class MoeGeometry:
     num_experts: int
     top_k: int
     moe_intermediate_size: int
-    # "silu": experts compute down(silu(gate(x)) * up(x)).
+    # "silu": experts compute down(silu(gate(x)) * up(x)); others as in kernels/product/product.h.
     activation: str
     # "float32" or "bfloat16": what the config says weights and activations are.
     dtype: str
+    # Of the activations that have them: the sigmoid's slope, and where gate and up are clamped.
+    alpha: float = 1.702
+    limit: float = 7.0
 
     @staticmethod
     def from_config(directory: str | Path, top_k: int | None = None) -> MoeGeometry:
@@ -65,11 +68,18 @@ class FamilyKeys:
     moe_layers: Callable[[Config, int], tuple[int, ...]]
     top_k: tuple[str, ...] = ("num_experts_per_tok",)
     moe_intermediate_size: tuple[str, ...] = ("moe_intermediate_size",)
+    # Where the code of a family, not its configuration, says what experts compute.
+    activation: str | None = None
 
 
 def _after_dense(config: Config, num_layers: int) -> tuple[int, ...]:
     """The first `first_k_dense_replace` layers are dense."""
     return tuple(range(_integer(config, ("first_k_dense_replace",), 0), num_layers))
+
+
+def _every(config: Config, num_layers: int) -> tuple[int, ...]:
+    """No layer is dense."""
+    return tuple(range(num_layers))
 
 
 def _by_sparse_step(config: Config, num_layers: int) -> tuple[int, ...]:
@@ -83,6 +93,13 @@ FAMILIES: Mapping[str, FamilyKeys] = {
     # transformers 5 writes num_local_experts for what the published checkpoints call num_experts.
     "qwen3_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
     "glm4_moe": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
+    "gpt_oss": FamilyKeys(
+        num_experts=("num_local_experts",),
+        moe_layers=_every,
+        top_k=("num_experts_per_tok", "experts_per_token"),
+        moe_intermediate_size=("intermediate_size",),
+        activation="gpt_oss",
+    ),
 }
 
 
@@ -127,6 +144,9 @@ def _geometry(model_type: str, config: Config, family: FamilyKeys) -> MoeGeometr
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"config.json: hidden_act is {activation!r}; allowed: 'silu'")
+    limit = config.get("swiglu_limit", 7.0)
+    if not isinstance(limit, int | float) or not limit > 0:
+        raise CheckpointError(f"config.json: swiglu_limit is {limit!r}; a number > 0 is allowed")
     return MoeGeometry(
         model_type=model_type,
         hidden_size=_integer(config, ("hidden_size",), 1),
@@ -135,8 +155,9 @@ def _geometry(model_type: str, config: Config, family: FamilyKeys) -> MoeGeometr
         num_experts=num_experts,
         top_k=top_k,
         moe_intermediate_size=_integer(config, family.moe_intermediate_size, 1),
-        activation=activation,
+        activation=family.activation or activation,
         dtype=_dtype(config),
+        limit=float(limit),
     )
 
 

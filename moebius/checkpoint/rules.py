@@ -171,7 +171,7 @@ def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
     if family is None:
         raise CheckpointError(f"model_type is {model_type!r}; known: {', '.join(sorted(FAMILY_RULES))}")
     for layout in (LAYOUTS[name] for name in family.layouts):
-        below = re.escape(layout.gate.name).replace(r"\{expert\}", r"\d+")
+        below = _gate_pattern(layout.gate.name)
         for prefix in LAYER_PREFIXES:
             pattern = re.compile(re.escape(prefix) + r"\d+\." + below)
             if any(pattern.fullmatch(name) for name in index.tensors):
@@ -179,6 +179,14 @@ def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
     examples = ", ".join(LAYOUTS[name].example for name in family.layouts)
     raise CheckpointError(
         f"{index.directory} has no routed experts of {model_type}; expected names like {examples}"
+    )
+
+
+def _gate_pattern(name: str) -> str:
+    """The tensor that holds gate, or its codes where it is quantised."""
+    stem = re.escape(name.removesuffix(".weight")).replace(r"\{expert\}", r"\d+")
+    return stem + (
+        r"\.(?:weight|weight_packed|qweight)" if name.endswith(".weight") else r"(?:_blocks|_packed)?"
     )
 
 

@@ -13,17 +13,19 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 StoredDtype = Literal["F32", "BF16", "F16"]
-NAMES = {"<f4": "F32", "<f2": "F16", "<u2": "BF16", "<i8": "I64", "|u1": "F8_E4M3"}
+NAMES = {"<f4": "F32", "<f2": "F16", "<u2": "BF16", "<i8": "I64", "<i4": "I32", "|i1": "I8", "|u1": "F8_E4M3"}
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
-    """One file; uint16 arrays are stored as bfloat16, uint8 as float8."""
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Array], dtypes: Mapping[str, str] | None = None
+) -> None:
+    """One file; uint16 is stored as bfloat16, uint8 as float8, unless `dtypes` says otherwise by name."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, array in tensors.items():
         end = position + array.nbytes
         header[name] = {
-            "dtype": NAMES[array.dtype.str],
+            "dtype": (dtypes or {}).get(name, NAMES[array.dtype.str]),
             "shape": list(array.shape),
             "data_offsets": [position, end],
         }

@@ -1,0 +1,175 @@
+"""Routed experts of any checkpoint, quantised or not, as sources for the kernels to pack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.reader import Array, SliceReader
+from moebius.checkpoint.stored_arrays import StoredArray, as_float32, as_slice, count_elements
+from moebius.checkpoint.weight_schemes import FLOAT_CODES, SCALE_TYPES, Role, WeightScheme
+from moebius.kernels_source import ScaleType, SourceMatrix
+
+# What a scale per whole row becomes: one that all groups of this size share.
+ROW_GROUP = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrix:
+    """One expert's logical `[out, in]` matrix; filled by `ExpertCheckpoint.matrix`."""
+
+    scheme: WeightScheme
+    shape: tuple[int, int]
+    arrays: tuple[StoredArray, ...]
+    bias: StoredArray | None
+
+    @property
+    def name(self) -> str:
+        """The tensor that holds the codes."""
+        return self.arrays[0].tensor.name
+
+    @property
+    def tensor_names(self) -> Iterator[str]:
+        """All tensors it is made of."""
+        yield from (array.tensor.name for array in self.arrays)
+        if self.bias is not None:
+            yield self.bias.tensor.name
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of codes and scales of the whole matrix."""
+        total = 0
+        for array in self.arrays:
+            width = array.in_size if array.role.role != "channel" else 1
+            total += len(array.out) * width * array.tensor.numpy_dtype.itemsize
+        return total
+
+    @property
+    def packed_format(self) -> str:
+        """The packed format that holds it exactly (see kernels/format/weight_format.h)."""
+        if not self.scheme.packed_format:
+            return FLOAT_CODES[self.arrays[0].tensor.dtype]
+        scales = self._array("scales")
+        half = scales is not None and scales.tensor.dtype == "F16"
+        return self.scheme.packed_format.format(scale="_f16" if half else "")
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows can be cut at multiples of this."""
+        # Blocks of fp8 may be cut inside: kernels are told how far into a block the first row lies.
+        steps = [array.role.out_step for array in self.arrays if array.role.out_step not in (0, 128)]
+        return math.lcm(*steps)
+
+    @property
+    def col_multiple(self) -> int:
+        """Columns can be cut at multiples of this: scales are not divided, so groups are not either."""
+        return math.lcm(*(array.role.in_step or 1 for array in self.arrays))
+
+    def read(self, reader: SliceReader, rows: slice | None = None, cols: slice | None = None) -> SourceMatrix:
+        """Logical `[rows, cols]`; bounds must be multiples of `row_multiple` and `col_multiple`.
+
+        Raises CheckpointError naming a tensor.
+        """
+        row_range = range(self.shape[0])[rows or slice(None)]
+        col_range = range(self.shape[1])[cols or slice(None)]
+        codes = self.arrays[0]
+        scales = self._array("scales")
+        stored = codes.read(reader, row_range, col_range)
+        return SourceMatrix(
+            codes=stored.T if codes.role.transposed and self.scheme.layout == "plain" else stored,
+            layout=self.scheme.layout,
+            code=self.scheme.code,
+            rows=len(row_range),
+            cols=len(col_range),
+            scales=self._scales(reader, row_range, col_range),
+            scale_type=self._scale_type(),
+            group_size=(self.scheme.group_size or ROW_GROUP) if scales is not None else 0,
+            scale_rows=scales.role.out_step if scales is not None else 1,
+            scale_row_begin=self._row_begin(row_range),
+            zeros=self._zeros(reader, row_range, col_range),
+            zeros_offset=self.scheme.zeros_offset,
+            column_scale=self._column(reader, self._array("channel"), row_range),
+            tensor_scale=self._tensor_scale(reader),
+            bias=self._column(reader, self.bias, row_range),
+        )
+
+    def _array(self, role: Role) -> StoredArray | None:
+        return next((array for array in self.arrays if array.role.role == role), None)
+
+    def _row_begin(self, rows: range) -> int:
+        scales = self._array("scales")
+        return rows.start % scales.role.out_step if scales is not None else 0
+
+    def _scale_type(self) -> ScaleType | None:
+        scales = self._array("scales")
+        if scales is None:
+            return None
+        return "float32" if self.scheme.layout == "plain" else SCALE_TYPES[scales.tensor.dtype]
+
+    def _scales(self, reader: SliceReader, rows: range, cols: range) -> Array | None:
+        scales = self._array("scales")
+        if scales is None:
+            return None
+        self._check_group_index(reader)
+        found = scales.read(reader, rows, cols)
+        if self.scheme.layout == "plain":
+            return as_float32(found, scales.tensor.dtype)
+        return self._per_group(found, scales, len(cols))
+
+    def _zeros(self, reader: SliceReader, rows: range, cols: range) -> Array | None:
+        zeros = self._array("zeros")
+        if zeros is None:
+            return None
+        found = zeros.read(reader, rows, cols)
+        if not self.scheme.zeros_are_8:
+            return self._per_group(found, zeros, len(cols))
+        if not np.all(found.view(np.uint32) == 0x11111111 * (8 - self.scheme.zeros_offset)):
+            raise CheckpointError(
+                f"tensor {zeros.tensor.name!r} holds zero points other than 8, but quantization_config says "
+                f"that {self.scheme.name} is symmetric"
+            )
+        return None
+
+    def _per_group(self, found: Array, array: StoredArray, cols: int) -> Array:
+        """A value for the whole row, repeated for groups that kernels know."""
+        if self.scheme.group_size:
+            return found
+        return np.repeat(found, count_elements(cols, ROW_GROUP), axis=0 if array.role.transposed else 1)
+
+    def _column(
+        self, reader: SliceReader, array: StoredArray | None, rows: range
+    ) -> NDArray[np.float32] | None:
+        if array is None:
+            return None
+        picked = array.out[rows.start : rows.stop]
+        found = reader.read_slice(array.tensor, as_slice(picked), None, array.plane)
+        return as_float32(found, array.tensor.dtype).reshape(-1)
+
+    def _tensor_scale(self, reader: SliceReader) -> float:
+        factor, divisor = self._array("tensor"), self._array("tensor_reciprocal")
+        array = factor or divisor
+        if array is None:
+            return 1.0
+        value = float(as_float32(reader.read(array.tensor), array.tensor.dtype).reshape(-1)[0])
+        if divisor is None:
+            return value
+        if value == 0.0:
+            raise CheckpointError(f"tensor {array.tensor.name!r} is 0, but weights are divided by it")
+        return 1.0 / value
+
+    def _check_group_index(self, reader: SliceReader) -> None:
+        """GPTQ with act-order permutes the columns; their groups then lie scattered over the row."""
+        array = self._array("group_index")
+        if array is None:
+            return
+        expected = np.arange(self.shape[1]) // (self.scheme.group_size or self.shape[1])
+        if not np.array_equal(reader.read(array.tensor).reshape(-1), expected):
+            raise CheckpointError(
+                f"tensor {array.tensor.name!r} reorders the columns (desc_act); only groups of "
+                f"{self.scheme.group_size} consecutive columns are supported for {self.scheme.name}"
+            )

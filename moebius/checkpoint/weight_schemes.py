@@ -1,0 +1,182 @@
+"""The ways checkpoints store quantised matrices: which tensors, of which types, shaped how.
+
+A scheme is data. Logical matrices are `[out, in]`; every stored array covers them with elements of
+`out_step` x `in_step` weights, on its last two axes or, `transposed`, the other way round. From that follow
+the expected shapes, what of an array a slice of the matrix needs, and where matrices may be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from moebius.kernels_source import Code, ScaleType, SourceLayout
+
+# "scales": an array of `out_step` x `in_step`. "channel": a factor per row. "tensor": one factor for all;
+# "tensor_reciprocal": one divisor.
+Role = Literal["codes", "scales", "zeros", "channel", "tensor", "tensor_reciprocal", "group_index"]
+
+FLOATS = ("F32", "BF16", "F16")
+FLOAT_CODES: Mapping[str, Code] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+SCALE_TYPES: Mapping[str, ScaleType] = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F8_E8M0": "e8m0",
+    "U8": "e8m0",
+    "F8_E4M3": "e4m3",
+}
+# Side tensors that say nothing about the weights: scales of activations, sizes, hints for other kernels.
+IGNORED_SUFFIXES = ("weight_shape", "input_scale", "input_global_scale", "input_zero_point")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRole:
+    """One tensor of a scheme."""
+
+    role: Role
+    # Behind the matrix's stem: `<stem>.<suffix>`, or `<stem>_<suffix>` for stems without ".weight".
+    suffix: str
+    # As safetensors headers spell them.
+    dtypes: tuple[str, ...]
+    # Weights that one element stands for, along out and in.
+    out_step: int = 1
+    in_step: int = 1
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScheme:
+    """One way of storing a matrix; made by `quantisation.read_schemes` from the builders below."""
+
+    # For messages: what the configuration calls it.
+    name: str
+    roles: tuple[StoredRole, ...]
+    layout: SourceLayout = "plain"
+    # Type of uint8 codes of layout plain.
+    code: Code | None = None
+    group_size: int = 0
+    zeros_offset: int = 0
+    # Zero points are stored, but all of them stand for 8; checked when they are read.
+    zeros_are_8: bool = False
+    # Name of the packed format that holds it exactly; "{scale}" becomes "" for bfloat16 group scales and
+    # "_f16" for float16 ones.
+    packed_format: str = ""
+    # compressed-tensors: modules the scheme applies to; empty: all.
+    targets: tuple[str, ...] = ()
+
+    def role(self, role: Role) -> StoredRole | None:
+        """The tensor of that role, if the scheme has one."""
+        return next((stored for stored in self.roles if stored.role == role), None)
+
+    @property
+    def codes(self) -> StoredRole:
+        """The tensor that every scheme has."""
+        codes = self.role("codes")
+        assert codes is not None
+        return codes
+
+
+PLAIN_CODES = StoredRole("codes", "weight", FLOATS)
+PLAIN = WeightScheme("unquantised", (PLAIN_CODES,))
+
+
+def fp8(name: str, strategy: str, scale_suffix: str) -> WeightScheme:
+    """e4m3 with float scales: "block" 128 x 128, "channel" (a row), or "tensor"."""
+    codes = StoredRole("codes", "weight", ("F8_E4M3",))
+    if strategy == "block":
+        scales = StoredRole("scales", scale_suffix, ("F32", "BF16"), 128, 128)
+        return WeightScheme(name, (codes, scales), code="float8", group_size=128, packed_format="fp8_block")
+    role: Role = "channel" if strategy == "channel" else "tensor"
+    scale = StoredRole(role, scale_suffix, FLOATS)
+    return WeightScheme(name, (codes, scale), code="float8", packed_format="fp8_channel")
+
+
+def int8(name: str, strategy: str, quantised_rows: bool) -> WeightScheme:
+    """Symmetric int8 with a scale per row, or one for all."""
+    codes = StoredRole("codes", "weight", ("I8",))
+    scale = StoredRole("channel" if strategy == "channel" else "tensor", "weight_scale", FLOATS)
+    return WeightScheme(name, (codes, scale), packed_format="int8_w8a8" if quantised_rows else "int8")
+
+
+def _int4_format(group_size: int, zeros: bool) -> str:
+    # A scale for the whole row is one that all groups of 128 share.
+    return f"int4_g{group_size or 128}{'_zeros' if zeros else ''}{{scale}}"
+
+
+def compressed_int4(name: str, group_size: int, symmetric: bool) -> WeightScheme:
+    """compressed-tensors "pack-quantized": eight along in per word; zero points eight along out."""
+    roles = [
+        StoredRole("codes", "weight_packed", ("I32",), 1, 8),
+        StoredRole("scales", "weight_scale", ("BF16", "F16"), 1, group_size),
+    ]
+    if not symmetric:
+        roles.append(StoredRole("zeros", "weight_zero_point", ("I32",), 8, group_size))
+    return WeightScheme(
+        name,
+        tuple(roles),
+        layout="compressed_int4",
+        group_size=group_size,
+        packed_format=_int4_format(group_size, not symmetric),
+    )
+
+
+def awq(group_size: int, zeros: bool) -> WeightScheme:
+    """AutoAWQ "gemm": words of eight along out, everything transposed."""
+    roles = [
+        StoredRole("codes", "qweight", ("I32",), 8, 1, True),
+        StoredRole("scales", "scales", ("F16", "BF16"), 1, group_size, True),
+    ]
+    if zeros:
+        roles.append(StoredRole("zeros", "qzeros", ("I32",), 8, group_size, True))
+    return WeightScheme(
+        "awq",
+        tuple(roles),
+        layout="awq_int4",
+        group_size=group_size,
+        packed_format=_int4_format(group_size, zeros),
+    )
+
+
+def gptq(group_size: int, symmetric: bool, zeros_offset: int) -> WeightScheme:
+    """AutoGPTQ: words of eight along in, everything transposed; zeros are stored even when symmetric."""
+    roles = (
+        StoredRole("codes", "qweight", ("I32",), 1, 8, True),
+        StoredRole("scales", "scales", ("F16", "BF16"), 1, group_size, True),
+        StoredRole("zeros", "qzeros", ("I32",), 8, group_size, True),
+        StoredRole("group_index", "g_idx", ("I32",)),
+    )
+    return WeightScheme(
+        "gptq",
+        roles,
+        layout="gptq_int4",
+        group_size=group_size,
+        zeros_offset=zeros_offset,
+        zeros_are_8=symmetric,
+        packed_format=_int4_format(group_size, not symmetric),
+    )
+
+
+def mxfp4(name: str, codes: str, scales: str) -> WeightScheme:
+    """OCP MXFP4: two e2m1 a byte, an e8m0 scale per 32."""
+    roles = (
+        StoredRole("codes", codes, ("U8",), 1, 2),
+        StoredRole("scales", scales, ("U8", "F8_E8M0"), 1, 32),
+    )
+    return WeightScheme(name, roles, layout="mxfp4", group_size=32, packed_format="mxfp4")
+
+
+def nvfp4(name: str, codes: str, global_scale: StoredRole) -> WeightScheme:
+    """NVFP4: two e2m1 a byte, an e4m3 scale per 16, a global one."""
+    roles = (
+        StoredRole("codes", codes, ("U8",), 1, 2),
+        StoredRole("scales", "weight_scale", ("F8_E4M3",), 1, 16),
+        global_scale,
+    )
+    return WeightScheme(name, roles, layout="nvfp4", group_size=16, packed_format="nvfp4")
+
+
+def for_targets(scheme: WeightScheme, targets: tuple[str, ...]) -> WeightScheme:
+    """The scheme, limited to modules."""
+    return replace(scheme, targets=targets)
