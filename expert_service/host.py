@@ -105,7 +105,7 @@ class ExpertHost:
             part.num_experts,
             model.num_layers,
             expert_begin=part.expert_begin,
-            weight_dtype="bfloat16" if dtype == "bfloat16" else "float32",
+            weight_format="bfloat16" if dtype == "bfloat16" else "float32",
             activation=model.activation,
             num_threads=self.placement.num_threads,
             cpus=self.placement.cpus,

@@ -13,6 +13,7 @@ class EngineCounters(TypedDict):
     calls: int
     rows: int
     busy_seconds: float
+    nonfinite_inputs: int
     nonfinite_outputs: int
     layer_calls: NDArray[np.uint64]
     layer_rows: NDArray[np.uint64]
@@ -34,22 +35,37 @@ class ExpertEngine(ExpertBackend):
         num_experts: int,
         num_layers: int,
         expert_begin: int,
-        weight_dtype: str,
+        weight_format: list[str],
+        down_format: list[str],
         activation: str,
+        alpha: float,
+        limit: float,
+        has_bias: bool,
         num_threads: int,
         cpus: list[int],
         numa_node: int,
         isa: str,
+        kernel: str,
     ) -> None: ...
     def load_expert(
-        self, layer: int, expert: int, gate: NDArray[Any], up: NDArray[Any], down: NDArray[Any]
-    ) -> None: ...
+        self,
+        layer: int,
+        expert: int,
+        gate: NDArray[Any] | SourceMatrix | None,
+        up: NDArray[Any] | SourceMatrix,
+        down: NDArray[Any] | SourceMatrix,
+    ) -> tuple[float, float]: ...
+    def fill_random(self, layer: int, seed: int) -> None: ...
+    def packed_expert(self, layer: int, expert: int) -> NDArray[np.uint8]: ...
+    def calibrate(self) -> None: ...
+    def plan(self) -> list[tuple[Any, ...]]: ...
     def forward(
         self,
         layer: int,
         hidden_states: NDArray[Any],
         topk_ids: NDArray[np.int32],
         topk_weights: NDArray[np.float32],
+        output: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]: ...
     def stats(self) -> EngineCounters: ...
     @property

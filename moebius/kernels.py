@@ -6,6 +6,7 @@ are packed and computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moebius import _kernels
+from moebius.kernels_source import SourceMatrix
 
 Isa = Literal["auto", "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
-FloatArray = NDArray[np.float32] | NDArray[np.uint16]
+FloatArray = NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.float16]
 
 
 def isa_level() -> str:
@@ -43,6 +45,8 @@ class EngineStats:
     """token rows of all calls, also those that chose no expert held here"""
     busy_seconds: float
     """wall time inside forward, waiting for another caller excluded"""
+    nonfinite_inputs: int
+    """hidden_states values that were NaN or infinite; they are computed with as they are"""
     nonfinite_outputs: int
     """output values that were NaN or infinite; they are handed on as they are"""
     layer_calls: NDArray[np.uint64]
@@ -53,13 +57,55 @@ class EngineStats:
     """[num_layers, num_experts], rows computed by each expert held here"""
 
 
+@dataclass(frozen=True)
+class LoadError:
+    """What rounding an expert to its layer's format cost; filled by `ExpertEngine.load_expert`.
+
+    Sums over the weights of matrices that could not be packed exactly; both 0 when all could.
+    """
+
+    squared_error: float
+    squared_reference: float
+
+    @property
+    def relative(self) -> float:
+        """Root of the squared error over the squared weights; 0 when nothing was rounded."""
+        if self.squared_error == 0:
+            return 0.0
+        return math.sqrt(self.squared_error / self.squared_reference) if self.squared_reference else math.inf
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Which kernel computes a matrix for a range of row counts; filled by `ExpertEngine.plan`."""
+
+    matrix: Literal["gate_up", "down"]
+    format: str
+    row_type: Literal["float32", "bfloat16"]
+    """type of the request's rows; float16 is planned as float32"""
+    rows_from: int
+    rows_to: int | None
+    """last row count of the range; None: no end"""
+    kernel: str
+    nanoseconds: float
+    """measured for one panel of 16 columns and `rows_from` rows with all threads at work; 0: not measured"""
+
+
 class ExpertEngine:
     """Experts [expert_begin, expert_begin + num_experts) of every MoE layer, or a slice of each.
 
     Computes, for each row, `sum over chosen experts e held here of
-    weight[e] * (silu(x @ gate[e].T) * (x @ up[e].T)) @ down[e].T` with float32 accumulation. A row's result
+    weight[e] * (activation(x @ gate[e].T, x @ up[e].T) @ down[e].T)` with float32 accumulation, biases added
+    where there are any. Requests in float32 and float16 are computed in float32 throughout: a row's result
     has the same bits whatever other rows are in the call and however many threads compute it; it may differ
-    between instruction sets.
+    between instruction sets. Requests in bfloat16 may round the activation to bfloat16, and which kernel
+    computes a row may depend on how many rows chose its expert.
+
+    Activations, of gate g and up u:
+        silu: silu(g) * u
+        silu_clamped: silu(min(g, limit)) * clamp(u, -limit, limit)
+        gpt_oss: (clamp(u, -limit, limit) + 1) * m * sigmoid(alpha * m), m = min(g, limit)
+        relu2: max(u, 0)^2; experts have no gate
 
     Args:
         hidden_size: width of a row.
@@ -67,13 +113,20 @@ class ExpertEngine:
         num_experts: experts held here.
         num_layers: layers of the model; memory is only taken for layers that are loaded.
         expert_begin: global id of the first expert held here.
-        weight_dtype: type of the packed weights.
-        activation: only "silu".
+        weight_format: name of the packed format, or one name per layer; see kernels/format/weight_format.h.
+        down_format: the same for the down matrices; None takes weight_format.
+        activation: one of those above.
+        alpha: factor of gpt_oss.
+        limit: clamp of silu_clamped and gpt_oss.
+        has_bias: experts have biases, one per row of gate, up and down.
         num_threads: 0 takes one per cpu in `cpus`, else per cpu this thread may use. The thread that calls
             `forward` is one of them.
         cpus: cpu of each thread; the first is left to the caller, whose thread is not pinned here.
         numa_node: node that packed weights are bound to; -1 for none. See `numa_bound`.
-        isa: forces an instruction-set level, for tests; "auto" is `isa_level()`.
+        isa: forces an instruction-set level, for tests: only kernels of just that level are used, or of the
+            next lower one where it has none. "auto" is `isa_level()` and all levels below it.
+        kernel: name of a product kernel to use wherever it can be, for tests; "auto": by the plan.
+        calibrate: measure the kernels on random weights now; see `calibrate`.
 
     Raises:
         ValueError: an argument is out of range, named with its value and what is allowed.
@@ -87,43 +140,101 @@ class ExpertEngine:
         num_layers: int,
         *,
         expert_begin: int = 0,
-        weight_dtype: Literal["float32", "bfloat16"],
+        weight_format: str | Sequence[str],
+        down_format: str | Sequence[str] | None = None,
         activation: str = "silu",
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        has_bias: bool = False,
         num_threads: int = 0,
         cpus: Sequence[int] = (),
         numa_node: int = -1,
         isa: Isa = "auto",
+        kernel: str = "auto",
+        calibrate: bool = False,
     ) -> None:
+        gate_up = [weight_format] if isinstance(weight_format, str) else list(weight_format)
+        down = [down_format] if isinstance(down_format, str) else list(down_format or gate_up)
         self._engine = _kernels.ExpertEngine(
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             num_experts=num_experts,
             num_layers=num_layers,
             expert_begin=expert_begin,
-            weight_dtype=weight_dtype,
+            weight_format=gate_up,
+            down_format=down,
             activation=activation,
+            alpha=alpha,
+            limit=limit,
+            has_bias=has_bias,
             num_threads=num_threads,
             cpus=list(cpus),
             numa_node=numa_node,
             isa=isa,
+            kernel=kernel,
         )
+        if calibrate:
+            self.calibrate()
 
     def load_expert(
-        self, layer: int, expert: int, gate: NDArray[Any], up: NDArray[Any], down: NDArray[Any]
-    ) -> None:
+        self,
+        layer: int,
+        expert: int,
+        gate: NDArray[Any] | SourceMatrix | None,
+        up: NDArray[Any] | SourceMatrix,
+        down: NDArray[Any] | SourceMatrix,
+    ) -> LoadError:
         """Pack one expert; the arrays may be freed afterwards. Callable from several threads.
+
+        A matrix whose codes and scales the layer's format can hold is packed exactly, any other is rounded.
 
         Args:
             layer: model layer.
             expert: global expert id.
-            gate: [intermediate_size, hidden_size], float32 or uint16 (bfloat16 bits).
+            gate: [intermediate_size, hidden_size]; an array of float32, float16 or uint16 (bfloat16 bits),
+                or a `SourceMatrix`. None for the activation relu2.
             up: like gate.
-            down: [hidden_size, intermediate_size], same dtype.
+            down: [hidden_size, intermediate_size].
 
         Raises:
             ValueError: wrong shape or dtype, layer or expert not held here, or loaded before.
         """
-        self._engine.load_expert(layer, expert, gate, up, down)
+        return LoadError(*self._engine.load_expert(layer, expert, gate, up, down))
+
+    def fill_random(self, layer: int, seed: int) -> None:
+        """Fill every expert of a layer with valid random weights, on all threads, for benchmarks.
+
+        Rows of variance 1 give results of order 1.
+
+        Raises:
+            ValueError: unknown layer, or an expert of it was loaded before.
+        """
+        self._engine.fill_random(layer, seed)
+
+    def packed_expert(self, layer: int, expert: int) -> NDArray[np.uint8]:
+        """Read-only view of an expert's packed bytes, which keeps the engine alive.
+
+        kernels/format/panel_layout.h says what they mean.
+
+        Raises:
+            ValueError: layer or expert not held here, or not loaded.
+        """
+        return self._engine.packed_expert(layer, expert)
+
+    def calibrate(self) -> None:
+        """Measure the kernels and use the fastest for each number of rows; see `plan`.
+
+        Measures on loaded experts, or on random weights for formats of which no layer is loaded. Takes up to
+        about 0.3 s per distinct pair of formats; forward calls wait meanwhile.
+        """
+        self._engine.calibrate()
+
+    def plan(self) -> list[PlanRow]:
+        """Kernels in use, for every distinct pair of formats, matrix, type of request and range of rows.
+
+        Until `calibrate` these are the first candidates: the highest level's kernels for the request's type.
+        """
+        return [PlanRow(*row) for row in self._engine.plan()]
 
     def forward(
         self,
@@ -131,22 +242,24 @@ class ExpertEngine:
         hidden_states: FloatArray,
         topk_ids: NDArray[np.int32],
         topk_weights: NDArray[np.float32],
+        output: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
         """Weighted sum of the chosen experts held here; rows that chose none are zero.
 
         Args:
             layer: model layer.
-            hidden_states: [rows, hidden_size], float32 or uint16 (bfloat16 bits); rows may be 0.
+            hidden_states: [rows, hidden_size], float32, float16 or uint16 (bfloat16 bits); rows may be 0.
             topk_ids: [rows, top_k] global expert ids; ids not held here, also -1, are skipped.
             topk_weights: [rows, top_k] router weights.
+            output: [rows, hidden_size], C-contiguous, to write to; None: a new array.
 
         Returns:
-            [rows, hidden_size] float32.
+            [rows, hidden_size] float32: output, or the new array.
 
         Raises:
             ValueError: wrong shape or dtype, unknown layer, or a chosen expert that is not loaded.
         """
-        return self._engine.forward(layer, hidden_states, topk_ids, topk_weights)
+        return self._engine.forward(layer, hidden_states, topk_ids, topk_weights, output)
 
     def stats(self) -> EngineStats:
         """Counters since creation; may be called while forward runs."""

@@ -2,6 +2,7 @@
 
 #include "kernels/bindings/bindings.h"
 #include "kernels/bindings/numpy_checks.h"
+#include "kernels/bindings/source_arrays.h"
 #include "kernels/isa/isa.h"
 #include "kernels/moe/expert_engine.h"
 
@@ -10,59 +11,110 @@ namespace py = pybind11;
 namespace moebius {
 namespace {
 
-DType parse_weight_dtype(const std::string& name) {
-  if (name == "float32") return DType::kFloat32;
-  if (name == "bfloat16") return DType::kBFloat16;
-  throw std::invalid_argument("weight_dtype='" + name + "' is unknown; allowed: float32, bfloat16");
-}
-
 uint32_t unsigned_option(int64_t value, const char* name) {
   if (value >= 0 && value <= INT32_MAX) return static_cast<uint32_t>(value);
   throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it must be 0 to 2147483647");
 }
 
+std::vector<LayerFormats> parse_formats(const std::vector<std::string>& gate_up, const std::vector<std::string>& down) {
+  const size_t count = std::max(gate_up.size(), down.size());
+  if ((gate_up.size() != count && gate_up.size() != 1) || (down.size() != count && down.size() != 1)) {
+    throw std::invalid_argument("weight_format names " + std::to_string(gate_up.size()) + " formats and down_format " +
+                                std::to_string(down.size()) + "; they must be as many, or one");
+  }
+  std::vector<LayerFormats> formats;
+  for (size_t i = 0; i < count; ++i) {
+    formats.push_back({parse_weight_format(gate_up[gate_up.size() == 1 ? 0 : i]),
+                       parse_weight_format(down[down.size() == 1 ? 0 : i])});
+  }
+  return formats;
+}
+
 std::shared_ptr<ExpertEngine> make_engine(int64_t hidden_size, int64_t intermediate_size, int64_t num_experts,
-                                          int64_t num_layers, int64_t expert_begin, const std::string& weight_dtype,
-                                          const std::string& activation, int64_t num_threads,
-                                          const std::vector<int>& cpus, int numa_node, const std::string& isa) {
-  if (activation != "silu") throw std::invalid_argument("activation='" + activation + "' is unknown; allowed: silu");
+                                          int64_t num_layers, int64_t expert_begin,
+                                          const std::vector<std::string>& weight_format,
+                                          const std::vector<std::string>& down_format, const std::string& activation,
+                                          float alpha, float limit, bool has_bias, int64_t num_threads,
+                                          const std::vector<int>& cpus, int numa_node, const std::string& isa,
+                                          const std::string& kernel) {
   EngineOptions options;
   options.hidden_size = unsigned_option(hidden_size, "hidden_size");
   options.intermediate_size = unsigned_option(intermediate_size, "intermediate_size");
   options.num_experts = unsigned_option(num_experts, "num_experts");
   options.num_layers = unsigned_option(num_layers, "num_layers");
   options.expert_begin = unsigned_option(expert_begin, "expert_begin");
-  options.weight_dtype = parse_weight_dtype(weight_dtype);
+  options.formats = parse_formats(weight_format, down_format);
+  options.activation = parse_activation(activation);
+  options.alpha = alpha;
+  options.limit = limit;
+  options.has_bias = has_bias;
   options.num_threads = unsigned_option(num_threads, "num_threads");
   options.cpus = cpus;
   options.numa_node = numa_node;
   options.isa = isa;
+  options.kernel = kernel;
   return std::make_shared<ExpertEngine>(options);
 }
 
-void load_expert(ExpertEngine& engine, int64_t layer, int64_t expert, const py::array& gate, const py::array& up,
-                 const py::array& down) {
-  const auto hidden = static_cast<py::ssize_t>(engine.options().hidden_size);
-  const auto intermediate = static_cast<py::ssize_t>(engine.options().intermediate_size);
-  check_shape(gate, "gate", {intermediate, hidden});
-  check_shape(up, "up", {intermediate, hidden});
-  check_shape(down, "down", {hidden, intermediate});
-  const FloatArray gate_data(gate, "gate");
-  const FloatArray up_data(up, "up");
-  const FloatArray down_data(down, "down");
-  if (gate_data.dtype != up_data.dtype || gate_data.dtype != down_data.dtype) {
-    throw std::invalid_argument("gate, up and down have dtypes " + dtype_text(gate) + ", " + dtype_text(up) + ", " +
-                                dtype_text(down) + "; they must be the same");
+SourceArrays read_matrix(const py::object& source, const char* name, uint32_t rows, uint32_t cols) {
+  SourceArrays arrays = read_source(source, name);
+  if (arrays.matrix.rows == rows && arrays.matrix.cols == cols) return arrays;
+  throw std::invalid_argument(std::string(name) + " has shape " + shape_text({arrays.matrix.rows, arrays.matrix.cols}) +
+                              "; it must be " + shape_text({rows, cols}));
+}
+
+py::tuple load_expert(ExpertEngine& engine, int64_t layer, int64_t expert, const py::object& gate, const py::object& up,
+                      const py::object& down) {
+  const EngineOptions& options = engine.options();
+  if (gate.is_none() == options.is_gated()) {
+    throw std::invalid_argument(options.is_gated() ? "gate is None; only the activation relu2 does without"
+                                                   : "gate is given; the activation relu2 has none");
   }
-  const ExpertWeights weights{gate_data.dtype, gate_data.array.data(), up_data.array.data(), down_data.array.data()};
+  SourceArrays gate_data;
+  if (!gate.is_none()) gate_data = read_matrix(gate, "gate", options.intermediate_size, options.hidden_size);
+  const SourceArrays up_data = read_matrix(up, "up", options.intermediate_size, options.hidden_size);
+  const SourceArrays down_data = read_matrix(down, "down", options.hidden_size, options.intermediate_size);
+  const ExpertSource source{gate_data.matrix, up_data.matrix, down_data.matrix};
   const uint32_t layer_index = unsigned_option(layer, "layer");
   const uint32_t expert_index = unsigned_option(expert, "expert");
-  py::gil_scoped_release release;
-  engine.load_expert(layer_index, expert_index, weights);
+  PackError error;
+  {
+    const py::gil_scoped_release release;
+    error = engine.load_expert(layer_index, expert_index, source);
+  }
+  return py::make_tuple(error.squared_error, error.squared_reference);
+}
+
+void fill_random(ExpertEngine& engine, int64_t layer, uint64_t seed) {
+  const uint32_t layer_index = unsigned_option(layer, "layer");
+  const py::gil_scoped_release release;
+  engine.fill_random(layer_index, seed);
+}
+
+// A view; it keeps the engine alive.
+py::array packed_expert(const std::shared_ptr<ExpertEngine>& engine, int64_t layer, int64_t expert) {
+  const uint32_t layer_index = unsigned_option(layer, "layer");
+  const auto* packed =
+      reinterpret_cast<const uint8_t*>(engine->packed_expert(layer_index, unsigned_option(expert, "expert")));
+  const auto bytes = static_cast<py::ssize_t>(engine->store().layout(layer_index).expert_bytes);
+  py::array_t<uint8_t> view(bytes, packed, py::cast(engine));
+  view.attr("setflags")(py::arg("write") = false);
+  return view;
+}
+
+py::array_t<float> output_array(const py::object& output, py::ssize_t rows, py::ssize_t columns) {
+  if (output.is_none()) return py::array_t<float>({rows, columns});
+  if (!py::isinstance<py::array_t<float, py::array::c_style>>(output)) {
+    throw std::invalid_argument("output must be a C-contiguous numpy array of float32");
+  }
+  auto array = py::reinterpret_borrow<py::array_t<float>>(output);
+  check_shape(array, "output", {rows, columns});
+  if (!array.writeable()) throw std::invalid_argument("output is read-only");
+  return array;
 }
 
 py::array_t<float> forward(ExpertEngine& engine, int64_t layer, const py::array& hidden_states,
-                           const py::array& topk_ids, const py::array& topk_weights) {
+                           const py::array& topk_ids, const py::array& topk_weights, const py::object& output) {
   if (hidden_states.ndim() != 2) throw std::invalid_argument("hidden_states must be [rows, hidden_size]");
   if (topk_ids.ndim() != 2) throw std::invalid_argument("topk_ids must be [rows, top_k]");
   const py::ssize_t rows = hidden_states.shape(0);
@@ -73,13 +125,15 @@ py::array_t<float> forward(ExpertEngine& engine, int64_t layer, const py::array&
   const FloatArray hidden(hidden_states, "hidden_states");
   const auto ids = contiguous<int32_t>(topk_ids, "topk_ids", "int32");
   const auto weights = contiguous<float>(topk_weights, "topk_weights", "float32");
-  py::array_t<float> output({rows, hidden_states.shape(1)});
+  py::array_t<float> result = output_array(output, rows, hidden_states.shape(1));
   const ExpertRequest request{unsigned_option(layer, "layer"), static_cast<uint32_t>(rows), hidden.dtype,
                               hidden.array.data(), ids.data(), weights.data(), static_cast<uint32_t>(top_k)};
-  float* const target = output.mutable_data();
-  py::gil_scoped_release release;
-  engine.forward(request, target);
-  return output;
+  float* const target = result.mutable_data();
+  {
+    const py::gil_scoped_release release;
+    engine.forward(request, target);
+  }
+  return result;
 }
 
 py::array_t<uint64_t> counters(const std::vector<std::atomic<uint64_t>>& source, std::vector<py::ssize_t> shape) {
@@ -96,11 +150,37 @@ py::dict stats(const ExpertEngine& engine) {
   result["calls"] = source.calls.load();
   result["rows"] = source.rows.load();
   result["busy_seconds"] = static_cast<double>(source.busy_nanoseconds.load()) * 1e-9;
+  result["nonfinite_inputs"] = source.nonfinite_inputs.load();
   result["nonfinite_outputs"] = source.nonfinite_outputs.load();
   result["layer_calls"] = counters(source.layer_calls, {layers});
   result["layer_rows"] = counters(source.layer_rows, {layers});
   result["expert_rows"] = counters(source.expert_rows, {layers, experts});
   return result;
+}
+
+// Rows of PlanRow in moebius/kernels.py.
+py::list plan(const ExpertEngine& engine) {
+  KernelPlan current = [&] {
+    const py::gil_scoped_release release;
+    return engine.plan();
+  }();
+  py::list rows;
+  for (size_t layout = 0; layout < current.num_layouts(); ++layout) {
+    for (const MatrixKind kind : {MatrixKind::kGateUp, MatrixKind::kDown}) {
+      for (const RequestKind request : {RequestKind::kFloat32, RequestKind::kBFloat16}) {
+        const MatrixPlan& matrix = current.matrix(layout, kind, request);
+        for (size_t range = 0; range < kRowRanges.size(); ++range) {
+          const uint32_t last = MatrixPlan::rows_to(range);
+          rows.append(py::make_tuple(kind == MatrixKind::kGateUp ? "gate_up" : "down",
+                                     weight_format_name(matrix.format()),
+                                     request == RequestKind::kFloat32 ? "float32" : "bfloat16", kRowRanges[range],
+                                     last == kNoEnd ? py::object(py::none()) : py::object(py::int_(last)),
+                                     matrix.kernel(kRowRanges[range]).name, matrix.choice(range).nanoseconds));
+        }
+      }
+    }
+  }
+  return rows;
 }
 
 std::vector<std::string> isa_names() {
@@ -118,15 +198,20 @@ void bind_moe(py::module_& m) {
       .def_property_readonly("hidden_size", &ExpertBackend::hidden_size);
   py::class_<ExpertEngine, ExpertBackend, std::shared_ptr<ExpertEngine>>(m, "ExpertEngine")
       .def(py::init(&make_engine), py::kw_only(), py::arg("hidden_size"), py::arg("intermediate_size"),
-           py::arg("num_experts"), py::arg("num_layers"), py::arg("expert_begin"), py::arg("weight_dtype"),
-           py::arg("activation"), py::arg("num_threads"), py::arg("cpus"), py::arg("numa_node"), py::arg("isa"))
+           py::arg("num_experts"), py::arg("num_layers"), py::arg("expert_begin"), py::arg("weight_format"),
+           py::arg("down_format"), py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::arg("has_bias"),
+           py::arg("num_threads"), py::arg("cpus"), py::arg("numa_node"), py::arg("isa"), py::arg("kernel"))
       .def("load_expert", &load_expert, py::arg("layer"), py::arg("expert"), py::arg("gate"), py::arg("up"),
            py::arg("down"))
+      .def("fill_random", &fill_random, py::arg("layer"), py::arg("seed"))
+      .def("packed_expert", &packed_expert, py::arg("layer"), py::arg("expert"))
+      .def("calibrate", &ExpertEngine::calibrate, py::call_guard<py::gil_scoped_release>())
+      .def("plan", &plan)
       .def("forward", &forward, py::arg("layer"), py::arg("hidden_states"), py::arg("topk_ids"),
-           py::arg("topk_weights"))
+           py::arg("topk_weights"), py::arg("output") = py::none())
       .def("stats", &stats)
-      .def_property_readonly("packed_bytes", &ExpertEngine::packed_bytes)
-      .def_property_readonly("numa_bound", &ExpertEngine::numa_bound)
+      .def_property_readonly("packed_bytes", [](const ExpertEngine& engine) { return engine.store().packed_bytes(); })
+      .def_property_readonly("numa_bound", [](const ExpertEngine& engine) { return engine.store().numa_bound(); })
       .def_property_readonly("num_threads", &ExpertEngine::num_threads)
       .def_property_readonly("isa", [](const ExpertEngine& engine) { return std::string(isa_name(engine.isa())); });
 }

@@ -36,15 +36,18 @@ pybind11::array_t<T, pybind11::array::c_style> contiguous(const pybind11::array&
   throw std::invalid_argument(std::string(name) + " has dtype " + dtype_text(array) + "; it must be " + wanted);
 }
 
-// float32, or uint16 holding the bits of bfloat16; contiguous as above.
+// float32, uint16 holding the bits of bfloat16, or float16; contiguous as above.
 struct FloatArray {
   FloatArray(const pybind11::array& source, const char* name) {
     if (pybind11::isinstance<pybind11::array_t<float>>(source)) {
       dtype = DType::kFloat32;
       array = contiguous<float>(source, name, "float32");
+    } else if (source.dtype().kind() == 'f' && source.itemsize() == 2) {
+      dtype = DType::kFloat16;
+      array = pybind11::array::ensure(source, pybind11::array::c_style);
     } else {
       dtype = DType::kBFloat16;
-      array = contiguous<uint16_t>(source, name, "float32 or uint16 (bfloat16 bits)");
+      array = contiguous<uint16_t>(source, name, "float32, float16 or uint16 (bfloat16 bits)");
     }
   }
 

@@ -1,4 +1,4 @@
-// bfloat16 <-> float32. Not for files built for one instruction set (see kernel_table.h).
+// bfloat16 <-> float32. Not for files built for one instruction set (see product.h).
 #pragma once
 
 #include <bit>

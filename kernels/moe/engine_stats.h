@@ -14,6 +14,7 @@ struct EngineStats {
   std::atomic<uint64_t> calls{0};
   std::atomic<uint64_t> rows{0};               // of all calls
   std::atomic<uint64_t> busy_nanoseconds{0};   // inside forward, waiting for another caller excluded
+  std::atomic<uint64_t> nonfinite_inputs{0};   // hidden_states values that were NaN or infinite
   std::atomic<uint64_t> nonfinite_outputs{0};  // output values that were NaN or infinite
   std::vector<std::atomic<uint64_t>> layer_calls;  // [layers]
   std::vector<std::atomic<uint64_t>> layer_rows;   // [layers]

@@ -5,8 +5,8 @@
 
 namespace moebius {
 
-// Element types; the numbers are those of DType in protos/expert.proto.
-enum class DType : uint32_t { kFloat32 = 1, kBFloat16 = 2 };
+// Element types; the first two have the numbers of DType in protos/expert.proto, which has no third.
+enum class DType : uint32_t { kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3 };
 
 // One layer's rows with their routing. The caller owns all memory and keeps it until forward() returns.
 struct ExpertRequest {

@@ -3,43 +3,86 @@
 #include <chrono>
 #include <stdexcept>
 
+#include "kernels/moe/arena.h"
+#include "kernels/moe/plan_calibration.h"
+#include "kernels/moe/random_weights.h"
+#include "kernels/product/registry.h"
+
 namespace moebius {
 namespace {
 
-EngineOptions checked(const EngineOptions& options) {
-  auto positive = [](uint32_t value, const char* name) {
-    if (value == 0) throw std::invalid_argument(std::string(name) + " is 0; it must be at least 1");
-  };
-  positive(options.hidden_size, "hidden_size");
-  positive(options.intermediate_size, "intermediate_size");
-  positive(options.num_experts, "num_experts");
-  positive(options.num_layers, "num_layers");
-  if (options.weight_dtype != DType::kFloat32 && options.weight_dtype != DType::kBFloat16) {
-    throw std::invalid_argument("weight_dtype: only float32 and bfloat16 are packed");
-  }
-  return options;
+constexpr size_t kCalibrationBytes = size_t{64} << 20;  // of random weights, where none are loaded
+constexpr size_t kCalibrationExperts = 64;
+
+// A level below this machine's highest was asked for, by option or by MOEBIUS_ISA: kernels of just that level then.
+PlanOptions plan_options(const EngineOptions& options, Isa isa) {
+  const bool exact = options.isa != "auto" || isa != supported_isas().back();
+  return {isa, exact, options.kernel == "auto" ? nullptr : &product_by_name(options.kernel.c_str())};
 }
 
 }  // namespace
 
 ExpertEngine::ExpertEngine(const EngineOptions& options)
-    : options_(checked(options)),
+    : options_(checked_options(options)),
       isa_(resolve_isa(options.isa)),
-      kernels_(kernel_table(isa_)),
-      store_(PackedShape(options.hidden_size, options.intermediate_size, kernels_.lanes, options.weight_dtype),
-             options.num_layers, options.num_experts, options.numa_node),
+      store_(options_),
       pool_(options.num_threads, options.cpus),
-      moe_(kernels_, store_, pool_),
+      plan_(store_.layouts(), plan_options(options_, isa_)),
+      moe_(options_, vector_kernels(isa_), store_, plan_, pool_),
       stats_(options.num_layers, options.num_experts) {}
 
-void ExpertEngine::load_expert(uint32_t layer, uint32_t expert, const ExpertWeights& weights) {
+PackError ExpertEngine::load_expert(uint32_t layer, uint32_t expert, const ExpertSource& source) {
   check_layer(layer);
-  const uint32_t end = options_.expert_begin + options_.num_experts;
-  if (expert < options_.expert_begin || expert >= end) {
-    throw std::invalid_argument("expert " + std::to_string(expert) + " is not held here; allowed: " +
-                                std::to_string(options_.expert_begin) + " to " + std::to_string(end - 1));
+  return store_.load(layer, local_expert(expert), source);
+}
+
+void ExpertEngine::fill_random(uint32_t layer, uint64_t seed) {
+  check_layer(layer);
+  store_.fill_random(layer, seed, pool_);
+}
+
+const std::byte* ExpertEngine::packed_expert(uint32_t layer, uint32_t expert) const {
+  check_layer(layer);
+  const std::byte* packed = store_.find(layer, local_expert(expert));
+  if (packed != nullptr) return packed;
+  throw std::invalid_argument("layer " + std::to_string(layer) + ": expert " + std::to_string(expert) +
+                              " is not loaded");
+}
+
+void ExpertEngine::calibrate() {
+  std::lock_guard<std::mutex> lock(forward_mutex_);
+  for (uint32_t index = 0; index < store_.layouts().size(); ++index) {
+    const ExpertLayout& layout = store_.layouts()[index];
+    std::vector<const std::byte*> experts = loaded_experts(index);
+    if (!experts.empty()) {
+      calibrate_plan(plan_, index, layout, experts, pool_);
+      continue;
+    }
+    const size_t count = std::min(kCalibrationBytes / layout.expert_bytes + 1, kCalibrationExperts);
+    const Arena arena(count * layout.expert_bytes, options_.numa_node);
+    for (size_t i = 0; i < count; ++i) experts.push_back(arena.data() + i * layout.expert_bytes);
+    pool_.parallel_for(static_cast<uint32_t>(count), [&](uint32_t task, uint32_t) {
+      fill_random_expert(layout, task, arena.data() + task * layout.expert_bytes);
+    });
+    calibrate_plan(plan_, index, layout, experts, pool_);
   }
-  store_.load(layer, expert - options_.expert_begin, weights);
+}
+
+// Up to kCalibrationExperts of the first layer with this layout that has any.
+std::vector<const std::byte*> ExpertEngine::loaded_experts(uint32_t layout_index) const {
+  std::vector<const std::byte*> experts;
+  for (uint32_t layer = 0; layer < store_.num_layers() && experts.empty(); ++layer) {
+    if (store_.layout_index(layer) != layout_index) continue;
+    for (uint32_t expert = 0; expert < store_.num_experts() && experts.size() < kCalibrationExperts; ++expert) {
+      if (const std::byte* packed = store_.find(layer, expert)) experts.push_back(packed);
+    }
+  }
+  return experts;
+}
+
+KernelPlan ExpertEngine::plan() const {
+  std::lock_guard<std::mutex> lock(forward_mutex_);
+  return plan_;
 }
 
 void ExpertEngine::forward(const ExpertRequest& request, float* output) {
@@ -49,8 +92,7 @@ void ExpertEngine::forward(const ExpertRequest& request, float* output) {
   groups_.group(request.topk_ids, request.topk_weights, request.rows, request.top_k, options_.expert_begin,
                 options_.num_experts);
   check_loaded(request.layer);
-  const uint64_t nonfinite = request.rows == 0 ? 0 : moe_.run(request, groups_, output);
-  count(request, nonfinite);
+  count(request, request.rows == 0 ? NonfiniteCounts{} : moe_.run(request, groups_, output));
   const auto busy = std::chrono::steady_clock::now() - start;
   stats_.busy_nanoseconds += static_cast<uint64_t>(std::chrono::nanoseconds(busy).count());
 }
@@ -61,11 +103,18 @@ void ExpertEngine::check_layer(uint32_t layer) const {
                               std::to_string(options_.num_layers - 1));
 }
 
+uint32_t ExpertEngine::local_expert(uint32_t expert) const {
+  const uint32_t end = options_.expert_begin + options_.num_experts;
+  if (expert >= options_.expert_begin && expert < end) return expert - options_.expert_begin;
+  throw std::invalid_argument("expert " + std::to_string(expert) + " is not held here; allowed: " +
+                              std::to_string(options_.expert_begin) + " to " + std::to_string(end - 1));
+}
+
 void ExpertEngine::check_request(const ExpertRequest& request, const float* output) const {
   check_layer(request.layer);
-  if (request.dtype != DType::kFloat32 && request.dtype != DType::kBFloat16) {
+  if (request.dtype != DType::kFloat32 && request.dtype != DType::kBFloat16 && request.dtype != DType::kFloat16) {
     throw std::invalid_argument("hidden_states: dtype " + std::to_string(static_cast<uint32_t>(request.dtype)) +
-                                " is unknown; allowed: 1 (float32), 2 (bfloat16)");
+                                " is unknown; allowed: 1 (float32), 2 (bfloat16), 3 (float16)");
   }
   if (request.rows > 0 && request.top_k == 0) throw std::invalid_argument("top_k is 0; it must be at least 1");
   const bool complete = request.hidden_states && request.topk_ids && request.topk_weights && output;
@@ -80,10 +129,11 @@ void ExpertEngine::check_loaded(uint32_t layer) const {
   }
 }
 
-void ExpertEngine::count(const ExpertRequest& request, uint64_t nonfinite) {
+void ExpertEngine::count(const ExpertRequest& request, const NonfiniteCounts& nonfinite) {
   ++stats_.calls;
   stats_.rows += request.rows;
-  stats_.nonfinite_outputs += nonfinite;
+  stats_.nonfinite_inputs += nonfinite.inputs;
+  stats_.nonfinite_outputs += nonfinite.outputs;
   ++stats_.layer_calls[request.layer];
   stats_.layer_rows[request.layer] += request.rows;
   const size_t first = static_cast<size_t>(request.layer) * options_.num_experts;

@@ -2,41 +2,40 @@
 #pragma once
 
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "kernels/isa/isa.h"
+#include "kernels/moe/engine_options.h"
 #include "kernels/moe/engine_stats.h"
 #include "kernels/moe/expert_backend.h"
 #include "kernels/moe/expert_store.h"
+#include "kernels/moe/kernel_plan.h"
 #include "kernels/moe/moe_forward.h"
 #include "kernels/moe/row_groups.h"
 #include "kernels/pool/thread_pool.h"
 
 namespace moebius {
 
-// Filled by the caller; checked by the engine's constructor.
-struct EngineOptions {
-  uint32_t hidden_size = 0;
-  uint32_t intermediate_size = 0;  // of the local slice
-  uint32_t num_experts = 0;        // held here
-  uint32_t num_layers = 0;         // of the model
-  uint32_t expert_begin = 0;       // global id of the first expert held here
-  DType weight_dtype = DType::kFloat32;
-  uint32_t num_threads = 0;        // 0: one per usable cpu
-  std::vector<int> cpus;           // see ThreadPool
-  int numa_node = -1;              // -1: no binding
-  std::string isa = "auto";        // see resolve_isa
-};
-
 class ExpertEngine final : public ExpertBackend {
  public:
   // Throws std::invalid_argument naming the option and its value.
   explicit ExpertEngine(const EngineOptions& options);
 
-  // Packs one expert, given by its global id. Throws std::invalid_argument when layer or expert are not
-  // held here or were loaded before. Thread safe; also beside forward() of other experts.
-  void load_expert(uint32_t layer, uint32_t expert, const ExpertWeights& weights);
+  // Packs one expert, given by its global id, and returns what rounding to the layer's format cost. Throws
+  // std::invalid_argument when layer or expert are not held here or were loaded before, or when the source does
+  // not fit. Thread safe; also beside forward() of other experts.
+  PackError load_expert(uint32_t layer, uint32_t expert, const ExpertSource& source);
+
+  // Fills all experts of a layer with random weights (random_weights.h).
+  void fill_random(uint32_t layer, uint64_t seed);
+
+  // The packed bytes of an expert, ExpertLayout::expert_bytes of its layer, valid as long as the engine. Throws
+  // std::invalid_argument when it is not held here or not loaded.
+  const std::byte* packed_expert(uint32_t layer, uint32_t expert) const;
+
+  // Measures the kernels on the experts that are loaded, or on random ones for layouts without any, and keeps
+  // the fastest; forward() waits meanwhile. Takes up to about 0.3 s a distinct layout.
+  void calibrate();
 
   uint32_t hidden_size() const override { return options_.hidden_size; }
   // One call at a time: a second caller waits. Throws std::invalid_argument when the layer is out of range
@@ -46,22 +45,24 @@ class ExpertEngine final : public ExpertBackend {
   const EngineOptions& options() const { return options_; }
   Isa isa() const { return isa_; }
   uint32_t num_threads() const { return pool_.size(); }
-  size_t packed_bytes() const { return store_.packed_bytes(); }
-  bool numa_bound() const { return store_.numa_bound(); }
+  const ExpertStore& store() const { return store_; }
+  KernelPlan plan() const;
   const EngineStats& stats() const { return stats_; }
 
  private:
   void check_layer(uint32_t layer) const;
+  uint32_t local_expert(uint32_t expert) const;
   void check_request(const ExpertRequest& request, const float* output) const;
   void check_loaded(uint32_t layer) const;
-  void count(const ExpertRequest& request, uint64_t nonfinite);
+  std::vector<const std::byte*> loaded_experts(uint32_t layout_index) const;
+  void count(const ExpertRequest& request, const NonfiniteCounts& nonfinite);
 
   EngineOptions options_;
   Isa isa_;
-  const KernelTable& kernels_;
   ExpertStore store_;
   ThreadPool pool_;
-  std::mutex forward_mutex_;
+  mutable std::mutex forward_mutex_;
+  KernelPlan plan_;    // under forward_mutex_
   RowGroups groups_;   // under forward_mutex_
   MoeForward moe_;     // under forward_mutex_
   EngineStats stats_;

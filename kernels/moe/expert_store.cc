@@ -1,22 +1,57 @@
 #include "kernels/moe/expert_store.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
+#include "kernels/moe/random_weights.h"
+#include "kernels/pool/thread_pool.h"
+
 namespace moebius {
 
-ExpertStore::ExpertStore(const PackedShape& shape, uint32_t num_layers, uint32_t num_experts, int numa_node)
-    : shape_(shape), num_experts_(num_experts), numa_node_(numa_node), layers_(num_layers) {
+ExpertStore::ExpertStore(const EngineOptions& options)
+    : num_experts_(options.num_experts), numa_node_(options.numa_node), layers_(options.num_layers) {
+  std::vector<LayerFormats> distinct;
+  for (const LayerFormats& formats : options.formats) {
+    const auto known = std::find(distinct.begin(), distinct.end(), formats);
+    layout_index_.push_back(static_cast<uint32_t>(known - distinct.begin()));
+    if (known != distinct.end()) continue;
+    distinct.push_back(formats);
+    layouts_.emplace_back(formats.gate_up, formats.down, options.hidden_size, options.intermediate_size,
+                          options.is_gated(), options.has_bias);
+  }
   for (Layer& layer : layers_) {
-    layer.claimed = std::make_unique<bool[]>(num_experts);
-    layer.experts = std::make_unique<std::atomic<const std::byte*>[]>(num_experts);
+    layer.claimed = std::make_unique<bool[]>(num_experts_);
+    layer.experts = std::make_unique<std::atomic<const std::byte*>[]>(num_experts_);
   }
 }
 
-void ExpertStore::load(uint32_t layer, uint32_t expert, const ExpertWeights& weights) {
+PackError ExpertStore::load(uint32_t layer, uint32_t expert, const ExpertSource& source) {
   std::byte* target = claim(layer, expert);
-  pack_expert(shape_, weights, target);
+  PackError error;
+  try {
+    error = pack_expert(layout(layer), source, target);
+  } catch (...) {
+    release(layer, expert);
+    throw;
+  }
   layers_[layer].experts[expert].store(target, std::memory_order_release);
+  return error;
+}
+
+void ExpertStore::fill_random(uint32_t layer, uint64_t seed, ThreadPool& pool) {
+  std::vector<std::byte*> targets;
+  try {
+    while (targets.size() < num_experts_) targets.push_back(claim(layer, static_cast<uint32_t>(targets.size())));
+  } catch (...) {
+    for (uint32_t expert = 0; expert < targets.size(); ++expert) release(layer, expert);
+    throw;
+  }
+  const ExpertLayout& layout = this->layout(layer);
+  pool.parallel_for(num_experts_, [&](uint32_t expert, uint32_t) {
+    fill_random_expert(layout, seed * num_experts_ + expert, targets[expert]);
+    layers_[layer].experts[expert].store(targets[expert], std::memory_order_release);
+  });
 }
 
 std::byte* ExpertStore::claim(uint32_t layer_index, uint32_t expert) {
@@ -26,9 +61,15 @@ std::byte* ExpertStore::claim(uint32_t layer_index, uint32_t expert) {
     throw std::invalid_argument("layer " + std::to_string(layer_index) + ": local expert " + std::to_string(expert) +
                                 " is loaded already; each expert is loaded once");
   }
-  if (!layer.arena) layer.arena = std::make_unique<Arena>(shape_.expert_bytes * num_experts_, numa_node_);
+  const size_t expert_bytes = layout(layer_index).expert_bytes;
+  if (!layer.arena) layer.arena = std::make_unique<Arena>(expert_bytes * num_experts_, numa_node_);
   layer.claimed[expert] = true;
-  return layer.arena->data() + expert * shape_.expert_bytes;
+  return layer.arena->data() + expert * expert_bytes;
+}
+
+void ExpertStore::release(uint32_t layer, uint32_t expert) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  layers_[layer].claimed[expert] = false;
 }
 
 const std::byte* ExpertStore::find(uint32_t layer, uint32_t expert) const {
@@ -44,10 +85,8 @@ size_t ExpertStore::packed_bytes() const {
 
 bool ExpertStore::numa_bound() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (const Layer& layer : layers_) {
-    if (layer.arena && !layer.arena->bound()) return false;
-  }
-  return true;
+  return std::all_of(layers_.begin(), layers_.end(),
+                     [](const Layer& layer) { return !layer.arena || layer.arena->bound(); });
 }
 
 }  // namespace moebius

@@ -7,23 +7,37 @@
 #include <mutex>
 #include <vector>
 
+#include "kernels/format/expert_packing.h"
+#include "kernels/format/panel_layout.h"
 #include "kernels/moe/arena.h"
-#include "kernels/moe/packing.h"
+#include "kernels/moe/engine_options.h"
 
 namespace moebius {
 
+class ThreadPool;
+
 class ExpertStore {
  public:
-  ExpertStore(const PackedShape& shape, uint32_t num_layers, uint32_t num_experts, int numa_node);
+  // options as checked_options returns them.
+  explicit ExpertStore(const EngineOptions& options);
 
-  // Packs one expert (local index). Different experts may be loaded from several threads at once. Throws
-  // std::invalid_argument when it was loaded before.
-  void load(uint32_t layer, uint32_t expert, const ExpertWeights& weights);
+  // Packs one expert (local index). Different experts may be loaded from several threads at once. Returns what
+  // the rounding to the layer's format cost. Throws std::invalid_argument when it was loaded before or when
+  // the source does not fit; such an expert may be loaded again.
+  PackError load(uint32_t layer, uint32_t expert, const ExpertSource& source);
+
+  // Fills every expert of a layer with random weights (random_weights.h), on all threads of the pool. Throws
+  // std::invalid_argument when one was loaded before.
+  void fill_random(uint32_t layer, uint64_t seed, ThreadPool& pool);
 
   // The packed expert, or null while it is not loaded.
   const std::byte* find(uint32_t layer, uint32_t expert) const;
 
-  const PackedShape& shape() const { return shape_; }
+  uint32_t num_layers() const { return static_cast<uint32_t>(layers_.size()); }
+  uint32_t num_experts() const { return num_experts_; }
+  const ExpertLayout& layout(uint32_t layer) const { return layouts_[layout_index_[layer]]; }
+  uint32_t layout_index(uint32_t layer) const { return layout_index_[layer]; }
+  const std::vector<ExpertLayout>& layouts() const { return layouts_; }  // the distinct ones
   size_t packed_bytes() const;  // mapped for layers so far
   bool numa_bound() const;      // whether every mapping is on the requested node
 
@@ -35,10 +49,12 @@ class ExpertStore {
   };
 
   std::byte* claim(uint32_t layer, uint32_t expert);
+  void release(uint32_t layer, uint32_t expert);
 
-  PackedShape shape_;
   uint32_t num_experts_;
   int numa_node_;
+  std::vector<ExpertLayout> layouts_;
+  std::vector<uint32_t> layout_index_;  // [layers]
   mutable std::mutex mutex_;
   std::vector<Layer> layers_;
 };

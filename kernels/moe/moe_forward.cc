@@ -1,145 +1,184 @@
 #include "kernels/moe/moe_forward.h"
 
 #include <algorithm>
-#include <atomic>
-#include <bit>
+#include <numeric>
 
-#include "kernels/moe/bfloat16.h"
+#include "kernels/moe/nonfinite.h"
+#include "kernels/moe/task_cuts.h"
 
 namespace moebius {
 namespace {
 
-// The most panels a task computes: few rows keep that many in flight together.
-constexpr uint32_t kMaxTaskPanels = 4;
-
-// Exponent bits all set: infinity or NaN. By bits, so that no compiler flag can argue it away.
-uint64_t count_nonfinite(const float* values, size_t count) {
-  constexpr uint32_t kExponent = 0x7f800000u;
-  uint32_t found = 0;
-  for (size_t i = 0; i < count; ++i) found += (std::bit_cast<uint32_t>(values[i]) & kExponent) == kExponent;
-  return found;
-}
-
-template <class T>
-void grow(std::vector<T>& scratch, size_t size) {
-  if (scratch.size() < size) scratch.resize(size);
-}
+// Cost of a unit of weights for a number of rows, in bytes read: computing catches up with memory at some rows.
+double unit_cost(size_t bytes, uint32_t rows) { return static_cast<double>(bytes) * (1.0 + rows / 16.0); }
 
 }  // namespace
 
-MoeForward::MoeForward(const KernelTable& kernels, const ExpertStore& store, ThreadPool& pool)
-    : kernels_(kernels),
+MoeForward::MoeForward(const EngineOptions& options, const VectorKernels& vectors, const ExpertStore& store,
+                       const KernelPlan& plan, ThreadPool& pool)
+    : options_(options),
+      vectors_(vectors),
       store_(store),
+      plan_(plan),
       pool_(pool),
-      shape_(store.shape()),
-      activation_stride_((static_cast<size_t>(shape_.gate_up_panels) * shape_.lanes + 15) / 16 * 16) {}
+      rows_(vectors),
+      activation_(vectors, pool.size()),
+      scratch_(pool.size()) {}
 
-uint64_t MoeForward::run(const ExpertRequest& request, const RowGroups& groups, float* output) {
-  prepare(request, groups);
-  pool_.parallel_for(static_cast<uint32_t>(gate_up_tasks_.size()), [&](uint32_t task, uint32_t) {
-    run_gate_up(gate_up_tasks_[task], request, groups);
-  });
-  const uint32_t step = down_panels_per_task();
-  std::atomic<uint64_t> nonfinite{0};
-  pool_.parallel_for((shape_.down_panels + step - 1) / step, [&](uint32_t task, uint32_t) {
-    const uint32_t panel = task * step;
-    const uint64_t found = run_down(panel, std::min(step, shape_.down_panels - panel), request, groups, output);
-    if (found != 0) nonfinite.fetch_add(found, std::memory_order_relaxed);
-  });
-  return nonfinite.load();
+NonfiniteCounts MoeForward::run(const ExpertRequest& request, const RowGroups& groups, float* output) {
+  choose_kernels(request, groups);
+  const LayerCall call{request, groups, store_.layout(request.layer), work_};
+  cut_gate_up(call);
+  cut_down(call);
+  activation_.plan(call);
+  rows_.plan(call);
+  nonfinite_inputs_.store(0, std::memory_order_relaxed);
+  nonfinite_outputs_.store(0, std::memory_order_relaxed);
+  pool_.run_phases(
+      pool_phase(rows_.num_tasks(), [&](uint32_t task, uint32_t) { rows_.run_task(task, request, groups); }),
+      pool_phase(gate_up_tasks_.size(),
+                 [&](uint32_t task, uint32_t worker) { run_gate_up(gate_up_tasks_[task], call, worker); }),
+      pool_phase(activation_.num_tasks(), [&](uint32_t task, uint32_t) { activation_.run_task(task); }),
+      pool_phase(down_tasks_.size(),
+                 [&](uint32_t task, uint32_t worker) { run_down(down_tasks_[task], call, output, worker); }));
+  return {nonfinite_inputs_.load(std::memory_order_relaxed), nonfinite_outputs_.load(std::memory_order_relaxed)};
 }
 
-const float* MoeForward::rows_as_float(const ExpertRequest& request) {
-  if (request.dtype == DType::kFloat32) return static_cast<const float*>(request.hidden_states);
-  const auto* bits = static_cast<const uint16_t*>(request.hidden_states);
-  const size_t count = static_cast<size_t>(request.rows) * shape_.hidden_size;
-  grow(converted_rows_, count);
-  for (size_t i = 0; i < count; ++i) converted_rows_[i] = bfloat16_to_float(bits[i]);
-  return converted_rows_.data();
-}
-
-void MoeForward::prepare(const ExpertRequest& request, const RowGroups& groups) {
-  const size_t pairs = groups.pair_rows.size();
-  const float* rows = rows_as_float(request);
-  grow(row_pointers_, pairs);
-  grow(activation_, pairs * activation_stride_);
-  for (size_t pair = 0; pair < pairs; ++pair) {
-    row_pointers_[pair] = rows + static_cast<size_t>(groups.pair_rows[pair]) * shape_.hidden_size;
-  }
-  plan_gate_up(groups);
-}
-
-// About four tasks a thread, busiest experts first, so that the last ones to finish are small.
-void MoeForward::plan_gate_up(const RowGroups& groups) {
-  const size_t panels = groups.groups.size() * shape_.gate_up_panels;
-  const auto step = static_cast<uint32_t>(std::clamp<size_t>(panels / (4 * pool_.size()), 1, kMaxTaskPanels));
-  gate_up_tasks_.clear();
-  for (uint32_t group = 0; group < groups.groups.size(); ++group) {
-    for (uint32_t panel = 0; panel < shape_.gate_up_panels; panel += step) {
-      gate_up_tasks_.push_back({group, panel, std::min(step, shape_.gate_up_panels - panel)});
-    }
-  }
-  std::stable_sort(gate_up_tasks_.begin(), gate_up_tasks_.end(), [&](const GateUpTask& a, const GateUpTask& b) {
-    return groups.groups[a.group].rows > groups.groups[b.group].rows;
-  });
-}
-
-// The largest step whose slowest thread does no more panels than with any smaller one.
-uint32_t MoeForward::down_panels_per_task() const {
-  uint32_t best = 1;
-  uint32_t best_panels = UINT32_MAX;
-  for (uint32_t step = 1; step <= kMaxTaskPanels; ++step) {
-    const uint32_t tasks = (shape_.down_panels + step - 1) / step;
-    const uint32_t slowest = std::min((tasks + pool_.size() - 1) / pool_.size() * step, shape_.down_panels);
-    if (slowest <= best_panels) {
-      best = step;
-      best_panels = slowest;
-    }
-  }
-  return best;
-}
-
-void MoeForward::run_gate_up(const GateUpTask& task, const ExpertRequest& request, const RowGroups& groups) {
-  const RowGroups::Group& group = groups.groups[task.group];
-  GateUpWork work;
-  work.panels = store_.find(request.layer, group.expert) + task.panel * shape_.gate_up_panel_bytes;
-  work.num_panels = task.num_panels;
-  work.k = shape_.hidden_size;
-  work.rows = row_pointers_.data() + group.begin;
-  work.num_rows = group.rows;
-  work.activation = activation_.data() + group.begin * activation_stride_ + task.panel * shape_.lanes;
-  work.activation_stride = activation_stride_;
-  (shape_.dtype == DType::kFloat32 ? kernels_.gate_up_float32 : kernels_.gate_up_bfloat16)(work);
-}
-
-uint64_t MoeForward::run_down(uint32_t first_panel, uint32_t num_panels, const ExpertRequest& request,
-                              const RowGroups& groups, float* output) const {
-  const uint32_t panel_columns = 2 * shape_.lanes;
-  const uint32_t column = first_panel * panel_columns;
-  const uint32_t columns = std::min(num_panels * panel_columns, shape_.hidden_size - column);
-  for (uint32_t row = 0; row < request.rows; ++row) {
-    std::fill_n(output + static_cast<size_t>(row) * shape_.hidden_size + column, columns, 0.0f);
-  }
+void MoeForward::choose_kernels(const ExpertRequest& request, const RowGroups& groups) {
+  const RequestKind kind = request.dtype == DType::kBFloat16 ? RequestKind::kBFloat16 : RequestKind::kFloat32;
+  const uint32_t layout = store_.layout_index(request.layer);
+  const MatrixPlan& gate_up = plan_.matrix(layout, MatrixKind::kGateUp, kind);
+  const MatrixPlan& down = plan_.matrix(layout, MatrixKind::kDown, kind);
+  work_.clear();
   for (const RowGroups::Group& group : groups.groups) {
-    DownWork work;
-    work.panels = store_.find(request.layer, group.expert) + shape_.down_offset + first_panel * shape_.down_panel_bytes;
-    work.num_panels = num_panels;
-    work.k = shape_.intermediate_size;
-    work.activation = activation_.data() + group.begin * activation_stride_;
-    work.activation_stride = activation_stride_;
-    work.row_ids = groups.pair_rows.data() + group.begin;
-    work.weights = groups.pair_weights.data() + group.begin;
-    work.num_rows = group.rows;
-    work.output = output + column;
-    work.output_stride = shape_.hidden_size;
-    work.num_columns = columns;
-    (shape_.dtype == DType::kFloat32 ? kernels_.down_float32 : kernels_.down_bfloat16)(work);
+    work_.push_back(
+        {&gate_up.kernel(group.rows), &down.kernel(group.rows), store_.find(request.layer, group.expert)});
   }
-  uint64_t nonfinite = 0;
-  for (uint32_t row = 0; row < request.rows; ++row) {
-    nonfinite += count_nonfinite(output + static_cast<size_t>(row) * shape_.hidden_size + column, columns);
+}
+
+void MoeForward::cut_gate_up(const LayerCall& call) {
+  const auto& groups = call.groups.groups;
+  const uint32_t together = call.layout.panels_per_column_block;
+  const size_t block_bytes = together * call.layout.gate_up.panel_bytes;
+  order_.resize(groups.size());
+  std::iota(order_.begin(), order_.end(), 0u);
+  std::stable_sort(order_.begin(), order_.end(),
+                   [&](uint32_t a, uint32_t b) { return groups[a].rows > groups[b].rows; });
+  double total = 0.0;
+  for (const RowGroups::Group& group : groups) {
+    total += call.layout.intermediate_blocks * unit_cost(block_bytes, group.rows);
   }
-  return nonfinite;
+  TaskCutter cutter(total, pool_.size());
+  gate_up_tasks_.clear();
+  for (const uint32_t group : order_) {
+    const double cost = unit_cost(block_bytes, groups[group].rows);
+    for (uint32_t block = 0; block < call.layout.intermediate_blocks;) {
+      const uint32_t count = cutter.next(call.layout.intermediate_blocks - block, block_bytes, cost, 2 / together);
+      gate_up_tasks_.push_back({group, block, count});
+      block += count;
+    }
+  }
+}
+
+void MoeForward::cut_down(const LayerCall& call) {
+  const uint32_t panels = call.layout.down_panels;
+  const uint32_t step = panels >= 4 * pool_.size() ? 2 : 1;
+  TaskCutter cutter(panels, pool_.size());
+  down_tasks_.clear();
+  for (uint32_t panel = 0; panel < panels;) {
+    const uint32_t count = cutter.next(panels - panel, call.layout.down.panel_bytes, 1.0, step);
+    down_tasks_.push_back({panel, count});
+    panel += count;
+  }
+}
+
+void MoeForward::multiply(const ProductKernel& kernel, ProductWork& work, uint32_t worker) {
+  WorkerScratch& scratch = scratch_[worker];
+  work.result_stride = size_t{kPanelColumns} * work.num_panels;
+  scratch.result.grow(work.num_rows * work.result_stride * sizeof(float));
+  scratch.product.grow(kernel.scratch_bytes(*work.layout, work.num_panels, work.num_rows));
+  work.result = scratch.result.as<float>();
+  work.scratch = scratch.product.data();
+  kernel.run(work);
+}
+
+void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint32_t worker) {
+  const RowGroups::Group& group = call.groups.groups[task.group];
+  const GroupWork& weights = call.work[task.group];
+  const PanelLayout& layout = call.layout.gate_up;
+  const PreparedRows::Rows rows = rows_.of_group(task.group, call.groups);
+  const uint32_t together = call.layout.panels_per_column_block;
+  const uint32_t step = rows_per_call(group.rows, layout.k_padded * element_bytes(weights.gate_up->row_type));
+  for (uint32_t row = 0; row < group.rows; row += step) {
+    const uint32_t count = std::min(step, group.rows - row);
+    ProductWork work{&layout,
+                     weights.expert + size_t{task.block} * together * layout.panel_bytes,
+                     task.num_blocks * together,
+                     rows.rows + row,
+                     rows.stride,
+                     rows.scales + row,
+                     count,
+                     nullptr,
+                     0,
+                     nullptr};
+    multiply(*weights.gate_up, work, worker);
+    const ActivationWork results{options_.activation, options_.alpha, options_.limit,   work.result, work.result_stride,
+                                 count,               task.num_blocks, nullptr, 0};
+    activation_.store(results, weights.down->row_type, group.begin + row, task.block);
+  }
+}
+
+void MoeForward::run_down(const DownTask& task, const LayerCall& call, float* output, uint32_t worker) {
+  const uint32_t hidden = call.layout.hidden_size;
+  const uint32_t column = task.panel * kPanelColumns;
+  const uint32_t columns = std::min(task.num_panels * kPanelColumns, hidden - column);
+  for (uint32_t row = 0; row < call.request.rows; ++row) {
+    std::fill_n(output + size_t{row} * hidden + column, columns, 0.0f);
+  }
+  for (uint32_t group = 0; group < call.groups.groups.size(); ++group) add_group(task, call, group, output, worker);
+  count_nonfinite(task, call, output);
+}
+
+void MoeForward::add_group(const DownTask& task, const LayerCall& call, uint32_t group_index, float* output,
+                           uint32_t worker) {
+  const RowGroups::Group& group = call.groups.groups[group_index];
+  const GroupWork& weights = call.work[group_index];
+  const PanelLayout& layout = call.layout.down;
+  const uint32_t hidden = call.layout.hidden_size;
+  const uint32_t column = task.panel * kPanelColumns;
+  const ActivationRows::Rows rows = activation_.of_group(group, weights.down->row_type, worker);
+  const uint32_t step = rows_per_call(group.rows, layout.k_padded * element_bytes(weights.down->row_type));
+  for (uint32_t row = 0; row < group.rows; row += step) {
+    const uint32_t count = std::min(step, group.rows - row);
+    ProductWork work{&layout,
+                     weights.expert + call.layout.down_offset + task.panel * layout.panel_bytes,
+                     task.num_panels,
+                     rows.rows + row,
+                     rows.stride,
+                     rows.scales == nullptr ? nullptr : rows.scales + row,
+                     count,
+                     nullptr,
+                     0,
+                     nullptr};
+    multiply(*weights.down, work, worker);
+    const uint32_t pair = group.begin + row;
+    vectors_.scatter({work.result, work.result_stride, call.groups.pair_rows.data() + pair,
+                      call.groups.pair_weights.data() + pair, count,
+                      std::min(task.num_panels * kPanelColumns, hidden - column), output + column, hidden});
+  }
+}
+
+// Each task looks at its own columns of input and output.
+void MoeForward::count_nonfinite(const DownTask& task, const LayerCall& call, const float* output) {
+  const uint32_t hidden = call.layout.hidden_size;
+  const uint32_t column = task.panel * kPanelColumns;
+  const uint32_t columns = std::min(task.num_panels * kPanelColumns, hidden - column);
+  const ExpertRequest& request = call.request;
+  const uint64_t inputs =
+      count_nonfinite_block(request.dtype, request.hidden_states, request.rows, hidden, column, columns);
+  const uint64_t outputs = count_nonfinite_block(DType::kFloat32, output, request.rows, hidden, column, columns);
+  if (inputs != 0) nonfinite_inputs_.fetch_add(inputs, std::memory_order_relaxed);
+  if (outputs != 0) nonfinite_outputs_.fetch_add(outputs, std::memory_order_relaxed);
 }
 
 }  // namespace moebius

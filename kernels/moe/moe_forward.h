@@ -1,58 +1,78 @@
 // One MoE layer over packed experts, in two parallel phases:
-//   A  task = (expert, some gate/up panels): activation = silu(x gate^T) * (x up^T), float32
-//   B  task = (some output columns, all experts): output += router weight * (activation down^T)
+//   A  task = (expert, some column blocks): activation(x gate^T, x up^T), in the type that the down product reads
+//   B  task = (some output panels, all experts): output += router weight * (activation down^T)
 // Every weight is read once a call however many rows chose it. Tasks own what they write, so nothing is
 // reduced across threads, and a row's sum runs over its experts in ascending order whatever the batch, the
 // number of threads or the cut into tasks.
+//
+// Many rows that have to be converted, gathered or quantised are so in a parallel phase before A; with W8A8
+// formats many activations are quantised in one between A and B. Few are done on the way.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
-#include <functional>
 #include <vector>
 
-#include "kernels/moe/expert_backend.h"
+#include "kernels/moe/activation_rows.h"
+#include "kernels/moe/engine_options.h"
 #include "kernels/moe/expert_store.h"
-#include "kernels/moe/kernel_table.h"
-#include "kernels/moe/row_groups.h"
+#include "kernels/moe/kernel_plan.h"
+#include "kernels/moe/layer_call.h"
+#include "kernels/moe/prepared_rows.h"
 #include "kernels/pool/thread_pool.h"
 
 namespace moebius {
 
+// Values that were NaN or infinite in one call.
+struct NonfiniteCounts {
+  uint64_t inputs = 0;
+  uint64_t outputs = 0;
+};
+
 // Not thread safe: the scratch below belongs to one call at a time.
 class MoeForward {
  public:
-  MoeForward(const KernelTable& kernels, const ExpertStore& store, ThreadPool& pool);
+  MoeForward(const EngineOptions& options, const VectorKernels& vectors, const ExpertStore& store,
+             const KernelPlan& plan, ThreadPool& pool);
 
   // Computes `groups` (all of whose experts are loaded in request.layer) into output [rows, hidden],
-  // overwritten. Returns how many outputs are NaN or infinite.
-  uint64_t run(const ExpertRequest& request, const RowGroups& groups, float* output);
+  // overwritten. request.rows > 0.
+  NonfiniteCounts run(const ExpertRequest& request, const RowGroups& groups, float* output);
 
  private:
   struct GateUpTask {
     uint32_t group;
+    uint32_t block;
+    uint32_t num_blocks;
+  };
+  struct DownTask {
     uint32_t panel;
     uint32_t num_panels;
   };
 
-  const float* rows_as_float(const ExpertRequest& request);
-  void prepare(const ExpertRequest& request, const RowGroups& groups);
-  void plan_gate_up(const RowGroups& groups);
-  uint32_t down_panels_per_task() const;
-  void run_gate_up(const GateUpTask& task, const ExpertRequest& request, const RowGroups& groups);
-  uint64_t run_down(uint32_t first_panel, uint32_t num_panels, const ExpertRequest& request, const RowGroups& groups,
-                    float* output) const;
+  void choose_kernels(const ExpertRequest& request, const RowGroups& groups);
+  void cut_gate_up(const LayerCall& call);
+  void cut_down(const LayerCall& call);
+  void run_gate_up(const GateUpTask& task, const LayerCall& call, uint32_t worker);
+  void run_down(const DownTask& task, const LayerCall& call, float* output, uint32_t worker);
+  void add_group(const DownTask& task, const LayerCall& call, uint32_t group, float* output, uint32_t worker);
+  void count_nonfinite(const DownTask& task, const LayerCall& call, const float* output);
+  void multiply(const ProductKernel& kernel, ProductWork& work, uint32_t worker);
 
-  const KernelTable& kernels_;
+  const EngineOptions& options_;
+  const VectorKernels& vectors_;
   const ExpertStore& store_;
+  const KernelPlan& plan_;
   ThreadPool& pool_;
-  const PackedShape& shape_;
-  size_t activation_stride_;
-
-  // Scratch, grown to the largest call so far.
-  std::vector<float> converted_rows_;       // [rows, hidden], only for bfloat16 requests
-  std::vector<const float*> row_pointers_;  // [pairs]
-  std::vector<float> activation_;           // [pairs, activation_stride_]
+  PreparedRows rows_;
+  ActivationRows activation_;
+  std::vector<WorkerScratch> scratch_;  // [workers]
+  std::vector<GroupWork> work_;         // [groups]
+  std::vector<uint32_t> order_;         // groups, most rows first
   std::vector<GateUpTask> gate_up_tasks_;
+  std::vector<DownTask> down_tasks_;
+  std::atomic<uint64_t> nonfinite_inputs_{0};
+  std::atomic<uint64_t> nonfinite_outputs_{0};
 };
 
 }  // namespace moebius

@@ -4,13 +4,13 @@ namespace moebius {
 
 void RowGroups::group(const int32_t* topk_ids, const float* topk_weights, uint32_t rows, uint32_t top_k,
                       uint32_t expert_begin, uint32_t num_experts) {
-  const size_t pairs = static_cast<size_t>(rows) * top_k;
+  const size_t choices = static_cast<size_t>(rows) * top_k;
   // Unsigned distance: ids below expert_begin wrap around and are out of range too.
-  auto local = [&](size_t pair) { return static_cast<uint32_t>(topk_ids[pair]) - expert_begin; };
+  auto local = [&](size_t choice) { return static_cast<uint32_t>(topk_ids[choice]) - expert_begin; };
   counts_.assign(num_experts, 0);
-  for (size_t pair = 0; pair < pairs; ++pair) {
-    const uint32_t expert = local(pair);
-    if (topk_ids[pair] >= 0 && expert < num_experts) ++counts_[expert];
+  for (size_t choice = 0; choice < choices; ++choice) {
+    const uint32_t expert = local(choice);
+    if (topk_ids[choice] >= 0 && expert < num_experts) ++counts_[expert];
   }
   groups.clear();
   uint32_t total = 0;
@@ -22,12 +22,14 @@ void RowGroups::group(const int32_t* topk_ids, const float* topk_weights, uint32
   }
   pair_rows.resize(total);
   pair_weights.resize(total);
-  for (size_t pair = 0; pair < pairs; ++pair) {
-    const uint32_t expert = local(pair);
-    if (topk_ids[pair] < 0 || expert >= num_experts) continue;
+  pair_of.assign(choices, kNoPair);
+  for (size_t choice = 0; choice < choices; ++choice) {
+    const uint32_t expert = local(choice);
+    if (topk_ids[choice] < 0 || expert >= num_experts) continue;
     const uint32_t position = counts_[expert]++;
-    pair_rows[position] = static_cast<uint32_t>(pair / top_k);
-    pair_weights[position] = topk_weights[pair];
+    pair_rows[position] = static_cast<uint32_t>(choice / top_k);
+    pair_weights[position] = topk_weights[choice];
+    pair_of[choice] = position;
   }
 }
 

@@ -15,10 +15,14 @@ struct RowGroups {
     uint32_t begin;   // first pair
     uint32_t rows;    // number of pairs, > 0
   };
+  static constexpr uint32_t kNoPair = UINT32_MAX;
 
   std::vector<Group> groups;         // experts that were chosen
   std::vector<uint32_t> pair_rows;   // [pairs] row of the request
   std::vector<float> pair_weights;   // [pairs] router weight
+  std::vector<uint32_t> pair_of;     // [rows, top_k] pair of a row's choice; kNoPair where it was skipped
+
+  size_t num_pairs() const { return pair_rows.size(); }
 
   // Counting sort of topk_ids [rows, top_k]; ids outside [expert_begin, expert_begin + num_experts) are
   // another server's, or -1, and are skipped.

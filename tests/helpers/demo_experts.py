@@ -51,7 +51,7 @@ def load_share(share: Share, geometry: MoeGeometry, weight_dtype: WeightDtype) -
         end - begin,
         geometry.num_layers,
         expert_begin=begin,
-        weight_dtype=weight_dtype,
+        weight_format=weight_dtype,
         num_threads=1,
     )
     layout = find_layout(CheckpointIndex.open(demo_checkpoint()), "glm4_moe")

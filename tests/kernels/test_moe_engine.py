@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moebius.kernels import ExpertEngine
+from moebius.kernels_source import SourceMatrix
 from tests.helpers.moe_golden import golden, load_layer, random_expert, random_rows, relative_error
 
 HIDDEN, INTERMEDIATE = 24, 20
@@ -17,7 +18,7 @@ F32 = np.float32
 
 def small_engine(**options: Any) -> ExpertEngine:
     """Experts 2 and 3 of 3 layers; layer 1 loaded unless a test loads more."""
-    arguments: dict[str, Any] = {"weight_dtype": "float32", "expert_begin": 2, "num_threads": 1, **options}
+    arguments: dict[str, Any] = {"weight_format": "float32", "expert_begin": 2, "num_threads": 1, **options}
     return ExpertEngine(HIDDEN, INTERMEDIATE, 2, 3, **arguments)
 
 
@@ -37,8 +38,21 @@ def matrices(**replaced: Any) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weight_dtype": "int8"}, "weight_dtype='int8'.*float32, bfloat16"),
-        ({"activation": "relu"}, "activation='relu'.*silu"),
+        ({"weight_format": "int7"}, "weight format 'int7' is unknown; allowed: float32, bfloat16"),
+        (
+            {"weight_format": ["int8", "int8"]},
+            "weight_format names 2 formats; it must be one, or one per layer",
+        ),
+        ({"down_format": "int7"}, "weight format 'int7'"),
+        (
+            {"weight_format": ["int8"] * 3, "down_format": ["int8"] * 2},
+            "3 formats and down_format 2; they must be as many, or one",
+        ),
+        ({"activation": "relu"}, "activation='relu'.*silu, silu_clamped, gpt_oss, relu2"),
+        ({"activation": "gpt_oss", "limit": 0.0}, "limit is 0.0"),
+        ({"activation": "gpt_oss", "alpha": float("nan")}, "alpha is nan"),
+        ({"kernel": "fast"}, "kernel 'fast' is unknown.*scalar_float32"),
+        ({"kernel": "scalar_int8"}, "kernel 'scalar_int8' computes none of"),
         ({"isa": "mmx"}, "isa='mmx'.*scalar"),
         ({"num_threads": -1}, "num_threads is -1"),
         ({"expert_begin": -5}, "expert_begin is -5"),
@@ -56,7 +70,7 @@ def test_zero_sizes_are_named(index: int) -> None:
     sizes[index] = 0
     name = ("hidden_size", "intermediate_size", "num_experts", "num_layers")[index]
     with pytest.raises(ValueError, match=f"{name} is 0"):
-        ExpertEngine(*sizes, weight_dtype="float32")
+        ExpertEngine(*sizes, weight_format="float32")
 
 
 @pytest.mark.parametrize(
@@ -74,9 +88,15 @@ def test_zero_sizes_are_named(index: int) -> None:
             r"gate has shape \[20, 9\]; it must be \[20, 24\]",
         ),
         (0, 2, {"down": np.zeros((INTERMEDIATE, HIDDEN), F32)}, "down has shape"),
-        (0, 2, {"up": np.zeros(5, F32)}, "up has shape"),
-        (0, 2, {"up": np.zeros((INTERMEDIATE, HIDDEN))}, "up has dtype float64"),
-        (0, 2, {"up": np.zeros((INTERMEDIATE, HIDDEN), np.uint16)}, "dtypes float32, uint16, float32"),
+        (0, 2, {"up": np.zeros(5, F32)}, "up.codes: it has 1 dimensions"),
+        (0, 2, {"up": np.zeros((INTERMEDIATE, HIDDEN))}, "up.codes: its dtype is float64"),
+        (0, 2, {"gate": None}, "gate is None; only the activation relu2 does without"),
+        (
+            0,
+            2,
+            {"up": SourceMatrix(np.zeros((INTERMEDIATE, HIDDEN), F32), bias=np.zeros(INTERMEDIATE, F32))},
+            "bias",
+        ),
     ],
 )
 def test_bad_load_is_named(

@@ -13,14 +13,14 @@ ISAS: tuple[Isa, ...] = supported_isas()  # type: ignore[assignment]
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 100, 52, 6, 4
 
 
-def engine_of(isa: Isa, weight_dtype: str, num_threads: int) -> ExpertEngine:
+def engine_of(isa: Isa, weight_format: str, num_threads: int) -> ExpertEngine:
     rng = np.random.default_rng(7)
     engine = ExpertEngine(
         HIDDEN,
         INTERMEDIATE,
         EXPERTS,
         1,
-        weight_dtype=weight_dtype,  # type: ignore[arg-type]
+        weight_format=weight_format,  # type: ignore[arg-type]
         num_threads=num_threads,
         isa=isa,
     )
@@ -33,10 +33,10 @@ def run(engine: ExpertEngine, routed: Routed, rows: slice | list[int]) -> np.nda
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
-def test_batch_of_any_size_equals_single_rows(isa: Isa, weight_dtype: str) -> None:
+@pytest.mark.parametrize("weight_format", ["float32", "bfloat16"])
+def test_batch_of_any_size_equals_single_rows(isa: Isa, weight_format: str) -> None:
     """Every batch size up to 40, and any order of rows, gives each row the bits it has alone."""
-    engine = engine_of(isa, weight_dtype, 2)
+    engine = engine_of(isa, weight_format, 2)
     routed = random_rows(np.random.default_rng(0), 40, HIDDEN, TOP_K, (-1, EXPERTS))
     alone = np.concatenate([run(engine, routed, slice(i, i + 1)) for i in range(40)])
     for size in range(1, 41):
@@ -46,11 +46,11 @@ def test_batch_of_any_size_equals_single_rows(isa: Isa, weight_dtype: str) -> No
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
-def test_thread_count_does_not_matter(isa: Isa, weight_dtype: str) -> None:
+@pytest.mark.parametrize("weight_format", ["float32", "bfloat16"])
+def test_thread_count_does_not_matter(isa: Isa, weight_format: str) -> None:
     """One, two, three and seven threads give the same bits."""
     routed = random_rows(np.random.default_rng(0), 19, HIDDEN, TOP_K, (0, EXPERTS))
-    results = [run(engine_of(isa, weight_dtype, threads), routed, slice(None)) for threads in (1, 2, 3, 7)]
+    results = [run(engine_of(isa, weight_format, threads), routed, slice(None)) for threads in (1, 2, 3, 7)]
     assert np.abs(results[0]).max() > 0
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])

@@ -12,7 +12,7 @@ from moebius.kernels import supported_isas
 
 ENGINE_ISA = (
     "from moebius.kernels import ExpertEngine, isa_level\n"
-    "print(isa_level(), ExpertEngine(8, 8, 1, 1, weight_dtype='float32', num_threads=1).isa)"
+    "print(isa_level(), ExpertEngine(8, 8, 1, 1, weight_format='float32', num_threads=1).isa)"
 )
 
 
@@ -45,5 +45,5 @@ def test_unknown_level_is_refused() -> None:
 
 def test_levels_ascend_from_scalar() -> None:
     """Each level implies the ones below it, so callers may take any of them."""
-    order = ["scalar", "avx2", "avx512"]
+    order = ["scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
     assert list(supported_isas()) == order[: len(supported_isas())]

@@ -42,7 +42,7 @@ def test_any_shape_matches_float64_reference(isa: Isa, data: st.DataObject) -> N
         count,
         1,
         expert_begin=begin,
-        weight_dtype="float32",
+        weight_format="float32",
         num_threads=data.draw(st.integers(1, 3)),
         isa=isa,
     )
@@ -60,7 +60,7 @@ def test_all_rows_on_one_expert(isa: Isa, rows: int) -> None:
     rng = np.random.default_rng(rows)
     experts = {e: random_expert(rng, 72, 40) for e in range(2)}
     routed = random_rows(rng, rows, 72, 1, (1, 2))
-    engine = ExpertEngine(72, 40, 2, 1, weight_dtype="float32", num_threads=2, isa=isa)
+    engine = ExpertEngine(72, 40, 2, 1, weight_format="float32", num_threads=2, isa=isa)
     load_layer(engine, 0, experts)
     output = engine.forward(0, routed.hidden_states, routed.topk_ids, routed.topk_weights)
     assert relative_error(output, golden(routed, experts)) <= 1e-5
@@ -72,7 +72,7 @@ def test_wide_layer(isa: Isa) -> None:
     rng = np.random.default_rng(1)
     experts = {0: random_expert(rng, 4096, 96)}
     routed = random_rows(rng, 3, 4096, 1, (0, 1))
-    engine = ExpertEngine(4096, 96, 1, 1, weight_dtype="float32", num_threads=2, isa=isa)
+    engine = ExpertEngine(4096, 96, 1, 1, weight_format="float32", num_threads=2, isa=isa)
     load_layer(engine, 0, experts)
     output = engine.forward(0, routed.hidden_states, routed.topk_ids, routed.topk_weights)
     assert relative_error(output, golden(routed, experts)) <= 1e-5
@@ -86,7 +86,7 @@ def test_bfloat16_weights(isa: Isa, source: str) -> None:
     exact = {e: random_expert(rng, 100, 52) for e in range(4)}
     rounded = {e: tuple(from_bfloat16(to_bfloat16(m)) for m in ms) for e, ms in exact.items()}
     routed = random_rows(rng, 21, 100, 3, (0, 4))
-    engine = ExpertEngine(100, 52, 4, 1, weight_dtype="bfloat16", num_threads=2, isa=isa)
+    engine = ExpertEngine(100, 52, 4, 1, weight_format="bfloat16", num_threads=2, isa=isa)
     for e, matrices in exact.items():
         gate, up, down = (m if source == "float32" else to_bfloat16(m) for m in matrices)
         engine.load_expert(0, e, gate, up, down)
@@ -103,8 +103,8 @@ def test_bfloat16_rows_and_checkpoint(isa: Isa) -> None:
     rounded = {e: tuple(from_bfloat16(to_bfloat16(m)) for m in ms) for e, ms in exact.items()}
     routed = random_rows(rng, 5, 64, 2, (0, 2))
     bits = to_bfloat16(routed.hidden_states)
-    narrow = ExpertEngine(64, 24, 2, 1, weight_dtype="float32", num_threads=1, isa=isa)
-    wide = ExpertEngine(64, 24, 2, 1, weight_dtype="float32", num_threads=1, isa=isa)
+    narrow = ExpertEngine(64, 24, 2, 1, weight_format="float32", num_threads=1, isa=isa)
+    wide = ExpertEngine(64, 24, 2, 1, weight_format="float32", num_threads=1, isa=isa)
     for e in exact:
         gate, up, down = (to_bfloat16(m) for m in exact[e])
         narrow.load_expert(0, e, gate, up, down)
@@ -121,7 +121,7 @@ def test_silu_over_the_whole_range(isa: Isa, scale: float) -> None:
     """Gates far beyond exp's range saturate to 0 and to themselves, without NaN or infinity."""
     gates = np.linspace(-scale, scale, 64, dtype=np.float32)
     one = np.ones((64, 1), np.float32)
-    engine = ExpertEngine(1, 64, 1, 1, weight_dtype="float32", num_threads=1, isa=isa)
+    engine = ExpertEngine(1, 64, 1, 1, weight_format="float32", num_threads=1, isa=isa)
     engine.load_expert(0, 0, gates[:, None], one, np.ones((1, 64), np.float32))
     output = engine.forward(
         0, np.ones((1, 1), np.float32), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)

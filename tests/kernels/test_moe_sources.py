@@ -1,40 +1,56 @@
-"""Files built for one instruction set hand out nothing but their table: a shared inline or template function
-in one of them could be the copy the linker keeps, and would crash on older CPUs."""
+"""Files built for one instruction set hand out nothing but their accessors: a shared inline or template
+function in one of them could be the copy the linker keeps, and would crash on older CPUs."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ISA_FILES = sorted((ROOT / "kernels").rglob("*_avx*.cc"))
-# `utility` for std::integer_sequence, a type without code; the table's header has declarations only.
-ALLOWED_INCLUDES = {"immintrin.h", "utility", "kernels/moe/kernel_table.h", "kernels/moe/panel_kernels.inc.h"}
+LEVELS = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+ISA_FILE = re.compile(rf"_({'|'.join(LEVELS)}|amx_emulated)\.cc$")
+ISA_FILES = sorted(path for path in (ROOT / "kernels").rglob("*.cc") if ISA_FILE.search(path.name))
+# Symbols that another file may bind to: what nm prints in capitals, and u, v, w.
+SHARED_SYMBOL = re.compile(r"^[0-9a-f]* +([A-TV-Zuvw]) (.*)$", re.MULTILINE)
 
 
-def test_every_vector_level_has_a_file() -> None:
-    assert [path.name for path in ISA_FILES] == ["moe_avx2.cc", "moe_avx512.cc"]
+def newest_object(source: Path) -> Path:
+    """The object file of a source in the build directories that `make setup` and `make kernels` leave."""
+    name = source.relative_to(ROOT).as_posix() + ".o"
+    objects = list((ROOT / "build").glob(f"*/CMakeFiles/_kernels.dir/{name}"))
+    assert objects, f"no build of {name}: run make setup"
+    return max(objects, key=lambda path: path.stat().st_mtime)
+
+
+def test_every_level_has_products() -> None:
+    names = {path.name for path in ISA_FILES}
+    assert {f"products_{level}.cc" for level in (*LEVELS, "amx_emulated")} <= names
 
 
 @pytest.mark.parametrize("path", ISA_FILES, ids=lambda path: path.name)
-def test_only_the_table_is_visible(path: Path) -> None:
-    """All code stands in an anonymous namespace, except the accessor after it."""
-    text = path.read_text()
-    assert set(re.findall(r'#include [<"]([^>"]+)[>"]', text)) <= ALLOWED_INCLUDES
-    anonymous_end = text.index("}  // namespace\n")
-    assert text.index("namespace {") < text.index("struct Vec") < anonymous_end
-    assert text.index("panel_kernels.inc.h") < anonymous_end
-    level = path.stem.removeprefix("moe_")
-    accessor = f"const KernelTable& kernel_table_{level}() {{ return kTable; }}"
-    assert text[anonymous_end:].split("\n\n")[1] == accessor
+def test_only_accessors_are_visible(path: Path) -> None:
+    """An object defines functions named after its level and no other code that an object could bind to."""
+    command = ["nm", "--demangle", "--defined-only", newest_object(path)]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True)
+    level = ISA_FILE.search(path.name)
+    assert level is not None
+    shared = SHARED_SYMBOL.findall(symbols.stdout)
+    assert shared
+    for kind, name in shared:
+        if name.startswith("DW.ref."):  # a pointer that unwinding needs, the same in every file
+            continue
+        assert kind == "T", f"{name} could replace another file's copy"
+        assert re.fullmatch(rf"moebius::(\w+::)*\w+_{level[1]}\(\)", name), name
 
 
-def test_shared_header_has_no_functions() -> None:
-    """kernel_table.h is read at every level, so it may declare but not define."""
-    header = (ROOT / "kernels/moe/kernel_table.h").read_text()
-    assert not re.search(r"\binline\b(?! functions)|\btemplate\b|\)\s*(const\s*)?\{", header)
+@pytest.mark.parametrize("header", ["product/product.h", "format/panel_layout.h", "format/weight_format.h"])
+def test_shared_headers_have_no_functions(header: str) -> None:
+    """Read at every level, so they may declare but not define."""
+    text = (ROOT / "kernels" / header).read_text()
+    assert not re.search(r"^(?!\s*//).*(\binline\b|\btemplate\b|\)\s*(const\s*)?\{)", text, re.MULTILINE)
 
 
 def test_flags_are_on_those_files_only() -> None:

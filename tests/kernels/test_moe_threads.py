@@ -47,7 +47,7 @@ def cpu_ticks(threads: list[Path]) -> int:
 def loaded_engine(num_threads: int, cpus: tuple[int, ...] = ()) -> ExpertEngine:
     rng = np.random.default_rng(0)
     engine = ExpertEngine(
-        HIDDEN, INTERMEDIATE, EXPERTS, 1, weight_dtype="float32", num_threads=num_threads, cpus=cpus
+        HIDDEN, INTERMEDIATE, EXPERTS, 1, weight_format="float32", num_threads=num_threads, cpus=cpus
     )
     load_layer(engine, 0, {e: random_expert(rng, HIDDEN, INTERMEDIATE) for e in range(EXPERTS)})
     return engine

@@ -1,0 +1,48 @@
+#include "kernels/moe/engine_options.h"
+
+#include <cmath>
+#include <stdexcept>
+
+namespace moebius {
+namespace {
+
+void check_positive(uint32_t value, const char* name) {
+  if (value == 0) throw std::invalid_argument(std::string(name) + " is 0; it must be at least 1");
+}
+
+void check_limit(const EngineOptions& options) {
+  const bool clamped = options.activation == Activation::kGptOss || options.activation == Activation::kSiluClamped;
+  if (clamped && !(options.limit > 0)) {
+    throw std::invalid_argument("limit is " + std::to_string(options.limit) + "; it must be above 0");
+  }
+  if (options.activation == Activation::kGptOss && !std::isfinite(options.alpha)) {
+    throw std::invalid_argument("alpha is " + std::to_string(options.alpha) + "; it must be finite");
+  }
+}
+
+}  // namespace
+
+Activation parse_activation(const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "silu_clamped") return Activation::kSiluClamped;
+  if (name == "gpt_oss") return Activation::kGptOss;
+  if (name == "relu2") return Activation::kRelu2;
+  throw std::invalid_argument("activation='" + name + "' is unknown; allowed: silu, silu_clamped, gpt_oss, relu2");
+}
+
+EngineOptions checked_options(EngineOptions options) {
+  check_positive(options.hidden_size, "hidden_size");
+  check_positive(options.intermediate_size, "intermediate_size");
+  check_positive(options.num_experts, "num_experts");
+  check_positive(options.num_layers, "num_layers");
+  check_limit(options);
+  if (options.formats.size() != 1 && options.formats.size() != options.num_layers) {
+    throw std::invalid_argument("weight_format names " + std::to_string(options.formats.size()) +
+                                " formats; it must be one, or one per layer (" + std::to_string(options.num_layers) +
+                                ")");
+  }
+  options.formats.resize(options.num_layers, options.formats.front());
+  return options;
+}
+
+}  // namespace moebius

@@ -1,0 +1,48 @@
+// What an engine is made of.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/format/panel_layout.h"
+#include "kernels/product/product.h"
+
+namespace moebius {
+
+// Formats at rest of one layer's matrices; quantisers often keep some layers, or the down matrices, wider.
+struct LayerFormats {
+  WeightFormat gate_up;
+  WeightFormat down;
+
+  bool operator==(const LayerFormats&) const = default;
+};
+
+// Filled by the caller; checked by the engine's constructor.
+struct EngineOptions {
+  uint32_t hidden_size = 0;
+  uint32_t intermediate_size = 0;      // of the local slice
+  uint32_t num_experts = 0;            // held here
+  uint32_t num_layers = 0;             // of the model
+  uint32_t expert_begin = 0;           // global id of the first expert held here
+  std::vector<LayerFormats> formats;   // one for all layers, or one per layer
+  Activation activation = Activation::kSilu;
+  float alpha = 1.702f;                // kGptOss
+  float limit = 7.0f;                  // kGptOss, kSiluClamped
+  bool has_bias = false;               // gate, up and down have one
+  uint32_t num_threads = 0;            // 0: one per usable cpu
+  std::vector<int> cpus;               // see ThreadPool
+  int numa_node = -1;                  // -1: no binding
+  std::string isa = "auto";            // see resolve_isa
+  std::string kernel = "auto";         // name of a product kernel to use wherever it can, for tests
+
+  bool is_gated() const { return activation != Activation::kRelu2; }
+};
+
+// The name of an activation: "silu", "silu_clamped", "gpt_oss", "relu2". Throws std::invalid_argument listing them.
+Activation parse_activation(const std::string& name);
+
+// Returns options with one entry of formats per layer. Throws std::invalid_argument naming the option and its value.
+EngineOptions checked_options(EngineOptions options);
+
+}  // namespace moebius

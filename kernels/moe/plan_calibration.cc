@@ -1,0 +1,164 @@
+#include "kernels/moe/plan_calibration.h"
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+
+#include "kernels/moe/aligned_buffer.h"
+#include "kernels/pool/thread_pool.h"
+
+namespace moebius {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds kMatrixBudget{140};
+constexpr int kRepetitions = 3;
+constexpr uint32_t kMaxRows = kRowRanges.back();
+constexpr size_t kTaskBytes = size_t{256} << 10;  // of weights, while there are few rows
+constexpr double kTaskOperations = 16e6;          // multiply-adds of a task with many rows
+// A kernel that was slower than the best by this factor in two ranges running is not measured with more rows.
+constexpr double kHopeless = 1.6;
+
+size_t row_bytes(RowType type, uint32_t k_padded) {
+  return size_t{k_padded} * (type == RowType::kFloat32 ? 4 : type == RowType::kBFloat16 ? 2 : 1);
+}
+
+// Panels of one matrix in a list of experts, taken in turn so that no two measurements meet the same ones soon.
+class PanelRing {
+ public:
+  PanelRing(const ExpertLayout& layout, MatrixKind kind, const std::vector<const std::byte*>& experts)
+      : experts_(experts),
+        panel_bytes_(kind == MatrixKind::kGateUp ? layout.gate_up.panel_bytes : layout.down.panel_bytes),
+        offset_(kind == MatrixKind::kGateUp ? 0 : layout.down_offset),
+        panels_(kind == MatrixKind::kGateUp ? layout.intermediate_blocks * layout.panels_per_column_block
+                                            : layout.down_panels) {}
+
+  uint32_t panels() const { return panels_; }
+  // The i-th run of `count` <= panels() panels.
+  const std::byte* run(size_t i, uint32_t count) const {
+    const size_t runs = panels_ / count;
+    return experts_[i / runs % experts_.size()] + offset_ + i % runs * count * panel_bytes_;
+  }
+
+ private:
+  const std::vector<const std::byte*>& experts_;
+  size_t panel_bytes_;
+  size_t offset_;
+  uint32_t panels_;
+};
+
+class MatrixCalibration {
+ public:
+  MatrixCalibration(const ExpertLayout& layout, MatrixKind kind, const std::vector<const std::byte*>& experts,
+                    ThreadPool& pool)
+      : layout_(kind == MatrixKind::kGateUp ? layout.gate_up : layout.down),
+        ring_(layout, kind, experts),
+        pool_(pool),
+        scales_(kMaxRows, 0.01f),
+        results_(pool.size()),
+        scratch_(pool.size()) {
+    rows_.grow(kMaxRows * row_bytes(RowType::kFloat32, layout_.k_padded));
+    // 1.0 and a little more in float32, and finite in bfloat16: times depend on no value.
+    std::fill_n(rows_.as<uint32_t>(), size_t{kMaxRows} * layout_.k_padded, 0x3f803f80u);
+  }
+
+  void run(MatrixPlan& plan) {
+    const auto deadline = Clock::now() + kMatrixBudget;
+    std::vector<std::pair<const ProductKernel*, int>> slow;  // kernel, ranges running in which it was hopeless
+    MatrixPlan::Choice last{nullptr, 0.0};
+    for (size_t range = 0; range < kRowRanges.size(); ++range) {
+      const auto candidates = plan.candidates(range);
+      if (candidates.size() < 2) continue;
+      if (last.kernel != nullptr && Clock::now() > deadline) {
+        if (std::find(candidates.begin(), candidates.end(), last.kernel) != candidates.end()) {
+          plan.choose(range, {last.kernel, 0.0});
+        }
+        continue;
+      }
+      last = fastest(candidates, kRowRanges[range], slow);
+      plan.choose(range, last);
+    }
+  }
+
+ private:
+  MatrixPlan::Choice fastest(const std::vector<const ProductKernel*>& candidates, uint32_t rows,
+                             std::vector<std::pair<const ProductKernel*, int>>& slow) {
+    MatrixPlan::Choice best{nullptr, std::numeric_limits<double>::infinity()};
+    std::vector<double> times(candidates.size(), 0.0);
+    auto entry = [&](const ProductKernel* kernel) -> int& {
+      for (auto& [known, count] : slow) {
+        if (known == kernel) return count;
+      }
+      return slow.emplace_back(kernel, 0).second;
+    };
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      if (entry(candidates[i]) >= 2) continue;
+      times[i] = measure(*candidates[i], rows);
+      if (times[i] < best.nanoseconds) best = {candidates[i], times[i]};
+    }
+    if (best.kernel == nullptr) return {candidates.front(), 0.0};
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      int& count = entry(candidates[i]);
+      if (count < 2) count = times[i] > kHopeless * best.nanoseconds ? count + 1 : 0;
+    }
+    return best;
+  }
+
+  // Nanoseconds for one panel with all threads at work: the wall time of a loop over its panels.
+  double measure(const ProductKernel& kernel, uint32_t rows) {
+    const size_t by_bytes = kTaskBytes / layout_.panel_bytes;
+    const auto by_work = static_cast<size_t>(kTaskOperations / (16.0 * layout_.k_padded * rows));
+    const auto count = static_cast<uint32_t>(
+        std::clamp<size_t>(std::min(by_bytes, by_work) / 2 * 2, std::min(2u, ring_.panels()), ring_.panels()));
+    std::vector<const void*> pointers(rows);
+    const size_t stride = row_bytes(kernel.row_type, layout_.k_padded);
+    for (uint32_t row = 0; row < rows; ++row) pointers[row] = rows_.data() + row * stride;
+    const uint32_t tasks = pool_.size();
+    double best = std::numeric_limits<double>::infinity();
+    for (int repetition = 0; repetition < kRepetitions; ++repetition) {
+      const auto start = Clock::now();
+      pool_.parallel_for(tasks, [&](uint32_t task, uint32_t worker) {
+        multiply(kernel, ring_.run(next_run_ + task, count), count, pointers, stride, worker);
+      });
+      next_run_ += tasks;
+      best = std::min(best, std::chrono::duration<double, std::nano>(Clock::now() - start).count());
+    }
+    return best / (static_cast<double>(tasks) * count);
+  }
+
+  void multiply(const ProductKernel& kernel, const std::byte* panels, uint32_t count,
+                const std::vector<const void*>& pointers, size_t stride, uint32_t worker) {
+    const auto rows = static_cast<uint32_t>(pointers.size());
+    const size_t result_stride = size_t{kPanelColumns} * count;
+    results_[worker].grow(rows * result_stride * sizeof(float));
+    scratch_[worker].grow(kernel.scratch_bytes(layout_, count, rows));
+    kernel.run({&layout_, panels, count, pointers.data(), stride, scales_.data(), rows, results_[worker].as<float>(),
+                result_stride, scratch_[worker].data()});
+  }
+
+  const PanelLayout& layout_;
+  PanelRing ring_;
+  ThreadPool& pool_;
+  size_t next_run_ = 0;
+  AlignedBuffer rows_;
+  std::vector<float> scales_;
+  std::vector<AlignedBuffer> results_;  // [workers]
+  std::vector<AlignedBuffer> scratch_;  // [workers]
+};
+
+}  // namespace
+
+void calibrate_plan(KernelPlan& plan, size_t layout_index, const ExpertLayout& layout,
+                    const std::vector<const std::byte*>& experts, ThreadPool& pool) {
+  for (const MatrixKind kind : {MatrixKind::kGateUp, MatrixKind::kDown}) {
+    MatrixPlan& narrow = plan.matrix(layout_index, kind, RequestKind::kBFloat16);
+    MatrixCalibration(layout, kind, experts, pool).run(narrow);
+    MatrixPlan& wide = plan.matrix(layout_index, kind, RequestKind::kFloat32);
+    if (!wide.format().quantised_rows) continue;
+    // Both kinds of requests are computed from the same int8 rows.
+    for (size_t range = 0; range < kRowRanges.size(); ++range) wide.choose(range, narrow.choice(range));
+  }
+}
+
+}  // namespace moebius

@@ -1,0 +1,59 @@
+// The rows of a request as the gate and up products want them: converted, padded, and equally spaced where a
+// kernel asks for that. Rows that are as wanted already are used where they lie.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/moe/layer_call.h"
+#include "kernels/moe/row_buffer.h"
+
+namespace moebius {
+
+// One call at a time: plan(), then every task, then rows may be read.
+class PreparedRows {
+ public:
+  struct Rows {
+    const void* const* rows;
+    size_t stride;        // see ProductWork
+    const float* scales;  // int8 rows
+  };
+
+  explicit PreparedRows(const VectorKernels& vectors) : vectors_(vectors) {}
+
+  // Decides what is to be done. Little work is done at once, and no tasks are left: a few microseconds of one
+  // thread are cheaper than a barrier.
+  void plan(const LayerCall& call);
+  uint32_t num_tasks() const { return num_tasks_; }
+  void run_task(uint32_t task, const ExpertRequest& request, const RowGroups& groups);
+
+  // Of a group, once all tasks are done.
+  Rows of_group(uint32_t group, const RowGroups& groups) const;
+
+ private:
+  enum class Need : uint8_t { kNone, kInPlace, kConvert };
+
+  void find_needs(const LayerCall& call);
+  size_t plan_group(const LayerCall& call, uint32_t group);
+  void prepare_row(uint32_t row, const ExpertRequest& request, const RowGroups& groups);
+  float* convert_row(uint32_t row, const ExpertRequest& request);
+  const std::byte* row_source(RowType type, uint32_t row) const;
+  size_t source_stride(RowType type) const;
+
+  const VectorKernels& vectors_;
+  uint32_t hidden_size_ = 0;
+  Need needs_[3] = {};               // by RowType
+  const std::byte* in_place_ = nullptr;
+  size_t in_place_stride_ = 0;
+  uint32_t num_tasks_ = 0;
+  uint32_t rows_per_task_ = 1;
+  RowBuffer rows_[3];                // [rows] by RowType
+  RowBuffer gathered_[3];            // [pairs] by RowType
+  std::vector<const void*> pointers_;  // [pairs]
+  std::vector<uint8_t> is_gathered_;   // [pairs]
+  std::vector<RowType> pair_types_;    // [pairs]
+  std::vector<float> pair_scales_;     // [pairs], int8 rows
+  std::vector<size_t> strides_;        // [groups]
+};
+
+}  // namespace moebius

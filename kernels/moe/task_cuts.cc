@@ -1,0 +1,37 @@
+#include "kernels/moe/task_cuts.h"
+
+#include <algorithm>
+
+namespace moebius {
+namespace {
+
+constexpr size_t kLeastBytes = size_t{32} << 10;
+constexpr size_t kMostBytes = size_t{256} << 10;
+constexpr double kShare = 2.5;  // of what is left for each thread, a task takes 1 / kShare
+
+constexpr size_t kRowsBytes = size_t{1} << 20;
+constexpr uint32_t kFewestRows = 128;
+constexpr uint32_t kMostRows = 512;
+constexpr uint32_t kRowStep = 32;
+
+}  // namespace
+
+uint32_t TaskCutter::next(uint32_t left, size_t unit_bytes, double unit_cost, uint32_t step) {
+  const auto least = static_cast<uint32_t>((kLeastBytes + unit_bytes - 1) / unit_bytes);
+  const auto most = static_cast<uint32_t>(std::max<size_t>(kMostBytes / unit_bytes, least));
+  const double share = num_threads_ == 1 ? most : remaining_ / (kShare * num_threads_ * unit_cost);
+  auto units = static_cast<uint32_t>(std::clamp(share, static_cast<double>(least), static_cast<double>(most)));
+  units = std::max(units / step, 1u) * step;
+  if (units > left) units = left;
+  remaining_ -= units * unit_cost;
+  return units;
+}
+
+uint32_t rows_per_call(uint32_t rows, size_t row_bytes) {
+  const auto fit = static_cast<uint32_t>(std::clamp<size_t>(kRowsBytes / row_bytes, kFewestRows, kMostRows));
+  if (rows <= fit) return rows;
+  const uint32_t calls = (rows + fit - 1) / fit;
+  return ((rows + calls - 1) / calls + kRowStep - 1) / kRowStep * kRowStep;
+}
+
+}  // namespace moebius
