@@ -72,6 +72,7 @@ struct PanelJob {
 template <Kind kKind, int kRows>
 void run_block(const PanelJob& job, uint32_t row) {
   RowBlock<kRows> rows;
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     rows.row[r] = static_cast<const uint32_t*>(job.work->rows[row + static_cast<uint32_t>(r)]);
     rows.chunk_sums[r] = job.chunk_sums + (row + static_cast<uint32_t>(r)) * size_t{job.panel.k_padded / 32};
@@ -80,6 +81,7 @@ void run_block(const PanelJob& job, uint32_t row) {
   multiply<kKind>(job.panel, rows, total);
   const __m512 scale = job.column_scale != nullptr ? _mm512_load_ps(job.column_scale) : _mm512_set1_ps(1.0f);
   const __m512 bias = job.bias != nullptr ? _mm512_load_ps(job.bias) : _mm512_setzero_ps();
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     float* target = job.result + (row + static_cast<uint32_t>(r)) * job.work->result_stride;
     _mm512_store_ps(target, _mm512_fmadd_ps(total[r], scale, bias));
@@ -96,14 +98,15 @@ BlockFunction block_of(uint32_t rows, std::integer_sequence<int, kRowsMinusOne..
 
 BlockFunction block_function(Kind kind, uint32_t rows) {
   constexpr auto kSizes = std::make_integer_sequence<int, kMaxRows>();
+  constexpr auto kNibbleSizes = std::make_integer_sequence<int, kMaxNibbleRows>();
   switch (kind) {
     case Kind::kBFloat16: return block_of<Kind::kBFloat16>(rows, kSizes);
     case Kind::kFloat8: return block_of<Kind::kFloat8>(rows, kSizes);
     case Kind::kInt8: return block_of<Kind::kInt8>(rows, kSizes);
-    case Kind::kInt4: return block_of<Kind::kInt4>(rows, kSizes);
-    case Kind::kInt4Zeros: return block_of<Kind::kInt4Zeros>(rows, kSizes);
-    case Kind::kMxfp4: return block_of<Kind::kMxfp4>(rows, kSizes);
-    case Kind::kNvfp4: return block_of<Kind::kNvfp4>(rows, kSizes);
+    case Kind::kInt4: return block_of<Kind::kInt4>(rows, kNibbleSizes);
+    case Kind::kInt4Zeros: return block_of<Kind::kInt4Zeros>(rows, kNibbleSizes);
+    case Kind::kMxfp4: return block_of<Kind::kMxfp4>(rows, kNibbleSizes);
+    case Kind::kNvfp4: return block_of<Kind::kNvfp4>(rows, kNibbleSizes);
     case Kind::kNone: break;
   }
   return nullptr;
@@ -140,12 +143,15 @@ void prepare_panel(const PanelLayout& layout, const std::byte* panel, float* sca
   if (layout.format.zeros) make_zero_terms(layout, panel + layout.zeros_offset, zero_terms);
 }
 
+bool has_nibbles(Kind kind) { return kind >= Kind::kInt4; }
+
 // Rows in equal blocks (13 rows are 7 + 6); a panel serves all of them before the next is touched, so weights
 // come from memory once.
 void run_panel(const PanelJob& job, Kind kind) {
   const uint32_t num_rows = job.work->num_rows;
+  const bool one_block = num_rows <= static_cast<uint32_t>(has_nibbles(kind) ? kMaxNibbleRows : kMaxRows);
   uint32_t row = 0;
-  for (uint32_t left = (num_rows + kMaxRows - 1) / kMaxRows; left > 0; --left) {
+  for (uint32_t left = one_block ? 1 : (num_rows + kBlockRows - 1) / kBlockRows; left > 0; --left) {
     const uint32_t rows = (num_rows - row + left - 1) / left;
     block_function(kind, rows)(job, row);
     row += rows;
@@ -158,14 +164,17 @@ void run(const ProductWork& work) {
   float* scales = reinterpret_cast<float*>(work.scratch);
   float* zero_terms = reinterpret_cast<float*>(work.scratch + scales_bytes(layout));
   float* chunk_sums = reinterpret_cast<float*>(work.scratch + scales_bytes(layout) + zero_terms_bytes(layout));
+  for (size_t ahead = 0; ahead < kPrefetchBytes; ahead += 64) prefetch(work.panels + ahead);
   if (layout.format.zeros) sum_chunks(work, chunk_sums);
   for (uint32_t index = 0; index < work.num_panels; ++index) {
     const std::byte* panel = work.panels + index * layout.panel_bytes;
+    const std::byte* next = index + 1 < work.num_panels ? panel + layout.panel_bytes : panel;
     prepare_panel(layout, panel, scales, zero_terms);
     const auto floats_at = [panel](size_t offset) { return reinterpret_cast<const float*>(panel + offset); };
     PanelJob job{};
     job.work = &work;
-    job.panel = {panel, layout.k_padded, layout.format.group_size, scales, zero_terms};
+    job.panel = {panel, layout.k_padded, layout.format.group_size, scales, zero_terms,
+                 next + layout.scales_offset, layout.panel_bytes - layout.scales_offset};
     job.column_scale = layout.format.column_scale ? floats_at(layout.column_scale_offset) : nullptr;
     job.bias = layout.has_bias ? floats_at(layout.bias_offset) : nullptr;
     job.chunk_sums = chunk_sums;

@@ -11,8 +11,8 @@
 namespace moebius {
 namespace {
 
-constexpr int kMaxRows = 12;
-constexpr size_t kPrefetchBytes = 4096;
+constexpr int kMaxRows = 8;  // times two panels: what fits into registers
+constexpr size_t kPrefetchBytes = 8192;
 
 bool supports(const WeightFormat& format) {
   return format.code == Code::kInt8 && format.quantised_rows && format.group_size == 0;
@@ -45,12 +45,14 @@ void run_block(const ProductWork& work, const int32_t* offsets, uint32_t panel, 
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     rows[r] = static_cast<const int32_t*>(work.rows[first_row + static_cast<uint32_t>(r)]);
+#pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) sums[r][p] = _mm512_set1_epi32(offsets[first_row + static_cast<uint32_t>(r)]);
   }
   const __m512i offset = _mm512_set1_epi8(-128);
   const uint32_t lines = layout.k_padded / 4;
   for (uint32_t line = 0; line < lines; ++line) {
     __m512i weights[kPanels];
+#pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
       const std::byte* at = codes + static_cast<size_t>(p) * layout.panel_bytes + size_t{line} * 64;
       _mm_prefetch(reinterpret_cast<const char*>(at) + kPrefetchBytes, _MM_HINT_T0);
@@ -59,14 +61,17 @@ void run_block(const ProductWork& work, const int32_t* offsets, uint32_t panel, 
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const __m512i quad = _mm512_set1_epi32(rows[r][line]);
+#pragma GCC unroll 4
       for (int p = 0; p < kPanels; ++p) sums[r][p] = _mm512_dpbusd_epi32(sums[r][p], weights[p], quad);
     }
   }
+#pragma GCC unroll 4
   for (int p = 0; p < kPanels; ++p) {
     const std::byte* end = codes + static_cast<size_t>(p) * layout.panel_bytes;
     const __m512 scale = layout.format.column_scale ? _mm512_loadu_ps(end + layout.column_scale_offset)
                                                     : _mm512_set1_ps(1.0f);
     const __m512 bias = layout.has_bias ? _mm512_loadu_ps(end + layout.bias_offset) : _mm512_setzero_ps();
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const uint32_t row = first_row + static_cast<uint32_t>(r);
       const __m512 row_scale = _mm512_set1_ps(work.row_scales[row]);
