@@ -1,4 +1,4 @@
-"""`moebius bench mailbox|decode`."""
+"""`moebius bench mailbox|decode|kernels`."""
 
 from __future__ import annotations
 
@@ -52,3 +52,57 @@ def decode(
     from moebius.bench.decode import run
 
     run(base_url, model, api_key, counts, max_tokens, checkpoint, json_file)
+
+
+@app.command()
+def kernels(
+    formats: Annotated[
+        str, typer.Option("--format", help="Weight formats, comma separated")
+    ] = "bfloat16,fp8_block,int8,int8_w8a8,int4_g32,mxfp4",
+    shapes: Annotated[
+        str,
+        typer.Option("--shape", help="Names or HxIxExK (hidden, intermediate, experts, per row), or all"),
+    ] = "qwen3-30b-a3b",
+    rows: Annotated[str, typer.Option(help="Token rows per call")] = "1,2,4,8,16,64,256,1024,4096",
+    rows_per_expert: Annotated[
+        str, typer.Option(help="Instead of --rows: exactly so many rows for every expert")
+    ] = "",
+    threads: Annotated[int, typer.Option(help="0: one per allowed CPU")] = 0,
+    isa: Annotated[str, typer.Option(help="Instruction-set level")] = "auto",
+    kernel: Annotated[str, typer.Option(help="Product kernel to force, by name")] = "auto",
+    experts: Annotated[int, typer.Option(min=0, help="Per layer; 0: the model's, or what fits")] = 0,
+    layers: Annotated[int, typer.Option(min=0, help="0: more than the caches can hold")] = 0,
+    memory: Annotated[float, typer.Option(min=0, help="GiB for weights; 0: half of what is free")] = 0,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Measuring time per row")] = 1.0,
+    json_file: JsonFile = None,
+) -> None:
+    """Milliseconds per MoE layer on the CPU, beside the bandwidth and the peak of the same cores."""
+    from moebius.bench.kernels import KernelsOptions, run
+    from moebius.bench.kernels_shapes import parse_counts, parse_isa, parse_shapes
+
+    options = KernelsOptions(
+        shapes=parse_shapes(shapes),
+        formats=formats.split(","),
+        rows=parse_counts(rows, "--rows"),
+        rows_per_expert=parse_counts(rows_per_expert, "--rows-per-expert") if rows_per_expert else (),
+        threads=threads,
+        isa=parse_isa(isa),
+        kernel=kernel,
+        experts=experts,
+        layers=layers,
+        memory_bytes=int(memory * 2**30),
+        seconds=seconds,
+    )
+    run(options, json_file)
+
+
+@app.command()
+def quota(
+    share: Annotated[float, typer.Option(help="CPU time allowed, as a share of all CPUs")] = 0.5,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Measuring time per row")] = 3.0,
+    json_file: JsonFile = None,
+) -> None:
+    """What an MoE layer keeps of its speed under a cgroup's CPU quota (needs root)."""
+    from moebius.bench.quota import run
+
+    run(share, seconds, json_file)
