@@ -1,25 +1,24 @@
 #include "kernels/format/dequantise.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
+#include "kernels/format/decode_codes.h"
 #include "kernels/format/pack_check.h"
 #include "kernels/format/source_access.h"
 
 namespace moebius {
 namespace {
 
-float value(Code code, uint32_t bits, uint32_t zero) {
-  switch (code) {
-    case Code::kFloat32: return std::bit_cast<float>(bits);
-    case Code::kBFloat16: return decode_bfloat16(static_cast<uint16_t>(bits));
-    case Code::kFloat16: return decode_float16(static_cast<uint16_t>(bits));
-    case Code::kFloat8: return kFloat8Values[bits];
-    case Code::kInt8: return static_cast<float>(static_cast<int8_t>(bits));
-    case Code::kInt4: return static_cast<float>(static_cast<int32_t>(bits) - static_cast<int32_t>(zero));
-    case Code::kFloat4: return kFloat4Values[bits];
-  }
-  return 0.0f;
+// Products with a scale that is not there are left out: they would be products with 1.
+void scale_elements(float factor, uint32_t count, float* target) {
+  for (uint32_t i = 0; i < count; ++i) target[i] *= factor;
+}
+
+void subtract_zero(uint32_t zero, uint32_t count, float* target) {
+  const auto point = static_cast<float>(zero);
+  for (uint32_t i = 0; i < count; ++i) target[i] -= point;
 }
 
 }  // namespace
@@ -29,12 +28,16 @@ void dequantise_row(const SourceMatrix& source, uint32_t row, float* target) {
   if (row >= source.rows) {
     throw std::invalid_argument("row " + std::to_string(row) + " of a matrix of " + std::to_string(source.rows));
   }
-  const float column_scale = source_column_scale(source, row);
   const uint32_t group_size = source.group_size == 0 ? source.cols : source.group_size;
-  for (uint32_t k = 0; k < source.cols; ++k) {
-    const uint32_t group = k / group_size;
-    const float decoded = value(source.code, source_code(source, row, k), source_zero(source, row, group));
-    target[k] = decoded * source_scale(source, row, group) * column_scale;
+  const float column_scale = source_column_scale(source, row);
+  for (uint32_t begin = 0; begin < source.cols; begin += group_size) {
+    const uint32_t group = begin / group_size;
+    const uint32_t count = std::min(group_size, source.cols - begin);
+    float* const elements = target + begin;
+    decode_codes(source, row, begin, count, elements);
+    if (source.code == Code::kInt4) subtract_zero(source_zero(source, row, group), count, elements);
+    if (source.group_size != 0) scale_elements(source_scale(source, row, group), count, elements);
+    if (column_scale != 1.0f) scale_elements(column_scale, count, elements);
   }
 }
 

@@ -1,5 +1,6 @@
 #include "kernels/format/expert_packing.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -15,43 +16,67 @@ void check_shape(const char* name, const SourceMatrix& source, uint32_t rows, ui
                               std::to_string(cols) + "]");
 }
 
-PackError pack_matrix(const SourceMatrix& source, const PanelLayout& layout, uint32_t panels, size_t stride,
-                      std::byte* target) {
+void add(PackError& sum, const PackError& error) {
+  sum.squared_error += error.squared_error;
+  sum.squared_reference += error.squared_reference;
+}
+
+PackError pack_range(const SourceMatrix& source, const PanelLayout& layout, const PanelRange& panels,
+                     std::byte* target) {
   PackError sum;
-  const bool exact = packs_exactly(source, layout.format);
-  for (uint32_t panel = 0; panel < panels; ++panel, target += stride) {
-    if (exact) {
-      pack_panel(source, layout, panel, target);
-      continue;
-    }
-    const PackError error = requantise_panel(source, layout, panel, target);
-    sum.squared_error += error.squared_error;
-    sum.squared_reference += error.squared_reference;
+  if (packs_exactly(source, layout.format)) {
+    pack_panels(source, layout, panels, target);
+    return sum;
+  }
+  for (uint32_t i = 0; i < panels.count; ++i) {
+    add(sum, requantise_panel(source, layout, panels.first + i, target + i * panels.target_stride));
   }
   return sum;
 }
 
+PackError pack_named(const char* name, const SourceMatrix& source, const PanelLayout& layout, const PanelRange& panels,
+                     std::byte* target) {
+  try {
+    return pack_range(source, layout, panels, target);
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(std::string(name) + ": " + error.what());
+  }
+}
+
 }  // namespace
 
-PackError pack_expert(const ExpertLayout& layout, const ExpertSource& source, std::byte* target) {
+uint32_t expert_parts(const ExpertLayout& layout) { return layout.intermediate_blocks + layout.down_panels; }
+
+PackError pack_expert_parts(const ExpertLayout& layout, const ExpertSource& source, uint32_t begin, uint32_t end,
+                            std::byte* target) {
+  if (begin > end || end > expert_parts(layout)) {
+    throw std::invalid_argument("parts " + std::to_string(begin) + " to " + std::to_string(end) + " of an expert of " +
+                                std::to_string(expert_parts(layout)));
+  }
   if (layout.gated) check_shape("gate", source.gate, layout.intermediate_size, layout.hidden_size);
   check_shape("up", source.up, layout.intermediate_size, layout.hidden_size);
   check_shape("down", source.down, layout.hidden_size, layout.intermediate_size);
   PackError sum;
-  auto add = [&](const PackError& error) {
-    sum.squared_error += error.squared_error;
-    sum.squared_reference += error.squared_reference;
-  };
-  const size_t stride = layout.panels_per_column_block * layout.gate_up.panel_bytes;
-  std::byte* up = target;
-  if (layout.gated) {
-    add(pack_matrix(source.gate, layout.gate_up, layout.intermediate_blocks, stride, target));
-    up += layout.gate_up.panel_bytes;
+  const uint32_t blocks_end = std::min(end, layout.intermediate_blocks);
+  if (begin < blocks_end) {
+    const size_t block_bytes = layout.panels_per_column_block * layout.gate_up.panel_bytes;
+    const PanelRange panels{begin, blocks_end - begin, block_bytes};
+    std::byte* const blocks = target + begin * block_bytes;
+    if (layout.gated) add(sum, pack_named("gate", source.gate, layout.gate_up, panels, blocks));
+    add(sum, pack_named("up", source.up, layout.gate_up, panels,
+                        blocks + (layout.panels_per_column_block - 1) * layout.gate_up.panel_bytes));
   }
-  add(pack_matrix(source.up, layout.gate_up, layout.intermediate_blocks, stride, up));
-  add(pack_matrix(source.down, layout.down, layout.down_panels, layout.down.panel_bytes,
-                  target + layout.down_offset));
+  if (end > layout.intermediate_blocks) {
+    const uint32_t first = std::max(begin, layout.intermediate_blocks) - layout.intermediate_blocks;
+    const PanelRange panels{first, end - layout.intermediate_blocks - first, layout.down.panel_bytes};
+    std::byte* const down = target + layout.down_offset + first * layout.down.panel_bytes;
+    add(sum, pack_named("down", source.down, layout.down, panels, down));
+  }
   return sum;
+}
+
+PackError pack_expert(const ExpertLayout& layout, const ExpertSource& source, std::byte* target) {
+  return pack_expert_parts(layout, source, 0, expert_parts(layout), target);
 }
 
 }  // namespace moebius

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "kernels/format/panel_layout.h"
 #include "kernels/format/requantise.h"
@@ -21,5 +22,12 @@ struct ExpertSource {
 // to squared_error, and to squared_reference nothing either. Throws std::invalid_argument naming the matrix when
 // a shape differs or a format can not be made. Callable from several threads.
 PackError pack_expert(const ExpertLayout& layout, const ExpertSource& source, std::byte* target);
+
+// The same in parts, for threads that share one expert: part i < intermediate_blocks is a column block (its gate
+// and up panels), the others are one down panel each. `target` is the expert's begin. Parts that share cache
+// lines of the source are neighbours, so ranges of 8 and more are best.
+uint32_t expert_parts(const ExpertLayout& layout);
+PackError pack_expert_parts(const ExpertLayout& layout, const ExpertSource& source, uint32_t begin, uint32_t end,
+                            std::byte* target);
 
 }  // namespace moebius

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "kernels/format/source_access.h"
+#include "kernels/format/transpose_words.h"
 
 namespace moebius {
 namespace {
@@ -25,7 +26,7 @@ void store_scale(const SourceMatrix& source, ScaleType type, uint32_t row, uint3
   std::memcpy(target, &scale, sizeof(scale));
 }
 
-void pack_group_scales(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target) {
+void pack_any_scales(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target) {
   const ScaleType type = layout.format.scale;
   const size_t bytes = scale_bytes(type);
   const uint32_t width = layout.format.panel_scale ? 1 : kPanelColumns;
@@ -36,11 +37,70 @@ void pack_group_scales(const SourceMatrix& source, const PanelLayout& layout, Co
   }
 }
 
-void pack_zeros(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target) {
+// Scales whose groups are neighbours, one row for each column: transposed as words of 4 / sizeof(T) groups.
+template <class T>
+void transpose_scales(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target) {
+  constexpr uint32_t kPerWord = 4 / sizeof(T);
+  constexpr uint32_t kTileGroups = 16 * kPerWord;
+  const auto* scales = static_cast<const T*>(source.scales);
+  for (uint32_t begin = 0; begin < layout.groups; begin += kTileGroups) {
+    const uint32_t count = std::min(kTileGroups, layout.groups - begin);
+    alignas(64) T staged[kPanelColumns][kTileGroups] = {};
+    alignas(64) uint32_t lines[16][kPanelColumns];
+    const std::byte* rows[kPanelColumns];
+    for (uint32_t column = 0; column < kPanelColumns; ++column) {
+      rows[column] = reinterpret_cast<const std::byte*>(staged[column]);
+      if (column >= columns.count) continue;
+      const T* row = scales + source_scale_index(source, columns.begin + column, begin);
+      if (count == kTileGroups) rows[column] = reinterpret_cast<const std::byte*>(row);
+      else std::memcpy(staged[column], row, count * sizeof(T));
+    }
+    transpose_words(rows, 16, false, reinterpret_cast<std::byte*>(lines));
+    for (uint32_t group = 0; group < count; ++group) {
+      alignas(16) T values[kPanelColumns];
+      const uint32_t shift = group % kPerWord * 8 * sizeof(T);
+      for (uint32_t column = 0; column < kPanelColumns; ++column) {
+        values[column] = static_cast<T>(lines[group / kPerWord][column] >> shift);
+      }
+      std::memcpy(target + size_t{begin + group} * sizeof(values), values, sizeof(values));
+    }
+  }
+}
+
+// Scales whose rows are neighbours.
+void copy_scales(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target) {
+  const size_t bytes = scale_bytes(layout.format.scale);
+  const auto* scales = static_cast<const std::byte*>(source.scales);
   for (uint32_t group = 0; group < layout.groups; ++group) {
+    const ptrdiff_t index = source_scale_index(source, columns.begin, group);
+    std::memcpy(target + group * kPanelColumns * bytes, scales + index * static_cast<ptrdiff_t>(bytes),
+                columns.count * bytes);
+  }
+}
+
+void pack_group_scales(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target) {
+  if (source.scale_type != layout.format.scale || layout.format.panel_scale || source.scale_rows != 1) {
+    return pack_any_scales(source, layout, columns, target);
+  }
+  if (source.scale_row_stride == 1) return copy_scales(source, layout, columns, target);
+  if (source.scale_group_stride != 1) return pack_any_scales(source, layout, columns, target);
+  switch (scale_bytes(source.scale_type)) {
+    case 1: return transpose_scales<uint8_t>(source, layout, columns, target);
+    case 2: return transpose_scales<uint16_t>(source, layout, columns, target);
+    default: return transpose_scales<uint32_t>(source, layout, columns, target);
+  }
+}
+
+void pack_zeros(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target) {
+  if (source.zeros == nullptr) {
+    std::memset(target, 8, size_t{layout.groups} * kPanelColumns);
+    return;
+  }
+  for (uint32_t group = 0; group < layout.groups; ++group) {
+    std::byte* const zeros = target + size_t{group} * kPanelColumns;
     for (uint32_t column = 0; column < kPanelColumns; ++column) {
       const uint32_t zero = column < columns.count ? source_zero(source, columns.begin + column, group) : 8;
-      target[size_t{group} * kPanelColumns + column] = static_cast<std::byte>(zero);
+      zeros[column] = static_cast<std::byte>(zero);
     }
   }
 }
