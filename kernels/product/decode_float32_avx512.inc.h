@@ -151,3 +151,7 @@ struct NibbleDecoder : PlainRow {
 
   __m512 table;
 };
+
+using Int4Decoder = NibbleDecoder<false>;
+using Int4ZerosDecoder = NibbleDecoder<true>;
+using Float4Decoder = NibbleDecoder<false>;

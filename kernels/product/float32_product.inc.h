@@ -85,7 +85,7 @@ struct Block {
   template <int... kSteps>
   [[gnu::always_inline]] void multiply_unit(const std::byte* source, Vec zero, size_t k, Vec (&chains)[kRows][2],
                                             std::integer_sequence<int, kSteps...>) {
-    const typename Decoder::Unit unit = Decoder::load(source, zero);
+    const typename Decoder::Unit unit = decoder.load(source, zero);
     (multiply_step<kSteps>(decoder.template value<kSteps>(unit), k, chains), ...);
   }
 
@@ -183,8 +183,8 @@ void run_float32(const ProductWork& work) {
     case Code::kFloat16: return run<Float16Decoder>(work);
     case Code::kFloat8: return run<Float8Decoder>(work);
     case Code::kInt8: return run<Int8Decoder>(work);
-    case Code::kInt4: return format.zeros ? run<NibbleDecoder<true>>(work) : run<NibbleDecoder<false>>(work);
-    case Code::kFloat4: return run<NibbleDecoder<false>>(work);
+    case Code::kInt4: return format.zeros ? run<Int4ZerosDecoder>(work) : run<Int4Decoder>(work);
+    case Code::kFloat4: return run<Float4Decoder>(work);
   }
 }
 

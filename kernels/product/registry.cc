@@ -65,6 +65,9 @@ const ProductKernel& product_by_name(const char* name) {
                               allowed);
 }
 
-const VectorKernels& vector_kernels(Isa) { return vector_kernels_scalar(); }
+const VectorKernels& vector_kernels(Isa isa) {
+  if (isa >= Isa::kAvx512) return vector_kernels_avx512();
+  return isa == Isa::kAvx2 ? vector_kernels_avx2() : vector_kernels_scalar();
+}
 
 }  // namespace moebius
