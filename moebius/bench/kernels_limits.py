@@ -61,8 +61,8 @@ def patterns(huge_pages: bool) -> list[ReadPattern]:
 class BandwidthLimit:
     """Best read bandwidth seen so far, bytes per second, of `cpus` at instruction-set level `isa`."""
 
-    def __init__(self, isa: str, cpus: Sequence[int], nbytes: int, passes: int = PASSES) -> None:
-        """Measures every pattern `passes` times over `nbytes`.
+    def __init__(self, isa: str, cpus: Sequence[int], nbytes: int) -> None:
+        """Measures every pattern over a buffer of `nbytes`, PASSES times.
 
         Raises:
             ValueError: a cpu can not be used, or the level does not exist here.
@@ -75,7 +75,7 @@ class BandwidthLimit:
                 isa=isa, cpus=list(cpus), nbytes=nbytes, huge_pages=huge_pages
             )
             # In turn, so that a disturbance does not hit one pattern only.
-            for _ in range(passes):
+            for _ in range(PASSES):
                 self._measure(patterns(huge_pages))
 
     def refresh(self) -> float:
@@ -116,9 +116,8 @@ class BandwidthLimit:
 class PeakLimit:
     """Best operations per second seen so far of every unit that level `isa` has on `cpus`."""
 
-    def __init__(self, isa: str, cpus: Sequence[int], seconds: float = PEAK_SECONDS) -> None:
+    def __init__(self, isa: str, cpus: Sequence[int]) -> None:
         self._cpus = list(cpus)
-        self._seconds = seconds
         self._row_types = dict(_kernels.peak_units(isa))
         self.speeds = {unit: self._measure(unit) for unit in self._row_types}
 
@@ -137,7 +136,7 @@ class PeakLimit:
         return self.speeds[unit], unit
 
     def _measure(self, unit: str) -> float:
-        return _kernels.measure_peak(unit, cpus=self._cpus, seconds=self._seconds)
+        return _kernels.measure_peak(unit, cpus=self._cpus, seconds=PEAK_SECONDS)
 
 
 def row_type_of(weight_format: str) -> str:
