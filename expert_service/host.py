@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import numpy.typing as npt
 import structlog
 
-from expert_service.loader import load_experts, open_layout, stored_dtype
+from expert_service.load_plan import LoadPlan, plan_load
+from expert_service.loader import LoadedLayer, load_experts
 from expert_service.placement import Placement
 from expert_service.slicing import ExpertSlice, SliceRequest, plan_slice
 from moebius.checkpoint.moe_config import MoeGeometry
@@ -29,6 +30,20 @@ class AlreadyLoaded(RuntimeError):
     """A process holds one slice for its whole life."""
 
 
+class RequantiseError(ValueError):
+    """Requantising changed the weights of a layer by more than the configuration allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """How this process loads, whoever asks; filled from the configuration."""
+
+    # Largest relative error of a layer's weights, see `LoadedLayer`.
+    max_requantise_error: float = 0.15
+    # Measure which kernel is fastest for how many rows before serving.
+    calibrate_kernels: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedSlice:
     """What is loaded; filled by `ExpertHost.load`."""
@@ -36,9 +51,12 @@ class LoadedSlice:
     request: SliceRequest
     model: MoeGeometry
     part: ExpertSlice
-    weight_dtype: str
+    # Packed formats, as kernels/format/weight_format.h names them.
+    weight_format: str
     engine: ExpertEngine
     seconds: float
+    # Relative error of requantising, by layer; 0 for layers packed exactly.
+    relative_errors: Mapping[int, float]
 
 
 class ExpertHost:
@@ -53,8 +71,10 @@ class ExpertHost:
         placement: Placement,
         on_engine: Callable[[ExpertEngine, MoeGeometry, SliceRequest], None],
         on_loaded: Callable[[], None],
+        settings: LoadSettings | None = None,
     ) -> None:
         self.placement = placement
+        self._settings = settings or LoadSettings()
         self._on_engine = on_engine
         self._on_loaded = on_loaded
         self._loading = threading.Lock()
@@ -78,7 +98,7 @@ class ExpertHost:
         """Pack a slice and begin to serve. Blocks for as long as the disk takes.
 
         Raises AlreadyLoaded, CheckpointError or ValueError naming the tensor, key or setting,
-        MailboxError when the mailbox does not fit, LoadCancelled.
+        MailboxError when the mailbox does not fit, RequantiseError naming the layer, LoadCancelled.
         """
         if not self._loading.acquire(blocking=False):
             raise AlreadyLoaded("a load is running or has run; a process holds one slice for its whole life")
@@ -96,28 +116,75 @@ class ExpertHost:
         model = MoeGeometry.from_config(request.model_path, request.top_k)
         if not model.moe_layers:
             raise ValueError(f"{request.model_path} has no mixture-of-experts layers")
-        part = plan_slice(model, request)
-        layout = open_layout(model, request.model_path)
-        dtype = stored_dtype(model, layout) if request.weight_dtype == "keep" else request.weight_dtype
-        engine = ExpertEngine(
+        plan = plan_load(model, request.model_path, request.weight_dtype)
+        part = plan_slice(model, request, plan.group)
+        engine = self._make_engine(plan, part)
+        self._on_engine(engine, model, request)
+        errors = {
+            done.layer: done.relative_error
+            for done in load_experts(engine, plan, part, lambda: self._cancelled, self.placement.num_threads)
+            if self._accept(done, engine, plan)
+        }
+        if self.placement.numa_node >= 0 and not engine.numa_bound:
+            log.warning("memory could not be bound to the NUMA node", numa_node=self.placement.numa_node)
+        if self._settings.calibrate_kernels:
+            self._calibrate(engine)
+        seconds = time.monotonic() - begin
+        return LoadedSlice(request, model, part, plan.weight_format, engine, seconds, errors)
+
+    def _make_engine(self, plan: LoadPlan, part: ExpertSlice) -> ExpertEngine:
+        model = plan.model
+        return ExpertEngine(
             model.hidden_size,
             part.intermediate_size,
             part.num_experts,
             model.num_layers,
             expert_begin=part.expert_begin,
-            weight_format="bfloat16" if dtype == "bfloat16" else "float32",
+            weight_format=plan.gate_up_formats,
+            down_format=plan.down_formats,
             activation=model.activation,
+            alpha=model.alpha,
+            limit=model.limit,
+            has_bias=plan.has_bias,
             num_threads=self.placement.num_threads,
             cpus=self.placement.cpus,
             numa_node=self.placement.numa_node,
         )
-        self._on_engine(engine, model, request)
-        for layer in load_experts(engine, model, part, layout, lambda: self._cancelled):
-            log.debug("layer packed", layer=layer, packed_bytes=engine.packed_bytes)
-        if self.placement.numa_node >= 0 and not engine.numa_bound:
-            log.warning("memory could not be bound to the NUMA node", numa_node=self.placement.numa_node)
-        seconds = time.monotonic() - begin
-        return LoadedSlice(request, model, part, dtype, engine, seconds)
+
+    def _accept(self, done: LoadedLayer, engine: ExpertEngine, plan: LoadPlan) -> bool:
+        """Log the layer. Raises RequantiseError when its weights were changed too much; NaN is too much."""
+        log.info(
+            "layer packed",
+            layer=done.layer,
+            of=plan.model.num_layers,
+            format=plan.gate_up_formats[done.layer],
+            relative_error=round(done.relative_error, 6),
+            source_bytes=done.source_bytes,
+            packed_bytes=engine.packed_bytes,
+        )
+        limit = self._settings.max_requantise_error
+        if not done.relative_error <= limit:
+            raise RequantiseError(
+                f"layer {done.layer}: requantising to {plan.gate_up_formats[done.layer]} changed its "
+                f"experts by {done.relative_error:.4f} (relative, root mean square); "
+                f"--max-requantise-error allows {limit}"
+            )
+        return True
+
+    def _calibrate(self, engine: ExpertEngine) -> None:
+        begin = time.monotonic()
+        engine.calibrate()
+        log.info("kernels calibrated", seconds=round(time.monotonic() - begin, 3))
+        for row in engine.plan():
+            log.info(
+                "kernel plan",
+                matrix=row.matrix,
+                format=row.format,
+                row_type=row.row_type,
+                rows=[row.rows_from, row.rows_to],
+                kernel=row.kernel,
+                nanoseconds=round(row.nanoseconds),
+            )
 
     def forward(
         self,

@@ -1,126 +1,166 @@
-"""Streams one slice of the experts from safetensors into the packed form: read, pack, free.
+"""Streams one slice of the experts from safetensors into the packed form: read, pack, use the memory again.
 
-At no time is more than one expert's slice held besides the packed weights: reads are `pread` into
-buffers of that size (see `moebius.checkpoint.reader`), which die before the next expert is read.
+Several threads each read an expert and pack it; Python's lock is free while files are read and while kernels
+pack. Besides the packed weights there is at most one expert's slice per thread.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
+from expert_service.load_plan import LoadPlan
 from expert_service.slicing import ExpertSlice
-from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_layouts import ExpertSources, LocatedLayout, MatrixSource
-from moebius.checkpoint.index import CheckpointIndex
-from moebius.checkpoint.moe_config import MoeGeometry
-from moebius.checkpoint.reader import SliceReader
-from moebius.checkpoint.rules import find_layout, is_routed_expert
-from moebius.kernels import ExpertEngine
-
-PACKABLE = ("F32", "BF16", "F16")
+from moebius.checkpoint.expert_checkpoint import ExpertMatrices
+from moebius.checkpoint.reusing_reader import ReusingReader
+from moebius.kernels import ExpertEngine, LoadError
+from moebius.kernels_source import SourceMatrix
 
 
 class LoadCancelled(Exception):
     """The process was asked to stop while it loaded."""
 
 
-def open_layout(model: MoeGeometry, model_path: str) -> LocatedLayout:
-    """Find the experts and check all of them, this server's or not, before anything is read.
+@dataclass(frozen=True, slots=True)
+class LoadedLayer:
+    """A layer whose experts are all packed; filled by `load_experts`."""
 
-    Raises CheckpointError naming the first tensor that is missing, mis-shaped, of a type that can not be
-    packed, or that belongs to an expert the configuration does not know.
-    """
-    layout = find_layout(CheckpointIndex.open(model_path), model.model_type)
-    used: set[str] = set()
-    for layer in model.moe_layers:
-        for expert in range(model.num_experts):
-            sources = layout.tensors(layer, expert)
-            _check_expert(model, sources)
-            used |= {source.tensor.name for source in (sources.gate, sources.up, sources.down)}
-    _check_unused(model, layout, used)
-    return layout
+    layer: int
+    # Bytes read for it.
+    source_bytes: int
+    # Root of the squared error over the squared weights, of the matrices that were rounded; 0 when none was.
+    relative_error: float
 
 
-def stored_dtype(model: MoeGeometry, layout: LocatedLayout) -> str:
-    """The checkpoint's own expert type, as an engine can hold it: "float32" or "bfloat16"."""
-    dtype = layout.source(model.moe_layers[0], 0, "gate").tensor.dtype
-    return "bfloat16" if dtype == "BF16" else "float32"
+@dataclass
+class _LayerSum:
+    """What the threads have done of one layer."""
+
+    missing: int
+    source_bytes: int = 0
+    squared_error: float = 0.0
+    squared_reference: float = 0.0
+
+
+@dataclass
+class _Progress:
+    """Shared by the threads that load; everything but `cancelled` under `changed`."""
+
+    cancelled: Callable[[], bool]
+    work: Iterator[tuple[int, int]]
+    layers: dict[int, _LayerSum]
+    running: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    error: BaseException | None = None
+    stopped: bool = False
+
+    def take(self) -> tuple[int, int] | None:
+        """The next (layer, expert); None at the end, after an error, or when cancelled."""
+        with self.changed:
+            if self.cancelled():
+                self.error = self.error or LoadCancelled()
+            return None if self.error is not None or self.stopped else next(self.work, None)
+
+    def add(self, layer: int, source_bytes: int, error: LoadError) -> None:
+        """One expert is packed."""
+        with self.changed:
+            total = self.layers[layer]
+            total.missing -= 1
+            total.source_bytes += source_bytes
+            total.squared_error += error.squared_error
+            total.squared_reference += error.squared_reference
+            self.changed.notify_all()
+
+    def finish(self, error: BaseException | None) -> None:
+        """A thread ends."""
+        with self.changed:
+            self.running -= 1
+            self.error = self.error or error
+            self.changed.notify_all()
+
+    def stop(self) -> None:
+        """Let the threads end at their next expert."""
+        with self.changed:
+            self.stopped = True
+
+    def wait(self, layer: int) -> LoadedLayer:
+        """Until the layer is complete. Raises what a thread raised, or LoadCancelled."""
+        total = self.layers[layer]
+        with self.changed:
+            self.changed.wait_for(lambda: total.missing == 0 or self.running == 0)
+            if total.missing:
+                raise self.error or LoadCancelled()
+        error = LoadError(total.squared_error, total.squared_reference)
+        return LoadedLayer(layer, total.source_bytes, error.relative)
 
 
 def load_experts(
     engine: ExpertEngine,
-    model: MoeGeometry,
+    plan: LoadPlan,
     part: ExpertSlice,
-    layout: LocatedLayout,
     cancelled: Callable[[], bool],
-) -> Iterator[int]:
-    """Pack every expert of the slice, yielding each layer's number once it is done.
+    num_threads: int = 1,
+) -> Iterator[LoadedLayer]:
+    """Pack every expert of the slice, yielding each layer, in order, once it is done.
 
-    Raises CheckpointError naming a tensor, or LoadCancelled.
+    Raises CheckpointError naming a tensor, ValueError, or LoadCancelled. Closing it ends the threads.
     """
-    neurons = slice(part.intermediate_begin, part.intermediate_end)
-    with SliceReader() as reader:
-        for layer in model.moe_layers:
-            for expert in range(part.expert_begin, part.expert_end):
-                if cancelled():
-                    raise LoadCancelled
-                sources = layout.tensors(layer, expert)
-                engine.load_expert(layer, expert, *_read_expert(reader, sources, neurons))
-            yield layer
-
-
-def _read_expert(reader: SliceReader, sources: ExpertSources, neurons: slice) -> list[npt.NDArray[Any]]:
-    """gate and up `[I, H]`, down `[H, I]` of this slice: all float32, or all bfloat16 bits."""
-    arrays = [
-        sources.gate.read(reader, rows=neurons),
-        sources.up.read(reader, rows=neurons),
-        sources.down.read(reader, cols=neurons),
+    experts = range(part.expert_begin, part.expert_end)
+    layers = plan.model.moe_layers
+    # More threads than a layer has experts would hold sources of several layers.
+    count = max(1, min(num_threads, len(experts)))
+    progress = _Progress(
+        cancelled,
+        itertools.product(layers, experts),
+        {layer: _LayerSum(len(experts)) for layer in layers},
+        count,
+    )
+    threads = [
+        threading.Thread(target=_load, args=(engine, plan, part, progress), name=f"load-{number}")
+        for number in range(count)
     ]
-    stored = [source.tensor.dtype for source in (sources.gate, sources.up, sources.down)]
-    if set(stored) == {"BF16"}:
-        return arrays
-    return [widen(array, dtype) for array, dtype in zip(arrays, stored, strict=True)]
+    for thread in threads:
+        thread.start()
+    try:
+        for layer in layers:
+            yield progress.wait(layer)
+    finally:
+        progress.stop()
+        for thread in threads:
+            thread.join()
 
 
-def widen(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
-    """Stored values as float32, exactly. bfloat16 is float32's upper half."""
-    if dtype == "BF16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float32, copy=False)
+def _load(engine: ExpertEngine, plan: LoadPlan, part: ExpertSlice, progress: _Progress) -> None:
+    """One thread's share: whatever is next."""
+    try:
+        with ReusingReader() as reader:
+            while (item := progress.take()) is not None:
+                layer, expert = item
+                reader.reset()
+                found = plan.checkpoint.expert(layer, expert)
+                error = engine.load_expert(layer, expert, *_read_expert(reader, found, part))
+                progress.add(layer, _source_bytes(found, part, plan), error)
+    except BaseException as error:
+        progress.finish(error)
+    else:
+        progress.finish(None)
 
 
-def _check_expert(model: MoeGeometry, sources: ExpertSources) -> None:
-    wide = (model.moe_intermediate_size, model.hidden_size)
-    _check_matrix(sources.gate, wide)
-    _check_matrix(sources.up, wide)
-    _check_matrix(sources.down, wide[::-1])
+def _read_expert(
+    reader: ReusingReader, found: ExpertMatrices, part: ExpertSlice
+) -> tuple[SourceMatrix, SourceMatrix, SourceMatrix]:
+    """gate and up `[I, H]`, down `[H, I]` of this slice."""
+    neurons = slice(part.intermediate_begin, part.intermediate_end)
+    return (
+        found.gate.read(reader, rows=neurons),
+        found.up.read(reader, rows=neurons),
+        found.down.read(reader, cols=neurons),
+    )
 
 
-def _check_matrix(source: MatrixSource, expected: tuple[int, int]) -> None:
-    tensor = source.tensor
-    if tensor.dtype not in PACKABLE:
-        raise CheckpointError(
-            f"tensor {tensor.name!r} has dtype {tensor.dtype}; allowed for experts: {', '.join(PACKABLE)}"
-        )
-    if source.shape != expected:
-        raise CheckpointError(
-            f"tensor {tensor.name!r} of shape {list(tensor.shape)} gives a matrix {list(source.shape)}; "
-            f"the configuration calls for {list(expected)}"
-        )
-
-
-def _check_unused(model: MoeGeometry, layout: LocatedLayout, used: set[str]) -> None:
-    """An expert tensor nobody asked for, in a layer that the model has: configuration and file differ."""
-    for name in layout.index.tensors:
-        if name in used or not is_routed_expert(name) or not name.startswith(layout.prefix):
-            continue
-        # Layers behind the last are multi-token prediction, which is not served.
-        if int(name.removeprefix(layout.prefix).split(".")[0]) < model.num_layers:
-            raise CheckpointError(
-                f"tensor {name!r} is an expert's, but the configuration has {model.num_experts} experts "
-                f"in layers {list(model.moe_layers)}: it would be left unused"
-            )
+def _source_bytes(found: ExpertMatrices, part: ExpertSlice, plan: LoadPlan) -> int:
+    whole = found.gate.nbytes + found.up.nbytes + found.down.nbytes
+    return math.ceil(whole * part.intermediate_size / plan.model.moe_intermediate_size)

@@ -14,7 +14,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from expert_service.host import ExpertHost
+from expert_service.host import ExpertHost, LoadSettings
 from expert_service.loader import LoadCancelled
 from expert_service.mailbox_service import MailboxService
 from expert_service.metrics import make_registry
@@ -47,7 +47,8 @@ class ExpertProcess:
             {"moebius.expert.server": experts.split_index, "moebius.expert.numa_node": experts.numa_node}
         )
         self._mailbox = MailboxService(config, self._spans)
-        self._host = ExpertHost(place_process(experts), self._mailbox.attach, self._on_loaded)
+        settings = LoadSettings(experts.max_requantise_error, experts.calibrate_kernels)
+        self._host = ExpertHost(place_process(experts), self._mailbox.attach, self._on_loaded, settings)
         self._health = health.HealthServicer()
         self._server = self._make_server()
 
@@ -102,6 +103,7 @@ class ExpertProcess:
                 "experts loaded",
                 experts=[loaded.part.expert_begin, loaded.part.expert_end],
                 intermediate=[loaded.part.intermediate_begin, loaded.part.intermediate_end],
+                format=loaded.weight_format,
                 packed_bytes=loaded.engine.packed_bytes,
                 seconds=round(loaded.seconds, 3),
                 isa=loaded.engine.isa,

@@ -32,11 +32,22 @@ class ExpertCollector(Collector):
         yield GaugeMetricFamily("moebius:expert_packed_bytes", "Bytes of packed weights", engine.packed_bytes)
         yield GaugeMetricFamily("moebius:expert_threads", "Compute threads", engine.num_threads)
         yield GaugeMetricFamily("moebius:expert_load_seconds", "Wall time of the load", loaded.seconds)
+        errors = GaugeMetricFamily(
+            "moebius:expert_requantise_error",
+            "Relative error that requantising made, 0 for layers packed exactly",
+            labels=["layer"],
+        )
+        for layer, error in loaded.relative_errors.items():
+            errors.add_metric([str(layer)], error)
+        yield errors
         yield from _counters(engine.stats())
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("moebius:expert_busy_seconds", "Wall time spent computing", stats.busy_seconds)
+    yield CounterMetricFamily(
+        "moebius:expert_nonfinite_inputs", "Input values that were NaN or infinite", stats.nonfinite_inputs
+    )
     yield CounterMetricFamily(
         "moebius:expert_nonfinite_outputs", "Output values that were NaN or infinite", stats.nonfinite_outputs
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal, NoReturn
+from typing import NoReturn, get_args
 
 import grpc
 
 from expert_service.host import AlreadyLoaded, ExpertHost, LoadedSlice, NotServing
+from expert_service.load_plan import ExpertDtype
 from expert_service.loader import LoadCancelled
 from expert_service.records import decode_request
 from expert_service.slicing import SliceRequest
@@ -106,17 +107,26 @@ def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, error: Exceptio
     raise AssertionError("abort returned") from error
 
 
+def _expert_dtype(request: pb.LoadRequest) -> ExpertDtype:
+    """The newer field wins; the older one knows two types."""
+    if not request.expert_dtype:
+        known: dict[int, ExpertDtype] = {pb.DTYPE_FLOAT32: "float32", pb.DTYPE_BFLOAT16: "bfloat16"}
+        return known.get(request.weight_dtype, "keep")
+    for allowed in get_args(ExpertDtype):
+        if request.expert_dtype == allowed:
+            dtype: ExpertDtype = allowed
+            return dtype
+    raise ValueError(f"expert_dtype is {request.expert_dtype!r}; allowed: {', '.join(get_args(ExpertDtype))}")
+
+
 def _slice_request(request: pb.LoadRequest) -> SliceRequest:
-    dtype: Literal["keep", "float32", "bfloat16"] = "keep"
-    if request.weight_dtype != pb.DTYPE_UNSPECIFIED:
-        dtype = "bfloat16" if request.weight_dtype == pb.DTYPE_BFLOAT16 else "float32"
     return SliceRequest(
         model_path=request.model_path,
         split="expert" if request.split == pb.EXPERT_SPLIT_EXPERT else "tensor",
         split_index=request.split_index,
         split_count=request.split_count or 1,
         split_shares=tuple(request.split_shares),
-        weight_dtype=dtype,
+        weight_dtype=_expert_dtype(request),
         top_k=request.top_k or None,
     )
 
@@ -136,7 +146,12 @@ def _describe(loaded: LoadedSlice, response: pb.InfoResponse) -> None:
     response.intermediate_end = part.intermediate_end
     response.expert_begin = part.expert_begin
     response.expert_end = part.expert_end
-    response.weight_dtype = pb.DTYPE_BFLOAT16 if loaded.weight_dtype == "bfloat16" else pb.DTYPE_FLOAT32
+    known = {"float32": pb.DTYPE_FLOAT32, "bfloat16": pb.DTYPE_BFLOAT16}
+    response.weight_dtype = known.get(loaded.weight_format, pb.DTYPE_UNSPECIFIED)
+    response.weight_format = loaded.weight_format
+    for layer, error in loaded.relative_errors.items():
+        if error:
+            response.requantise_errors.append(pb.LayerError(layer=layer, relative_error=error))
     response.packed_bytes = engine.packed_bytes
     response.isa = engine.isa
     response.num_threads = engine.num_threads
@@ -149,6 +164,7 @@ def _stats(loaded: LoadedSlice) -> pb.StatsResponse:
         rows=stats.rows,
         busy_seconds=stats.busy_seconds,
         nonfinite_outputs=stats.nonfinite_outputs,
+        nonfinite_inputs=stats.nonfinite_inputs,
     )
     before = [0] * loaded.part.expert_begin
     behind = [0] * (loaded.model.num_experts - loaded.part.expert_end)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from expert_service.load_plan import ExpertDtype
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.split import equal_shares, split_bounds
 from moebius.config import MoebiusConfig
@@ -24,8 +26,8 @@ class SliceRequest:
     split_count: int = 1
     # Relative share of each server; empty: equal.
     split_shares: tuple[int, ...] = ()
-    # "keep": the checkpoint's own, float16 becoming float32.
-    weight_dtype: Literal["keep", "float32", "bfloat16"] = "keep"
+    # "keep": the checkpoint's own format, layer by layer.
+    weight_dtype: ExpertDtype = "keep"
     # None: the checkpoint's own.
     top_k: int | None = None
 
@@ -64,8 +66,11 @@ class ExpertSlice:
         return self.intermediate_end - self.intermediate_begin
 
 
-def plan_slice(model: MoeGeometry, request: SliceRequest) -> ExpertSlice:
-    """The slice of `request.split_index`. Raises ValueError naming the setting."""
+def plan_slice(model: MoeGeometry, request: SliceRequest, group: int = 1) -> ExpertSlice:
+    """The slice of `request.split_index`; `group` neurons share scales and stay together.
+
+    Raises ValueError naming the setting.
+    """
     if request.split_count < 1 or not 0 <= request.split_index < request.split_count:
         raise ValueError(
             f"split_index is {request.split_index}, split_count {request.split_count}; "
@@ -75,6 +80,20 @@ def plan_slice(model: MoeGeometry, request: SliceRequest) -> ExpertSlice:
     if request.split == "expert":
         begin, end = split_bounds(model.num_experts, shares)[request.split_index]
         return ExpertSlice(begin, end, 0, model.moe_intermediate_size)
-    bounds = split_bounds(model.moe_intermediate_size, shares, INTERMEDIATE_MULTIPLE)
-    begin, end = bounds[request.split_index]
+    begin, end = split_bounds(model.moe_intermediate_size, shares, _multiple(model, len(shares), group))[
+        request.split_index
+    ]
     return ExpertSlice(0, model.num_experts, begin, end)
+
+
+def _multiple(model: MoeGeometry, servers: int, group: int) -> int:
+    """Where neurons may be divided. Raises ValueError when groups would have to be cut."""
+    size = model.moe_intermediate_size
+    if group > 1 and servers > 1 and size // group < servers:
+        raise ValueError(
+            f"split_count is {servers}, but the {size} neurons of an expert are quantised in groups of "
+            f"{group} that can not be divided: allowed are at most {max(1, size // group)} servers, "
+            "or expert_split 'expert'"
+        )
+    wanted = math.lcm(INTERMEDIATE_MULTIPLE, group)
+    return wanted if size // wanted >= servers else group

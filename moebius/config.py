@@ -99,8 +99,17 @@ class ExpertConfig(Section):
     split_index: int = Field(default=0, ge=0, description="Which share this expert process holds")
     split_count: int = Field(default=1, ge=1, description="Number of shares")
     split_shares: tuple[int, ...] = Field(default=(), description="Relative size of each share; empty: equal")
-    expert_dtype: Literal["keep", "float32", "bfloat16"] = Field(
-        default="keep", description="Type experts are packed in"
+    expert_dtype: Literal["keep", "float32", "bfloat16", "int8", "int4"] = Field(
+        default="keep",
+        description="Type experts are packed in; keep: the checkpoint's own, others requantise while loading",
+    )
+    # Normal weights lose 0.08 as int4 in groups of 32 and 0.008 as int8; what loses twice as much is not fit
+    # to be requantised.
+    max_requantise_error: float = Field(
+        default=0.15, ge=0, description="Largest relative error that requantising a layer may make"
+    )
+    calibrate_kernels: bool = Field(
+        default=True, description="Measure at load which kernel is fastest for how many rows"
     )
     expert_threads: int = Field(
         default=0, ge=0, description="Worker threads per expert process; 0: from the cores allowed"

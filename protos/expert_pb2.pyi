@@ -26,7 +26,7 @@ EXPERT_SPLIT_TENSOR: ExpertSplit
 EXPERT_SPLIT_EXPERT: ExpertSplit
 
 class LoadRequest(_message.Message):
-    __slots__ = ("model_path", "split", "split_index", "split_count", "split_shares", "weight_dtype", "top_k")
+    __slots__ = ("model_path", "split", "split_index", "split_count", "split_shares", "weight_dtype", "top_k", "expert_dtype")
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     SPLIT_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class LoadRequest(_message.Message):
     SPLIT_SHARES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     model_path: str
     split: ExpertSplit
     split_index: int
@@ -41,7 +42,8 @@ class LoadRequest(_message.Message):
     split_shares: _containers.RepeatedScalarFieldContainer[int]
     weight_dtype: DType
     top_k: int
-    def __init__(self, model_path: _Optional[str] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., split_shares: _Optional[_Iterable[int]] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., top_k: _Optional[int] = ...) -> None: ...
+    expert_dtype: str
+    def __init__(self, model_path: _Optional[str] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., split_shares: _Optional[_Iterable[int]] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., top_k: _Optional[int] = ..., expert_dtype: _Optional[str] = ...) -> None: ...
 
 class LoadResponse(_message.Message):
     __slots__ = ("packed_bytes", "seconds")
@@ -51,12 +53,20 @@ class LoadResponse(_message.Message):
     seconds: float
     def __init__(self, packed_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class LayerError(_message.Message):
+    __slots__ = ("layer", "relative_error")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    relative_error: float
+    def __init__(self, layer: _Optional[int] = ..., relative_error: _Optional[float] = ...) -> None: ...
+
 class InfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("version", "abi_version", "model_path", "hidden_size", "num_layers", "num_experts", "top_k", "split", "split_index", "split_count", "intermediate_begin", "intermediate_end", "expert_begin", "expert_end", "weight_dtype", "packed_bytes", "isa", "num_threads", "numa_node", "cpus", "pid")
+    __slots__ = ("version", "abi_version", "model_path", "hidden_size", "num_layers", "num_experts", "top_k", "split", "split_index", "split_count", "intermediate_begin", "intermediate_end", "expert_begin", "expert_end", "weight_dtype", "packed_bytes", "isa", "num_threads", "numa_node", "cpus", "pid", "weight_format", "requantise_errors")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ABI_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +88,8 @@ class InfoResponse(_message.Message):
     NUMA_NODE_FIELD_NUMBER: _ClassVar[int]
     CPUS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    REQUANTISE_ERRORS_FIELD_NUMBER: _ClassVar[int]
     version: str
     abi_version: int
     model_path: str
@@ -99,7 +111,9 @@ class InfoResponse(_message.Message):
     numa_node: int
     cpus: _containers.RepeatedScalarFieldContainer[int]
     pid: int
-    def __init__(self, version: _Optional[str] = ..., abi_version: _Optional[int] = ..., model_path: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., intermediate_begin: _Optional[int] = ..., intermediate_end: _Optional[int] = ..., expert_begin: _Optional[int] = ..., expert_end: _Optional[int] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., packed_bytes: _Optional[int] = ..., isa: _Optional[str] = ..., num_threads: _Optional[int] = ..., numa_node: _Optional[int] = ..., cpus: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ...) -> None: ...
+    weight_format: str
+    requantise_errors: _containers.RepeatedCompositeFieldContainer[LayerError]
+    def __init__(self, version: _Optional[str] = ..., abi_version: _Optional[int] = ..., model_path: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., intermediate_begin: _Optional[int] = ..., intermediate_end: _Optional[int] = ..., expert_begin: _Optional[int] = ..., expert_end: _Optional[int] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., packed_bytes: _Optional[int] = ..., isa: _Optional[str] = ..., num_threads: _Optional[int] = ..., numa_node: _Optional[int] = ..., cpus: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., weight_format: _Optional[str] = ..., requantise_errors: _Optional[_Iterable[_Union[LayerError, _Mapping]]] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
@@ -118,18 +132,20 @@ class LayerStats(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., expert_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("calls", "rows", "busy_seconds", "layers", "nonfinite_outputs")
+    __slots__ = ("calls", "rows", "busy_seconds", "layers", "nonfinite_outputs", "nonfinite_inputs")
     CALLS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    NONFINITE_INPUTS_FIELD_NUMBER: _ClassVar[int]
     calls: int
     rows: int
     busy_seconds: float
     layers: _containers.RepeatedCompositeFieldContainer[LayerStats]
     nonfinite_outputs: int
-    def __init__(self, calls: _Optional[int] = ..., rows: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerStats, _Mapping]]] = ..., nonfinite_outputs: _Optional[int] = ...) -> None: ...
+    nonfinite_inputs: int
+    def __init__(self, calls: _Optional[int] = ..., rows: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerStats, _Mapping]]] = ..., nonfinite_outputs: _Optional[int] = ..., nonfinite_inputs: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_ms",)

@@ -1,4 +1,4 @@
-"""The reference: experts computed in this process by torch in float32, weights straight from the checkpoint.
+"""The reference: experts computed in this process by torch in float32, straight from the checkpoint.
 
 Slow and memory-hungry on purpose: it is what the expert servers are compared with, and it lets the engine
 run without any.
@@ -7,9 +7,10 @@ run without any.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -20,16 +21,45 @@ from gpu_service.experts.client import (
     Ticket,
     make_ticket,
 )
-from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_layouts import LocatedLayout, MatrixSource
-from moebius.checkpoint.index import CheckpointIndex
+from moebius import _kernels
+from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
+from moebius.checkpoint.expert_matrices import ExpertMatrix
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
-from moebius.checkpoint.rules import find_layout
 
-WeightDtype = Literal["keep", "float32", "bfloat16"]
-Expert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+WeightDtype = Literal["keep", "float32", "bfloat16", "int8", "int4"]
+# Packed formats whose rounding the reference repeats; "keep" and "float32" lose nothing.
+_ROUNDED: Mapping[WeightDtype, str] = {"bfloat16": "bfloat16", "int8": "int8", "int4": "int4_g32"}
+
+
+def _silu(gate: torch.Tensor, up: torch.Tensor, geometry: MoeGeometry) -> torch.Tensor:
+    return functional.silu(gate) * up
+
+
+def _gpt_oss(gate: torch.Tensor, up: torch.Tensor, geometry: MoeGeometry) -> torch.Tensor:
+    gate = gate.clamp(max=geometry.limit)
+    up = up.clamp(-geometry.limit, geometry.limit)
+    return (up + 1) * gate * torch.sigmoid(geometry.alpha * gate)
+
+
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor, MoeGeometry], torch.Tensor]] = {
+    "silu": _silu,
+    "gpt_oss": _gpt_oss,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """`x @ weight.T + bias`; filled by `LocalExpertClient._linear`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return functional.linear(rows, self.weight, self.bias)
+
+
+Expert = tuple[_Linear, _Linear, _Linear]
 
 
 class LocalExpertClient(ExpertClient):
@@ -41,7 +71,7 @@ class LocalExpertClient(ExpertClient):
         self.geometry = geometry
         self._dtype = dtype
         self._weight_dtype = weight_dtype
-        self._layout: LocatedLayout = find_layout(CheckpointIndex.open(model_path), geometry.model_type)
+        self._checkpoint = ExpertCheckpoint.open(model_path, geometry)
         self._experts: dict[tuple[int, int], Expert] = {}
         self._stats = ExpertClientStats(compute_seconds=(0.0,))
 
@@ -52,7 +82,7 @@ class LocalExpertClient(ExpertClient):
         return make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
 
     def collect(self, ticket: Ticket) -> torch.Tensor:
-        """See `ExpertClient.collect`: the sum over chosen experts of weight · down(silu(gate(x)) · up(x))."""
+        """See `ExpertClient.collect`: the sum over chosen experts e of weight[e] · expert e's output."""
         begin = time.perf_counter()
         hidden_states = ticket.hidden_states.float()
         output = torch.zeros_like(hidden_states)
@@ -66,8 +96,8 @@ class LocalExpertClient(ExpertClient):
             gate, up, down = self._expert(ticket.layer, expert)
             rows, choices = (ticket.topk_ids == expert).nonzero(as_tuple=True)
             chosen = hidden_states[rows]
-            neurons = functional.silu(chosen @ gate.T) * (chosen @ up.T)
-            output.index_add_(0, rows, (neurons @ down.T) * ticket.topk_weights[rows, choices, None])
+            neurons = _ACTIVATIONS[self.geometry.activation](gate(chosen), up(chosen), self.geometry)
+            output.index_add_(0, rows, down(neurons) * ticket.topk_weights[rows, choices, None])
         seconds = time.perf_counter() - begin
         counters = self._stats
         self._stats = ExpertClientStats(
@@ -79,28 +109,29 @@ class LocalExpertClient(ExpertClient):
         return output
 
     def _expert(self, layer: int, expert: int) -> Expert:
-        """gate and up `[I, H]`, down `[H, I]`, float32, after rounding to the weights' dtype."""
+        """gate and up `[I, H]`, down `[H, I]`, float32, after rounding to the weights' type."""
         key = (layer, expert)
         if key not in self._experts:
-            sources = self._layout.tensors(layer, expert)
+            found = self._checkpoint.expert(layer, expert)
             with SliceReader() as reader:
                 self._experts[key] = (
-                    self._matrix(reader, sources.gate),
-                    self._matrix(reader, sources.up),
-                    self._matrix(reader, sources.down),
+                    self._linear(reader, found.gate),
+                    self._linear(reader, found.up),
+                    self._linear(reader, found.down),
                 )
         return self._experts[key]
 
-    def _matrix(self, reader: SliceReader, source: MatrixSource) -> torch.Tensor:
-        tensor = source.tensor
-        stored = _STORED.get(tensor.dtype)
-        if stored is None:
-            allowed = ", ".join(_STORED)
-            raise CheckpointError(f"tensor {tensor.name!r} has dtype {tensor.dtype}; allowed: {allowed}")
-        array = source.read(reader)
-        bits = array.view(np.int16) if stored is torch.bfloat16 else array
-        values = torch.from_numpy(bits).view(stored)
-        return (values.to(torch.bfloat16) if self._weight_dtype == "bfloat16" else values).float()
+    def _linear(self, reader: SliceReader, matrix: ExpertMatrix) -> _Linear:
+        source = matrix.read(reader)
+        rounded = _ROUNDED.get(self._weight_dtype)
+        if rounded is None:
+            weight = _kernels.dequantise_matrix(source)
+        else:
+            has_bias = source.bias is not None
+            packed, _, _ = _kernels.requantise_matrix(rounded, source)
+            weight = _kernels.unpack_matrix(rounded, packed, *matrix.shape, has_bias)
+        bias = None if source.bias is None else torch.from_numpy(source.bias)
+        return _Linear(torch.from_numpy(weight), bias)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Always ready."""

@@ -6,6 +6,7 @@ import math
 import os
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ class SliceReader:
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
 
-    def __enter__(self) -> SliceReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expert_service.loader import open_layout
+from expert_service.load_plan import plan_load
 from expert_service.slicing import SliceRequest, plan_slice
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.moe_config import MoeGeometry
@@ -51,7 +51,7 @@ def broken(tmp_path: Path, name: str, array: Array | None) -> str:
     """The error of a checkpoint with one tensor replaced (None: dropped)."""
     model = MODEL.write(tmp_path / "model", {name: array})
     with pytest.raises(CheckpointError) as caught:
-        open_layout(MoeGeometry.from_config(model), str(model))
+        plan_load(MoeGeometry.from_config(model), str(model))
     return str(caught.value)
 
 

@@ -1,0 +1,100 @@
+"""What a load will read and in which formats it will pack, checked before anything is read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint, ExpertMatrices, is_ignored
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.checkpoint.rules import is_routed_expert
+
+ExpertDtype = Literal["keep", "float32", "bfloat16", "int8", "int4"]
+# Packed formats of `expert_dtype`; "keep" takes each layer's own.
+REQUANTISED = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "int4_g32"}
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Filled by `plan_load`."""
+
+    checkpoint: ExpertCheckpoint
+    # Packed formats of every decoder layer, dense ones included (which take no memory).
+    gate_up_formats: tuple[str, ...]
+    down_formats: tuple[str, ...]
+    has_bias: bool
+    # The intermediate dimension can be divided at multiples of this: groups and blocks stay whole.
+    group: int
+
+    @property
+    def model(self) -> MoeGeometry:
+        """Of the checkpoint."""
+        return self.checkpoint.model
+
+    @property
+    def weight_format(self) -> str:
+        """For people: the formats of all layers, most layers have one."""
+        names = {self._name(layer) for layer in self.model.moe_layers}
+        return ", ".join(sorted(names))
+
+    def _name(self, layer: int) -> str:
+        gate_up, down = self.gate_up_formats[layer], self.down_formats[layer]
+        return gate_up if gate_up == down else f"{gate_up}/{down}"
+
+
+def plan_load(model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "keep") -> LoadPlan:
+    """Find the experts and check all of them, this server's or not.
+
+    Raises CheckpointError naming the first tensor that is missing, mis-shaped or of a type that can not be
+    packed, a scheme that is not known, experts of one layer in different formats, or a tensor that belongs to
+    an expert the configuration does not know.
+    """
+    checkpoint = ExpertCheckpoint.open(model_path, model)
+    kept: dict[int, tuple[str, str]] = {}
+    used: set[str] = set()
+    groups: set[int] = set()
+    biased: set[bool] = set()
+    for layer in model.moe_layers:
+        for expert in range(model.num_experts):
+            found = checkpoint.expert(layer, expert)
+            formats = (found.gate.packed_format, found.down.packed_format)
+            if kept.setdefault(layer, formats) != formats and expert_dtype == "keep":
+                raise CheckpointError(
+                    f"{found.gate.name!r} and the experts before it in the layer differ in format: "
+                    f"{formats} and {kept[layer]}; requantise them with --expert-dtype"
+                )
+            groups.add(_multiple(found))
+            biased.add(found.has_bias)
+            for matrix in (found.gate, found.up, found.down):
+                used.update(matrix.tensor_names)
+    _check_unused(checkpoint, used)
+    first = kept[model.moe_layers[0]]
+    target = REQUANTISED.get(expert_dtype)
+    formats_of = [(target, target) if target else kept.get(n, first) for n in range(model.num_layers)]
+    return LoadPlan(
+        checkpoint,
+        tuple(gate_up for gate_up, _ in formats_of),
+        tuple(down for _, down in formats_of),
+        any(biased),
+        math.lcm(*groups),
+    )
+
+
+def _multiple(found: ExpertMatrices) -> int:
+    return math.lcm(found.gate.row_multiple, found.up.row_multiple, found.down.col_multiple)
+
+
+def _check_unused(checkpoint: ExpertCheckpoint, used: set[str]) -> None:
+    """An expert tensor nobody asked for, in a layer that the model has: configuration and file differ."""
+    model, prefix = checkpoint.model, checkpoint.layout.prefix
+    for name in checkpoint.layout.index.tensors:
+        if name in used or not is_routed_expert(name) or not name.startswith(prefix) or is_ignored(name):
+            continue
+        # Layers behind the last are multi-token prediction, which is not served.
+        if int(name.removeprefix(prefix).split(".")[0]) < model.num_layers:
+            raise CheckpointError(
+                f"tensor {name!r} is an expert's, but the configuration has {model.num_experts} experts "
+                f"in layers {list(model.moe_layers)}: it would be left unused"
+            )
