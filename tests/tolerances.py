@@ -17,3 +17,25 @@ OP_FLOAT32 = 2e-6
 # Mean error of our bfloat16 logits over transformers' mean error, both against float32 (a ratio; the
 # largest seen on the tiny models is 1.26).
 BFLOAT16_ERROR_RATIO = 1.5
+
+# Products of float32 rows against the unpacked weights in float64; the norm of the difference over the norm.
+PRODUCT_FLOAT32 = 1e-5
+
+# W8A8 products, whose sums are exact, against float64; the largest difference over the largest value.
+PRODUCT_INT8 = 3e-7
+
+# Activations in float32 against float64, relative to each value.
+ACTIVATION_FLOAT32 = 5e-6
+
+# Expert layers against float64, over the largest wanted magnitude: float32 throughout.
+EXPERTS_FLOAT32 = 1e-5
+
+# Root mean square over that of the wanted values: bfloat16 rows, the activation rounded to bfloat16, which
+# costs 1.65e-3 on average; a few rows of narrow experts can lie above, but not above the largest step.
+EXPERTS_BFLOAT16 = 2e-3
+EXPERTS_BFLOAT16_FEW_ROWS = 3.9e-3
+
+# The same for W8A8, rows and activations rounded to 127 steps each: against exact rows, and against rows
+# rounded likewise in float64 (where a value between two steps may fall to the other side).
+EXPERTS_W8A8 = 3e-2
+EXPERTS_W8A8_STEPS = 2e-3

@@ -13,7 +13,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kMatrixBudget{140};
-constexpr int kRepetitions = 3;
+constexpr int kRepetitions = 5;
 constexpr uint32_t kMaxRows = kRowRanges.back();
 constexpr size_t kTaskBytes = size_t{256} << 10;  // of weights, while there are few rows
 constexpr double kTaskOperations = 16e6;          // multiply-adds of a task with many rows

@@ -1,0 +1,170 @@
+"""The two phases put rows, experts and columns where they belong: every number of rows, activation and
+mixture of formats gives what the packed weights mean, whatever kernel the plan takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moebius.kernels import ExpertEngine
+from tests.helpers.moe_golden import Routed, from_bfloat16, random_rows, relative_error, to_bfloat16
+from tests.helpers.packed_experts import Shape, packed_golden, quantised, root_mean_square_error
+from tests.tolerances import (
+    EXPERTS_BFLOAT16,
+    EXPERTS_BFLOAT16_FEW_ROWS,
+    EXPERTS_FLOAT32,
+    EXPERTS_W8A8,
+    EXPERTS_W8A8_STEPS,
+)
+
+ROWS = [1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 33, 64, 100, 300]
+
+
+def rows_of(shape: Shape, count: int, top_k: int = 3) -> Routed:
+    """Ids from -1 to one beyond the last expert: some rows choose nothing held here, some an expert twice."""
+    return random_rows(np.random.default_rng(count), count, shape.hidden, top_k, (-1, shape.experts + 1))
+
+
+def run(engine: ExpertEngine, routed: Routed) -> np.ndarray:
+    return engine.forward(0, routed.hidden_states, routed.topk_ids, routed.topk_weights)
+
+
+def bfloat16_bound(rows: int) -> float:
+    return EXPERTS_BFLOAT16 if rows >= 30 else EXPERTS_BFLOAT16_FEW_ROWS
+
+
+def narrowed(routed: Routed) -> tuple[Routed, np.ndarray]:
+    """The request with rows rounded to bfloat16, and their bits."""
+    bits = to_bfloat16(routed.hidden_states)
+    return Routed(from_bfloat16(bits), routed.topk_ids, routed.topk_weights), bits
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("hidden", [128, 100])  # used in place, or copied and padded
+def test_any_number_of_rows(rows: int, hidden: int) -> None:
+    """float32 rows are exact; bfloat16 rows cost the rounding of the activation at most."""
+    shape = Shape(hidden, 72, 5, "int4_g32", "bfloat16")
+    engine = shape.engine(num_threads=3)
+    routed = rows_of(shape, rows)
+    assert relative_error(run(engine, routed), packed_golden(engine, shape, routed)) <= EXPERTS_FLOAT32
+    narrow, bits = narrowed(routed)
+    output = engine.forward(0, bits, routed.topk_ids, routed.topk_weights)
+    wanted = packed_golden(engine, shape, narrow)
+    assert root_mean_square_error(output, wanted) <= bfloat16_bound(rows)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40, 300])
+def test_float16_rows(rows: int) -> None:
+    """float16 rows are widened exactly."""
+    shape = Shape(96, 40, 4, "fp8_channel", "float32")
+    engine = shape.engine(num_threads=2)
+    routed = rows_of(shape, rows)
+    halves = routed.hidden_states.astype(np.float16)
+    wide = Routed(halves.astype(np.float32), routed.topk_ids, routed.topk_weights)
+    output = engine.forward(0, halves, routed.topk_ids, routed.topk_weights)
+    np.testing.assert_array_equal(output, run(engine, wide))
+    assert relative_error(output, packed_golden(engine, shape, wide)) <= EXPERTS_FLOAT32
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_quantised_rows(rows: int) -> None:
+    """W8A8 computes with rows and activations rounded to their 127 steps, and with nothing coarser.
+
+    Few activations are quantised by each thread, many in a phase of their own: one result.
+    """
+    shape = Shape(200, 120, 5, "int8_w8a8", "int8_w8a8")
+    engine = shape.engine(num_threads=2)
+    routed = rows_of(shape, rows)
+    output = run(engine, routed)
+    stepped = packed_golden(engine, shape, routed, quantised)
+    assert root_mean_square_error(output, stepped) <= EXPERTS_W8A8_STEPS
+    assert root_mean_square_error(output, packed_golden(engine, shape, routed)) <= EXPERTS_W8A8
+    narrow, bits = narrowed(routed)
+    from_bits = engine.forward(0, bits, routed.topk_ids, routed.topk_weights)
+    np.testing.assert_array_equal(from_bits, run(engine, narrow))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "silu_clamped", "gpt_oss", "relu2"])
+def test_activations_and_biases(activation: str, has_bias: bool) -> None:
+    """Every activation, its clamps reached, with and without biases of all three matrices."""
+    shape = Shape(64, 50, 4, "float32", "int8", activation, has_bias, alpha=1.3, limit=0.75)
+    engine = shape.engine(num_threads=2)
+    for rows in (1, 40):
+        routed = rows_of(shape, rows)
+        assert relative_error(run(engine, routed), packed_golden(engine, shape, routed)) <= EXPERTS_FLOAT32
+        narrow, bits = narrowed(routed)
+        output = engine.forward(0, bits, routed.topk_ids, routed.topk_weights)
+        assert root_mean_square_error(output, packed_golden(engine, shape, narrow)) <= bfloat16_bound(rows)
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "down"), [("int8_w8a8", "bfloat16"), ("mxfp4", "int8_w8a8"), ("fp8_block", "nvfp4")]
+)
+def test_mixed_formats(gate_up: str, down: str) -> None:
+    """gate and up in one format and down in another, with rows of different types between them."""
+    shape = Shape(256, 144, 3, gate_up, down)
+    engine = shape.engine(num_threads=2)
+    routed = rows_of(shape, 20)
+    bound = EXPERTS_W8A8 if "int8_w8a8" in (gate_up, down) else EXPERTS_FLOAT32
+    assert root_mean_square_error(run(engine, routed), packed_golden(engine, shape, routed)) <= bound
+
+
+def test_formats_per_layer() -> None:
+    """Each layer has the formats it was given, and its own memory."""
+    engine = ExpertEngine(
+        64, 32, 2, 3, weight_format=["int4_g32", "bfloat16", "int4_g32"], down_format="int8", num_threads=1
+    )
+    for layer in range(3):
+        engine.fill_random(layer, layer)
+    routed = random_rows(np.random.default_rng(0), 7, 64, 2, (0, 2))
+    sizes = [engine.packed_expert(layer, 0).size for layer in range(3)]
+    assert sizes[0] == sizes[2] < sizes[1]
+    for layer, gate_up in enumerate(("int4_g32", "bfloat16", "int4_g32")):
+        alone = ExpertEngine(64, 32, 2, 1, weight_format=gate_up, down_format="int8", num_threads=1)
+        alone.fill_random(0, layer)
+        output = engine.forward(layer, routed.hidden_states, routed.topk_ids, routed.topk_weights)
+        np.testing.assert_array_equal(output, run(alone, routed))
+    assert {(row.matrix, row.format) for row in engine.plan()} == {
+        ("gate_up", "int4_g32"),
+        ("gate_up", "bfloat16"),
+        ("down", "int8"),
+    }
+
+
+def test_output_argument() -> None:
+    """forward writes to the array it is given, all of it, and refuses one that does not fit."""
+    shape = Shape(64, 32, 2, "bfloat16", "bfloat16")
+    engine = shape.engine(num_threads=1)
+    routed = rows_of(shape, 5)
+    arguments = (0, routed.hidden_states, routed.topk_ids, routed.topk_weights)
+    output = np.full((5, 64), np.nan, np.float32)
+    assert engine.forward(*arguments, output) is output
+    np.testing.assert_array_equal(output, engine.forward(*arguments))
+    for wrong in (output[:4], output.astype(np.float64), output.T):
+        with pytest.raises(ValueError, match="output"):
+            engine.forward(*arguments, wrong)
+    output.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        engine.forward(*arguments, output)
+
+
+@pytest.mark.parametrize("rows", [3, 200])
+def test_nonfinite_values_are_counted(rows: int) -> None:
+    """NaN and infinities of inputs and outputs are counted, in every type of request, and handed on."""
+    shape = Shape(100, 40, 4, "bfloat16", "int8")
+    routed = random_rows(np.random.default_rng(0), rows, 100, 2, (0, 4))
+    routed.hidden_states[1, [0, 7, 99]] = np.nan, np.inf, -np.inf
+    with np.errstate(invalid="ignore"):
+        narrow = routed.hidden_states.view(np.uint32) >> 16
+        requests = routed.hidden_states, narrow.astype(np.uint16), routed.hidden_states.astype(np.float16)
+    for rows_as in requests:
+        engine = shape.engine(num_threads=2)
+        output = engine.forward(0, rows_as, routed.topk_ids, routed.topk_weights)
+        assert np.isnan(output[1]).all()
+        assert np.isfinite(np.delete(output, 1, axis=0)).all()
+        assert (engine.stats().nonfinite_inputs, engine.stats().nonfinite_outputs) == (3, 100)
+    quantised_engine = Shape(100, 40, 4, "int8_w8a8", "int8_w8a8").engine(num_threads=2)
+    output = run(quantised_engine, routed)
+    assert np.isnan(output[1]).all()
+    assert np.isfinite(np.delete(output, 1, axis=0)).all()
