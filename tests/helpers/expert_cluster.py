@@ -150,6 +150,11 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+def relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference over that of what is expected."""
+    return float((found - expected).norm() / expected.norm())
+
+
 def freeze(process: subprocess.Popen[bytes]) -> None:
     """SIGSTOP, and waits until no thread of the process runs: on a spare core one could still answer."""
     process.send_signal(signal.SIGSTOP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.local_client import LocalExpertClient
 from moebius.checkpoint.moe_config import MoeGeometry
 from tests.helpers.checkpoints import TinyMoe
-from tests.helpers.expert_cluster import compute, random_routing, relative_error, running_cluster
+from tests.helpers.expert_cluster import (
+    compute,
+    random_routing,
+    relative_error,
+    relative_rms,
+    running_cluster,
+)
+from tests.tolerances import EXPERTS_BFLOAT16
 
 ROWS = (0, 1, 5, 16, 17, 70)
 
@@ -22,7 +30,12 @@ def reference(model: Path, dtype: torch.dtype = torch.float32) -> LocalExpertCli
     return LocalExpertClient(str(model), MoeGeometry.from_config(model), dtype)
 
 
-def check_all_layers(client: ExpertClient, expected: ExpertClient, tolerance: float) -> None:
+def check_all_layers(
+    client: ExpertClient,
+    expected: ExpertClient,
+    tolerance: float,
+    measure: Callable[[torch.Tensor, torch.Tensor], float] = relative_error,
+) -> None:
     """Every MoE layer, at row counts around the slot capacity of 16 and above all slots together."""
     dtype = torch.float32
     for layer in client.geometry.moe_layers:
@@ -31,7 +44,7 @@ def check_all_layers(client: ExpertClient, expected: ExpertClient, tolerance: fl
             found, wanted = compute(client, layer, routing), compute(expected, layer, routing)
             assert found.shape == (rows, client.geometry.hidden_size)
             if rows:
-                assert relative_error(found, wanted) < tolerance, (layer, rows)
+                assert measure(found, wanted) < tolerance, (layer, rows)
 
 
 SPLITS: list[dict[str, Any]] = [
@@ -66,7 +79,7 @@ def test_bfloat16_checkpoint_and_activations(tmp_path: Path) -> None:
     expected = reference(model, torch.bfloat16)
     with running_cluster(model, tmp_path / "run", split_count=2) as cluster:
         mailbox, remote = cluster.client("mailbox"), cluster.client("grpc")
-        check_all_layers(mailbox, expected, 2e-3)
+        check_all_layers(mailbox, expected, EXPERTS_BFLOAT16, relative_rms)
         routing = random_routing(cluster.geometry, 20, dtype=torch.bfloat16)
         assert torch.equal(compute(mailbox, 0, routing), compute(remote, 0, routing))
         remote.close()
