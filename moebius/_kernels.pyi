@@ -94,6 +94,16 @@ def packing_obstacle(format: str, source: SourceMatrix | NDArray[Any]) -> str: .
 def pack_matrix(
     format: str, source: SourceMatrix | NDArray[Any], *, has_bias: bool = False, reference: bool = False
 ) -> NDArray[np.uint8]: ...
+def pack_expert(
+    gate_up_format: str,
+    down_format: str,
+    gate: SourceMatrix | NDArray[Any] | None,
+    up: SourceMatrix | NDArray[Any],
+    down: SourceMatrix | NDArray[Any],
+    *,
+    has_bias: bool = False,
+    parts: int = 1,
+) -> tuple[NDArray[np.uint8], float, float]: ...
 def unpack_matrix(
     format: str, packed: NDArray[np.uint8], rows: int, k: int, has_bias: bool = False
 ) -> NDArray[np.float32]: ...

@@ -5,6 +5,7 @@
 #include "kernels/bindings/bindings.h"
 #include "kernels/bindings/source_arrays.h"
 #include "kernels/format/dequantise.h"
+#include "kernels/format/expert_packing.h"
 #include "kernels/format/format_names.h"
 #include "kernels/format/pack.h"
 #include "kernels/format/unpack.h"
@@ -87,6 +88,35 @@ py::array_t<float> dequantise_matrix(const py::object& source) {
   return result;
 }
 
+// (packed bytes, squared error, squared reference); packed in `parts` pieces, one after the other.
+py::tuple pack_expert_matrices(const std::string& gate_up_format, const std::string& down_format,
+                               const py::object& gate, const py::object& up, const py::object& down, bool has_bias,
+                               int64_t parts) {
+  const SourceArrays up_arrays = read_source(up, "up");
+  const SourceArrays down_arrays = read_source(down, "down");
+  const bool gated = !gate.is_none();
+  const SourceArrays gate_arrays = gated ? read_source(gate, "gate") : SourceArrays{};
+  const ExpertSource source{gate_arrays.matrix, up_arrays.matrix, down_arrays.matrix};
+  const ExpertLayout layout(parse_weight_format(gate_up_format), parse_weight_format(down_format), source.up.cols,
+                            source.up.rows, gated, has_bias);
+  const uint64_t count = positive(parts, "parts");
+  const uint64_t total = expert_parts(layout);
+  Bytes packed(static_cast<py::ssize_t>(layout.expert_bytes));
+  auto* const target = reinterpret_cast<std::byte*>(packed.mutable_data());
+  PackError sum;
+  {
+    const py::gil_scoped_release release;
+    for (uint64_t part = 0; part < count; ++part) {
+      const auto begin = static_cast<uint32_t>(part * total / count);
+      const auto end = static_cast<uint32_t>((part + 1) * total / count);
+      const PackError error = pack_expert_parts(layout, source, begin, end, target);
+      sum.squared_error += error.squared_error;
+      sum.squared_reference += error.squared_reference;
+    }
+  }
+  return py::make_tuple(packed, sum.squared_error, sum.squared_reference);
+}
+
 std::string obstacle(const std::string& format, const py::object& source) {
   return packing_obstacle(read_source(source, "source").matrix, parse_weight_format(format));
 }
@@ -112,6 +142,8 @@ void bind_format(py::module_& m) {
   m.def("packing_obstacle", &obstacle, py::arg("format"), py::arg("source"));
   m.def("pack_matrix", &pack_matrix, py::arg("format"), py::arg("source"), py::kw_only(), py::arg("has_bias") = false,
         py::arg("reference") = false);
+  m.def("pack_expert", &pack_expert_matrices, py::arg("gate_up_format"), py::arg("down_format"), py::arg("gate"),
+        py::arg("up"), py::arg("down"), py::kw_only(), py::arg("has_bias") = false, py::arg("parts") = 1);
   m.def("unpack_matrix", &unpack_matrix, py::arg("format"), py::arg("packed").noconvert(), py::arg("rows"),
         py::arg("k"), py::arg("has_bias") = false);
   m.def("unpack_bias", &unpack_bias, py::arg("format"), py::arg("packed").noconvert(), py::arg("rows"), py::arg("k"));

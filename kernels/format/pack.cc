@@ -26,7 +26,7 @@ Packer packer_of(const SourceMatrix& source, Code code) {
     default: return {pack_lines_row_major, false};
   }
   if (source.col_stride == 1) return {pack_lines_row_major, false};
-  if (source.row_stride == 1 && source.code == code && code_bits(code) >= 8) return {pack_lines_transposed, true};
+  if (source.code == code && code_bits(code) >= 8) return {pack_lines_strided, true};
   return {pack_lines_reference, false};
 }
 

@@ -20,13 +20,27 @@ const std::byte* panel_begin(const SourceMatrix& source, uint32_t panel, uint32_
          size_t{panel} * kPanelColumns / columns_per_unit * source_unit_bytes(source);
 }
 
-// One line from 32 / bits rows of elements: element `column` of row i to bits i * bits of word `column`.
-template <class T>
-void pack_transposed_lines(const std::byte* source, ptrdiff_t stride, uint32_t num_lines, std::byte* target) {
+// Bytes between elements of neighbouring k and of neighbouring columns.
+struct Strides {
+  ptrdiff_t k;
+  ptrdiff_t column;
+};
+
+// One line from 4 / sizeof(T) rows of elements: element `column` of row i to byte i * sizeof(T) of word `column`.
+template <class T, bool kAdjacentColumns>
+void pack_strided_lines(const std::byte* source, Strides stride, uint32_t num_lines, std::byte* target) {
   constexpr uint32_t kPerWord = 4 / sizeof(T);
   for (uint32_t line = 0; line < num_lines; ++line) {
     alignas(64) T elements[kPerWord][kPanelColumns];
-    for (uint32_t i = 0; i < kPerWord; ++i, source += stride) std::memcpy(elements[i], source, sizeof(elements[i]));
+    for (uint32_t i = 0; i < kPerWord; ++i, source += stride.k) {
+      if constexpr (kAdjacentColumns) {
+        std::memcpy(elements[i], source, sizeof(elements[i]));
+      } else {
+        for (uint32_t column = 0; column < kPanelColumns; ++column) {
+          std::memcpy(&elements[i][column], source + column * stride.column, sizeof(T));
+        }
+      }
+    }
     alignas(64) uint32_t words[kPanelColumns];
     for (uint32_t column = 0; column < kPanelColumns; ++column) {
       uint32_t word = 0;
@@ -35,6 +49,12 @@ void pack_transposed_lines(const std::byte* source, ptrdiff_t stride, uint32_t n
     }
     std::memcpy(target + size_t{line} * 64, words, 64);
   }
+}
+
+template <class T>
+void pack_elements(const std::byte* source, Strides stride, uint32_t num_lines, std::byte* target) {
+  if (stride.column == sizeof(T)) return pack_strided_lines<T, true>(source, stride, num_lines, target);
+  pack_strided_lines<T, false>(source, stride, num_lines, target);
 }
 
 // Rows i and i + 4 of a 8 x 8 block of nibbles and so on, in three steps of halving blocks, in every 32-bit lane:
@@ -96,16 +116,19 @@ void pack_lines_gptq(const SourceMatrix& source, const PanelLayout& layout, cons
   pack_lines_reference(source, layout, {lines.panel, whole, lines.end}, target);
 }
 
-void pack_lines_transposed(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
-                           std::byte* target) {
+void pack_lines_strided(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
+                        std::byte* target) {
   const uint32_t bits = code_bits(layout.format.code);
-  const auto stride = source.col_stride * static_cast<ptrdiff_t>(bits / 8);
+  const auto bytes = static_cast<ptrdiff_t>(bits / 8);
+  const Strides stride{source.col_stride * bytes, source.row_stride * bytes};
   const uint32_t whole = whole_lines(source, layout, lines);
-  const std::byte* begin = panel_begin(source, lines.panel, 1) + lines.begin * (32 / bits) * stride;
+  const std::byte* begin = static_cast<const std::byte*>(source.data) +
+                           static_cast<ptrdiff_t>(lines.panel * kPanelColumns) * stride.column +
+                           static_cast<ptrdiff_t>(lines.begin * (32 / bits)) * stride.k;
   const uint32_t count = whole - lines.begin;
-  if (bits == 32) pack_transposed_lines<uint32_t>(begin, stride, count, target);
-  if (bits == 16) pack_transposed_lines<uint16_t>(begin, stride, count, target);
-  if (bits == 8) pack_transposed_lines<uint8_t>(begin, stride, count, target);
+  if (bits == 32) pack_elements<uint32_t>(begin, stride, count, target);
+  if (bits == 16) pack_elements<uint16_t>(begin, stride, count, target);
+  if (bits == 8) pack_elements<uint8_t>(begin, stride, count, target);
   pack_lines_reference(source, layout, {lines.panel, whole, lines.end}, target + size_t{count} * 64);
 }
 

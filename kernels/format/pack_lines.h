@@ -27,11 +27,11 @@ void pack_lines_reference(const SourceMatrix& source, const PanelLayout& layout,
 void pack_lines_row_major(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
                           std::byte* target);
 
-// Elements of a column are neighbours: plain with row_stride 1, AWQ, GPTQ. Equal codes only.
+// Elements of a column are neighbours or near: plain with any strides and equal codes of 8 bits and more, AWQ, GPTQ.
 void pack_lines_awq(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines, std::byte* target);
 void pack_lines_gptq(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
                      std::byte* target);
-void pack_lines_transposed(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
-                           std::byte* target);
+void pack_lines_strided(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
+                        std::byte* target);
 
 }  // namespace moebius
