@@ -19,6 +19,7 @@ struct Block {
   const std::byte* at[kStrips];  // first unit of each strip
   uint32_t first_strip;
   const float* rows[kRows];
+  using Chains = Vec[kStrips][kRows][2];
   Vec total[kStrips][kRows];
   GroupBuffer scales[kStrips];
   GroupBuffer zeros[kStrips];
@@ -51,7 +52,7 @@ struct Block {
     constexpr uint32_t kUnitsAhead = kPrefetchBytes / Decoder::kUnitBytes;
     const uint32_t turn = units > kUnitsAhead ? units - kUnitsAhead : 0;
 
-    Vec chains[kStrips][kRows][2];
+    Chains chains;
     Vec zero[kStrips];
     for (int s = 0; s < kStrips; ++s) {
       zero[s] = Vec::load(zeros[s].lanes[slot]);
@@ -61,17 +62,7 @@ struct Block {
       const uint32_t stop = unit < turn && turn < end ? turn : end;
       const size_t ahead = unit < turn ? kPrefetchBytes : jump;
       for (; unit < stop; ++unit) {
-#pragma GCC unroll 4
-        for (int s = 0; s < kStrips; ++s) {
-          const std::byte* const source = at[s] + size_t{unit} * Decoder::kUnitBytes;
-          if (s % kStripsPerPanel == 0) {
-            for (uint32_t line = 0; line < Decoder::kUnitBytes; line += 64) {
-              _mm_prefetch(reinterpret_cast<const char*>(source + ahead + line), _MM_HINT_T0);
-            }
-          }
-          multiply_unit(source, zero[s], size_t{unit} * Decoder::kUnitK, chains[s],
-                        std::make_integer_sequence<int, Decoder::kUnitK>());
-        }
+        multiply_unit(unit, ahead, zero, chains, std::make_integer_sequence<int, Decoder::kUnitK>());
       }
     }
     for (int s = 0; s < kStrips; ++s) {
@@ -83,17 +74,33 @@ struct Block {
   }
 
   template <int... kSteps>
-  [[gnu::always_inline]] void multiply_unit(const std::byte* source, Vec zero, size_t k, Vec (&chains)[kRows][2],
+  [[gnu::always_inline]] void multiply_unit(uint32_t index, size_t ahead, const Vec (&zero)[kStrips], Chains& chains,
                                             std::integer_sequence<int, kSteps...>) {
-    const typename Decoder::Unit unit = decoder.load(source, zero);
-    (multiply_step<kSteps>(decoder.template value<kSteps>(unit), k, chains), ...);
+    typename Decoder::Unit units[kStrips];
+#pragma GCC unroll 4
+    for (int s = 0; s < kStrips; ++s) {
+      const std::byte* const source = at[s] + size_t{index} * Decoder::kUnitBytes;
+      for (uint32_t line = 0; line < Decoder::kUnitBytes && s % kStripsPerPanel == 0; line += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(source + ahead + line), _MM_HINT_T0);
+      }
+      units[s] = decoder.load(source, zero[s]);
+    }
+    (multiply_step<kSteps>(units, size_t{index} * Decoder::kUnitK, chains), ...);
   }
 
+  // An element of a row serves all strips at once: kept for longer, it would need a register of its own.
   template <int kStep>
-  [[gnu::always_inline]] void multiply_step(Vec value, size_t k, Vec (&chains)[kRows][2]) {
+  [[gnu::always_inline]] void multiply_step(const typename Decoder::Unit (&units)[kStrips], size_t k, Chains& chains) {
+    Vec values[kStrips];
+#pragma GCC unroll 4
+    for (int s = 0; s < kStrips; ++s) values[s] = decoder.template value<kStep>(units[s]);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      chains[r][kStep % 2] = Vec::fma(Decoder::template row<kStep>(rows[r] + k), value, chains[r][kStep % 2]);
+      const Vec element = Decoder::template row<kStep>(rows[r] + k);
+#pragma GCC unroll 4
+      for (int s = 0; s < kStrips; ++s) {
+        chains[s][r][kStep % 2] = Vec::fma(element, values[s], chains[s][r][kStep % 2]);
+      }
     }
   }
 

@@ -1,0 +1,90 @@
+"""Packed matrices of random codes and scales, made byte by byte from the documented panel layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moebius import _kernels
+
+FLOAT_FORMATS = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """Filled by `random_matrix`; `weights` is what the packed bytes mean, as the reference unpacker says."""
+
+    format: str
+    k: int
+    num_panels: int
+    has_bias: bool
+    packed: NDArray[np.uint8]  # [num_panels * panel_bytes]
+    weights: NDArray[np.float32]  # [16 * num_panels, k]
+    bias: NDArray[np.float32]  # [16 * num_panels]
+
+    def golden(self, rows: NDArray[np.float32]) -> NDArray[np.float64]:
+        """rows [m, k] times the weights plus bias, in float64."""
+        result: NDArray[np.float64] = rows.astype(np.float64) @ self.weights.T.astype(np.float64) + self.bias
+        return result
+
+
+def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Truncated: good enough for made-up weights."""
+    return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _codes(rng: np.random.Generator, format_name: str, count: int) -> NDArray[np.uint8]:
+    """`count` bytes of codes without NaN or infinity."""
+    if format_name == "float32":
+        return rng.standard_normal(count // 4).astype(np.float32).view(np.uint8)
+    if format_name == "bfloat16":
+        return bfloat16_bits(rng.standard_normal(count // 2).astype(np.float32)).view(np.uint8)
+    if format_name == "float16":
+        values = rng.standard_normal(count // 2) * 10.0 ** rng.integers(-7, 2, count // 2)
+        return values.astype(np.float16).view(np.uint8)
+    codes = rng.integers(0, 256, count, np.uint8)
+    if format_name.startswith("fp8"):
+        codes[(codes & 0x7F) == 0x7F] = 0x81
+    return codes
+
+
+def _scales(rng: np.random.Generator, format_name: str, count: int) -> NDArray[np.uint8]:
+    """`count` bytes of group scales in the format's type, between about 0.1 and 1."""
+    values = rng.uniform(0.1, 1.0, count).astype(np.float32)
+    if format_name == "fp8_block":
+        return values[: count // 4].view(np.uint8)
+    if format_name == "mxfp4":
+        return rng.integers(120, 128, count, np.uint8)
+    if format_name == "nvfp4":
+        return rng.integers(0, 0x7F, count, np.uint8)  # subnormal ones too
+    if format_name.endswith("_f16"):
+        return values[: count // 2].astype(np.float16).view(np.uint8)
+    return bfloat16_bits(values[: count // 2]).view(np.uint8)
+
+
+def random_matrix(
+    format_name: str, k: int, num_panels: int, *, has_bias: bool = False, seed: int = 0
+) -> PackedMatrix:
+    """A matrix of 16 * num_panels columns (output features). Padding holds codes too: rows' zeros meet it."""
+    rng = np.random.default_rng(seed)
+    layout = _kernels.panel_layout(format_name, k, has_bias)
+    panels = np.zeros((num_panels, layout["panel_bytes"]), np.uint8)
+    codes_end, zeros_at = layout["scales_offset"], layout["zeros_offset"]
+    column_at, bias_at = layout["column_scale_offset"], layout["bias_offset"]
+    panels[:, :codes_end] = _codes(rng, format_name, num_panels * codes_end).reshape(num_panels, -1)
+    if zeros_at > codes_end:
+        scales = _scales(rng, format_name, num_panels * (zeros_at - codes_end))
+        panels[:, codes_end:zeros_at] = scales.reshape(num_panels, -1)
+    if column_at > zeros_at:
+        panels[:, zeros_at:column_at] = rng.integers(0, 16, (num_panels, column_at - zeros_at), np.uint8)
+    floats = rng.uniform(0.5, 2.0, (num_panels, (layout["panel_bytes"] - column_at) // 4)).astype(np.float32)
+    panels[:, column_at:] = floats.view(np.uint8)
+    packed = panels.reshape(-1)
+    columns = 16 * num_panels
+    weights = _kernels.unpack_matrix(format_name, packed, columns, k, has_bias)
+    bias = np.zeros(columns, np.float32)
+    if has_bias:
+        bias = np.ascontiguousarray(panels[:, bias_at : bias_at + 64]).view(np.float32).reshape(-1)
+    return PackedMatrix(format_name, k, num_panels, has_bias, packed, weights, bias)
