@@ -10,7 +10,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from expert_service.load_plan import LoadPlan
 from expert_service.slicing import ExpertSlice
@@ -154,11 +154,11 @@ def _read_expert(
 ) -> tuple[SourceMatrix, SourceMatrix, SourceMatrix]:
     """gate and up `[I, H]`, down `[H, I]` of this slice."""
     neurons = slice(part.intermediate_begin, part.intermediate_end)
-    return (
-        found.gate.read(reader, rows=neurons),
-        found.up.read(reader, rows=neurons),
-        found.down.read(reader, cols=neurons),
-    )
+    down = found.down.read(reader, cols=neurons)
+    if part.intermediate_begin > 0:
+        # Servers' outputs are summed: the bias is the first one's.
+        down = replace(down, bias=None)
+    return found.gate.read(reader, rows=neurons), found.up.read(reader, rows=neurons), down
 
 
 def _source_bytes(found: ExpertMatrices, part: ExpertSlice, plan: LoadPlan) -> int:

@@ -1,0 +1,212 @@
+"""Guards that an expert server computes what a checkpoint means, in every format and any division."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from expert_service.host import ExpertHost, LoadedSlice, LoadSettings, RequantiseError
+from expert_service.metrics import make_registry
+from expert_service.placement import Placement
+from expert_service.slicing import SliceRequest
+from gpu_service.experts.local_client import LocalExpertClient
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.kernels import FloatArray
+from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, GptOssMoe, QuantisedMoe, Weights
+from tests.tolerances import EXPERTS_FLOAT32, EXPERTS_W8A8
+
+ROWS = 9
+Floats = NDArray[np.float32]
+
+
+def host_of(
+    model: Path, threads: int = 2, settings: LoadSettings | None = None, **request: Any
+) -> ExpertHost:
+    """A server in this process that has loaded its share."""
+    settings = settings or LoadSettings(calibrate_kernels=False)
+    host = ExpertHost(Placement(-1, threads, ()), lambda *_: None, lambda: None, settings)
+    host.load(SliceRequest(str(model), **request))
+    return host
+
+
+def loaded_of(host: ExpertHost) -> LoadedSlice:
+    assert host.loaded is not None
+    return host.loaded
+
+
+def rows_of(geometry: MoeGeometry) -> tuple[FloatArray, NDArray[np.int32], Floats]:
+    """Hidden states and a routing in which some choices are nobody's."""
+    rng = np.random.default_rng(3)
+    ids = rng.integers(-1, geometry.num_experts, (ROWS, geometry.top_k)).astype(np.int32)
+    hidden: Floats = rng.standard_normal((ROWS, geometry.hidden_size), np.float32)
+    return hidden, ids, rng.random(ids.shape, np.float32)
+
+
+def golden(
+    weights: Weights, layer: int, hidden: FloatArray, ids: NDArray[np.int32], router: Floats
+) -> NDArray[np.float64]:
+    """The routed experts in float64."""
+    output = np.zeros(hidden.shape)
+    for row, choice in np.argwhere(ids >= 0):
+        x, expert = hidden[row].astype(np.float64), int(ids[row, choice])
+        gate, up = (weights[layer, expert, matrix].astype(np.float64) @ x for matrix in ("gate", "up"))
+        neurons = gate / (1 + np.exp(-gate)) * up
+        output[row] += router[row, choice] * (weights[layer, expert, "down"].astype(np.float64) @ neurons)
+    return output
+
+
+def distance(found: NDArray[Any], wanted: NDArray[Any]) -> float:
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("encoder", list(QUANTIZATION_CONFIGS))
+def test_every_format_computes_what_it_means(tmp_path: Path, encoder: str) -> None:
+    """Whole, by neurons over two servers, and by experts over two: the golden of the dequantised weights."""
+    moe = QuantisedMoe(encoder)
+    model = moe.write(tmp_path)
+    geometry = MoeGeometry.from_config(model)
+    tolerance = EXPERTS_W8A8 if encoder == "int8_w8a8" else EXPERTS_FLOAT32
+    divisions: list[dict[str, Any]] = [{}, {"split": "expert", "split_count": 2}]
+    # 160 neurons have a single whole block of 128.
+    if not encoder.endswith(("fp8_block", "g128", "g128_v2")):
+        divisions.append({"split_count": 2})
+    for division in divisions:
+        count = division.get("split_count", 1)
+        hosts = [host_of(model, **division, split_index=index) for index in range(count)]
+        for layer in geometry.moe_layers:
+            rows = rows_of(geometry)
+            found = sum(host.forward(layer, *rows).astype(np.float64) for host in hosts)
+            assert distance(np.asarray(found), golden(moe.weights, layer, *rows)) < tolerance, division
+        assert all(not any(loaded_of(host).relative_errors.values()) for host in hosts)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gpt_oss_computes_what_it_means(tmp_path: Path, count: int) -> None:
+    """MXFP4 with biases and the clamped activation; a down bias must count once, not per server."""
+    moe = GptOssMoe()
+    model = moe.write(tmp_path)
+    geometry = MoeGeometry.from_config(model)
+    hosts = [host_of(model, split_count=count, split_index=index) for index in range(count)]
+    rows = rows_of(geometry)
+    found = sum(host.forward(1, *rows).astype(np.float64) for host in hosts)
+    reference = LocalExpertClient(str(model), geometry, torch.float32)
+    wanted = reference.collect(reference.submit(1, *map(torch.from_numpy, rows))).numpy()
+    assert distance(np.asarray(found), wanted) < EXPERTS_FLOAT32
+    hidden, ids, router = (array.astype(np.float64) for array in rows)
+    expected = np.zeros(hidden.shape)
+    for row, choice in np.argwhere(ids >= 0):
+        expert = int(ids[row, choice])
+        gate, up = (
+            moe.weights[1, expert, matrix] @ hidden[row] + moe.biases[1, expert, matrix]
+            for matrix in ("gate", "up")
+        )
+        gate, up = np.minimum(gate, 5.0), np.clip(up, -5.0, 5.0)
+        neurons = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+        result = moe.weights[1, expert, "down"] @ neurons + moe.biases[1, expert, "down"]
+        expected[row] += router[row, choice] * result
+    assert distance(np.asarray(found), expected) < EXPERTS_FLOAT32
+
+
+@pytest.mark.parametrize("encoder", ["fp8_block", "awq_int4_g32", "nvfp4"])
+def test_the_reference_reads_quantised_checkpoints(tmp_path: Path, encoder: str) -> None:
+    """`expert_transport local`, with which parity is checked."""
+    moe = QuantisedMoe(encoder)
+    model = moe.write(tmp_path)
+    geometry = MoeGeometry.from_config(model)
+    reference = LocalExpertClient(str(model), geometry, torch.float32)
+    rows = rows_of(geometry)
+    found = reference.collect(reference.submit(0, *map(torch.from_numpy, rows))).numpy()
+    assert distance(found, golden(moe.weights, 0, *rows)) < EXPERTS_FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"),
+    [("float32", 0, 0), ("bfloat16", 1e-3, 2e-3), ("int8", 1e-3, 1e-2), ("int4", 0.02, 0.1)],
+)
+@pytest.mark.parametrize("encoder", ["float32", "fp8_channel", "compressed_int4_g64_zeros"])
+def test_requantising(tmp_path: Path, encoder: str, dtype: Any, low: float, high: float) -> None:
+    """Any format to any: errors reported per layer are plausible, and results differ by no more than that."""
+    moe = QuantisedMoe(encoder)
+    model = moe.write(tmp_path)
+    geometry = MoeGeometry.from_config(model)
+    host = host_of(model, weight_dtype=dtype)
+    errors = loaded_of(host).relative_errors
+    assert set(errors) == set(geometry.moe_layers)
+    assert all(low <= error <= high for error in errors.values()), errors
+    rows = rows_of(geometry)
+    wanted = golden(moe.weights, 0, *rows)
+    found = host.forward(0, *rows)
+    # Three matrices, each with its own error.
+    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) <= max(3 * high, EXPERTS_FLOAT32)
+    rounded = LocalExpertClient(str(model), geometry, torch.float32, dtype)
+    repeated = rounded.collect(rounded.submit(0, *map(torch.from_numpy, rows))).numpy()
+    assert distance(found, repeated) < EXPERTS_FLOAT32
+
+
+def test_too_large_an_error_refuses_to_serve(tmp_path: Path) -> None:
+    """Layer, error, format and limit are named; nothing is served."""
+    model = QuantisedMoe("bfloat16").write(tmp_path)
+    host = ExpertHost(
+        Placement(-1, 1, ()), lambda *_: None, lambda: None, LoadSettings(max_requantise_error=0.02)
+    )
+    message = (
+        r"layer 0: requantising to int4_g32 changed its experts by 0\.0\d+ .*requantise-error allows 0\.02"
+    )
+    with pytest.raises(RequantiseError, match=message):
+        host.load(SliceRequest(str(model), weight_dtype="int4"))
+    assert host.loaded is None
+    assert not host.is_serving
+
+
+def test_nonfinite_weights_refuse_to_be_requantised(tmp_path: Path) -> None:
+    """NaN is more than any limit."""
+    bad = np.ones((96, 160), np.float32)
+    bad[7, 7] = np.nan
+    model = QuantisedMoe("float32").write(tmp_path, {"model.layers.1.mlp.experts.0.down_proj.weight": bad})
+    with pytest.raises(RequantiseError, match="layer 1: requantising to int8 changed its experts by nan"):
+        host_of(model, weight_dtype="int8", settings=LoadSettings(max_requantise_error=1e9))
+
+
+def test_errors_and_nonfinite_inputs_are_exported(tmp_path: Path) -> None:
+    """One gauge per layer, and a counter of bad inputs."""
+    model = QuantisedMoe("bfloat16").write(tmp_path)
+    host = host_of(model, weight_dtype="int4")
+    geometry = loaded_of(host).model
+    hidden, ids, router = rows_of(geometry)
+    hidden[0, :3] = np.inf
+    host.forward(0, hidden, ids, router)
+    registry = make_registry(host)
+    for layer, error in loaded_of(host).relative_errors.items():
+        exported = registry.get_sample_value("moebius:expert_requantise_error", {"layer": str(layer)})
+        assert exported == error > 0
+    assert registry.get_sample_value("moebius:expert_nonfinite_inputs_total") == 3
+
+
+def test_layers_may_differ_in_format(tmp_path: Path) -> None:
+    """A checkpoint that leaves one layer unquantised: each keeps its own format."""
+    moe = QuantisedMoe("compressed_int4_g32")
+    tensors, _ = moe.tensors()
+    changes: dict[str, Any] = {}
+    for expert in range(3):
+        for matrix in ("gate", "up", "down"):
+            stem = f"model.layers.1.mlp.experts.{expert}.{matrix}_proj"
+            changes |= {name: None for name in tensors if name.startswith(stem)}
+            changes[f"{stem}.weight"] = moe.weights[1, expert, matrix]
+    model = moe.write(tmp_path, changes)
+    host = host_of(model)
+    assert loaded_of(host).weight_format == "float32, int4_g32"
+    for layer in (0, 1):
+        rows = rows_of(loaded_of(host).model)
+        assert distance(host.forward(layer, *rows), golden(moe.weights, layer, *rows)) < EXPERTS_FLOAT32
+
+
+def test_kernels_are_calibrated_before_serving(tmp_path: Path) -> None:
+    """The plan then holds measured times."""
+    model = QuantisedMoe("int8").write(tmp_path)
+    host = host_of(model, settings=LoadSettings(calibrate_kernels=True))
+    assert any(row.nanoseconds > 0 for row in loaded_of(host).engine.plan())
