@@ -163,9 +163,16 @@ constexpr WordTable kInt4Table = int4_table();
 constexpr WordTable kDifferenceTable = difference_table();
 constexpr WordTable kFloat4Table = float4_table();
 
+// The compiler would otherwise load the line anew for every shift, and load ports are scarce.
+MOEBIUS_INLINE __m512i load_once(const std::byte* line) {
+  __m512i value = _mm512_load_si512(line);
+  __asm__("" : "+v"(value));
+  return value;
+}
+
 // The codes of vector j in the low 4 bits of each half; what is above them is not zero.
 MOEBIUS_INLINE void shift_codes(const std::byte* line, __m512i (&shifted)[4]) {
-  shifted[0] = _mm512_load_si512(line);
+  shifted[0] = load_once(line);
   shifted[1] = _mm512_srli_epi32(shifted[0], 4);
   shifted[2] = _mm512_srli_epi32(shifted[0], 8);
   shifted[3] = _mm512_srli_epi32(shifted[0], 12);

@@ -9,7 +9,7 @@ constexpr int kMaxRows = 12;
 constexpr int kMaxNibbleRows = 8;
 constexpr int kBlockRows = 8;
 
-// Rows are read as pairs of k.
+// Rows are read as pairs of k, quads for 8-bit codes.
 template <int kRows>
 struct RowBlock {
   const uint32_t* row[kRows];
@@ -19,9 +19,10 @@ struct RowBlock {
 struct Panel {
   const std::byte* codes;
   uint32_t k_padded;
-  uint32_t group_size;       // 0: no group scales
-  const float* scales;       // [groups][16], or [groups] in panel scales
-  const float* zero_terms;   // [groups][16]: 8 - zero
+  uint32_t group_size;         // 0: no group scales
+  uint32_t groups;
+  const std::byte* scales;     // as stored
+  const std::byte* zeros;      // as stored
   const std::byte* next_tail;  // what follows the codes of the next panel (of this one if it is the last)
   size_t tail_bytes;
 };
@@ -111,51 +112,10 @@ MOEBIUS_INLINE void multiply_bytes(const Panel& panel, const RowBlock<kRows>& ro
     clear(first);
     clear(second);
     multiply_byte_lines(decode, panel.codes, begin, end, rows, first, second);
-    const __m512 scale = _mm512_set1_ps(panel.scales[group]);
+    const __m512 scale = _mm512_set1_ps(reinterpret_cast<const float*>(panel.scales)[group]);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       total[r] = _mm512_fmadd_ps(fold_interleaved(first[r], second[r]), scale, total[r]);
     }
-  }
-}
-
-// 4-bit codes, kLines lines (8 k each) at a time. Each chunk's sum begins anew, also within a group: chunks then
-// do not wait for each other, and groups of 64 and 128 are summed like those of 32.
-template <Code kCode, int kLines, bool kZeros, int kRows>
-MOEBIUS_INLINE void multiply_nibbles(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
-  const CodeDecoder<kCode> decode;
-  const uint32_t chunks = panel.k_padded / (8 * kLines);
-  const uint32_t group_shift = static_cast<uint32_t>(__builtin_ctz(panel.group_size / (8 * kLines)));
-  const size_t tail_step = panel.tail_bytes / chunks;
-  clear(total);
-  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-    const size_t group = chunk >> group_shift;
-    __m512 sum[kRows], odd[kRows];
-    prefetch(panel.next_tail + chunk * tail_step);
-    clear(sum);
-    clear(odd);
-    if constexpr (kZeros) {
-      const __m512 zero_term = _mm512_load_ps(panel.zero_terms + group * 16);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) sum[r] = _mm512_mul_ps(zero_term, _mm512_set1_ps(rows.chunk_sums[r][chunk]));
-    }
-#pragma GCC unroll 4
-    for (int line = 0; line < kLines; ++line) {
-      const size_t at = size_t{chunk} * kLines + static_cast<size_t>(line);
-      prefetch(panel.codes + at * 64 + kPrefetchBytes);
-      __m512i vectors[4];
-      decode(panel.codes + at * 64, vectors);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const uint32_t* pairs = rows.row[r] + at * 4;
-        sum[r] = dot(sum[r], _mm512_set1_epi32(static_cast<int>(pairs[0])), vectors[0]);
-        odd[r] = dot(odd[r], _mm512_set1_epi32(static_cast<int>(pairs[1])), vectors[1]);
-        sum[r] = dot(sum[r], _mm512_set1_epi32(static_cast<int>(pairs[2])), vectors[2]);
-        odd[r] = dot(odd[r], _mm512_set1_epi32(static_cast<int>(pairs[3])), vectors[3]);
-      }
-    }
-    const __m512 scale = _mm512_load_ps(panel.scales + group * 16);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) total[r] = _mm512_fmadd_ps(_mm512_add_ps(sum[r], odd[r]), scale, total[r]);
   }
 }

@@ -15,23 +15,33 @@ namespace {
 #include "kernels/product/decode_bf16.inc.h"
 #include "kernels/product/widen_scales.inc.h"
 #include "kernels/product/dot_blocks.inc.h"
+#include "kernels/product/dot_nibbles.inc.h"
 
-enum class Kind : int { kBFloat16, kFloat8, kInt8, kInt4, kInt4Zeros, kMxfp4, kNvfp4, kNone };
+enum class Kind : int {
+  kNone, kBFloat16, kFloat8, kInt8, kInt4, kInt4Float16, kInt4Zeros, kInt4ZerosFloat16, kMxfp4, kNvfp4
+};
+
+Kind int4_kind(const WeightFormat& format) {
+  if (format.group_size < 32) return Kind::kNone;
+  if (format.scale == ScaleType::kBFloat16) return format.zeros ? Kind::kInt4Zeros : Kind::kInt4;
+  if (format.scale == ScaleType::kFloat16) return format.zeros ? Kind::kInt4ZerosFloat16 : Kind::kInt4Float16;
+  return Kind::kNone;
+}
+
+Kind float4_kind(const WeightFormat& format) {
+  if (format.scale == ScaleType::kE8M0 && format.group_size >= 32) return Kind::kMxfp4;
+  return format.scale == ScaleType::kE4M3 && format.group_size >= 16 ? Kind::kNvfp4 : Kind::kNone;
+}
 
 Kind kind_of(const WeightFormat& format) {
-  const bool grouped = format.group_size != 0;
+  const bool block_scales = format.panel_scale && format.scale == ScaleType::kFloat32;
+  if (format.quantised_rows) return Kind::kNone;
   switch (format.code) {
-    case Code::kBFloat16: return grouped ? Kind::kNone : Kind::kBFloat16;
-    case Code::kFloat8:
-      if (grouped && !(format.panel_scale && format.scale == ScaleType::kFloat32)) return Kind::kNone;
-      return Kind::kFloat8;
-    case Code::kInt8: return grouped ? Kind::kNone : Kind::kInt8;
-    case Code::kInt4:
-      if (format.group_size < 32 || format.panel_scale) return Kind::kNone;
-      return format.zeros ? Kind::kInt4Zeros : Kind::kInt4;
-    case Code::kFloat4:
-      if (!grouped || format.panel_scale) return Kind::kNone;
-      return format.group_size == 16 ? Kind::kNvfp4 : Kind::kMxfp4;
+    case Code::kBFloat16: return format.group_size == 0 ? Kind::kBFloat16 : Kind::kNone;
+    case Code::kFloat8: return format.group_size == 0 || block_scales ? Kind::kFloat8 : Kind::kNone;
+    case Code::kInt8: return format.group_size == 0 ? Kind::kInt8 : Kind::kNone;
+    case Code::kInt4: return format.panel_scale ? Kind::kNone : int4_kind(format);
+    case Code::kFloat4: return format.panel_scale ? Kind::kNone : float4_kind(format);
     case Code::kFloat32:
     case Code::kFloat16: return Kind::kNone;
   }
@@ -40,24 +50,35 @@ Kind kind_of(const WeightFormat& format) {
 
 bool supports(const WeightFormat& format) { return kind_of(format) != Kind::kNone; }
 
-// Scratch: scales, zero terms, then the sums of every 32 k of the rows.
-size_t scales_bytes(const PanelLayout& layout) { return size_t{padded_groups(layout)} * 64; }
-size_t zero_terms_bytes(const PanelLayout& layout) { return layout.format.zeros ? scales_bytes(layout) : 0; }
-
+// The sums of every 32 k of the rows, where zero points need them.
 size_t scratch_bytes(const PanelLayout& layout, uint32_t, uint32_t num_rows) {
   const size_t sums = layout.format.zeros ? size_t{num_rows} * (layout.k_padded / 32) * sizeof(float) : 0;
-  return scales_bytes(layout) + zero_terms_bytes(layout) + (sums + 63) / 64 * 64;
+  return (sums + 63) / 64 * 64;
 }
 
 template <Kind kKind, int kRows>
 MOEBIUS_INLINE void multiply(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
+  constexpr auto kBf16 = ScaleType::kBFloat16;
+  constexpr auto kF16 = ScaleType::kFloat16;
   if constexpr (kKind == Kind::kBFloat16) multiply_bfloat16(panel, rows, total);
   if constexpr (kKind == Kind::kFloat8) multiply_bytes<CodeDecoder<Code::kFloat8>>(panel, rows, total);
   if constexpr (kKind == Kind::kInt8) multiply_bytes<CodeDecoder<Code::kInt8>>(panel, rows, total);
-  if constexpr (kKind == Kind::kInt4) multiply_nibbles<Code::kInt4, 4, false>(panel, rows, total);
-  if constexpr (kKind == Kind::kInt4Zeros) multiply_nibbles<Code::kInt4, 4, true>(panel, rows, total);
-  if constexpr (kKind == Kind::kMxfp4) multiply_nibbles<Code::kFloat4, 4, false>(panel, rows, total);
-  if constexpr (kKind == Kind::kNvfp4) multiply_nibbles<Code::kFloat4, 2, false>(panel, rows, total);
+  if constexpr (kKind == Kind::kInt4) multiply_nibbles<NibbleFormat<Code::kInt4, kBf16, 4, false>>(panel, rows, total);
+  if constexpr (kKind == Kind::kInt4Float16) {
+    multiply_nibbles<NibbleFormat<Code::kInt4, kF16, 4, false>>(panel, rows, total);
+  }
+  if constexpr (kKind == Kind::kInt4Zeros) {
+    multiply_nibbles<NibbleFormat<Code::kInt4, kBf16, 4, true>>(panel, rows, total);
+  }
+  if constexpr (kKind == Kind::kInt4ZerosFloat16) {
+    multiply_nibbles<NibbleFormat<Code::kInt4, kF16, 4, true>>(panel, rows, total);
+  }
+  if constexpr (kKind == Kind::kMxfp4) {
+    multiply_nibbles<NibbleFormat<Code::kFloat4, ScaleType::kE8M0, 4, false>>(panel, rows, total);
+  }
+  if constexpr (kKind == Kind::kNvfp4) {
+    multiply_nibbles<NibbleFormat<Code::kFloat4, ScaleType::kE4M3, 2, false>>(panel, rows, total);
+  }
 }
 
 struct PanelJob {
@@ -104,24 +125,14 @@ BlockFunction block_function(Kind kind, uint32_t rows) {
     case Kind::kFloat8: return block_of<Kind::kFloat8>(rows, kSizes);
     case Kind::kInt8: return block_of<Kind::kInt8>(rows, kSizes);
     case Kind::kInt4: return block_of<Kind::kInt4>(rows, kNibbleSizes);
+    case Kind::kInt4Float16: return block_of<Kind::kInt4Float16>(rows, kNibbleSizes);
     case Kind::kInt4Zeros: return block_of<Kind::kInt4Zeros>(rows, kNibbleSizes);
+    case Kind::kInt4ZerosFloat16: return block_of<Kind::kInt4ZerosFloat16>(rows, kNibbleSizes);
     case Kind::kMxfp4: return block_of<Kind::kMxfp4>(rows, kNibbleSizes);
     case Kind::kNvfp4: return block_of<Kind::kNvfp4>(rows, kNibbleSizes);
     case Kind::kNone: break;
   }
   return nullptr;
-}
-
-// 8 - zero: what is missing from sums of (code - 8) is that times the sum of the row.
-void make_zero_terms(const PanelLayout& layout, const std::byte* zeros, float* target) {
-  for (uint32_t group = 0; group < layout.groups; ++group) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros + group * 16));
-    const __m512i term = _mm512_sub_epi32(_mm512_set1_epi32(8), _mm512_cvtepu8_epi32(bytes));
-    _mm512_store_ps(target + group * 16, _mm512_cvtepi32_ps(term));
-  }
-  for (uint32_t group = layout.groups; group < padded_groups(layout); ++group) {
-    _mm512_store_ps(target + group * 16, _mm512_setzero_ps());
-  }
 }
 
 void sum_chunks(const ProductWork& work, float* target) {
@@ -134,16 +145,7 @@ void sum_chunks(const ProductWork& work, float* target) {
   }
 }
 
-void prepare_panel(const PanelLayout& layout, const std::byte* panel, float* scales, float* zero_terms) {
-  if (layout.format.panel_scale) {
-    __builtin_memcpy(scales, panel + layout.scales_offset, layout.groups * sizeof(float));
-    return;
-  }
-  widen_scales(layout, panel, scales);
-  if (layout.format.zeros) make_zero_terms(layout, panel + layout.zeros_offset, zero_terms);
-}
-
-bool has_nibbles(Kind kind) { return kind >= Kind::kInt4; }
+bool has_nibbles(Kind kind) { return kind >= Kind::kInt4; }  // Kind lists them last
 
 // Rows in equal blocks (13 rows are 7 + 6); a panel serves all of them before the next is touched, so weights
 // come from memory once.
@@ -158,29 +160,33 @@ void run_panel(const PanelJob& job, Kind kind) {
   }
 }
 
-void run(const ProductWork& work) {
+PanelJob panel_job(const ProductWork& work, uint32_t index) {
   const PanelLayout& layout = *work.layout;
-  const Kind kind = kind_of(layout.format);
-  float* scales = reinterpret_cast<float*>(work.scratch);
-  float* zero_terms = reinterpret_cast<float*>(work.scratch + scales_bytes(layout));
-  float* chunk_sums = reinterpret_cast<float*>(work.scratch + scales_bytes(layout) + zero_terms_bytes(layout));
+  const std::byte* panel = work.panels + index * layout.panel_bytes;
+  const std::byte* next = index + 1 < work.num_panels ? panel + layout.panel_bytes : panel;
+  const auto floats_at = [panel](size_t offset) { return reinterpret_cast<const float*>(panel + offset); };
+  PanelJob job{};
+  job.work = &work;
+  job.panel.codes = panel;
+  job.panel.k_padded = layout.k_padded;
+  job.panel.group_size = layout.format.group_size;
+  job.panel.groups = layout.groups;
+  job.panel.scales = panel + layout.scales_offset;
+  job.panel.zeros = panel + layout.zeros_offset;
+  job.panel.next_tail = next + layout.scales_offset;
+  job.panel.tail_bytes = layout.panel_bytes - layout.scales_offset;
+  job.column_scale = layout.format.column_scale ? floats_at(layout.column_scale_offset) : nullptr;
+  job.bias = layout.has_bias ? floats_at(layout.bias_offset) : nullptr;
+  job.chunk_sums = reinterpret_cast<const float*>(work.scratch);
+  job.result = work.result + index * kPanelColumns;
+  return job;
+}
+
+void run(const ProductWork& work) {
+  const Kind kind = kind_of(work.layout->format);
   for (size_t ahead = 0; ahead < kPrefetchBytes; ahead += 64) prefetch(work.panels + ahead);
-  if (layout.format.zeros) sum_chunks(work, chunk_sums);
-  for (uint32_t index = 0; index < work.num_panels; ++index) {
-    const std::byte* panel = work.panels + index * layout.panel_bytes;
-    const std::byte* next = index + 1 < work.num_panels ? panel + layout.panel_bytes : panel;
-    prepare_panel(layout, panel, scales, zero_terms);
-    const auto floats_at = [panel](size_t offset) { return reinterpret_cast<const float*>(panel + offset); };
-    PanelJob job{};
-    job.work = &work;
-    job.panel = {panel, layout.k_padded, layout.format.group_size, scales, zero_terms,
-                 next + layout.scales_offset, layout.panel_bytes - layout.scales_offset};
-    job.column_scale = layout.format.column_scale ? floats_at(layout.column_scale_offset) : nullptr;
-    job.bias = layout.has_bias ? floats_at(layout.bias_offset) : nullptr;
-    job.chunk_sums = chunk_sums;
-    job.result = work.result + index * kPanelColumns;
-    run_panel(job, kind);
-  }
+  if (work.layout->format.zeros) sum_chunks(work, reinterpret_cast<float*>(work.scratch));
+  for (uint32_t index = 0; index < work.num_panels; ++index) run_panel(panel_job(work, index), kind);
 }
 
 constexpr ProductKernel kDot{"avx512_bf16_dot", Isa::kAvx512Bf16, RowType::kBFloat16, false, 0,

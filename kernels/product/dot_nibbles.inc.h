@@ -1,0 +1,97 @@
+// Rows times a panel of 4-bit codes with group scales. Included INSIDE the anonymous namespace of
+// products_avx512_bf16.cc, after dot_blocks.inc.h.
+//
+// Scales and zero points are widened where they are used: less work than a pass of its own per panel, and it
+// runs beside the loads of the codes.
+
+// Sums of kChunks neighbouring chunks of 4-bit codes, kLines lines (8 k each) per chunk, side by side: a chunk alone
+// is a chain of dependent additions too long to hide for few rows.
+template <int kChunks, int kLines, int kRows, class Decoder>
+MOEBIUS_INLINE void multiply_chunks(const Decoder& decode, const std::byte* codes, size_t first_line,
+                                    const RowBlock<kRows>& rows, __m512 (&sum)[kChunks][kRows]) {
+  __m512 odd[kChunks][kRows];
+#pragma GCC unroll 4
+  for (int c = 0; c < kChunks; ++c) clear(odd[c]);
+#pragma GCC unroll 4
+  for (int line = 0; line < kLines; ++line) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kChunks; ++c) {
+      const size_t at = first_line + static_cast<size_t>(c * kLines + line);
+      prefetch(codes + at * 64 + kPrefetchBytes);
+      __m512i vectors[4];
+      decode(codes + at * 64, vectors);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const uint32_t* pairs = rows.row[r] + at * 4;
+        sum[c][r] = dot(sum[c][r], _mm512_set1_epi32(static_cast<int>(pairs[0])), vectors[0]);
+        odd[c][r] = dot(odd[c][r], _mm512_set1_epi32(static_cast<int>(pairs[1])), vectors[1]);
+        sum[c][r] = dot(sum[c][r], _mm512_set1_epi32(static_cast<int>(pairs[2])), vectors[2]);
+        odd[c][r] = dot(odd[c][r], _mm512_set1_epi32(static_cast<int>(pairs[3])), vectors[3]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < kChunks; ++c) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) sum[c][r] = _mm512_add_ps(sum[c][r], odd[c][r]);
+  }
+}
+
+template <Code kCodeOfFormat, ScaleType kScaleOfFormat, int kLinesPerChunk, bool kHasZeros>
+struct NibbleFormat {
+  static constexpr Code kCode = kCodeOfFormat;
+  static constexpr ScaleType kScale = kScaleOfFormat;
+  static constexpr int kLines = kLinesPerChunk;  // of 8 k; a chunk lies within one group
+  static constexpr bool kZeros = kHasZeros;
+};
+
+// 8 - zero: times the sum of the row, it is what sums of row * (code - 8) lack.
+MOEBIUS_INLINE __m512 zero_term(const std::byte* zeros) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros));
+  return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_set1_epi32(8), _mm512_cvtepu8_epi32(bytes)));
+}
+
+// Each chunk's sum begins anew, also within a group: groups of 64 and 128 are summed like those of 32.
+template <class Format, int kChunks, int kRows>
+MOEBIUS_INLINE void add_chunks(const CodeDecoder<Format::kCode>& decode, const Panel& panel, uint32_t chunk,
+                               uint32_t group_shift, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
+  constexpr size_t kGroupBytes = group_scale_bytes(Format::kScale);
+  __m512 sum[kChunks][kRows];
+#pragma GCC unroll 4
+  for (uint32_t c = 0; c < kChunks; ++c) {
+    clear(sum[c]);
+    if constexpr (Format::kZeros) {
+      const __m512 term = zero_term(panel.zeros + ((chunk + c) >> group_shift) * size_t{16});
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) sum[c][r] = _mm512_mul_ps(term, _mm512_set1_ps(rows.chunk_sums[r][chunk + c]));
+    }
+  }
+  multiply_chunks<kChunks, Format::kLines, kRows>(decode, panel.codes, size_t{chunk} * Format::kLines, rows, sum);
+#pragma GCC unroll 4
+  for (uint32_t c = 0; c < kChunks; ++c) {
+    const __m512 scale = widen_group<Format::kScale>(panel.scales + ((chunk + c) >> group_shift) * kGroupBytes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) total[r] = _mm512_fmadd_ps(sum[c][r], scale, total[r]);
+  }
+}
+
+template <class Format, int kRows>
+MOEBIUS_INLINE void multiply_nibbles(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
+    constexpr int kChunks = kRows > 4 ? 1 : 2;
+  const CodeDecoder<Format::kCode> decode;
+  const uint32_t chunk_k = 8 * Format::kLines;
+  const uint32_t group_shift = static_cast<uint32_t>(__builtin_ctz(panel.group_size / chunk_k));
+  const uint32_t padded_chunks = panel.k_padded / chunk_k;
+  const uint32_t group_chunks = panel.groups << group_shift;  // what lies behind the last group is padding
+  const uint32_t chunks = group_chunks < padded_chunks ? group_chunks : padded_chunks;
+  const size_t tail_step = panel.tail_bytes / chunks;
+  clear(total);
+  uint32_t chunk = 0;
+  for (; chunk + kChunks <= chunks; chunk += kChunks) {
+    prefetch(panel.next_tail + chunk * tail_step);
+    add_chunks<Format, kChunks>(decode, panel, chunk, group_shift, rows, total);
+  }
+  if constexpr (kChunks > 1) {
+    for (; chunk < chunks; ++chunk) add_chunks<Format, 1>(decode, panel, chunk, group_shift, rows, total);
+  }
+}
