@@ -1,7 +1,7 @@
 """One process that times kt-kernel with one number of threads: its threads and its crashes stay its own.
 
-Reads a `Job` as JSON from the file given, writes a JSON list of lists of seconds, one per number of rows, to
-the second file. What kt-kernel prints goes to stdout.
+Reads a `Job` as JSON from the file given, writes a `Result` as JSON to the second file. What kt-kernel prints
+goes to stdout.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from kt_kernel_formats import FORMATS, PeerFormat, Source, random_source
+from kt_kernel_golden import from_bfloat16, layer_row
+from numpy.typing import NDArray
 
 from moebius.bench.kernels_measure import (
     MAX_ITERATIONS,
@@ -57,6 +59,32 @@ class Job:
         return Job(shape=shape, working_set=held, **fields)
 
 
+@dataclass(frozen=True)
+class Result:
+    """Filled by `main`."""
+
+    # Of each call, one list per number of rows.
+    seconds: list[list[float]]
+    # Of one row's result against the float32 product of the source weights: error over size.
+    relative_error: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call's arguments in the types that the peer reads; filled by `of`."""
+
+    rows: NDArray[np.int32]
+    ids: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    output: NDArray[np.uint16]
+
+    @staticmethod
+    def of(routing: Routing, hidden_size: int) -> Call:
+        ids = np.ascontiguousarray(routing.topk_ids, dtype=np.int64)
+        output = np.empty((routing.rows, hidden_size), dtype=np.uint16)
+        return Call(np.array([routing.rows], dtype=np.int32), ids, routing.topk_weights, output)
+
+
 class Peer:
     """kt-kernel with the layers of a job."""
 
@@ -67,12 +95,14 @@ class Peer:
         # It keeps the address only.
         self._map = np.arange(job.working_set.num_experts, dtype=np.int64)
         form = FORMATS[job.format]
-        sources = [
+        self._job = job
+        # Kept for `relative_error`; the peer has copies.
+        self._sources = [
             random_source(form, job.working_set.num_experts, *size, np.random.default_rng(SEED))
             for size in self._matrix_sizes()
         ]
         self._layers = [
-            self._load(form, sources, layer, job.working_set.num_experts, max_rows)
+            self._load(form, self._sources, layer, job.working_set.num_experts, max_rows)
             for layer in range(job.working_set.num_layers)
         ]
 
@@ -102,35 +132,43 @@ class Peer:
         self._infer.sync()
         return layer_object
 
-    def time(self, calls: list[Routing], seconds: float) -> list[float]:
+    def forward(self, layer: int, hidden_states: NDArray[np.uint16], call: Call) -> NDArray[np.uint16]:
+        """[rows, hidden_size] bfloat16 bits."""
+        self._infer.submit(
+            self._layers[layer].forward_task(
+                call.rows.ctypes.data,
+                self._shape.top_k,
+                call.ids.ctypes.data,
+                call.weights.ctypes.data,
+                hidden_states.ctypes.data,
+                call.output.ctypes.data,
+                False,
+            )
+        )
+        self._infer.sync()
+        return call.output
+
+    def relative_error(self, routing: Routing) -> float:
+        """Of one row, on the first layer."""
+        form, hidden_size = FORMATS[self._job.format], self._shape.hidden_size
+        hidden_states = random_hidden_states(1, hidden_size)
+        given = from_bfloat16(self.forward(0, hidden_states, Call.of(routing, hidden_size))[0])
+        inner = self._shape.intermediate_size
+        expected = layer_row(form, self._sources, hidden_states, routing, inner)
+        return float(np.linalg.norm(given - expected) / np.linalg.norm(expected))
+
+    def time(self, routings: list[Routing], seconds: float) -> list[float]:
         """Seconds of each call on changing layers, after a warm-up; the same loop as ours."""
-        rows = calls[0].rows
-        hidden_states = random_hidden_states(rows, self._shape.hidden_size)
-        output = np.empty_like(hidden_states)
-        count = np.array([rows], dtype=np.int32)
-        chosen = [(np.ascontiguousarray(call.topk_ids, dtype=np.int64), call.topk_weights) for call in calls]
+        hidden_states = random_hidden_states(routings[0].rows, self._shape.hidden_size)
+        calls = [Call.of(routing, self._shape.hidden_size) for routing in routings]
 
         def call(number: int) -> float:
-            ids, weights = chosen[number % len(chosen)]
             begin = time.perf_counter()
-            self._infer.submit(
-                self._layers[number % len(self._layers)].forward_task(
-                    count.ctypes.data,
-                    self._shape.top_k,
-                    ids.ctypes.data,
-                    weights.ctypes.data,
-                    hidden_states.ctypes.data,
-                    output.ctypes.data,
-                    False,
-                )
-            )
-            self._infer.sync()
+            self.forward(number % len(self._layers), hidden_states, calls[number % len(calls)])
             return time.perf_counter() - begin
 
         for number in range(WARMUP):
             call(number)
-        if not output.any():
-            raise RuntimeError("kt-kernel left its output empty")
         times: list[float] = []
         end = time.perf_counter() + seconds
         while len(times) < MIN_ITERATIONS or (time.perf_counter() < end and len(times) < MAX_ITERATIONS):
@@ -153,7 +191,9 @@ def main() -> None:
     os.sched_setaffinity(0, job.cpus)
     calls = [calls_of(rows, job.shape, job.working_set, job.exact) for rows in job.rows]
     peer = Peer(job, max(call[0].rows for call in calls))
-    Path(sys.argv[2]).write_text(json.dumps([peer.time(call, job.seconds) for call in calls]))
+    error = peer.relative_error(calls_of(1, job.shape, job.working_set, False)[0])
+    result = Result([peer.time(call, job.seconds) for call in calls], error)
+    Path(sys.argv[2]).write_text(json.dumps(asdict(result)))
     sys.stdout.flush()
     # Its threads do not always end.
     os._exit(0)
