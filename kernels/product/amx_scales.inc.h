@@ -2,7 +2,7 @@
 
 // 16 e4m3 scales.
 MOEBIUS_INLINE __m512 e4m3_scales(const std::byte* codes) {
-  return widen_e4m3(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
+  return widen_e4m3(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
 }
 
 // target[padded_groups][16] float32, 64-byte aligned. Blocks of fp8 have one scale for all 16 columns.

@@ -23,7 +23,9 @@ MOEBIUS_INLINE __m512 widen_e4m3(__m128i codes) {
 // The 16 scales of a group.
 template <ScaleType kType>
 MOEBIUS_INLINE __m512 widen_group(const std::byte* scales) {
-  if constexpr (kType == ScaleType::kBFloat16 || kType == ScaleType::kFloat16) {
+  if constexpr (kType == ScaleType::kFloat32) {
+    return _mm512_loadu_ps(scales);
+  } else if constexpr (kType == ScaleType::kBFloat16 || kType == ScaleType::kFloat16) {
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales));
     if constexpr (kType == ScaleType::kFloat16) return _mm512_cvtph_ps(halves);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
@@ -46,4 +48,33 @@ constexpr size_t group_scale_bytes(ScaleType type) {
     case ScaleType::kE4M3: return 16;
   }
   return 0;
+}
+
+// Groups that k_padded touches: more than layout.groups where k ends early.
+MOEBIUS_INLINE uint32_t padded_groups(const PanelLayout& layout) {
+  const uint32_t size = layout.format.group_size;
+  return size == 0 ? 0 : (layout.k_padded + size - 1) / size;
+}
+
+template <ScaleType kType>
+inline void widen_groups(const std::byte* scales, uint32_t groups, float* target) {
+  for (uint32_t group = 0; group < groups; ++group) {
+    _mm512_store_ps(target + size_t{group} * 16, widen_group<kType>(scales + group * group_scale_bytes(kType)));
+  }
+}
+
+// target[padded_groups][16] float32, 64-byte aligned; groups of padding get 0, never what lies behind the scales.
+inline void widen_scales(const PanelLayout& layout, const std::byte* panel, float* target) {
+  const std::byte* scales = panel + layout.scales_offset;
+  switch (layout.format.scale) {
+    case ScaleType::kNone: break;
+    case ScaleType::kFloat32: widen_groups<ScaleType::kFloat32>(scales, layout.groups, target); break;
+    case ScaleType::kBFloat16: widen_groups<ScaleType::kBFloat16>(scales, layout.groups, target); break;
+    case ScaleType::kFloat16: widen_groups<ScaleType::kFloat16>(scales, layout.groups, target); break;
+    case ScaleType::kE8M0: widen_groups<ScaleType::kE8M0>(scales, layout.groups, target); break;
+    case ScaleType::kE4M3: widen_groups<ScaleType::kE4M3>(scales, layout.groups, target); break;
+  }
+  for (uint32_t group = layout.groups; group < padded_groups(layout); ++group) {
+    _mm512_store_ps(target + size_t{group} * 16, _mm512_setzero_ps());
+  }
 }
