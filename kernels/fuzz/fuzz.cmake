@@ -1,0 +1,23 @@
+# cmake -DMOEBIUS_SANITIZE=address (with undefined behaviour) or =thread, then --target moebius_fuzz: the kernels
+# without Python under a sanitizer. Included after the per-file instruction sets are set, which it shares.
+set(MOEBIUS_SANITIZE "" CACHE STRING "Sanitizer of the target moebius_fuzz: address, thread or none")
+if(MOEBIUS_SANITIZE STREQUAL "")
+  return()
+endif()
+set(SANITIZE_address -fsanitize=address,undefined -fno-sanitize-recover=all)
+set(SANITIZE_thread -fsanitize=thread)
+set(SANITIZE_none "")
+if(NOT DEFINED SANITIZE_${MOEBIUS_SANITIZE})
+  message(FATAL_ERROR "MOEBIUS_SANITIZE is '${MOEBIUS_SANITIZE}'; allowed: address, thread, none")
+endif()
+
+file(GLOB FUZZ_SOURCES CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/kernels/fuzz/*.cc)
+set(FUZZED_SOURCES ${KERNEL_SOURCES})
+list(FILTER FUZZED_SOURCES EXCLUDE REGEX "/kernels/(bindings|mailbox|probe)/")
+add_executable(moebius_fuzz EXCLUDE_FROM_ALL ${FUZZ_SOURCES} ${FUZZED_SOURCES})
+target_include_directories(moebius_fuzz PRIVATE ${CMAKE_SOURCE_DIR})
+target_link_libraries(moebius_fuzz PRIVATE Threads::Threads)
+# -O1: optimised enough for the vector types to stay in registers, and quick to build.
+target_compile_options(moebius_fuzz PRIVATE -O1 -g1 -march=x86-64-v2 -ffp-contract=off -fno-math-errno
+                       -Wall -Wextra ${SANITIZE_${MOEBIUS_SANITIZE}})
+target_link_options(moebius_fuzz PRIVATE ${SANITIZE_${MOEBIUS_SANITIZE}})
