@@ -9,6 +9,19 @@
 namespace moebius {
 namespace {
 
+// Contiguous weights of the smallest tasks. Reading few at a time costs bandwidth; a task of phase B reads as many
+// from each expert.
+constexpr size_t kLeastGateUpBytes = size_t{32} << 10;
+constexpr size_t kLeastDownBytes = size_t{8} << 10;
+
+// Of the next expert's panels in phase B, asked for while the one before is computed: a stream of a few KiB is over
+// before hardware prefetchers have found it.
+constexpr size_t kPrefetchBytes = size_t{4} << 10;
+
+void prefetch(const std::byte* weights, size_t bytes) {
+  for (size_t line = 0; line < std::min(bytes, kPrefetchBytes); line += 64) __builtin_prefetch(weights + line, 0, 2);
+}
+
 // Cost of a unit of weights for a number of rows, in bytes read: computing catches up with memory at some rows.
 double unit_cost(size_t bytes, uint32_t rows) { return static_cast<double>(bytes) * (1.0 + rows / 16.0); }
 
@@ -68,7 +81,7 @@ void MoeForward::cut_gate_up(const LayerCall& call) {
   for (const RowGroups::Group& group : groups) {
     total += call.layout.intermediate_blocks * unit_cost(block_bytes, group.rows);
   }
-  TaskCutter cutter(total, pool_.size());
+  TaskCutter cutter(total, kLeastGateUpBytes, pool_.size());
   gate_up_tasks_.clear();
   for (const uint32_t group : order_) {
     const double cost = unit_cost(block_bytes, groups[group].rows);
@@ -83,7 +96,7 @@ void MoeForward::cut_gate_up(const LayerCall& call) {
 void MoeForward::cut_down(const LayerCall& call) {
   const uint32_t panels = call.layout.down_panels;
   const uint32_t step = panels >= 4 * pool_.size() ? 2 : 1;
-  TaskCutter cutter(panels, pool_.size());
+  TaskCutter cutter(panels, kLeastDownBytes, pool_.size());
   down_tasks_.clear();
   for (uint32_t panel = 0; panel < panels;) {
     const uint32_t count = cutter.next(panels - panel, call.layout.down.panel_bytes, 1.0, step);
@@ -135,7 +148,12 @@ void MoeForward::run_down(const DownTask& task, const LayerCall& call, float* ou
   for (uint32_t row = 0; row < call.request.rows; ++row) {
     std::fill_n(output + size_t{row} * hidden + column, columns, 0.0f);
   }
-  for (uint32_t group = 0; group < call.groups.groups.size(); ++group) add_group(task, call, group, output, worker);
+  const size_t begin = call.layout.down_offset + task.panel * call.layout.down.panel_bytes;
+  const size_t bytes = task.num_panels * call.layout.down.panel_bytes;
+  for (uint32_t group = 0; group < call.work.size(); ++group) {
+    if (group + 1 < call.work.size()) prefetch(call.work[group + 1].expert + begin, bytes);
+    add_group(task, call, group, output, worker);
+  }
   count_nonfinite(task, call, output);
 }
 

@@ -5,7 +5,6 @@
 namespace moebius {
 namespace {
 
-constexpr size_t kLeastBytes = size_t{32} << 10;
 constexpr size_t kMostBytes = size_t{256} << 10;
 constexpr double kShare = 2.5;  // of what is left for each thread, a task takes 1 / kShare
 
@@ -17,7 +16,7 @@ constexpr uint32_t kRowStep = 32;
 }  // namespace
 
 uint32_t TaskCutter::next(uint32_t left, size_t unit_bytes, double unit_cost, uint32_t step) {
-  const auto least = static_cast<uint32_t>((kLeastBytes + unit_bytes - 1) / unit_bytes);
+  const auto least = static_cast<uint32_t>((least_bytes_ + unit_bytes - 1) / unit_bytes);
   const auto most = static_cast<uint32_t>(std::max<size_t>(kMostBytes / unit_bytes, least));
   const double share = num_threads_ == 1 ? most : remaining_ / (kShare * num_threads_ * unit_cost);
   auto units = static_cast<uint32_t>(std::clamp(share, static_cast<double>(least), static_cast<double>(most)));

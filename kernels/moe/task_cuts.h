@@ -9,9 +9,10 @@ namespace moebius {
 
 class TaskCutter {
  public:
-  // total_cost: of all units, in any measure; runs of units are at least `least` units (but at the end of a
-  // sequence) and hold at most about 256 KiB of contiguous weights.
-  TaskCutter(double total_cost, uint32_t num_threads) : remaining_(total_cost), num_threads_(num_threads) {}
+  // total_cost: of all units, in any measure. Tasks have at least about least_bytes of contiguous weights, but at
+  // the end of a sequence, and at most about 256 KiB.
+  TaskCutter(double total_cost, size_t least_bytes, uint32_t num_threads)
+      : remaining_(total_cost), least_bytes_(least_bytes), num_threads_(num_threads) {}
 
   // How many of the `left` > 0 units of a sequence the next task takes. unit_bytes: weights that a unit adds to
   // the contiguous run; unit_cost: share of total_cost; step: units come in multiples of it where possible.
@@ -19,6 +20,7 @@ class TaskCutter {
 
  private:
   double remaining_;
+  size_t least_bytes_;
   uint32_t num_threads_;
 };
 
