@@ -84,7 +84,7 @@ py::array_t<float> dequantise_matrix(const py::object& source) {
   py::array_t<float> result({static_cast<py::ssize_t>(matrix.rows), static_cast<py::ssize_t>(matrix.cols)});
   float* const target = result.mutable_data();
   const py::gil_scoped_release release;
-  for (uint32_t row = 0; row < matrix.rows; ++row) dequantise_row(matrix, row, target + size_t{row} * matrix.cols);
+  dequantise_rows(matrix, 0, matrix.rows, target, matrix.cols);
   return result;
 }
 
