@@ -137,8 +137,8 @@ def measure_format(
     for count in options.rows_per_expert or options.rows:
         calls = calls_of(count, shape, held, bool(options.rows_per_expert))
         machine.peak.refresh(row_type_of(weight_format))
-        beside = machine.bandwidth.refresh()
-        times = measure(engine, held.num_layers, calls, options.seconds)
+        machine.bandwidth.refresh()
+        times = measure(engine, held.num_layers, calls, options.seconds, machine.bandwidth.refresh_best)
         yield Measured(
             shape=shape,
             weight_format=weight_format,
@@ -148,7 +148,6 @@ def measure_format(
             rows=calls[0].rows,
             working_set=held,
             times=times,
-            bandwidth_beside=beside,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from moebius.kernels import ExpertEngine, Isa
 MIN_ITERATIONS = 5
 MAX_ITERATIONS = 2000
 WARMUP = 3
+BETWEEN_SECONDS = 0.2
 SEED = 42
 # Different choices per number of rows. A prime, so that one seldom meets the same layer again.
 ROUTINGS = 31
@@ -65,6 +66,8 @@ class Times:
     # Means over the calls.
     distinct_experts: float
     pairs: float
+    # What `between` gave, every BETWEEN_SECONDS.
+    beside: Sequence[float] = ()
 
     @property
     def median(self) -> float:
@@ -117,8 +120,17 @@ def random_hidden_states(rows: int, hidden_size: int) -> NDArray[np.uint16]:
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def measure(engine: ExpertEngine, layers: int, calls: Sequence[routing.Routing], seconds: float) -> Times:
-    """Times bfloat16 calls on changing layers for about `seconds`, after a warm-up."""
+def measure(
+    engine: ExpertEngine,
+    layers: int,
+    calls: Sequence[routing.Routing],
+    seconds: float,
+    between: Callable[[], float] | None = None,
+) -> Times:
+    """Times bfloat16 calls on changing layers for about `seconds`, after a warm-up.
+
+    `between` is called every now and then in the same time, e.g. to measure what the machine gives just then.
+    """
     rows, hidden_size = calls[0].rows, engine.backend.hidden_size
     hidden_states = random_hidden_states(rows, hidden_size)
     output = np.empty((rows, hidden_size), dtype=np.float32)
@@ -132,14 +144,21 @@ def measure(engine: ExpertEngine, layers: int, calls: Sequence[routing.Routing],
     for number in range(WARMUP):
         call(number)
     times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < MIN_ITERATIONS or (time.perf_counter() < end and len(times) < MAX_ITERATIONS):
+    beside: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < MIN_ITERATIONS or (
+        time.perf_counter() < begin + seconds and len(times) < MAX_ITERATIONS
+    ):
+        if between and time.perf_counter() >= begin + len(beside) * BETWEEN_SECONDS:
+            beside.append(between())
+            call(WARMUP + len(times))  # wakes the engine's threads again
         times.append(call(WARMUP + len(times)))
     used = [calls[(WARMUP + number) % len(calls)] for number in range(len(times))]
     return Times(
         times,
         statistics.fmean(chosen.distinct_experts for chosen in used),
         statistics.fmean(chosen.pairs for chosen in used),
+        beside,
     )
 
 

@@ -165,8 +165,8 @@ def test_peak_of_the_best_unit() -> None:
 
 def _measured(seconds: tuple[float, ...], pairs: float) -> Measured:
     held = WorkingSet(expert_bytes=1000, num_experts=4, num_layers=2, model_experts=4, cache_bytes=100)
-    times = Times(seconds, distinct_experts=3.0, pairs=pairs)
-    return Measured(TINY, "bfloat16", "avx2", "some_kernel", 2, 5, held, times, bandwidth_beside=9e5)
+    times = Times(seconds, distinct_experts=3.0, pairs=pairs, beside=(7e5, 1e6, 8e5))
+    return Measured(TINY, "bfloat16", "avx2", "some_kernel", 2, 5, held, times)
 
 
 def test_ratio_of_a_row_bound_by_bandwidth() -> None:
@@ -178,7 +178,7 @@ def test_ratio_of_a_row_bound_by_bandwidth() -> None:
     assert row.ratio_peak == pytest.approx(3 * 12288 / 0.006 / 8e9)
     assert (row.limit_unit, row.iterations, row.median_ms) == ("b", 3, pytest.approx(6.0))
     assert (row.gb_per_second, row.limit_gb_per_second) == (pytest.approx(5e-4), pytest.approx(1e-3))
-    assert row.beside_gb_per_second == pytest.approx(9e-4)
+    assert (row.beside_gb_per_second, row.ratio_beside) == (pytest.approx(8e-4), pytest.approx(0.625))
     assert "0.500" in table_line(row)
 
 
@@ -200,9 +200,12 @@ def test_refresh_only_raises_the_limit() -> None:
         return 4e5
 
     bandwidth._probe = cast(kernels_limits._kernels.BandwidthProbe, SimpleNamespace(measure=slower))
-    assert bandwidth.refresh() == 4e5
-    assert bandwidth.best[0] == 1e6
+    bandwidth.refresh()
     assert set(asked) == {0, 65536}
+    asked.clear()
+    assert bandwidth.refresh_best() == 4e5
+    assert asked == [65536]
+    assert bandwidth.best[0] == 1e6
 
 
 def test_caches_are_counted_once(tmp_path: Path) -> None:
@@ -286,6 +289,9 @@ def test_measure_counts_what_the_calls_touch() -> None:
     assert counted.rows == 2 * counted.calls == 2 * (len(times.seconds) + 3)
     assert counted.layer_calls.min() > 0
     assert kernel_names(engine, 1.0)
+    beside = iter(range(100))
+    times = measure(engine, 3, calls, 0.001, between=lambda: float(next(beside)))
+    assert times.beside[0] == 0.0
 
 
 @pytest.mark.parametrize(
