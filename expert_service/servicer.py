@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn, get_args
+from typing import NoReturn
 
 import grpc
 
 from expert_service.host import AlreadyLoaded, ExpertHost, LoadedSlice, NotServing
-from expert_service.load_plan import ExpertDtype
+from expert_service.load_plan import ExpertDtype, parse_expert_dtype
 from expert_service.loader import LoadCancelled
 from expert_service.records import decode_request
 from expert_service.slicing import SliceRequest
@@ -112,11 +112,7 @@ def _expert_dtype(request: pb.LoadRequest) -> ExpertDtype:
     if not request.expert_dtype:
         known: dict[int, ExpertDtype] = {pb.DTYPE_FLOAT32: "float32", pb.DTYPE_BFLOAT16: "bfloat16"}
         return known.get(request.weight_dtype, "keep")
-    for allowed in get_args(ExpertDtype):
-        if request.expert_dtype == allowed:
-            dtype: ExpertDtype = allowed
-            return dtype
-    raise ValueError(f"expert_dtype is {request.expert_dtype!r}; allowed: {', '.join(get_args(ExpertDtype))}")
+    return parse_expert_dtype(request.expert_dtype)
 
 
 def _slice_request(request: pb.LoadRequest) -> SliceRequest:

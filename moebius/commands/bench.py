@@ -106,3 +106,27 @@ def quota(
     from moebius.bench.quota import run
 
     run(share, seconds, json_file)
+
+
+@app.command()
+def load(
+    formats: Annotated[
+        str, typer.Option("--format", help="Formats of the checkpoint, comma separated")
+    ] = "bfloat16,fp8_block,int4_g32",
+    dtypes: Annotated[str, typer.Option("--expert-dtype", help="Packed as")] = "keep,int8,int4",
+    shape: Annotated[str, typer.Option(help="HxIxE: hidden, intermediate, experts")] = "2048x768x128",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the checkpoint")] = 2,
+    threads: Annotated[int, typer.Option(min=0, help="0: as many as cores and quota allow")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Loads per line; the best counts")] = 3,
+    directory: Annotated[Path, typer.Option(help="Where the checkpoint is written")] = Path("/dev/shm"),
+    json_file: JsonFile = None,
+) -> None:
+    """Reading, requantising and packing experts, beside merely reading the same files."""
+    from moebius.bench.load import LoadOptions, run
+    from moebius.bench.load_checkpoint import parse_shape
+
+    sizes = parse_shape(shape, layers)
+    options = LoadOptions(
+        sizes, tuple(formats.split(",")), tuple(dtypes.split(",")), threads, repeats, directory
+    )
+    run(options, json_file)
