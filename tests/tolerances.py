@@ -39,3 +39,7 @@ EXPERTS_BFLOAT16_FEW_ROWS = 3.9e-3
 # rounded likewise in float64 (where a value between two steps may fall to the other side).
 EXPERTS_W8A8 = 3e-2
 EXPERTS_W8A8_STEPS = 2e-3
+
+# Products of bfloat16 rows against the same rows and exact weights in float64; the norm of the difference
+# over the norm. Only float32 sums round (and vdpbf16ps flushes what is subnormal).
+PRODUCT_BFLOAT16 = 5e-6
