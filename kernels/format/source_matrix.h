@@ -10,16 +10,21 @@ namespace moebius {
 
 // How codes, scales and zeros lie in the checkpoint. `out` and `in` are the logical matrix's [out, in].
 enum class SourceLayout : uint8_t {
-  kPlain = 0,            // one element each (kInt4, kFloat4: one code per byte), any strides; zeros: uint8 [out, groups]
-  kCompressedInt4 = 1,   // compressed-tensors weight_packed: int32 [out, in / 8], nibble j of a word is element j,
-                         // stored as code + 8 for symmetric; scales [out, groups]; zeros packed int32 along out
-                         // [out / 8, groups]
-  kAwqInt4 = 2,          // qweight int32 [in, out / 8], nibbles in the order 0 4 1 5 2 6 3 7 (bits 0-3 hold
-                         // column 0, bits 4-7 column 2, ...); qzeros int32 [groups, out / 8] likewise; scales [groups, out]
-  kGptqInt4 = 3,         // qweight int32 [in / 8, out], nibble j of a word is element j along in; qzeros int32
-                         // [groups, out / 8] holding zero - 1 (v1 checkpoints; see zeros_offset); scales [groups, out]
-  kMxfp4 = 4,            // blocks uint8 [out, in / 2], low nibble first; scales e8m0 uint8 [out, groups]
-  kNvfp4 = 5,            // weight uint8 [out, in / 2], low nibble first; scales e4m3 [out, groups]; global scale
+  // One element each (kInt4, kFloat4: one code per byte), any strides; zeros uint8 [out, groups].
+  kPlain = 0,
+  // compressed-tensors weight_packed: int32 [out, in / 8], nibble j of a word is element j, stored as code + 8 for
+  // symmetric; scales [out, groups]; zeros packed likewise along out, int32 [out / 8, groups].
+  kCompressedInt4 = 1,
+  // qweight int32 [in, out / 8]: bits 0-3 hold column 0, bits 4-7 column 2, then 4, 6, 1, 3, 5, 7; qzeros int32
+  // [groups, out / 8] likewise; scales [groups, out].
+  kAwqInt4 = 2,
+  // qweight int32 [in / 8, out], nibble j of a word is element j along in; qzeros int32 [groups, out / 8] holding
+  // zero - 1 in version 1 checkpoints (see zeros_offset); scales [groups, out].
+  kGptqInt4 = 3,
+  // blocks uint8 [out, in / 2], low nibble first; scales e8m0 uint8 [out, groups].
+  kMxfp4 = 4,
+  // weight uint8 [out, in / 2], low nibble first; scales e4m3 uint8 [out, groups]; global scale in tensor_scale.
+  kNvfp4 = 5,
 };
 
 struct SourceMatrix {
@@ -42,7 +47,7 @@ struct SourceMatrix {
 
   const void* zeros = nullptr;    // packed as the layout says; null: symmetric (zero point 8)
   ptrdiff_t zeros_stride = 0;     // words between stored rows of zeros
-  int32_t zeros_offset = 0;       // added to every stored zero: 1 for GPTQ v1
+  int32_t zeros_offset = 0;       // added to every stored zero, modulo 16: 1 for GPTQ version 1
 
   const float* column_scale = nullptr;  // [rows] float32 scale per logical row; null: 1
   float tensor_scale = 1.0f;            // times column_scale: per-tensor and global scales
