@@ -152,6 +152,15 @@ def test_block_scales_widen(scale_dtype: str) -> None:
     check("fp8_block", source, expected)
 
 
+def test_one_int4_scale_for_a_whole_row() -> None:
+    """Channel-wise int4 is grouped int4 whose scales repeat: a broadcast view, nothing copied or rounded."""
+    rng = np.random.default_rng(9)
+    codes = rng.integers(0, 16, (24, 200)).astype(np.uint8)
+    scales = rng.random((24, 1)).astype(np.float16)
+    source = SourceMatrix(codes, code="int4", scales=np.broadcast_to(scales, (24, 2)), group_size=128)
+    check("int4_g128_f16", source, (codes.astype(np.float32) - 8) * scales.astype(np.float32))
+
+
 def test_biases() -> None:
     """Biases follow their columns, padding has none."""
     bias = np.arange(1, 21, dtype=np.float32)
