@@ -33,7 +33,7 @@ from moebius.bench.kernels_rows import HEADER, KernelsRow, Measured, compare, ta
 from moebius.bench.kernels_shapes import ExpertShape
 from moebius.bench.kernels_working_set import plan_working_set
 from moebius.errors import UserError
-from moebius.kernels import Isa
+from moebius.kernels import Isa, PlanRow
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class KernelsOptions:
     memory_bytes: int = 0
     # Measuring time per row of the table.
     seconds: float = 1.0
+    # Whether to print which kernel the engine takes for which number of rows.
+    print_plan: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def run(options: KernelsOptions, json_file: Path | None = None) -> list[KernelsR
     rows = [compare(measured, bandwidth, peak) for measured in results]
     if bandwidth.best[0] > 1.02 * first_speed:
         print(f"the best read bandwidth rose to {bandwidth.best[0] / 1e9:.1f} GB/s meanwhile; against that:")
-        print("\n".join([HEADER, *map(table_line, rows)]))
+        print_table(rows)
     if json_file:
         write_rows(rows, json_file)
     return rows
@@ -134,6 +136,8 @@ def measure_format(
     engine = setting.build(shape, weight_format, held.num_experts, held.num_layers)
     if setting.kernel == "auto":
         engine.calibrate()
+    if options.print_plan:
+        print("\n".join(map(plan_line, engine.plan())))
     for count in options.rows_per_expert or options.rows:
         calls = calls_of(count, shape, held, bool(options.rows_per_expert))
         machine.peak.refresh(row_type_of(weight_format))
@@ -149,6 +153,22 @@ def measure_format(
             working_set=held,
             times=times,
         )
+
+
+def print_table(rows: Sequence[KernelsRow]) -> None:
+    """All rows, shape by shape."""
+    for shape in dict.fromkeys(row.shape for row in rows):
+        print(f"{shape}\n{HEADER}")
+        print("\n".join(table_line(row) for row in rows if row.shape == shape))
+
+
+def plan_line(row: PlanRow) -> str:
+    """Which kernel, for which rows of an expert, and what was measured."""
+    rows = f"{row.rows_from} rows up" if row.rows_to is None else f"{row.rows_from} to {row.rows_to} rows"
+    return (
+        f"  {row.matrix} {row.format}, {row.row_type} request, {rows}: {row.kernel}"
+        f" ({row.nanoseconds:.0f} ns per panel)"
+    )
 
 
 def write_rows(rows: Sequence[KernelsRow], path: Path) -> None:

@@ -74,6 +74,9 @@ def kernels(
     layers: Annotated[int, typer.Option(min=0, help="0: more than the caches can hold")] = 0,
     memory: Annotated[float, typer.Option(min=0, help="GiB for weights; 0: half of what is free")] = 0,
     seconds: Annotated[float, typer.Option(min=0.001, help="Measuring time per row")] = 1.0,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print which kernel is used for how many rows")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Milliseconds per MoE layer on the CPU, beside the bandwidth and the peak of the same cores."""
@@ -92,6 +95,7 @@ def kernels(
         layers=layers,
         memory_bytes=int(memory * 2**30),
         seconds=seconds,
+        print_plan=plan,
     )
     run(options, json_file)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,11 +271,20 @@ def test_tiny_run_with_rows_per_expert() -> None:
 
 
 @pytest.mark.usefixtures("small_probe")
-def test_forced_kernel_is_used() -> None:
-    (row,) = kernels.run(
-        replace(TINY_OPTIONS, formats=["bfloat16"], rows=[2], isa="scalar", kernel="scalar_float32")
-    )
+def test_forced_kernel_is_used_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    options = replace(TINY_OPTIONS, formats=["bfloat16"], rows=[2], isa="scalar", print_plan=True)
+    (row,) = kernels.run(replace(options, kernel="scalar_float32"))
     assert (row.isa, row.kernel) == ("scalar", "scalar_float32")
+    shown = r"^  down bfloat16, bfloat16 request, 1 .*rows.*: scalar_float32 \(\d+ ns per panel\)$"
+    assert re.search(shown, capsys.readouterr().out, re.MULTILINE)
+
+
+def test_table_is_by_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    row = compare(_measured((0.006,), pairs=3.0), *_limits(1e6, PEAKS))
+    kernels.print_table([row, replace(row, shape="other"), row])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if " " not in line] == ["64x32x4x2", "other"]
+    assert printed.count(table_line(row)) == 3
 
 
 def test_measure_counts_what_the_calls_touch() -> None:
