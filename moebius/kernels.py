@@ -265,6 +265,13 @@ class ExpertEngine:
         """Counters since creation; may be called while forward runs."""
         return EngineStats(**self._engine.stats())
 
+    def huge_page_bytes(self) -> int:
+        """How much of `packed_bytes` lies in 2 MiB pages now; 0 where the system does not tell.
+
+        Reads the page tables of the process: milliseconds, so not for every scrape.
+        """
+        return self._engine.huge_page_bytes()
+
     @property
     def backend(self) -> _kernels.ExpertBackend:
         """The C++ object, for `MailboxServer`; it lives as long as either holds it."""

@@ -211,6 +211,8 @@ void bind_moe(py::module_& m) {
            py::arg("topk_weights"), py::arg("output") = py::none())
       .def("stats", &stats)
       .def_property_readonly("packed_bytes", [](const ExpertEngine& engine) { return engine.store().packed_bytes(); })
+      .def("huge_page_bytes", [](const ExpertEngine& engine) { return engine.store().huge_page_bytes(); },
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("numa_bound", [](const ExpertEngine& engine) { return engine.store().numa_bound(); })
       .def_property_readonly("num_threads", &ExpertEngine::num_threads)
       .def_property_readonly("isa", [](const ExpertEngine& engine) { return std::string(isa_name(engine.isa())); });

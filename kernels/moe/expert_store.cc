@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/moe/huge_pages.h"
 #include "kernels/moe/random_weights.h"
 #include "kernels/pool/thread_pool.h"
 
@@ -81,6 +82,17 @@ size_t ExpertStore::packed_bytes() const {
   size_t bytes = 0;
   for (const Layer& layer : layers_) bytes += layer.arena ? layer.arena->bytes() : 0;
   return bytes;
+}
+
+size_t ExpertStore::huge_page_bytes() const {
+  std::vector<MemoryRange> ranges;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Layer& layer : layers_) {
+      if (layer.arena) ranges.push_back({layer.arena->data(), layer.arena->bytes()});
+    }
+  }
+  return moebius::huge_page_bytes(ranges);
 }
 
 bool ExpertStore::numa_bound() const {

@@ -39,6 +39,7 @@ class ExpertStore {
   uint32_t layout_index(uint32_t layer) const { return layout_index_[layer]; }
   const std::vector<ExpertLayout>& layouts() const { return layouts_; }  // the distinct ones
   size_t packed_bytes() const;  // mapped for layers so far
+  size_t huge_page_bytes() const;  // of them in 2 MiB pages now; see huge_pages.h for how exact and how slow
   bool numa_bound() const;      // whether every mapping is on the requested node
 
  private:

@@ -4,7 +4,8 @@
 #include <chrono>
 #include <limits>
 
-#include "kernels/moe/aligned_buffer.h"
+#include "kernels/moe/layer_call.h"
+#include "kernels/moe/row_buffer.h"
 #include "kernels/pool/thread_pool.h"
 
 namespace moebius {
@@ -20,8 +21,8 @@ constexpr double kTaskOperations = 16e6;          // multiply-adds of a task wit
 // A kernel that was slower than the best by this factor in two ranges running is not measured with more rows.
 constexpr double kHopeless = 1.6;
 
-size_t row_bytes(RowType type, uint32_t k_padded) {
-  return size_t{k_padded} * (type == RowType::kFloat32 ? 4 : type == RowType::kBFloat16 ? 2 : 1);
+size_t stride_of(RowType type, const PanelLayout& layout) {
+  return row_stride(layout.k_padded * element_bytes(type));
 }
 
 // Panels of one matrix in a list of experts, taken in turn so that no two measurements meet the same ones soon.
@@ -58,9 +59,10 @@ class MatrixCalibration {
         scales_(kMaxRows, 0.01f),
         results_(pool.size()),
         scratch_(pool.size()) {
-    rows_.grow(kMaxRows * row_bytes(RowType::kFloat32, layout_.k_padded));
+    const size_t bytes = kMaxRows * stride_of(RowType::kFloat32, layout_);
+    rows_.grow(bytes);
     // 1.0 and a little more in float32, and finite in bfloat16: times depend on no value.
-    std::fill_n(rows_.as<uint32_t>(), size_t{kMaxRows} * layout_.k_padded, 0x3f803f80u);
+    std::fill_n(rows_.as<uint32_t>(), bytes / sizeof(uint32_t), 0x3f803f80u);
   }
 
   void run(MatrixPlan& plan) {
@@ -112,7 +114,7 @@ class MatrixCalibration {
     const auto count = static_cast<uint32_t>(
         std::clamp<size_t>(std::min(by_bytes, by_work) / 2 * 2, std::min(2u, ring_.panels()), ring_.panels()));
     std::vector<const void*> pointers(rows);
-    const size_t stride = row_bytes(kernel.row_type, layout_.k_padded);
+    const size_t stride = stride_of(kernel.row_type, layout_);
     for (uint32_t row = 0; row < rows; ++row) pointers[row] = rows_.data() + row * stride;
     const uint32_t tasks = pool_.size();
     double best = std::numeric_limits<double>::infinity();

@@ -10,6 +10,9 @@ namespace {
 constexpr size_t kAtOnceBytes = size_t{64} << 10;
 constexpr size_t kTaskBytes = size_t{64} << 10;
 
+// From how many rows of a group on it matters that they do not collide in the cache.
+constexpr uint32_t kManyRows = 8;
+
 // Bytes between the rows of a group when they happen to be equally spaced and ascending, else 0.
 size_t natural_stride(const uint32_t* rows, uint32_t count, size_t row_stride) {
   if (count < 2) return row_stride;
@@ -18,6 +21,16 @@ size_t natural_stride(const uint32_t* rows, uint32_t count, size_t row_stride) {
     if (rows[i] - rows[i - 1] != step) return 0;
   }
   return step * row_stride;
+}
+
+// Whether a kernel reads many rows of the type wherever they lie.
+bool has_many_loose_rows(const LayerCall& call, RowType type) {
+  for (size_t group = 0; group < call.work.size(); ++group) {
+    const ProductKernel& kernel = *call.work[group].gate_up;
+    const bool loose = kernel.row_type == type && !kernel.equally_spaced;
+    if (loose && call.groups.groups[group].rows >= kManyRows) return true;
+  }
+  return false;
 }
 
 bool has_type(DType dtype, RowType type) {
@@ -67,7 +80,8 @@ void PreparedRows::find_needs(const LayerCall& call) {
     Need& need = needs_[static_cast<size_t>(type)];
     if (need == Need::kNone || !has_type(request.dtype, type)) continue;
     in_place_stride_ = hidden_size_ * element_bytes(type);
-    if (aligned && call.layout.gate_up.k_padded == hidden_size_) need = Need::kInPlace;
+    const bool fits = aligned && call.layout.gate_up.k_padded == hidden_size_;
+    if (fits && !(rows_collide(in_place_stride_) && has_many_loose_rows(call, type))) need = Need::kInPlace;
   }
 }
 

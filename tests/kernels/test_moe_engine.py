@@ -179,3 +179,4 @@ def test_memory_is_taken_per_loaded_layer() -> None:
     assert engine.packed_bytes == first
     engine.load_expert(2, 3, *matrices())
     assert engine.packed_bytes == 2 * first
+    assert 0 <= engine.huge_page_bytes() <= engine.packed_bytes

@@ -53,6 +53,33 @@ def test_any_number_of_rows(rows: int, hidden: int) -> None:
     assert root_mean_square_error(output, wanted) <= bfloat16_bound(rows)
 
 
+def placed(values: np.ndarray, offset: int) -> np.ndarray:
+    """A copy that begins `offset` bytes behind a 64-byte boundary."""
+    raw = np.empty(values.nbytes + 128, np.uint8)
+    begin = -raw.ctypes.data % 64 + offset
+    copy = raw[begin : begin + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[:] = values
+    return copy
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 30, 90])
+@pytest.mark.parametrize(
+    "hidden", [192, 1024]
+)  # 1024: copied for many rows, which would collide in the cache
+def test_rows_in_place(rows: int, hidden: int) -> None:
+    """Rows that are aligned and need no padding are used where they lie, with the same result."""
+    shape = Shape(hidden, 32, 3, "bfloat16", "bfloat16")
+    engine = shape.engine(num_threads=2)
+    routed = rows_of(shape, rows)
+    for values in (routed.hidden_states, narrowed(routed)[1]):
+        results = [
+            engine.forward(0, placed(values, offset), routed.topk_ids, routed.topk_weights)
+            for offset in (0, 16)
+        ]
+        np.testing.assert_array_equal(*results)
+    assert relative_error(run(engine, routed), packed_golden(engine, shape, routed)) <= EXPERTS_FLOAT32
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40, 300])
 def test_float16_rows(rows: int) -> None:
     """float16 rows are widened exactly."""
