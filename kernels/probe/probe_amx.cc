@@ -19,6 +19,10 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
+// gcc's tile intrinsics do not say that they read what their pointer leads to: without this the compiler may
+// leave out the stores before them.
+void write_out(const void* data) { __asm__ volatile("" ::"r"(data) : "memory"); }
+
 // All eight tiles full size: 0 to 3 results, zeroed; 4 and 5 left, 6 and 7 right operands.
 void load_tiles(uint8_t left, uint8_t right) {
   TileConfig config;
@@ -26,12 +30,15 @@ void load_tiles(uint8_t left, uint8_t right) {
     config.row_bytes[i] = kRowBytes;
     config.rows[i] = kRows;
   }
+  write_out(&config);
   _tile_loadconfig(&config);
   alignas(64) uint8_t values[kRows * kRowBytes];
   for (uint8_t& value : values) value = left;
+  write_out(values);
   _tile_loadd(4, values, kRowBytes);
   _tile_loadd(5, values, kRowBytes);
   for (uint8_t& value : values) value = right;
+  write_out(values);
   _tile_loadd(6, values, kRowBytes);
   _tile_loadd(7, values, kRowBytes);
   _tile_zero(0);
