@@ -7,7 +7,7 @@
 // Sums of kChunks neighbouring chunks of 4-bit codes, kLines lines (8 k each) per chunk, side by side: a chunk alone
 // is a chain of dependent additions too long to hide for few rows.
 template <int kChunks, int kLines, int kRows, class Decoder>
-MOEBIUS_INLINE void multiply_chunks(const Decoder& decode, const std::byte* codes, size_t first_line,
+MOEBIUS_INLINE void multiply_chunks(const Decoder& decode, const std::byte* codes, size_t ahead, size_t first_line,
                                     const RowBlock<kRows>& rows, __m512 (&sum)[kChunks][kRows]) {
   __m512 odd[kChunks][kRows];
 #pragma GCC unroll 4
@@ -17,7 +17,7 @@ MOEBIUS_INLINE void multiply_chunks(const Decoder& decode, const std::byte* code
 #pragma GCC unroll 4
     for (int c = 0; c < kChunks; ++c) {
       const size_t at = first_line + static_cast<size_t>(c * kLines + line);
-      prefetch(codes + at * 64 + kPrefetchBytes);
+      prefetch(codes + at * 64 + ahead);
       __m512i vectors[4];
       decode(codes + at * 64, vectors);
 #pragma GCC unroll 16
@@ -45,6 +45,14 @@ struct NibbleFormat {
   static constexpr bool kZeros = kHasZeros;
 };
 
+// How far ahead of a code to prefetch: kPrefetchBytes of codes, leaving out what lies between two panels, or the
+// same place of the next panel where panels are smaller than that.
+MOEBIUS_INLINE size_t bytes_ahead(const Panel& panel, size_t offset) {
+  const size_t codes_bytes = size_t{panel.k_padded} * 8;
+  const size_t ahead = codes_bytes < kPrefetchBytes ? codes_bytes : kPrefetchBytes;
+  return offset + ahead >= codes_bytes ? ahead + panel.tail_bytes : ahead;
+}
+
 // 8 - zero: times the sum of the row, it is what sums of row * (code - 8) lack.
 MOEBIUS_INLINE __m512 zero_term(const std::byte* zeros) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros));
@@ -66,7 +74,8 @@ MOEBIUS_INLINE void add_chunks(const CodeDecoder<Format::kCode>& decode, const P
       for (int r = 0; r < kRows; ++r) sum[c][r] = _mm512_mul_ps(term, _mm512_set1_ps(rows.chunk_sums[r][chunk + c]));
     }
   }
-  multiply_chunks<kChunks, Format::kLines, kRows>(decode, panel.codes, size_t{chunk} * Format::kLines, rows, sum);
+  multiply_chunks<kChunks, Format::kLines, kRows>(decode, panel.codes, bytes_ahead(panel, size_t{chunk} * Format::kLines * 64),
+                                                size_t{chunk} * Format::kLines, rows, sum);
 #pragma GCC unroll 4
   for (uint32_t c = 0; c < kChunks; ++c) {
     const __m512 scale = widen_group<Format::kScale>(panel.scales + ((chunk + c) >> group_shift) * kGroupBytes);
@@ -88,7 +97,8 @@ MOEBIUS_INLINE void multiply_nibbles(const Panel& panel, const RowBlock<kRows>& 
   clear(total);
   uint32_t chunk = 0;
   for (; chunk + kChunks <= chunks; chunk += kChunks) {
-    prefetch(panel.next_tail + chunk * tail_step);
+#pragma GCC unroll 4
+    for (uint32_t c = 0; c < kChunks; ++c) prefetch(panel.next_tail + (chunk + c) * tail_step);
     add_chunks<Format, kChunks>(decode, panel, chunk, group_shift, rows, total);
   }
   if constexpr (kChunks > 1) {

@@ -182,9 +182,16 @@ PanelJob panel_job(const ProductWork& work, uint32_t index) {
   return job;
 }
 
+// What no panel before has asked for. It was, where the thread's last work ended just before this one.
+void prefetch_first_panel(const ProductWork& work) {
+  const PanelLayout& layout = *work.layout;
+  for (size_t at = 0; at < kPrefetchBytes; at += 64) prefetch(work.panels + at);
+  for (size_t at = layout.scales_offset; at < layout.panel_bytes; at += 64) prefetch(work.panels + at);
+}
+
 void run(const ProductWork& work) {
   const Kind kind = kind_of(work.layout->format);
-  for (size_t ahead = 0; ahead < kPrefetchBytes; ahead += 64) prefetch(work.panels + ahead);
+  prefetch_first_panel(work);
   if (work.layout->format.zeros) sum_chunks(work, reinterpret_cast<float*>(work.scratch));
   for (uint32_t index = 0; index < work.num_panels; ++index) run_panel(panel_job(work, index), kind);
 }
