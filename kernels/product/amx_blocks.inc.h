@@ -4,8 +4,7 @@
 // A tile of rows is 16 rows x 64 bytes, one of a panel 16 lines of 64 bytes: k = 32 in bfloat16, 64 in int8. Both
 // advance alike, so only the dot product knows the type.
 
-constexpr uint32_t kTileRows = 16;
-constexpr size_t kTileBytes = 1024;
+constexpr auto kAheadHint = _MM_HINT_T0;
 
 struct BFloat16Dot {
   static constexpr uint32_t kStep = 32;  // k of one tile
@@ -41,25 +40,6 @@ void configure_rows(uint32_t rows) {
   Tiles::configure(tile_config(first, rows > kTileRows ? rows - kTileRows : first));
 }
 
-// Lines of weights to fetch with every step, for whoever needs them next. A prefetch beyond the panels is
-// harmless: it never faults.
-struct Ahead {
-  const std::byte* first = nullptr;
-  const std::byte* second = nullptr;  // of a second panel, or null
-  uint32_t lines = 0;                 // per step, of each
-
-  [[gnu::always_inline]] void step() {
-    for (uint32_t line = 0; line < lines; ++line) _mm_prefetch(first + 64 * line, kHint);
-    first += 64 * lines;
-    if (second == nullptr) return;
-    for (uint32_t line = 0; line < lines; ++line) _mm_prefetch(second + 64 * line, kHint);
-    second += 64 * lines;
-  }
-
- private:
-  static constexpr auto kHint = _MM_HINT_T1;
-};
-
 struct RowBlock {
   const std::byte* rows;  // first row, at the k where the tiles begin
   size_t stride;          // bytes
@@ -74,16 +54,18 @@ void zero_sums() {
 }
 
 // Sums 0, 1 (first row tile, panels 0 and 1) and 2, 3 (second row tile) += rows x panels over `steps` tiles.
-// kParts: tiles of a panel that meet the same tile of rows (2: high and low parts of float16).
+// kParts: tiles of a panel that meet the same tile of rows (2: high and low parts of float16). `task.step()` is
+// vector work for the next piece (amx_tasks.inc.h) that runs beside the tile unit.
 template <class Math, int kParts, int kRowTiles, int kPanels>
-void multiply_block(const RowBlock& block, const std::byte* const* panels, uint32_t steps, Ahead ahead) {
+void multiply_block(const RowBlock& block, const std::byte* const* panels, uint32_t steps, Task& task) {
+  const size_t stride = block.stride;
   const std::byte* first = block.rows;
-  const std::byte* second = block.rows + kTileRows * block.stride;
+  const std::byte* second = block.rows + kTileRows * stride;
   const std::byte* panel0 = panels[0];
   const std::byte* panel1 = panels[kPanels - 1];
   for (uint32_t step = 0; step < steps; ++step) {
-    Tiles::load<4>(first, block.stride);
-    if constexpr (kRowTiles == 2) Tiles::load<5>(second, block.stride);
+    Tiles::load<4>(first, stride);
+    if constexpr (kRowTiles == 2) Tiles::load<5>(second, stride);
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
       Tiles::load<6>(panel0, 64);
@@ -97,38 +79,52 @@ void multiply_block(const RowBlock& block, const std::byte* const* panels, uint3
     }
     first += 64;
     second += 64;
-    ahead.step();
+    task.step();
   }
 }
 
-// One panel, its tiles taking turns between sums 0 and 1 (2 and 3): a single sum would wait for itself.
-template <class Math, int kParts, int kRowTiles>
+// How far ahead of up to 32 rows weights are fetched. Beyond the panels that is harmless: a prefetch never faults.
+struct Ahead {
+  const std::byte* at;
+  template <uint32_t kLines>
+  [[gnu::always_inline]] void step() {
+#pragma GCC unroll 16
+    for (uint32_t line = 0; line < kLines; ++line) _mm_prefetch(at + 64 * line, kAheadHint);
+    at += 64 * kLines;
+  }
+};
+
+// One panel, its tiles taking turns between sums 0 and 1 (2 and 3). Tile registers are not renamed: a tile that is
+// loaded again waits for the product that reads it, so neighbouring steps use different ones.
+template <class Math, int kParts, int kRowTiles, uint32_t kLines>
 void multiply_stream(const RowBlock& block, const std::byte* panel, uint32_t steps, Ahead ahead) {
+  const size_t stride = block.stride;
   const std::byte* first = block.rows;
-  const std::byte* second = block.rows + kTileRows * block.stride;
-  uint32_t step = 0;
-  for (; step + 2 <= steps * kParts; step += 2) {
-    Tiles::load<4>(first, block.stride);
-    if constexpr (kRowTiles == 2) Tiles::load<5>(second, block.stride);
+  const std::byte* second = block.rows + kTileRows * stride;
+  constexpr int kOdd = kRowTiles == 1 ? 5 : 4;  // row tile of odd steps
+  uint32_t tile = 0;
+  for (; tile + 2 <= steps * kParts; tile += 2) {
+    Tiles::load<4>(first, stride);
+    if constexpr (kRowTiles == 2) Tiles::load<5>(second, stride);
     Tiles::load<6>(panel, 64);
     Math::template dot<0, 4, 6>();
     if constexpr (kRowTiles == 2) Math::template dot<2, 5, 6>();
-    if constexpr (kParts == 1) {
-      ahead.step();
-      Tiles::load<4>(first + 64, block.stride);
-      if constexpr (kRowTiles == 2) Tiles::load<5>(second + 64, block.stride);
-    }
+    ahead.step<kLines>();
     Tiles::load<7>(panel + kTileBytes, 64);
-    Math::template dot<1, 4, 7>();
+    if constexpr (kParts == 1) {
+      Tiles::load<kOdd>(first + 64, stride);
+      if constexpr (kRowTiles == 2) Tiles::load<5>(second + 64, stride);
+      ahead.step<kLines>();
+    }
+    Math::template dot<1, kParts == 1 ? kOdd : 4, 7>();
     if constexpr (kRowTiles == 2) Math::template dot<3, 5, 7>();
-    ahead.step();
     first += 128 / kParts;
     second += 128 / kParts;
     panel += 2 * kTileBytes;
   }
-  if (step < steps * kParts) {
-    Tiles::load<4>(first, block.stride);
-    if constexpr (kRowTiles == 2) Tiles::load<5>(second, block.stride);
+  if (tile < steps * kParts) {
+    Tiles::load<4>(first, stride);
+    if constexpr (kRowTiles == 2) Tiles::load<5>(second, stride);
     Tiles::load<6>(panel, 64);
     Math::template dot<0, 4, 6>();
     if constexpr (kRowTiles == 2) Math::template dot<2, 5, 6>();

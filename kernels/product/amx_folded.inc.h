@@ -1,19 +1,17 @@
 // Products whose tiles need no group scales: sums stay in tile registers over as much of k as possible. Included
 // INSIDE an anonymous namespace.
 //
-// A `Source` turns panels into tiles:
-//   kParts                       tiles per step of k (2: the high and the low part of float16)
-//   kLines                       64-byte lines of packed codes per step
-//   kDecodes                     whether tiles are made in a buffer, or are the packed codes themselves
-//   tiles(panel, begin, steps, buffer)   the tiles of steps [begin, begin + steps); buffer: kParts KiB a step
+// Up to 32 rows: a panel at a time, its sums in tiles over all of k. More: pairs of panels, each against all blocks
+// of 32 rows, while the next pair is fetched or decoded.
 
 constexpr uint32_t kBlockRows = 2 * kTileRows;
 
+// Sizes that keep what is used again in caches, measured on a machine with 48 KiB L1 and 2 MiB L2.
 struct Blocking {
-  uint32_t panels;         // computed together while a block of rows lies in L1
-  uint32_t steps;          // of k decoded together: panels * steps KiB should stay in L2
-  uint32_t stream_steps;   // the same for up to 32 rows: one panel, L1
-  uint32_t ahead_bytes;    // how far ahead weights are fetched when up to 32 rows stream them
+  uint32_t rows;          // whose part of `steps` stays in L2 while all panels pass
+  uint32_t steps;         // of k in one piece
+  uint32_t stream_steps;  // the same for few rows
+  uint32_t ahead_bytes;   // how far ahead weights are fetched for few rows
 };
 
 uint32_t divide_up(uint32_t value, uint32_t by) { return (value + by - 1) / by; }
@@ -29,7 +27,8 @@ class FoldedProduct {
  public:
   FoldedProduct(const ProductWork& work, const Blocking& blocking)
       : work_(work), blocking_(blocking), source_(*work.layout), end_(work),
-        steps_(divide_up(work.layout->k, Math::kStep)) {}
+        steps_(divide_up(work.layout->k, Math::kStep)), chunk_(chunk_steps(steps_, blocking.steps, 1)),
+        chunks_(divide_up(steps_, chunk_)), pairs_(divide_up(work.num_panels, 2)) {}
 
   void run() {
     if (work_.num_rows <= kBlockRows) {
@@ -42,9 +41,10 @@ class FoldedProduct {
         }
       }
     } else {
-      for (uint32_t panel = 0; panel < work_.num_panels; panel += blocking_.panels) {
-        const uint32_t left = work_.num_panels - panel;
-        run_panels(panel, left < blocking_.panels ? left : blocking_.panels);
+      const uint32_t parts = divide_up(work_.num_rows, blocking_.rows);
+      const uint32_t rows = divide_up(divide_up(work_.num_rows, parts), kBlockRows) * kBlockRows;
+      for (uint32_t row = 0; row < work_.num_rows; row += rows) {
+        run_rows(row, work_.num_rows - row < rows ? work_.num_rows - row : rows);
       }
     }
     Tiles::release();
@@ -69,9 +69,10 @@ class FoldedProduct {
     const uint32_t chunk = Source::kDecodes ? blocking_.stream_steps : steps_;
     for (uint32_t begin = 0; begin < steps_; begin += chunk) {
       const uint32_t steps = steps_ - begin < chunk ? steps_ - begin : chunk;
-      const Ahead ahead{codes + begin * Source::kLines * 64 + blocking_.ahead_bytes, nullptr, Source::kLines};
+      const Ahead ahead{codes + begin * Source::kLines * 64 + blocking_.ahead_bytes};
       const std::byte* tiles = source_.tiles(codes, begin, steps, work_.scratch);
-      multiply_stream<Math, Source::kParts, kRowTiles>(rows_at(0, work_.num_rows, begin), tiles, steps, ahead);
+      multiply_stream<Math, Source::kParts, kRowTiles, Source::kLines>(rows_at(0, work_.num_rows, begin), tiles, steps,
+                                                                       ahead);
     }
     finish_stream<kRowTiles>(panel);
   }
@@ -94,77 +95,88 @@ class FoldedProduct {
     end_.finish(result, PanelEnd(*work_.layout, panel_at(panel)), 0);
   }
 
-  void run_panels(uint32_t panel, uint32_t count) {
-    const uint32_t chunk = chunk_steps(steps_, blocking_.steps, 1);
-    for (uint32_t begin = 0; begin < steps_; begin += chunk) {
-      const uint32_t steps = steps_ - begin < chunk ? steps_ - begin : chunk;
-      const std::byte* tiles[kMaxPanels];
-      for (uint32_t p = 0; p < count; ++p) {
-        tiles[p] = source_.tiles(panel_at(panel + p), begin, steps,
-                                 work_.scratch + p * chunk * Source::kParts * kTileBytes);
+  // Pieces in the order in which they are computed: all pairs of panels over a chunk of k, then the next chunk.
+  Piece piece(uint32_t index) const {
+    if (index >= chunks_ * pairs_) return {};
+    const uint32_t panel = index % pairs_ * 2;
+    const uint32_t begin = index / pairs_ * chunk_;
+    const bool pair = panel + 1 < work_.num_panels;
+    return {{panel_at(panel), panel_at(pair ? panel + 1 : panel)},
+            pair ? 2U : 1U,
+            begin,
+            steps_ - begin < chunk_ ? steps_ - begin : chunk_};
+  }
+
+  // Tiles of even and odd pieces.
+  std::byte* buffer(uint32_t index) const {
+    return work_.scratch + index % 2 * (size_t{chunk_} * 2 * Source::kParts * kTileBytes);
+  }
+
+  void run_rows(uint32_t row, uint32_t rows) {
+    const uint32_t blocks = divide_up(rows, kBlockRows);
+    Task first = source_.task(piece(0), piece(1), buffer(0), 1);
+    if (Source::kDecodes) finish_task(first);
+    for (uint32_t index = 0; index < chunks_ * pairs_; ++index) {
+      const Piece now = piece(index);
+      const std::byte* tiles[2];
+      for (uint32_t p = 0; p < 2; ++p) {
+        tiles[p] = Source::kDecodes ? buffer(index) + p * now.steps * Source::kParts * kTileBytes
+                                    : now.codes(p, Source::kLines);
       }
-      run_rows({panel, count, begin, steps}, tiles);
+      Task task = source_.task(piece(index + 1), piece(index + 2), buffer(index + 1), blocks);
+      run_piece({now, tiles, index % pairs_ * 2, row, rows}, task);
+      finish_task(task);
     }
   }
 
-  struct Chunk {
-    uint32_t panel, panels, begin, steps;
+  struct PieceOfRows {
+    Piece piece;
+    const std::byte* const* tiles;
+    uint32_t panel, row, rows;
   };
 
-  void run_rows(const Chunk& chunk, const std::byte* const* tiles) {
-    const uint32_t blocks = divide_up(work_.num_rows, kBlockRows);
+  void run_piece(const PieceOfRows& part, Task& task) {
     configure_rows(kBlockRows);
-    for (uint32_t block = 0; block < blocks; ++block) {
-      const uint32_t row = block * kBlockRows;
-      const uint32_t rows = work_.num_rows - row < kBlockRows ? work_.num_rows - row : kBlockRows;
-      if (rows < kBlockRows) configure_rows(rows);
-      for (uint32_t p = 0; p < chunk.panels; p += 2) {
-        const bool pair = p + 1 < chunk.panels;
-        const Ahead ahead = next_chunk(chunk, p, pair, block, blocks);
-        if (rows > kTileRows) {
-          pair ? run_block<2, 2>(chunk, tiles + p, p, row, rows, ahead)
-               : run_block<2, 1>(chunk, tiles + p, p, row, rows, ahead);
-        } else {
-          pair ? run_block<1, 2>(chunk, tiles + p, p, row, rows, ahead)
-               : run_block<1, 1>(chunk, tiles + p, p, row, rows, ahead);
-        }
-      }
+    uint32_t row = 0;
+    const bool pair = part.piece.num_panels == 2;
+    for (; row + kBlockRows <= part.rows; row += kBlockRows) {
+      pair ? run_block<2, 2>(part, row, kBlockRows, task) : run_block<2, 1>(part, row, kBlockRows, task);
     }
-  }
-
-  // What this thread reads next of panels p and p + 1, shared out over the blocks of rows.
-  Ahead next_chunk(const Chunk& chunk, uint32_t p, bool pair, uint32_t block, uint32_t blocks) const {
-    const uint32_t lines = divide_up(Source::kLines, blocks);
-    if (block * lines >= Source::kLines) return {};
-    const uint32_t next = chunk.begin + chunk.steps;
-    const uint32_t panel = chunk.panel + p + (next < steps_ ? 0 : chunk.panels);
-    const size_t offset = ((next < steps_ ? next : 0) * Source::kLines + block * lines * chunk.steps) * size_t{64};
-    return {panel_at(panel) + offset, pair ? panel_at(panel + 1) + offset : nullptr, lines};
+    const uint32_t rows = part.rows - row;
+    if (rows == 0) return;
+    configure_rows(rows);
+    if (rows > kTileRows) {
+      pair ? run_block<2, 2>(part, row, rows, task) : run_block<2, 1>(part, row, rows, task);
+    } else {
+      pair ? run_block<1, 2>(part, row, rows, task) : run_block<1, 1>(part, row, rows, task);
+    }
   }
 
   template <int kRowTiles, int kPanels>
-  void run_block(const Chunk& chunk, const std::byte* const* tiles, uint32_t p, uint32_t row, uint32_t rows,
-                 Ahead ahead) {
-    const ResultBlock result = result_at(row, rows, chunk.panel + p);
-    if (chunk.begin == 0) {
+  void run_block(const PieceOfRows& part, uint32_t block_row, uint32_t rows, Task& task) {
+    const uint32_t row = part.row + block_row;
+    const ResultBlock result = result_at(row, rows, part.panel);
+    if (part.piece.begin == 0) {
       zero_sums();
     } else {
       load_sums<kRowTiles, kPanels>(result);
     }
-    multiply_block<Math, Source::kParts, kRowTiles, kPanels>(rows_at(row, rows, chunk.begin), tiles, chunk.steps,
-                                                             ahead);
+    multiply_block<Math, Source::kParts, kRowTiles, kPanels>(rows_at(row, rows, part.piece.begin), part.tiles,
+                                                             part.piece.steps, task);
     store_sums<kRowTiles, kPanels>(result);
-    if (chunk.begin + chunk.steps < steps_) return;
+    if (part.piece.begin + part.piece.steps < steps_) return;
     for (uint32_t i = 0; i < kPanels; ++i) {
-      const uint32_t panel = chunk.panel + p + i;
+      const uint32_t panel = part.panel + i;
       end_.finish(result_at(row, rows, panel), PanelEnd(*work_.layout, panel_at(panel)), row);
     }
   }
 
-  static constexpr uint32_t kMaxPanels = 32;
   const ProductWork& work_;
   const Blocking& blocking_;
   Source source_;
   End end_;
   uint32_t steps_;
+  uint32_t chunk_;
+  uint32_t chunks_;
+  uint32_t pairs_;
 };

@@ -1,7 +1,7 @@
 // The tile products of a format, and the table. Included INSIDE an anonymous namespace, last.
 
-constexpr Blocking kFoldedBlocking{8, 64, 8, 4096};
-constexpr Blocking kGroupedBlocking{8, 8, 8, 4096};
+constexpr Blocking kFoldedBlocking{256, 64, 4, 8192};
+constexpr Blocking kGroupedBlocking{0, 16, 0, 0};
 
 // Formats whose group scales are part of the tiles.
 bool folds_scales(const WeightFormat& format) {
@@ -70,12 +70,12 @@ void run_bfloat16(const ProductWork& work) {
 
 void run_int8(const ProductWork& work) { run_int8_blocking(work, kFoldedBlocking); }
 
-size_t scratch_for(const PanelLayout& layout, const Blocking& blocking) {
-  if (layout.groups > 0 && !folds_scales(layout.format)) return grouped_scratch_bytes(layout, blocking);
+size_t scratch_for(const PanelLayout& layout, const Blocking& blocking, uint32_t num_panels) {
+  if (!folds_scales(layout.format)) return grouped_scratch_bytes(layout, blocking, num_panels);
   const size_t parts = layout.format.code == Code::kFloat16 ? 2 : 1;
-  return (blocking.panels * size_t{blocking.steps} + blocking.stream_steps) * parts * kTileBytes;
+  return 2 * 2 * size_t{blocking.steps} * parts * kTileBytes;
 }
 
-size_t scratch_bytes(const PanelLayout& layout, uint32_t /*num_panels*/, uint32_t /*num_rows*/) {
-  return scratch_for(layout, folds_scales(layout.format) ? kFoldedBlocking : kGroupedBlocking);
+size_t scratch_bytes(const PanelLayout& layout, uint32_t num_panels, uint32_t /*num_rows*/) {
+  return scratch_for(layout, folds_scales(layout.format) ? kFoldedBlocking : kGroupedBlocking, num_panels);
 }

@@ -1,5 +1,12 @@
-// Where tiles come from: see `Source` in amx_folded.inc.h. Included INSIDE an anonymous namespace, after
-// decode_bf16.inc.h.
+// Where tiles come from. Included INSIDE an anonymous namespace, after decode_bf16.inc.h and amx_tasks.inc.h.
+//
+// A `Source` turns panels into tiles:
+//   kParts      tiles per step of k (2: the high and the low part of float16)
+//   kLines      64-byte lines of packed codes per step
+//   kDecodes    whether tiles are made in a buffer, or are the packed codes themselves
+//   tiles(panel, begin, steps, buffer)   the tiles of steps [begin, begin + steps); buffer: kParts KiB a step
+//   task(next, after_next, buffer, blocks)   makes the tiles of the next piece bit by bit beside products of the
+//               piece before (step) over `blocks` blocks of rows, then what is left (finish)
 
 // Packed codes that are tiles already.
 struct PackedTiles {
@@ -10,6 +17,9 @@ struct PackedTiles {
   static const std::byte* tiles(const std::byte* panel, uint32_t begin, uint32_t /*steps*/, std::byte* /*buffer*/) {
     return panel + begin * kTileBytes;
   }
+  static Task task(const Piece& next, const Piece& /*after_next*/, std::byte* /*buffer*/, uint32_t blocks) {
+    return fetch_task(next, kLines, blocks);
+  }
 };
 
 // Decodes step by step: Derived::decode(panel, step, tile) makes kParts tiles.
@@ -19,11 +29,14 @@ struct DecodedTiles {
   static constexpr uint32_t kLines = kLinesOf;
   static constexpr bool kDecodes = true;
   const std::byte* tiles(const std::byte* panel, uint32_t begin, uint32_t steps, std::byte* buffer) const {
-    const Derived derived = static_cast<const Derived&>(*this);  // a copy: tables stay in registers
+    const Derived derived = static_cast<const Derived&>(*this);
     for (uint32_t step = 0; step < steps; ++step) {
       derived.decode(panel, begin + step, reinterpret_cast<uint16_t*>(buffer + step * kParts * kTileBytes));
     }
     return buffer;
+  }
+  Task task(const Piece& next, const Piece& after_next, std::byte* buffer, uint32_t /*blocks*/) const {
+    return decode_task(static_cast<const Derived&>(*this), next, after_next, buffer);
   }
 };
 

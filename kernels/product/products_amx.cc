@@ -11,10 +11,12 @@ namespace {
 #include "kernels/product/widen_scales.inc.h"
 #include "kernels/product/amx_tiles.inc.h"
 #include "kernels/product/amx_epilogue.inc.h"
+#include "kernels/product/amx_tasks.inc.h"
 #include "kernels/product/amx_blocks.inc.h"
 #include "kernels/product/amx_scales.inc.h"
-#include "kernels/product/amx_folded.inc.h"
 #include "kernels/product/amx_sources.inc.h"
+#include "kernels/product/amx_folded.inc.h"
+#include "kernels/product/amx_groups.inc.h"
 #include "kernels/product/amx_grouped.inc.h"
 #include "kernels/product/amx_products.inc.h"
 
