@@ -43,3 +43,10 @@ EXPERTS_W8A8_STEPS = 2e-3
 # Products of bfloat16 rows against the same rows and exact weights in float64; the norm of the difference
 # over the norm. Only float32 sums round (and vdpbf16ps flushes what is subnormal).
 PRODUCT_BFLOAT16 = 5e-6
+
+# Norm of a row's error over its expected norm, from independent roundings to first order
+# (tests/helpers/weight_golden.py). Few of them may fall the same way, and those of x reach gate and up alike.
+ROUNDING_SPREADS = 3.0
+
+# Float32 sums over experts in another order or in parts, over the largest wanted magnitude.
+EXPERTS_SUMMED_APART = 2e-6

@@ -31,7 +31,13 @@ class Shape:
 
     def engine(self, **options: object) -> ExpertEngine:
         """An engine of one layer with random weights."""
-        engine = ExpertEngine(
+        engine = self.empty_engine(**options)
+        engine.fill_random(0, 1)
+        return engine
+
+    def empty_engine(self, **options: object) -> ExpertEngine:
+        """An engine of one layer with nothing loaded."""
+        return ExpertEngine(
             self.hidden,
             self.intermediate,
             self.experts,
@@ -44,8 +50,6 @@ class Shape:
             limit=self.limit,
             **options,  # type: ignore[arg-type]
         )
-        engine.fill_random(0, 1)
-        return engine
 
 
 @dataclass(frozen=True)
