@@ -1,7 +1,7 @@
-"""Streams one slice of the experts from safetensors into the packed form: read, pack, use the memory again.
+"""Streams one slice of the experts from safetensors into the packed form: map, pack, give the pages back.
 
-Several threads each read an expert and pack it; Python's lock is free while files are read and while kernels
-pack. Besides the packed weights there is at most one expert's slice per thread.
+Several threads each take an expert; Python's lock is free while pages are brought in and while kernels pack.
+Besides the packed weights there is at most one expert per thread, as mapped pages of its file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from expert_service.load_plan import LoadPlan
 from expert_service.slicing import ExpertSlice
 from moebius.checkpoint.expert_checkpoint import ExpertMatrices
-from moebius.checkpoint.reusing_reader import ReusingReader
+from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.kernels import ExpertEngine, LoadError
 from moebius.kernels_source import SourceMatrix
 
@@ -136,7 +136,7 @@ def load_experts(
 def _load(engine: ExpertEngine, plan: LoadPlan, part: ExpertSlice, progress: _Progress) -> None:
     """One thread's share: whatever is next."""
     try:
-        with ReusingReader() as reader:
+        with MappedReader() as reader:
             while (item := progress.take()) is not None:
                 layer, expert = item
                 reader.reset()
@@ -150,7 +150,7 @@ def _load(engine: ExpertEngine, plan: LoadPlan, part: ExpertSlice, progress: _Pr
 
 
 def _read_expert(
-    reader: ReusingReader, found: ExpertMatrices, part: ExpertSlice
+    reader: MappedReader, found: ExpertMatrices, part: ExpertSlice
 ) -> tuple[SourceMatrix, SourceMatrix, SourceMatrix]:
     """gate and up `[I, H]`, down `[H, I]` of this slice."""
     neurons = slice(part.intermediate_begin, part.intermediate_end)

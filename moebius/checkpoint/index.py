@@ -1,8 +1,8 @@
 """Which tensors a safetensors checkpoint holds and where, read from its headers alone.
 
 Format: https://huggingface.co/docs/safetensors (8-byte little-endian header length, JSON header, data).
-Values are read with `pread`, never mapped: mapped pages would count as resident memory of the process
-for as long as the mapping lives, and a loader's peak memory has to stay bounded.
+Values are read by `reader` (copies) or `mapped_reader` (views whose pages are given back after use): pages
+that stay mapped would count as resident memory, and a loader's peak memory has to stay bounded.
 """
 
 from __future__ import annotations

@@ -85,13 +85,18 @@ class SliceReader:
             output[first : first + len(part)] = block[:: rows.step, cols.start : cols.stop : cols.step]
         return output
 
+    def _descriptor(self, file: Path) -> int:
+        """The open file."""
+        descriptor = self._descriptors.get(file)
+        if descriptor is None:
+            descriptor = self._descriptors[file] = open_for_reading(file)
+        return descriptor
+
     def _fill(self, info: TensorInfo, first_element: int, output: Array) -> None:
         """Read `output.size` consecutive elements of the tensor into a contiguous array."""
         if not output.size:
             return
-        descriptor = self._descriptors.get(info.file)
-        if descriptor is None:
-            descriptor = self._descriptors[info.file] = open_for_reading(info.file)
+        descriptor = self._descriptor(info.file)
         target = memoryview(output.reshape(-1).view(np.uint8).data)
         position = info.offset + first_element * output.itemsize
         while target:
