@@ -80,7 +80,7 @@ def test_bfloat16_checkpoint_and_activations(tmp_path: Path) -> None:
     with running_cluster(model, tmp_path / "run", split_count=2) as cluster:
         mailbox, remote = cluster.client("mailbox"), cluster.client("grpc")
         check_all_layers(mailbox, expected, EXPERTS_BFLOAT16, relative_rms)
-        # No more rows than a mailbox slot holds: cut into parts, experts have fewer rows and may take other kernels.
+        # No more rows than a mailbox slot holds: cut in parts, experts have fewer and may take other kernels.
         routing = random_routing(cluster.geometry, 16, dtype=torch.bfloat16)
         assert torch.equal(compute(mailbox, 0, routing), compute(remote, 0, routing))
         remote.close()
