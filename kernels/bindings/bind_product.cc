@@ -190,7 +190,9 @@ py::array activate(const std::string& isa, const std::string& activation, float 
 
 void scatter(const std::string& isa, const py::array& result, const py::array& row_ids, const py::array& weights,
              py::array_t<float, py::array::c_style> output) {
-  if (result.ndim() != 2 || output.ndim() != 2) throw std::invalid_argument("result and output must be [rows, columns]");
+  if (result.ndim() != 2 || output.ndim() != 2) {
+    throw std::invalid_argument("result and output must be [rows, columns]");
+  }
   const auto source = contiguous<float>(result, "result", "float32");
   const auto ids = contiguous<uint32_t>(row_ids, "row_ids", "uint32");
   const auto scales = contiguous<float>(weights, "weights", "float32");

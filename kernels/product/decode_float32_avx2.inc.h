@@ -2,6 +2,7 @@
 // Included INSIDE an anonymous namespace, after vec_avx2.inc.h.
 
 struct PlainRow {
+  static constexpr bool kRareCodes = false;
   template <int j>
   static Vec row(const float* row) {
     return Vec::broadcast(row[j]);
@@ -21,6 +22,7 @@ Vec signed_byte(__m256i words) {
 struct Float32Decoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 128;
   static constexpr uint32_t kUnitK = 2;
+  static constexpr int kUnitRegisters = 0;
   explicit Float32Decoder(const WeightFormat&) {}
 
   struct Unit {
@@ -36,6 +38,7 @@ struct Float32Decoder : PlainRow {
 struct BFloat16Decoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 2;
+  static constexpr int kUnitRegisters = 1;
   explicit BFloat16Decoder(const WeightFormat&) {}
 
   struct Unit {
@@ -53,6 +56,8 @@ struct BFloat16Decoder : PlainRow {
 struct Float16Decoder {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 2;
+  static constexpr int kUnitRegisters = 0;
+  static constexpr bool kRareCodes = false;
   explicit Float16Decoder(const WeightFormat&) {}
 
   struct Unit {
@@ -80,33 +85,37 @@ struct Float16Decoder {
 struct Float8Decoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 4;
+  static constexpr int kUnitRegisters = 2;
+  static constexpr bool kRareCodes = true;
   explicit Float8Decoder(const WeightFormat&) {}
 
   struct Unit {
     __m256i even;
     __m256i odd;
-    bool special;
+    __m256i key;
   };
   static __m256i as_bfloat16(__m256i shifted) {
     const __m256i kept = _mm256_and_si256(shifted, _mm256_set1_epi16(static_cast<short>(0x87f0)));
     return _mm256_or_si256(kept, _mm256_set1_epi16(0x3800));
   }
-  static bool any_special(__m256i words) {
-    const __m256i key = _mm256_add_epi8(_mm256_add_epi8(words, words), _mm256_set1_epi8(-16));
-    const __m256i above = _mm256_subs_epu8(key, _mm256_set1_epi8(static_cast<char>(237)));
-    return _mm256_testz_si256(above, above) == 0;
-  }
   static Unit load(const std::byte* at, Vec) {
     const __m256i words = load_words(at);
     return {as_bfloat16(_mm256_srai_epi16(_mm256_slli_epi16(words, 8), 4)), as_bfloat16(_mm256_srai_epi16(words, 4)),
-            any_special(words)};
+            _mm256_add_epi8(_mm256_add_epi8(words, words), _mm256_set1_epi8(-16))};
   }
+  template <int kStrips>
+  static bool any_rare(const Unit (&units)[kStrips]) {
+    __m256i largest = units[0].key;
+    for (int s = 1; s < kStrips; ++s) largest = _mm256_max_epu8(largest, units[s].key);
+    const __m256i above = _mm256_subs_epu8(largest, _mm256_set1_epi8(static_cast<char>(237)));
+    return _mm256_testz_si256(above, above) == 0;
+  }
+  static Vec repair(Vec value) { return fix_float8(value); }
   template <int j>
   Vec value(const Unit& unit) const {
     const __m256i pairs = j % 2 == 0 ? unit.even : unit.odd;
-    const Vec value = Vec::from_bits(j < 2 ? _mm256_slli_epi32(pairs, 16)
-                                           : _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-    return unit.special ? fix_float8(value) : value;
+    if constexpr (j < 2) return Vec::from_bits(_mm256_slli_epi32(pairs, 16));
+    return Vec::from_bits(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
   }
   static Vec finish(Vec even, Vec odd) { return Vec::mul(Vec::add(even, odd), Vec::broadcast(256.0f)); }
 };
@@ -114,6 +123,7 @@ struct Float8Decoder : PlainRow {
 struct Int8Decoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 4;
+  static constexpr int kUnitRegisters = 1;
   explicit Int8Decoder(const WeightFormat&) {}
 
   struct Unit {
@@ -131,6 +141,7 @@ template <bool kZeros, bool kFloat>
 struct NibbleDecoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 8;
+  static constexpr int kUnitRegisters = 2;
   explicit NibbleDecoder(const WeightFormat&) {
     const __m128i bytes = kFloat ? _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
                                  : _mm_setr_epi8(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);

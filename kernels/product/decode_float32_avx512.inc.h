@@ -1,9 +1,11 @@
 // Codes -> float32 with AVX-512. Included INSIDE an anonymous namespace, after vec_avx512.inc.h.
 //
 // A decoder takes one unit (kUnitBytes of a panel, kUnitK of k) and gives value<j>() for j in 0..kUnitK-1, to be
-// multiplied with row<j>(). Chain j % 2 adds them up; finish() makes one sum of the two chains.
+// multiplied with row<j>(). Chain j % 2 adds them up; finish() makes one sum of the two chains. A unit stays in
+// kUnitRegisters while it is used.
 
 struct PlainRow {
+  static constexpr bool kRareCodes = false;
   template <int j>
   static Vec row(const float* row) {
     return Vec::broadcast(row[j]);
@@ -14,6 +16,7 @@ struct PlainRow {
 struct Float32Decoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 128;
   static constexpr uint32_t kUnitK = 2;
+  static constexpr int kUnitRegisters = 0;
   explicit Float32Decoder(const WeightFormat&) {}
 
   struct Unit {
@@ -29,6 +32,7 @@ struct Float32Decoder : PlainRow {
 struct BFloat16Decoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 2;
+  static constexpr int kUnitRegisters = 1;
   explicit BFloat16Decoder(const WeightFormat&) {}
 
   struct Unit {
@@ -47,6 +51,8 @@ struct BFloat16Decoder : PlainRow {
 struct Float16Decoder {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 2;
+  static constexpr int kUnitRegisters = 0;
+  static constexpr bool kRareCodes = false;
   explicit Float16Decoder(const WeightFormat&) {}
 
   struct Unit {
@@ -74,35 +80,37 @@ struct Float16Decoder {
 struct Float8Decoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 4;
+  static constexpr int kUnitRegisters = 2;
+  static constexpr bool kRareCodes = true;
   explicit Float8Decoder(const WeightFormat&) {}
 
   struct Unit {
-    Vec values[4];
+    __m512i even;
+    __m512i odd;
+    __m512i key;
   };
   static __m512i as_bfloat16(__m512i shifted) {
-    return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi16(static_cast<short>(0x87f0)),
-                                     _mm512_set1_epi16(0x3800), 0xea);
-  }
-  // 2 * code - 16 (mod 256) is 0 to 236 for normal codes, 238 for NaN and 240 to 254 for subnormal ones.
-  static bool any_special(__m512i words) {
-    const __m512i key = _mm512_add_epi8(_mm512_add_epi8(words, words), _mm512_set1_epi8(-16));
-    return _mm512_cmpge_epu8_mask(key, _mm512_set1_epi8(static_cast<char>(238))) != 0;
+    return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi16(static_cast<short>(0x87f0)), _mm512_set1_epi16(0x3800),
+                                     0xea);
   }
   static Unit load(const std::byte* at, Vec) {
     const __m512i words = _mm512_loadu_si512(at);
-    const __m512i even = as_bfloat16(_mm512_srai_epi16(_mm512_slli_epi16(words, 8), 4));
-    const __m512i odd = as_bfloat16(_mm512_srai_epi16(words, 4));
-    const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-    Unit unit{{Vec::from_bits(_mm512_slli_epi32(even, 16)), Vec::from_bits(_mm512_slli_epi32(odd, 16)),
-               Vec::from_bits(_mm512_and_si512(even, high)), Vec::from_bits(_mm512_and_si512(odd, high))}};
-    if (any_special(words)) [[unlikely]] {
-      for (Vec& value : unit.values) value = fix_float8(value);
-    }
-    return unit;
+    return {as_bfloat16(_mm512_srai_epi16(_mm512_slli_epi16(words, 8), 4)), as_bfloat16(_mm512_srai_epi16(words, 4)),
+            _mm512_add_epi8(_mm512_add_epi8(words, words), _mm512_set1_epi8(-16))};
   }
+  // 2 * code - 16 (mod 256) is 0 to 236 for normal codes, 238 for NaN and 240 to 254 for subnormal ones.
+  template <int kStrips>
+  static bool any_rare(const Unit (&units)[kStrips]) {
+    __m512i largest = units[0].key;
+    for (int s = 1; s < kStrips; ++s) largest = _mm512_max_epu8(largest, units[s].key);
+    return _mm512_cmpge_epu8_mask(largest, _mm512_set1_epi8(static_cast<char>(238))) != 0;
+  }
+  static Vec repair(Vec value) { return fix_float8(value); }
   template <int j>
   Vec value(const Unit& unit) const {
-    return unit.values[j];
+    const __m512i pairs = j % 2 == 0 ? unit.even : unit.odd;
+    if constexpr (j < 2) return Vec::from_bits(_mm512_slli_epi32(pairs, 16));
+    return Vec::from_bits(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
   }
   static Vec finish(Vec even, Vec odd) { return Vec::mul(Vec::add(even, odd), Vec::broadcast(256.0f)); }
 };
@@ -110,6 +118,7 @@ struct Float8Decoder : PlainRow {
 struct Int8Decoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 4;
+  static constexpr int kUnitRegisters = 1;
   explicit Int8Decoder(const WeightFormat&) {}
 
   struct Unit {
@@ -128,12 +137,13 @@ template <bool kZeros>
 struct NibbleDecoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 8;
+  static constexpr int kUnitRegisters = kZeros ? 2 : 1;
   explicit NibbleDecoder(const WeightFormat& format) {
     const float first = kZeros ? 0.0f : -8.0f;
     const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     table = format.code == Code::kFloat4
-                ? _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f,
-                                 -4.0f, -6.0f)
+                ? _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
+                                 -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f)
                 : _mm512_add_ps(integers, _mm512_set1_ps(first));
   }
 

@@ -10,10 +10,6 @@
   return Vec::where_equal(magnitude, Vec::broadcast(1.875f), Vec::broadcast(__builtin_nanf("")), finite);
 }
 
-[[gnu::always_inline]] inline Vec decode_float8_scales(const std::byte* at) {
-  return Vec::mul(fix_float8(Vec::from_float8_codes(Vec::load_bytes(at))), Vec::broadcast(256.0f));
-}
-
 constexpr uint32_t kGroupsAtOnce = 8;
 
 // kLanes columns of kGroupsAtOnce groups.
@@ -33,7 +29,7 @@ constexpr uint32_t bytes_of(ScaleType type) {
     case ScaleType::kBFloat16: return Vec::from_bfloat16(at);
     case ScaleType::kFloat16: return Vec::from_float16(at);
     case ScaleType::kE8M0: return Vec::from_e8m0_codes(Vec::load_bytes(at));
-    case ScaleType::kE4M3: return decode_float8_scales(at);
+    case ScaleType::kE4M3: return Vec::from_float8(at);
   }
   return Vec::zero();
 }
@@ -45,36 +41,40 @@ void widen_columns(const std::byte* at, uint32_t count, GroupBuffer* target) {
   }
 }
 
-// One scale for all columns. Decoding a whole vector would read past the panel's scales.
-void widen_panel_scales(ScaleType type, const std::byte* at, uint32_t count, GroupBuffer* target) {
+// One scale for all columns. Decoding a whole vector in place would read past the panel's scales.
+template <ScaleType kType>
+void widen_panel_scales(const std::byte* at, uint32_t count, GroupBuffer* target) {
   alignas(64) std::byte one[64] = {};
-  const uint32_t bytes = bytes_of(type);
   for (uint32_t group = 0; group < count; ++group) {
-    __builtin_memcpy(one, at + group * bytes, bytes);
     alignas(64) float decoded[Vec::kLanes];
-    if (type == ScaleType::kFloat32) {
-      __builtin_memcpy(decoded, one, bytes);
+    if constexpr (kType == ScaleType::kFloat32) {
+      __builtin_memcpy(decoded, at + group * sizeof(float), sizeof(float));
     } else {
-      decode_scales(type, one).store(decoded);
+      __builtin_memcpy(one, at + group * bytes_of(kType), bytes_of(kType));
+      decode_scales(kType, one).store(decoded);
     }
     Vec::broadcast(decoded[0]).store(target->lanes[group]);
   }
 }
 
+template <ScaleType kType>
+void widen(const PanelLayout& layout, const std::byte* scales, uint32_t column, uint32_t group, uint32_t count,
+           GroupBuffer* target) {
+  if (layout.format.panel_scale) return widen_panel_scales<kType>(scales + group * bytes_of(kType), count, target);
+  widen_columns<kType>(scales + (size_t{group} * kPanelColumns + column) * bytes_of(kType), count, target);
+}
+
 // Scales of `count` groups from `group`, for the kLanes columns from `column` of a panel.
 [[gnu::noinline]] void widen_scales(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
                                     uint32_t count, GroupBuffer* target) {
-  const ScaleType type = layout.format.scale;
   const std::byte* const scales = panel + layout.scales_offset;
-  if (layout.format.panel_scale) return widen_panel_scales(type, scales + group * bytes_of(type), count, target);
-  const std::byte* const at = scales + (size_t{group} * kPanelColumns + column) * bytes_of(type);
-  switch (type) {
-    case ScaleType::kNone: return widen_columns<ScaleType::kNone>(at, count, target);
-    case ScaleType::kFloat32: return widen_columns<ScaleType::kFloat32>(at, count, target);
-    case ScaleType::kBFloat16: return widen_columns<ScaleType::kBFloat16>(at, count, target);
-    case ScaleType::kFloat16: return widen_columns<ScaleType::kFloat16>(at, count, target);
-    case ScaleType::kE8M0: return widen_columns<ScaleType::kE8M0>(at, count, target);
-    case ScaleType::kE4M3: return widen_columns<ScaleType::kE4M3>(at, count, target);
+  switch (layout.format.scale) {
+    case ScaleType::kNone: return widen<ScaleType::kNone>(layout, scales, column, group, count, target);
+    case ScaleType::kFloat32: return widen<ScaleType::kFloat32>(layout, scales, column, group, count, target);
+    case ScaleType::kBFloat16: return widen<ScaleType::kBFloat16>(layout, scales, column, group, count, target);
+    case ScaleType::kFloat16: return widen<ScaleType::kFloat16>(layout, scales, column, group, count, target);
+    case ScaleType::kE8M0: return widen<ScaleType::kE8M0>(layout, scales, column, group, count, target);
+    case ScaleType::kE4M3: return widen<ScaleType::kE4M3>(layout, scales, column, group, count, target);
   }
 }
 

@@ -28,11 +28,12 @@ struct Integers {
 };
 
 constexpr int kMaxRows = 6;  // two chains each: 12 of 16 registers
-// Strips together, so that few rows still keep eight chains in flight.
-constexpr int strips_together(int rows) { return rows == 1 ? 4 : (rows <= 3 ? 2 : 1); }
+// Two strips, a whole panel, while registers last.
+constexpr int strips_together(int rows, int unit_registers) { return 2 * rows + unit_registers <= 6 ? 2 : 1; }
 
 #include "kernels/product/group_scales.inc.h"
 #include "kernels/product/decode_float32_avx2.inc.h"
+#include "kernels/product/float32_block.inc.h"
 #include "kernels/product/float32_product.inc.h"
 #include "kernels/product/int8_product.inc.h"
 

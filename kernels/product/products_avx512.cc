@@ -28,11 +28,12 @@ struct Integers {
 };
 
 constexpr int kMaxRows = 12;  // two chains each: 24 of 32 registers
-// Strips together, so that few rows still keep eight chains in flight.
-constexpr int strips_together(int rows) { return rows <= 2 ? 4 : (rows <= 4 ? 2 : 1); }
+// Two strips keep four chains in flight and share the rows' elements; more of them would be more streams to fetch.
+constexpr int strips_together(int rows, int unit_registers) { return 2 * rows + unit_registers <= 9 ? 2 : 1; }
 
 #include "kernels/product/group_scales.inc.h"
 #include "kernels/product/decode_float32_avx512.inc.h"
+#include "kernels/product/float32_block.inc.h"
 #include "kernels/product/float32_product.inc.h"
 #include "kernels/product/int8_product.inc.h"
 

@@ -61,8 +61,8 @@ const ProductKernel& product_by_name(const char* name) {
   }
   std::string allowed;
   for (const char* known : product_names()) allowed += (allowed.empty() ? "" : ", ") + std::string(known);
-  throw std::invalid_argument("kernel '" + std::string(name) + "' is unknown or can not run on this machine; allowed: " +
-                              allowed);
+  throw std::invalid_argument("kernel '" + std::string(name) +
+                              "' is unknown or can not run on this machine; allowed: " + allowed);
 }
 
 const VectorKernels& vector_kernels(Isa isa) {

@@ -20,7 +20,17 @@ struct Vec {
   static Vec from_bfloat16(const void* at) {
     return from_bits(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at))), 16));
   }
-  static Vec from_float16(const void* at) { return {_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(at)))}; }
+  static Vec from_float16(const void* at) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(at)))};
+  }
+  // e4m3 seeeemmm -> the float16 s0eeeemmm0000000, which is 2^-8 times its value (subnormals too) unless it is NaN.
+  static Vec from_float8(const void* at) {
+    const __m128i codes = _mm_cvtepu8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(at)));
+    const __m128i shifted = _mm_srai_epi16(_mm_slli_epi16(codes, 8), 1);
+    const __m128i halves = _mm_and_si128(shifted, _mm_set1_epi16(static_cast<short>(0xbf80)));
+    const Vec value = mul({_mm256_cvtph_ps(halves)}, broadcast(256.0f));
+    return where_equal(abs(value), broadcast(480.0f), broadcast(__builtin_nanf("")), value);
+  }
   static Vec from_unsigned_bytes(const void* at) { return from_integers(load_bytes(at)); }
   static __m256i load_bytes(const void* at) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(at)));
@@ -53,12 +63,6 @@ struct Vec {
   }
   static Vec power(__m256i n) { return from_bits(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23)); }
 
-  // e4m3 codes in 32-bit lanes -> 2^-8 times their value, where normal; see fix_float8.
-  static Vec from_float8_codes(__m256i codes) {
-    const __m256i magnitude = _mm256_slli_epi32(_mm256_and_si256(codes, _mm256_set1_epi32(0x7f)), 20);
-    const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(codes, 7), 31);
-    return from_bits(_mm256_or_si256(_mm256_or_si256(magnitude, sign), _mm256_set1_epi32(0x38000000)));
-  }
   // e8m0: 2^(code - 127); 0 is a subnormal, 255 NaN.
   static Vec from_e8m0_codes(__m256i codes) {
     const __m256i ends = _mm256_or_si256(_mm256_cmpeq_epi32(codes, _mm256_setzero_si256()),

@@ -23,6 +23,14 @@ struct Vec {
   static Vec from_float16(const void* at) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(at)))};
   }
+  // e4m3 seeeemmm -> the float16 s0eeeemmm0000000, which is 2^-8 times its value (subnormals too) unless it is NaN.
+  static Vec from_float8(const void* at) {
+    const __m256i codes = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(at)));
+    const __m256i shifted = _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 1);
+    const __m256i halves = _mm256_and_si256(shifted, _mm256_set1_epi16(static_cast<short>(0xbf80)));
+    const Vec value = mul({_mm512_cvtph_ps(halves)}, broadcast(256.0f));
+    return where_equal(abs(value), broadcast(480.0f), broadcast(__builtin_nanf("")), value);
+  }
   static Vec from_unsigned_bytes(const void* at) { return from_integers(load_bytes(at)); }
   static __m512i load_bytes(const void* at) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at)));
@@ -40,7 +48,8 @@ struct Vec {
   static Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
   static Vec copy_sign(Vec magnitude, Vec sign) {
     const __m512i bit = _mm512_set1_epi32(INT32_MIN);
-    return from_bits(_mm512_ternarylogic_epi32(bit, _mm512_castps_si512(sign.v), _mm512_castps_si512(magnitude.v), 0xca));
+    const __m512i magnitude_bits = _mm512_castps_si512(magnitude.v);
+    return from_bits(_mm512_ternarylogic_epi32(bit, _mm512_castps_si512(sign.v), magnitude_bits, 0xca));
   }
   static Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
@@ -51,12 +60,6 @@ struct Vec {
   // y * 2^n for whole n in [-300, 300].
   static Vec scale_by_power(Vec y, Vec n) { return {_mm512_scalef_ps(y.v, n.v)}; }
 
-  // e4m3 codes in 32-bit lanes -> 2^-8 times their value, where normal; see fix_float8.
-  static Vec from_float8_codes(__m512i codes) {
-    const __m512i magnitude = _mm512_slli_epi32(_mm512_and_si512(codes, _mm512_set1_epi32(0x7f)), 20);
-    const __m512i sign = _mm512_slli_epi32(_mm512_srli_epi32(codes, 7), 31);
-    return from_bits(_mm512_or_si512(_mm512_or_si512(magnitude, sign), _mm512_set1_epi32(0x38000000)));
-  }
   // e8m0: 2^(code - 127); 0 is a subnormal, 255 NaN.
   static Vec from_e8m0_codes(__m512i codes) {
     const __mmask16 ends = _mm512_cmp_epu32_mask(_mm512_sub_epi32(codes, _mm512_set1_epi32(1)), _mm512_set1_epi32(253),
