@@ -82,14 +82,15 @@ class CheckpointIndex:
         if not directory.is_dir():
             raise CheckpointError(f"{directory} is not a directory")
         tensors: dict[str, TensorInfo] = {}
-        for file in _shard_files(directory):
+        weight_map = _weight_map(directory)
+        for file in _shard_files(directory, weight_map):
             for info in read_header(file):
                 if info.name in tensors:
                     raise CheckpointError(
                         f"tensor {info.name!r} is in {tensors[info.name].file} and in {file}"
                     )
                 tensors[info.name] = info
-        _check_weight_map(directory, tensors)
+        _check_weight_map(directory, weight_map, tensors)
         return CheckpointIndex(directory, tensors)
 
     def __getitem__(self, name: str) -> TensorInfo:
@@ -103,12 +104,9 @@ class CheckpointIndex:
         return name in self.tensors
 
 
-def _shard_files(directory: Path) -> list[Path]:
+def _shard_files(directory: Path, weight_map: Mapping[str, str]) -> list[Path]:
     """The files that make up the checkpoint, ascending by name; the index file wins over a single one."""
-    if (directory / INDEX_FILE).exists():
-        files = [directory / name for name in sorted(set(_weight_map(directory).values()))]
-    else:
-        files = [directory / SINGLE_FILE]
+    files = [directory / name for name in sorted(set(weight_map.values()))] or [directory / SINGLE_FILE]
     for file in files:
         if not file.is_file():
             raise CheckpointError(
@@ -118,8 +116,10 @@ def _shard_files(directory: Path) -> list[Path]:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """Tensor name to shard file name, from the index file."""
+    """Tensor name to shard file name, from the index file; empty when there is none."""
     path = directory / INDEX_FILE
+    if not path.exists():
+        return {}
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
@@ -127,19 +127,22 @@ def _weight_map(directory: Path) -> dict[str, str]:
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no 'weight_map' object")
+    plain: set[str] = set()
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} names the shard {file!r}; a plain file name is allowed"
-            )
+        if isinstance(file, str) and (file in plain or Path(file).name == file):
+            plain.add(file)
+            continue
+        raise CheckpointError(
+            f"{path}: tensor {name!r} names the shard {file!r}; a plain file name is allowed"
+        )
     return weight_map
 
 
-def _check_weight_map(directory: Path, tensors: Mapping[str, TensorInfo]) -> None:
+def _check_weight_map(
+    directory: Path, weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo]
+) -> None:
     """Every tensor the index file promises is in the shard it names."""
-    if not (directory / INDEX_FILE).exists():
-        return
-    for name, file in _weight_map(directory).items():
+    for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.name != file:
             raise CheckpointError(f"tensor {name!r} is not in {directory / file}, where {INDEX_FILE} puts it")
 
