@@ -74,8 +74,9 @@ MOEBIUS_INLINE void add_chunks(const CodeDecoder<Format::kCode>& decode, const P
       for (int r = 0; r < kRows; ++r) sum[c][r] = _mm512_mul_ps(term, _mm512_set1_ps(rows.chunk_sums[r][chunk + c]));
     }
   }
-  multiply_chunks<kChunks, Format::kLines, kRows>(decode, panel.codes, bytes_ahead(panel, size_t{chunk} * Format::kLines * 64),
-                                                size_t{chunk} * Format::kLines, rows, sum);
+  const size_t first_line = size_t{chunk} * Format::kLines;
+  multiply_chunks<kChunks, Format::kLines, kRows>(decode, panel.codes, bytes_ahead(panel, first_line * 64), first_line,
+                                                  rows, sum);
 #pragma GCC unroll 4
   for (uint32_t c = 0; c < kChunks; ++c) {
     const __m512 scale = widen_group<Format::kScale>(panel.scales + ((chunk + c) >> group_shift) * kGroupBytes);

@@ -48,15 +48,19 @@ void run_block(const ProductWork& work, const int32_t* offsets, uint32_t panel, 
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) sums[r][p] = _mm512_set1_epi32(offsets[first_row + static_cast<uint32_t>(r)]);
   }
-  const __m512i offset = _mm512_set1_epi8(-128);
+  const __m512i sign = _mm512_set1_epi8(-128);
   const uint32_t lines = layout.k_padded / 4;
+  const size_t codes_bytes = size_t{lines} * 64;
+  const size_t others_bytes = (kPanels - 1) * layout.panel_bytes;  // what follows a panel is being read already
   for (uint32_t line = 0; line < lines; ++line) {
+    const size_t offset = size_t{line} * 64;
+    const size_t ahead = kPrefetchBytes + (offset + kPrefetchBytes < codes_bytes ? 0 : others_bytes);
     __m512i weights[kPanels];
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
-      const std::byte* at = codes + static_cast<size_t>(p) * layout.panel_bytes + size_t{line} * 64;
-      _mm_prefetch(reinterpret_cast<const char*>(at) + kPrefetchBytes, _MM_HINT_T0);
-      weights[p] = _mm512_xor_si512(_mm512_load_si512(at), offset);
+      const std::byte* at = codes + static_cast<size_t>(p) * layout.panel_bytes + offset;
+      _mm_prefetch(reinterpret_cast<const char*>(at) + ahead, _MM_HINT_T0);
+      weights[p] = _mm512_xor_si512(_mm512_load_si512(at), sign);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
