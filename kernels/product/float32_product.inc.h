@@ -17,8 +17,8 @@ constexpr size_t kPrefetchBytes = 4096;
 }
 
 // Fetches the bytes begin..end-1 of `count` panels.
-[[gnu::always_inline]] inline void prefetch_panels(const ProductWork& work, uint32_t panel, uint32_t count, size_t begin,
-                                                   size_t end) {
+[[gnu::always_inline]] inline void prefetch_panels(const ProductWork& work, uint32_t panel, uint32_t count,
+                                                   size_t begin, size_t end) {
   const std::byte* const at = work.panels + panel * work.layout->panel_bytes;
   for (size_t byte = begin / 64 * 64; byte < end; byte += 64) {
     for (uint32_t i = 0; i < count; ++i) {
@@ -33,7 +33,7 @@ struct Extent {
   uint32_t groups;
   size_t group_bytes;  // of codes
   size_t codes_end;    // without padding
-  size_t scales_bytes; // and everything else that follows the codes
+  size_t scales_bytes;  // and everything else that follows the codes
 
   explicit Extent(const PanelLayout& layout) {
     groups = layout.groups == 0 ? 1 : layout.groups;
