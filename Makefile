@@ -46,3 +46,4 @@ clean:
 
 -include kernels/build.mk
 -include tests/numa/numa.mk
+-include kernels/fuzz/fuzz.mk
