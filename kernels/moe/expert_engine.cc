@@ -33,7 +33,7 @@ ExpertEngine::ExpertEngine(const EngineOptions& options)
 
 PackError ExpertEngine::load_expert(uint32_t layer, uint32_t expert, const ExpertSource& source) {
   check_layer(layer);
-  return store_.load(layer, local_expert(expert), source);
+  return store_.load(layer, local_expert(expert), source, pool_);
 }
 
 void ExpertEngine::fill_random(uint32_t layer, uint64_t seed) {

@@ -27,8 +27,8 @@ ExpertStore::ExpertStore(const EngineOptions& options)
   }
 }
 
-PackError ExpertStore::load(uint32_t layer, uint32_t expert, const ExpertSource& source) {
-  std::byte* target = claim(layer, expert);
+PackError ExpertStore::load(uint32_t layer, uint32_t expert, const ExpertSource& source, ThreadPool& pool) {
+  std::byte* target = claim(layer, expert, pool);
   PackError error;
   try {
     error = pack_expert(layout(layer), source, target);
@@ -43,7 +43,9 @@ PackError ExpertStore::load(uint32_t layer, uint32_t expert, const ExpertSource&
 void ExpertStore::fill_random(uint32_t layer, uint64_t seed, ThreadPool& pool) {
   std::vector<std::byte*> targets;
   try {
-    while (targets.size() < num_experts_) targets.push_back(claim(layer, static_cast<uint32_t>(targets.size())));
+    while (targets.size() < num_experts_) {
+      targets.push_back(claim(layer, static_cast<uint32_t>(targets.size()), pool));
+    }
   } catch (...) {
     for (uint32_t expert = 0; expert < targets.size(); ++expert) release(layer, expert);
     throw;
@@ -55,7 +57,7 @@ void ExpertStore::fill_random(uint32_t layer, uint64_t seed, ThreadPool& pool) {
   });
 }
 
-std::byte* ExpertStore::claim(uint32_t layer_index, uint32_t expert) {
+std::byte* ExpertStore::claim(uint32_t layer_index, uint32_t expert, ThreadPool& pool) {
   std::lock_guard<std::mutex> lock(mutex_);
   Layer& layer = layers_[layer_index];
   if (layer.claimed[expert]) {
@@ -63,7 +65,7 @@ std::byte* ExpertStore::claim(uint32_t layer_index, uint32_t expert) {
                                 " is loaded already; each expert is loaded once");
   }
   const size_t expert_bytes = layout(layer_index).expert_bytes;
-  if (!layer.arena) layer.arena = std::make_unique<Arena>(expert_bytes * num_experts_, numa_node_);
+  if (!layer.arena) layer.arena = std::make_unique<Arena>(expert_bytes * num_experts_, numa_node_, &pool);
   layer.claimed[expert] = true;
   return layer.arena->data() + expert * expert_bytes;
 }

@@ -21,10 +21,11 @@ class ExpertStore {
   // options as checked_options returns them.
   explicit ExpertStore(const EngineOptions& options);
 
-  // Packs one expert (local index). Different experts may be loaded from several threads at once. Returns what
-  // the rounding to the layer's format cost. Throws std::invalid_argument when it was loaded before or when
-  // the source does not fit; such an expert may be loaded again.
-  PackError load(uint32_t layer, uint32_t expert, const ExpertSource& source);
+  // Packs one expert (local index). Different experts may be loaded from several threads at once. The first of a
+  // layer maps its memory and has the pool's threads touch it. Returns what the rounding to the layer's format
+  // cost. Throws std::invalid_argument when it was loaded before or when the source does not fit; such an expert
+  // may be loaded again.
+  PackError load(uint32_t layer, uint32_t expert, const ExpertSource& source, ThreadPool& pool);
 
   // Fills every expert of a layer with random weights (random_weights.h), on all threads of the pool. Throws
   // std::invalid_argument when one was loaded before.
@@ -49,7 +50,7 @@ class ExpertStore {
     std::unique_ptr<std::atomic<const std::byte*>[]> experts;    // published when packed
   };
 
-  std::byte* claim(uint32_t layer, uint32_t expert);
+  std::byte* claim(uint32_t layer, uint32_t expert, ThreadPool& pool);
   void release(uint32_t layer, uint32_t expert);
 
   uint32_t num_experts_;
