@@ -44,6 +44,7 @@ struct RowBlock {
   const std::byte* rows;  // first row, at the k where the tiles begin
   size_t stride;          // bytes
   uint32_t count;         // 1..32
+  size_t step = 64;       // bytes from a tile to the next along k
 };
 
 void zero_sums() {

@@ -1,130 +1,102 @@
 // Sums of groups of k: they leave their tile and are added to float32 totals, scaled. Included INSIDE an anonymous
 // namespace.
 //
-// Two row tiles meet one panel; groups take turns between sums 0, 2 and 1, 3, because a tile register is not renamed:
-// while one group's sums are stored, the next group multiplies. Stored sums are collected for a "set" of groups, so
-// that totals pass through registers once a set, beside the products of the next one.
+// A tile register is not renamed: loading or clearing it waits for the product or store that still reads it. So four
+// sums take turns, and so do two tiles of rows and two of the panel. A group's sums are stored two groups after its
+// product and added two groups after that, from memory, while the tile unit works on later groups.
 
-// Totals of a block of rows and one panel, and room for the sums of two sets of at most 4 groups.
+constexpr uint32_t kStoreAfter = 2;
+constexpr uint32_t kAddAfter = 4;
+constexpr uint32_t kSumsKept = 8;
+
 struct GroupSums {
-  float totals[kBlockRows][kPanelColumns];
-  float sums[2][4][kBlockRows][kPanelColumns];
+  float sums[kSumsKept][kTileRows][kPanelColumns];
 };
 
 struct GroupWork {
-  RowBlock rows;
+  RowBlock rows;        // at most 16
   const std::byte* tiles;
   const float* scales;  // [groups][16], from the first group of the piece on
   uint32_t steps;
 };
 
-constexpr int groups_in_set(int group_steps) { return group_steps == 1 ? 4 : 2; }
-
-template <int kGroupSteps, int kRowTiles, int kRows>
+// A block of rows and a panel over a piece of k. kRows: rows of totals kept in registers.
+template <int kGroupSteps, int kRows>
 class GroupBlock {
  public:
-  GroupBlock(const GroupWork& work, GroupSums& memory) : work_(work), memory_(memory) {}
+  GroupBlock(const GroupWork& work, GroupSums& memory)
+      : work_(work), memory_(memory), groups_(divide_up(work.steps, kGroupSteps)) {}
 
-  void run(Task& task) {
-    const uint32_t sets = divide_up(work_.steps, kGroups * kGroupSteps);
-    for (uint32_t set = 0; set < sets; ++set) run_set(set, task);
-    store<kGroups - 1>(sets - 1);
-    add(sets - 1, 0);
-    if constexpr (kRowTiles == 2) add(sets - 1, 1);
+  // result (+)= the scaled sums of all groups.
+  void run(const ResultBlock& result, bool first) {
+    __m512 totals[kRows];
+#pragma GCC unroll 16
+    for (uint32_t row = 0; row < kRows; ++row) {
+      totals[row] = !first && row < result.rows ? _mm512_load_ps(result.at(row)) : _mm512_setzero_ps();
+    }
+    for (uint32_t group = 0; group < groups_ + kAddAfter; group += 4) {
+      turn<0>(group, totals);
+      turn<1>(group + 1, totals);
+      turn<2>(group + 2, totals);
+      turn<3>(group + 3, totals);
+    }
+#pragma GCC unroll 16
+    for (uint32_t row = 0; row < kRows; ++row) {
+      if (row < result.rows) _mm512_store_ps(result.at(row), totals[row]);
+    }
   }
 
  private:
-  static constexpr int kGroups = groups_in_set(kGroupSteps);
-
-  void run_set(uint32_t set, Task& task) {
-    multiply<0>(set, task);
-    if (set > 0) {
-      store<kGroups - 1>(set - 1);
-      add(set - 1, 0);
+  template <int kSum>
+  MOEBIUS_INLINE void turn(uint32_t group, __m512 (&totals)[kRows]) {
+    if (group < groups_) multiply<kSum>(group * kGroupSteps);
+    if (group - kStoreAfter < groups_) {  // wraps around below kStoreAfter
+      Tiles::store<(kSum + 4 - kStoreAfter) % 4>(memory_.sums[(group - kStoreAfter) % kSumsKept], 64);
     }
-    multiply<1>(set, task);
-    store<0>(set);
-    if constexpr (kGroups == 4) {
-      multiply<2>(set, task);
-      store<1>(set);
-    }
-    if constexpr (kRowTiles == 2) {
-      if (set > 0) add(set - 1, 1);
-    }
-    if constexpr (kGroups == 4) {
-      multiply<3>(set, task);
-      store<2>(set);
-    }
+    if (group - kAddAfter < groups_) add(group - kAddAfter, totals);
   }
 
-  // Groups beyond the end stay zero.
-  template <int kGroup>
-  MOEBIUS_INLINE void multiply(uint32_t set, Task& task) {
-    constexpr int kSum = kGroup % 2;
+  template <int kSum>
+  MOEBIUS_INLINE void multiply(uint32_t begin) {
     Tiles::zero<kSum>();
-    if constexpr (kRowTiles == 2) Tiles::zero<kSum + 2>();
-    const uint32_t begin = (set * kGroups + kGroup) * kGroupSteps;
 #pragma GCC unroll 4
     for (int i = 0; i < kGroupSteps; ++i) {
       if (begin + i >= work_.steps) return;
-      (kGroup + i) % 2 == 0 ? multiply_step<kSum, 0>(begin + i) : multiply_step<kSum, 1>(begin + i);
-      task.step();
+      (kSum + i) % 2 == 0 ? multiply_step<kSum, 4, 6>(begin + i) : multiply_step<kSum, 5, 7>(begin + i);
     }
   }
 
-  template <int kSum, int kTurn>
+  template <int kSum, int kRowTile, int kPanelTile>
   MOEBIUS_INLINE void multiply_step(uint32_t step) {
-    constexpr int kFirst = kRowTiles == 2 ? 4 : 4 + kTurn;
-    const std::byte* rows = work_.rows.rows + step * 64;
-    Tiles::load<6 + kTurn>(work_.tiles + step * kTileBytes, 64);
-    Tiles::load<kFirst>(rows, work_.rows.stride);
-    Tiles::dot_bfloat16<kSum, kFirst, 6 + kTurn>();
-    if constexpr (kRowTiles == 2) {
-      Tiles::load<5>(rows + kTileRows * work_.rows.stride, work_.rows.stride);
-      Tiles::dot_bfloat16<kSum + 2, 5, 6 + kTurn>();
-    }
+    Tiles::load<kRowTile>(work_.rows.rows + step * work_.rows.step, work_.rows.stride);
+    Tiles::load<kPanelTile>(work_.tiles + step * kTileBytes, 64);
+    Tiles::dot_bfloat16<kSum, kRowTile, kPanelTile>();
   }
 
-  template <int kGroup>
-  MOEBIUS_INLINE void store(uint32_t set) {
-    constexpr int kSum = kGroup % 2;
-    Tiles::store<kSum>(memory_.sums[set % 2][kGroup], 64);
-    if constexpr (kRowTiles == 2) Tiles::store<kSum + 2>(memory_.sums[set % 2][kGroup][kTileRows], 64);
-  }
-
-  void add(uint32_t set, uint32_t row_tile) {
-    float(*totals)[kPanelColumns] = memory_.totals + row_tile * kTileRows;
-    __m512 total[kRows];
+  MOEBIUS_INLINE void add(uint32_t group, __m512 (&totals)[kRows]) {
+    const __m512 scale = _mm512_load_ps(work_.scales + group * kPanelColumns);
+    const float(*sums)[kPanelColumns] = memory_.sums[group % kSumsKept];
 #pragma GCC unroll 16
-    for (int row = 0; row < kRows; ++row) total[row] = _mm512_load_ps(totals[row]);
-#pragma GCC unroll 4
-    for (int group = 0; group < kGroups; ++group) {
-      if ((set * kGroups + group) * kGroupSteps >= work_.steps) break;
-      const __m512 scale = _mm512_load_ps(work_.scales + (set * kGroups + group) * kPanelColumns);
-      const float(*sums)[kPanelColumns] = memory_.sums[set % 2][group] + row_tile * kTileRows;
-#pragma GCC unroll 16
-      for (int row = 0; row < kRows; ++row) {
-        total[row] = _mm512_fmadd_ps(_mm512_load_ps(sums[row]), scale, total[row]);
-      }
+    for (int row = 0; row < kRows; ++row) {
+      totals[row] = _mm512_fmadd_ps(_mm512_load_ps(sums[row]), scale, totals[row]);
     }
-#pragma GCC unroll 16
-    for (int row = 0; row < kRows; ++row) _mm512_store_ps(totals[row], total[row]);
   }
 
   const GroupWork work_;
   GroupSums& memory_;
+  const uint32_t groups_;
 };
 
 template <int kGroupSteps>
-void add_groups_of_size(const GroupWork& work, GroupSums& memory, Task& task) {
-  if (work.rows.count > kTileRows) return GroupBlock<kGroupSteps, 2, 16>(work, memory).run(task);
-  if (work.rows.count > 4) return GroupBlock<kGroupSteps, 1, 16>(work, memory).run(task);
-  GroupBlock<kGroupSteps, 1, 4>(work, memory).run(task);
+void add_groups_of_size(const GroupWork& work, GroupSums& memory, const ResultBlock& result, bool first) {
+  if (result.rows > 4) return GroupBlock<kGroupSteps, 16>(work, memory).run(result, first);
+  GroupBlock<kGroupSteps, 4>(work, memory).run(result, first);
 }
 
-// memory.totals += the scaled sums of all groups of `work`. group_steps: 1, 2 or 4.
-void add_groups(const GroupWork& work, uint32_t group_steps, GroupSums& memory, Task& task) {
-  if (group_steps == 1) return add_groups_of_size<1>(work, memory, task);
-  if (group_steps == 2) return add_groups_of_size<2>(work, memory, task);
-  add_groups_of_size<4>(work, memory, task);
+// group_steps: 1, 2 or 4.
+void add_groups(const GroupWork& work, uint32_t group_steps, GroupSums& memory, const ResultBlock& result,
+                bool first) {
+  if (group_steps == 1) return add_groups_of_size<1>(work, memory, result, first);
+  if (group_steps == 2) return add_groups_of_size<2>(work, memory, result, first);
+  add_groups_of_size<4>(work, memory, result, first);
 }

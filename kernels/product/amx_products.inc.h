@@ -1,6 +1,6 @@
 // The tile products of a format, and the table. Included INSIDE an anonymous namespace, last.
 
-constexpr Blocking kFoldedBlocking{256, 64, 4, 8192};
+constexpr Blocking kFoldedBlocking{256, 64, 2, 8192};
 constexpr Blocking kGroupedBlocking{0, 16, 0, 0};
 
 // Formats whose group scales are part of the tiles.
@@ -47,6 +47,20 @@ void run_bfloat16_folded(const ProductWork& work, const Blocking& blocking) {
   }
 }
 
+// Measured on Emerald Rapids: from 128 rows on 28 % of the peak against 23 % for groups of 32.
+constexpr uint32_t kSplitRows = 128;
+constexpr uint32_t kSplitGroups = 64;
+
+bool splits(const WeightFormat& format, uint32_t num_rows) {
+  return format.code == Code::kInt4 && !format.panel_scale && format.group_size <= kSplitGroups &&
+         num_rows >= kSplitRows;
+}
+
+void run_split(const ProductWork& work) {
+  if (work.layout->format.zeros) return run_folded<SplitTiles<Int4ZerosTiles>>(work, kFoldedBlocking);
+  run_folded<SplitTiles<CodeTiles<Code::kInt4>>>(work, kFoldedBlocking);
+}
+
 void run_bfloat16_grouped(const ProductWork& work, const Blocking& blocking) {
   const WeightFormat& format = work.layout->format;
   if (format.zeros) return run_grouped<Int4ZerosTiles>(work, blocking);
@@ -65,17 +79,20 @@ void run_int8_blocking(const ProductWork& work, const Blocking& blocking) {
 
 void run_bfloat16(const ProductWork& work) {
   if (folds_scales(work.layout->format)) return run_bfloat16_folded(work, kFoldedBlocking);
+  if (splits(work.layout->format, work.num_rows)) return run_split(work);
   run_bfloat16_grouped(work, kGroupedBlocking);
 }
 
 void run_int8(const ProductWork& work) { run_int8_blocking(work, kFoldedBlocking); }
 
-size_t scratch_for(const PanelLayout& layout, const Blocking& blocking, uint32_t num_panels) {
-  if (!folds_scales(layout.format)) return grouped_scratch_bytes(layout, blocking, num_panels);
-  const size_t parts = layout.format.code == Code::kFloat16 ? 2 : 1;
+size_t folded_scratch_bytes(const Blocking& blocking, size_t parts) {
   return 2 * 2 * size_t{blocking.steps} * parts * kTileBytes;
 }
 
-size_t scratch_bytes(const PanelLayout& layout, uint32_t num_panels, uint32_t /*num_rows*/) {
-  return scratch_for(layout, folds_scales(layout.format) ? kFoldedBlocking : kGroupedBlocking, num_panels);
+size_t scratch_bytes(const PanelLayout& layout, uint32_t /*num_panels*/, uint32_t num_rows) {
+  const WeightFormat& format = layout.format;
+  if (folds_scales(format)) return folded_scratch_bytes(kFoldedBlocking, format.code == Code::kFloat16 ? 2 : 1);
+  const size_t grouped = grouped_scratch_bytes(layout, kGroupedBlocking);
+  const size_t split = splits(format, num_rows) ? folded_scratch_bytes(kFoldedBlocking, 2) : 0;
+  return grouped > split ? grouped : split;
 }

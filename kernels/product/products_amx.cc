@@ -15,6 +15,7 @@ namespace {
 #include "kernels/product/amx_blocks.inc.h"
 #include "kernels/product/amx_scales.inc.h"
 #include "kernels/product/amx_sources.inc.h"
+#include "kernels/product/amx_split.inc.h"
 #include "kernels/product/amx_folded.inc.h"
 #include "kernels/product/amx_groups.inc.h"
 #include "kernels/product/amx_grouped.inc.h"
