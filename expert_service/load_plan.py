@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -34,6 +35,8 @@ class LoadPlan:
     gate_up_formats: tuple[str, ...]
     down_formats: tuple[str, ...]
     has_bias: bool
+    # By (layer, expert); located once, because threads that load share Python's lock.
+    experts: Mapping[tuple[int, int], ExpertMatrices]
     # The intermediate dimension can be divided at multiples of this: groups and blocks stay whole.
     group: int
 
@@ -61,13 +64,14 @@ def plan_load(model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "
     an expert the configuration does not know.
     """
     checkpoint = ExpertCheckpoint.open(model_path, model)
+    experts: dict[tuple[int, int], ExpertMatrices] = {}
     kept: dict[int, tuple[str, str]] = {}
     used: set[str] = set()
     groups: set[int] = set()
     biased: set[bool] = set()
     for layer in model.moe_layers:
         for expert in range(model.num_experts):
-            found = checkpoint.expert(layer, expert)
+            found = experts[layer, expert] = checkpoint.expert(layer, expert)
             formats = (found.gate.packed_format, found.down.packed_format)
             if kept.setdefault(layer, formats) != formats and expert_dtype == "keep":
                 raise CheckpointError(
@@ -87,6 +91,7 @@ def plan_load(model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "
         tuple(gate_up for gate_up, _ in formats_of),
         tuple(down for _, down in formats_of),
         any(biased),
+        experts,
         math.lcm(*groups),
     )
 

@@ -140,7 +140,7 @@ def _load(engine: ExpertEngine, plan: LoadPlan, part: ExpertSlice, progress: _Pr
             while (item := progress.take()) is not None:
                 layer, expert = item
                 reader.reset()
-                found = plan.checkpoint.expert(layer, expert)
+                found = plan.experts[layer, expert]
                 error = engine.load_expert(layer, expert, *_read_expert(reader, found, part))
                 progress.add(layer, _source_bytes(found, part, plan), error)
     except BaseException as error:

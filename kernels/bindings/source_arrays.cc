@@ -24,6 +24,14 @@ const std::map<std::string, ScaleType> kScaleTypes = {
     {"e8m0", ScaleType::kE8M0},       {"e4m3", ScaleType::kE4M3},
 };
 
+// As str(array.dtype), which costs several microseconds because it is Python code.
+std::string dtype_name(const py::array& array) {
+  const char kind = array.dtype().kind();
+  const char* name = kind == 'f' ? "float" : kind == 'i' ? "int" : kind == 'u' ? "uint" : nullptr;
+  if (name == nullptr || !array.dtype().attr("isnative").cast<bool>()) return py::str(array.dtype());
+  return name + std::to_string(8 * array.itemsize());
+}
+
 class Reader {
  public:
   Reader(const py::object& source, const std::string& name) : source_(source), name_(name) {}
@@ -64,7 +72,7 @@ class Reader {
     if (!py::isinstance<py::array>(value)) fail(field, "it must be a numpy array");
     const auto array = py::reinterpret_borrow<py::array>(value);
     if (array.ndim() != 2) fail(field, "it has " + std::to_string(array.ndim()) + " dimensions; it must have 2");
-    const std::string dtype = py::str(array.dtype());
+    const std::string dtype = dtype_name(array);
     if ((" " + dtypes + " ").find(" " + dtype + " ") == std::string::npos) {
       fail(field, "its dtype is " + dtype + "; allowed: " + dtypes);
     }
@@ -115,7 +123,7 @@ class Reader {
   void read_plain(const py::object& codes) {
     SourceMatrix& m = matrix();
     const py::array array = array_2d(codes, "codes", "float32 float16 uint16 int8 uint8", false);
-    const std::string dtype = py::str(array.dtype());
+    const std::string dtype = dtype_name(array);
     std::string code = dtype == "uint16" ? "bfloat16" : dtype;
     if (!py::isinstance<py::array>(source_) && !attribute("code").is_none()) {
       code = attribute("code").cast<std::string>();
@@ -159,7 +167,7 @@ class Reader {
     }
     if (m.group_size == 0) fail("group_size", "it is 0 but there are group scales");
     const py::array array = array_2d(attribute("scales"), "scales", "float32 float16 uint16 uint8", false);
-    const std::string dtype = py::str(array.dtype());
+    const std::string dtype = dtype_name(array);
     std::string type = dtype == "uint16" ? "bfloat16" : dtype;
     if (!attribute("scale_type").is_none()) type = attribute("scale_type").cast<std::string>();
     if (dtype == "uint8" && type == "uint8") fail("scale_type", "uint8 scales need it: e8m0 or e4m3");

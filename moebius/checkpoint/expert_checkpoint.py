@@ -133,11 +133,10 @@ class ExpertCheckpoint:
     def _has_scale(self, scheme: WeightScheme, name: str) -> bool:
         """Tells a scale per row from one per tensor, which share a name."""
         for stored in scheme.roles:
-            info = self.layout.index.tensors.get(side_name(name, stored.suffix))
-            if stored.role == "channel" and (info is None or _count(info) == 1):
-                return False
-            if stored.role == "tensor" and (info is None or _count(info) != 1):
-                return False
+            if stored.role in ("channel", "tensor"):
+                info = self.layout.index.tensors.get(side_name(name, stored.suffix))
+                if info is None or (_count(info) == 1) != (stored.role == "tensor"):
+                    return False
         return True
 
 

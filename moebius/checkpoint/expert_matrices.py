@@ -99,7 +99,10 @@ class ExpertMatrix:
         )
 
     def _array(self, role: Role) -> StoredArray | None:
-        return next((array for array in self.arrays if array.role.role == role), None)
+        for array in self.arrays:
+            if array.role.role == role:
+                return array
+        return None
 
     def _row_begin(self, rows: range) -> int:
         scales = self._array("scales")

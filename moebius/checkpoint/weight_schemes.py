@@ -66,16 +66,10 @@ class WeightScheme:
     # compressed-tensors: modules the scheme applies to; empty: all.
     targets: tuple[str, ...] = ()
 
-    def role(self, role: Role) -> StoredRole | None:
-        """The tensor of that role, if the scheme has one."""
-        return next((stored for stored in self.roles if stored.role == role), None)
-
     @property
     def codes(self) -> StoredRole:
-        """The tensor that every scheme has."""
-        codes = self.role("codes")
-        assert codes is not None
-        return codes
+        """The tensor that every scheme has, and names first."""
+        return self.roles[0]
 
 
 PLAIN_CODES = StoredRole("codes", "weight", FLOATS)
