@@ -16,15 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 CHUNK_BYTES = 1 << 20
-PASSES = 3
 
 
 def read_speed(files: list[Path], threads: int, *, keep: bool) -> float:
-    """Bytes per second over all files with `threads` threads; best of 3 passes."""
-    return max(_pass(files, threads, keep) for _ in range(PASSES))
-
-
-def _pass(files: list[Path], threads: int, keep: bool) -> float:
+    """Bytes per second of one pass over all files with `threads` threads."""
     descriptors = [os.open(file, os.O_RDONLY) for file in files]
     sizes = [os.fstat(descriptor).st_size for descriptor in descriptors]
     memory = [_fresh(size) if keep else None for size in sizes]
