@@ -25,6 +25,11 @@ void prefetch(const std::byte* weights, size_t bytes) {
 // Cost of a unit of weights for a number of rows, in bytes read: computing catches up with memory at some rows.
 double unit_cost(size_t bytes, uint32_t rows) { return static_cast<double>(bytes) * (1.0 + rows / 16.0); }
 
+// Of one panel's product with a group's rows.
+size_t result_bytes(uint32_t rows, size_t row_bytes) {
+  return kPanelColumns * sizeof(float) * rows_per_call(rows, row_bytes);
+}
+
 }  // namespace
 
 MoeForward::MoeForward(const EngineOptions& options, const VectorKernels& vectors, const ExpertStore& store,
@@ -84,9 +89,11 @@ void MoeForward::cut_gate_up(const LayerCall& call) {
   TaskCutter cutter(total, kLeastGateUpBytes, pool_.size());
   gate_up_tasks_.clear();
   for (const uint32_t group : order_) {
-    const double cost = unit_cost(block_bytes, groups[group].rows);
+    const size_t row_bytes = call.layout.gate_up.k_padded * element_bytes(call.work[group].gate_up->row_type);
+    const TaskUnit unit{block_bytes, together * result_bytes(groups[group].rows, row_bytes),
+                        unit_cost(block_bytes, groups[group].rows)};
     for (uint32_t block = 0; block < call.layout.intermediate_blocks;) {
-      const uint32_t count = cutter.next(call.layout.intermediate_blocks - block, block_bytes, cost, 2 / together);
+      const uint32_t count = cutter.next(call.layout.intermediate_blocks - block, unit, 2 / together);
       gate_up_tasks_.push_back({group, block, count});
       block += count;
     }
@@ -96,10 +103,16 @@ void MoeForward::cut_gate_up(const LayerCall& call) {
 void MoeForward::cut_down(const LayerCall& call) {
   const uint32_t panels = call.layout.down_panels;
   const uint32_t step = panels >= 4 * pool_.size() ? 2 : 1;
+  size_t most_results = 0;
+  for (size_t group = 0; group < call.work.size(); ++group) {
+    const size_t row_bytes = call.layout.down.k_padded * element_bytes(call.work[group].down->row_type);
+    most_results = std::max(most_results, result_bytes(call.groups.groups[group].rows, row_bytes));
+  }
+  const TaskUnit unit{call.layout.down.panel_bytes, std::max<size_t>(most_results, 1), 1.0};
   TaskCutter cutter(panels, kLeastDownBytes, pool_.size());
   down_tasks_.clear();
   for (uint32_t panel = 0; panel < panels;) {
-    const uint32_t count = cutter.next(panels - panel, call.layout.down.panel_bytes, 1.0, step);
+    const uint32_t count = cutter.next(panels - panel, unit, step);
     down_tasks_.push_back({panel, count});
     panel += count;
   }

@@ -6,6 +6,7 @@ namespace moebius {
 namespace {
 
 constexpr size_t kMostBytes = size_t{256} << 10;
+constexpr size_t kMostResultBytes = size_t{512} << 10;
 constexpr double kShare = 2.5;  // of what is left for each thread, a task takes 1 / kShare
 
 constexpr size_t kRowsBytes = size_t{1} << 20;
@@ -15,14 +16,15 @@ constexpr uint32_t kRowStep = 32;
 
 }  // namespace
 
-uint32_t TaskCutter::next(uint32_t left, size_t unit_bytes, double unit_cost, uint32_t step) {
-  const auto least = static_cast<uint32_t>((least_bytes_ + unit_bytes - 1) / unit_bytes);
-  const auto most = static_cast<uint32_t>(std::max<size_t>(kMostBytes / unit_bytes, least));
-  const double share = num_threads_ == 1 ? most : remaining_ / (kShare * num_threads_ * unit_cost);
+uint32_t TaskCutter::next(uint32_t left, const TaskUnit& unit, uint32_t step) {
+  const size_t fit = std::max<size_t>(kMostResultBytes / unit.result_bytes, 1);
+  const size_t least = std::min((least_bytes_ + unit.bytes - 1) / unit.bytes, fit);
+  const size_t most = std::max(std::min(kMostBytes / unit.bytes, fit), least);
+  const double share =
+      num_threads_ == 1 ? static_cast<double>(most) : remaining_ / (kShare * num_threads_ * unit.cost);
   auto units = static_cast<uint32_t>(std::clamp(share, static_cast<double>(least), static_cast<double>(most)));
-  units = std::max(units / step, 1u) * step;
-  if (units > left) units = left;
-  remaining_ -= units * unit_cost;
+  units = std::min(std::max(units / step, 1u) * step, left);
+  remaining_ -= units * unit.cost;
   return units;
 }
 

@@ -7,16 +7,22 @@
 
 namespace moebius {
 
+// What one unit of a phase's work means to the task that takes it.
+struct TaskUnit {
+  size_t bytes;         // of weights that it adds to a contiguous run
+  size_t result_bytes;  // that it adds to the result of a product
+  double cost;          // share of the phase's cost
+};
+
 class TaskCutter {
  public:
   // total_cost: of all units, in any measure. Tasks have at least about least_bytes of contiguous weights, but at
-  // the end of a sequence, and at most about 256 KiB.
+  // the end of a sequence, and at most about 256 KiB of weights and 512 KiB of results.
   TaskCutter(double total_cost, size_t least_bytes, uint32_t num_threads)
       : remaining_(total_cost), least_bytes_(least_bytes), num_threads_(num_threads) {}
 
-  // How many of the `left` > 0 units of a sequence the next task takes. unit_bytes: weights that a unit adds to
-  // the contiguous run; unit_cost: share of total_cost; step: units come in multiples of it where possible.
-  uint32_t next(uint32_t left, size_t unit_bytes, double unit_cost, uint32_t step);
+  // How many of the `left` > 0 units of a sequence the next task takes, a multiple of `step` where possible.
+  uint32_t next(uint32_t left, const TaskUnit& unit, uint32_t step);
 
  private:
   double remaining_;
