@@ -26,6 +26,8 @@ class GroupedProduct {
         scales_(reinterpret_cast<float*>(tiles_ + kPanelsTogether * chunk_bytes(blocking))) {}
 
   void run() {
+    // Rows beyond the last are added too: what lies there must not be denormal, which is slow.
+    __builtin_memset(&sums_, 0, sizeof(GroupSums));
     const uint32_t together = work_.num_rows <= kTileRows ? 1 : kPanelsTogether;
     for (uint32_t panel = 0; panel < work_.num_panels; panel += together) {
       const uint32_t left = work_.num_panels - panel;
