@@ -1,7 +1,7 @@
 // The tile products of a format, and the table. Included INSIDE an anonymous namespace, last.
 
 constexpr Blocking kFoldedBlocking{256, 64, 2, 8192};
-constexpr Blocking kGroupedBlocking{0, 16, 0, 0};
+constexpr Blocking kGroupedBlocking{0, 8, 0, 0};
 
 // Formats whose group scales are part of the tiles.
 bool folds_scales(const WeightFormat& format) {
