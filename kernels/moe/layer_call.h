@@ -32,6 +32,7 @@ struct LayerCall {
 struct WorkerScratch {
   AlignedBuffer result;   // of a product
   AlignedBuffer product;  // what the product asks for
+  AlignedBuffer sums;     // of a task's output columns over all experts
 };
 
 // Bytes of an element of prepared rows.

@@ -1,6 +1,7 @@
 #include "kernels/moe/moe_forward.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 #include "kernels/moe/nonfinite.h"
@@ -21,6 +22,8 @@ constexpr size_t kPrefetchBytes = size_t{4} << 10;
 void prefetch(const std::byte* weights, size_t bytes) {
   for (size_t line = 0; line < std::min(bytes, kPrefetchBytes); line += 64) __builtin_prefetch(weights + line, 0, 2);
 }
+
+size_t divide_up(size_t value, size_t by) { return (value + by - 1) / by; }
 
 // Cost of a unit of weights for a number of rows, in bytes read: computing catches up with memory at some rows.
 double unit_cost(size_t bytes, uint32_t rows) { return static_cast<double>(bytes) * (1.0 + rows / 16.0); }
@@ -86,33 +89,48 @@ void MoeForward::cut_gate_up(const LayerCall& call) {
   for (const RowGroups::Group& group : groups) {
     total += call.layout.intermediate_blocks * unit_cost(block_bytes, group.rows);
   }
-  TaskCutter cutter(total, kLeastGateUpBytes, pool_.size());
+  TaskCutter cutter(total, pool_.size());
   gate_up_tasks_.clear();
   for (const uint32_t group : order_) {
     const size_t row_bytes = call.layout.gate_up.k_padded * element_bytes(call.work[group].gate_up->row_type);
-    const TaskUnit unit{block_bytes, together * result_bytes(groups[group].rows, row_bytes),
-                        unit_cost(block_bytes, groups[group].rows)};
+    const TaskUnit unit{unit_cost(block_bytes, groups[group].rows),
+                        block_bytes,
+                        together * result_bytes(groups[group].rows, row_bytes),
+                        kLeastGateUpBytes,
+                        most_task_bytes(groups[group].rows * row_bytes),
+                        2 / together};
     for (uint32_t block = 0; block < call.layout.intermediate_blocks;) {
-      const uint32_t count = cutter.next(call.layout.intermediate_blocks - block, unit, 2 / together);
+      const uint32_t count = cutter.next(call.layout.intermediate_blocks - block, unit);
       gate_up_tasks_.push_back({group, block, count});
       block += count;
     }
   }
 }
 
+// Every task reads the activation of all rows: with many rows tasks are as wide as leaves one for each thread.
 void MoeForward::cut_down(const LayerCall& call) {
   const uint32_t panels = call.layout.down_panels;
-  const uint32_t step = panels >= 4 * pool_.size() ? 2 : 1;
-  size_t most_results = 0;
+  const size_t panel_bytes = call.layout.down.panel_bytes;
+  size_t all_row_bytes = 0;
+  size_t most_results = 1;
   for (size_t group = 0; group < call.work.size(); ++group) {
     const size_t row_bytes = call.layout.down.k_padded * element_bytes(call.work[group].down->row_type);
-    most_results = std::max(most_results, result_bytes(call.groups.groups[group].rows, row_bytes));
+    const uint32_t rows = call.groups.groups[group].rows;
+    all_row_bytes += rows * row_bytes;
+    most_results = std::max(most_results, result_bytes(rows, row_bytes));
   }
-  const TaskUnit unit{call.layout.down.panel_bytes, std::max<size_t>(most_results, 1), 1.0};
-  TaskCutter cutter(panels, kLeastDownBytes, pool_.size());
+  const size_t group_row_bytes = all_row_bytes / std::max<size_t>(call.work.size(), 1);
+  const size_t widest = std::max(kLeastDownBytes, divide_up(panels, pool_.size()) * panel_bytes);
+  const TaskUnit unit{1.0,
+                      panel_bytes,
+                      most_results,
+                      std::clamp(group_row_bytes / 2, kLeastDownBytes, widest),
+                      most_task_bytes(group_row_bytes),
+                      panels >= 4 * pool_.size() ? 2u : 1u};
+  TaskCutter cutter(panels, pool_.size());
   down_tasks_.clear();
   for (uint32_t panel = 0; panel < panels;) {
-    const uint32_t count = cutter.next(panels - panel, unit, step);
+    const uint32_t count = cutter.next(panels - panel, unit);
     down_tasks_.push_back({panel, count});
     panel += count;
   }
@@ -158,25 +176,30 @@ void MoeForward::run_down(const DownTask& task, const LayerCall& call, float* ou
   const uint32_t hidden = call.layout.hidden_size;
   const uint32_t column = task.panel * kPanelColumns;
   const uint32_t columns = std::min(task.num_panels * kPanelColumns, hidden - column);
-  for (uint32_t row = 0; row < call.request.rows; ++row) {
-    std::fill_n(output + size_t{row} * hidden + column, columns, 0.0f);
-  }
+  // Sums are kept together: rows of the output lie pages apart.
+  const size_t width = size_t{task.num_panels} * kPanelColumns;
+  AlignedBuffer& buffer = scratch_[worker].sums;
+  buffer.grow(call.request.rows * width * sizeof(float));
+  float* const sums = buffer.as<float>();
+  std::memset(sums, 0, call.request.rows * width * sizeof(float));
   const size_t begin = call.layout.down_offset + task.panel * call.layout.down.panel_bytes;
   const size_t bytes = task.num_panels * call.layout.down.panel_bytes;
   for (uint32_t group = 0; group < call.work.size(); ++group) {
     if (group + 1 < call.work.size()) prefetch(call.work[group + 1].expert + begin, bytes);
-    add_group(task, call, group, output, worker);
+    add_group(task, call, group, sums, worker);
   }
-  count_nonfinite(task, call, output);
+  for (uint32_t row = 0; row < call.request.rows; ++row) {
+    std::memcpy(output + size_t{row} * hidden + column, sums + row * width, columns * sizeof(float));
+  }
+  count_nonfinite(task, call, sums);
 }
 
-void MoeForward::add_group(const DownTask& task, const LayerCall& call, uint32_t group_index, float* output,
+void MoeForward::add_group(const DownTask& task, const LayerCall& call, uint32_t group_index, float* sums,
                            uint32_t worker) {
   const RowGroups::Group& group = call.groups.groups[group_index];
   const GroupWork& weights = call.work[group_index];
   const PanelLayout& layout = call.layout.down;
-  const uint32_t hidden = call.layout.hidden_size;
-  const uint32_t column = task.panel * kPanelColumns;
+  const uint32_t width = task.num_panels * kPanelColumns;
   const ActivationRows::Rows rows = activation_.of_group(group, weights.down->row_type, worker);
   const uint32_t step = rows_per_call(group.rows, layout.k_padded * element_bytes(weights.down->row_type));
   for (uint32_t row = 0; row < group.rows; row += step) {
@@ -194,20 +217,20 @@ void MoeForward::add_group(const DownTask& task, const LayerCall& call, uint32_t
     multiply(*weights.down, work, worker);
     const uint32_t pair = group.begin + row;
     vectors_.scatter({work.result, work.result_stride, call.groups.pair_rows.data() + pair,
-                      call.groups.pair_weights.data() + pair, count,
-                      std::min(task.num_panels * kPanelColumns, hidden - column), output + column, hidden});
+                      call.groups.pair_weights.data() + pair, count, width, sums, width});
   }
 }
 
 // Each task looks at its own columns of input and output.
-void MoeForward::count_nonfinite(const DownTask& task, const LayerCall& call, const float* output) {
+void MoeForward::count_nonfinite(const DownTask& task, const LayerCall& call, const float* sums) {
   const uint32_t hidden = call.layout.hidden_size;
   const uint32_t column = task.panel * kPanelColumns;
   const uint32_t columns = std::min(task.num_panels * kPanelColumns, hidden - column);
   const ExpertRequest& request = call.request;
   const uint64_t inputs =
       count_nonfinite_block(request.dtype, request.hidden_states, request.rows, hidden, column, columns);
-  const uint64_t outputs = count_nonfinite_block(DType::kFloat32, output, request.rows, hidden, column, columns);
+  const size_t width = size_t{task.num_panels} * kPanelColumns;
+  const uint64_t outputs = count_nonfinite_block(DType::kFloat32, sums, request.rows, width, 0, columns);
   if (inputs != 0) nonfinite_inputs_.fetch_add(inputs, std::memory_order_relaxed);
   if (outputs != 0) nonfinite_outputs_.fetch_add(outputs, std::memory_order_relaxed);
 }

@@ -55,8 +55,9 @@ class MoeForward {
   void cut_down(const LayerCall& call);
   void run_gate_up(const GateUpTask& task, const LayerCall& call, uint32_t worker);
   void run_down(const DownTask& task, const LayerCall& call, float* output, uint32_t worker);
-  void add_group(const DownTask& task, const LayerCall& call, uint32_t group, float* output, uint32_t worker);
-  void count_nonfinite(const DownTask& task, const LayerCall& call, const float* output);
+  // sums: [rows][16 * task.num_panels].
+  void add_group(const DownTask& task, const LayerCall& call, uint32_t group, float* sums, uint32_t worker);
+  void count_nonfinite(const DownTask& task, const LayerCall& call, const float* sums);
   void multiply(const ProductKernel& kernel, ProductWork& work, uint32_t worker);
 
   const EngineOptions& options_;

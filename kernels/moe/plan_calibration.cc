@@ -18,7 +18,8 @@ constexpr int kRepetitions = 5;
 constexpr uint32_t kMaxRows = kRowRanges.back();
 constexpr size_t kTaskBytes = size_t{256} << 10;  // of weights, while there are few rows
 constexpr double kTaskOperations = 16e6;          // multiply-adds of a task with many rows
-// A kernel that was slower than the best by this factor in two ranges running is not measured with more rows.
+// A kernel that was slower than the best by this factor in two ranges running is not measured with more rows. Tile
+// kernels are: with few rows most of a tile is idle.
 constexpr double kHopeless = 1.6;
 
 size_t stride_of(RowType type, const PanelLayout& layout) {
@@ -102,7 +103,8 @@ class MatrixCalibration {
     if (best.kernel == nullptr) return {candidates.front(), 0.0};
     for (size_t i = 0; i < candidates.size(); ++i) {
       int& count = entry(candidates[i]);
-      if (count < 2) count = times[i] > kHopeless * best.nanoseconds ? count + 1 : 0;
+      const bool slow_again = times[i] > kHopeless * best.nanoseconds && !candidates[i]->equally_spaced;
+      if (count < 2) count = slow_again ? count + 1 : 0;
     }
     return best;
   }

@@ -16,14 +16,16 @@ constexpr uint32_t kRowStep = 32;
 
 }  // namespace
 
-uint32_t TaskCutter::next(uint32_t left, const TaskUnit& unit, uint32_t step) {
+size_t most_task_bytes(size_t all_row_bytes) { return std::max(kMostBytes, all_row_bytes); }
+
+uint32_t TaskCutter::next(uint32_t left, const TaskUnit& unit) {
   const size_t fit = std::max<size_t>(kMostResultBytes / unit.result_bytes, 1);
-  const size_t least = std::min((least_bytes_ + unit.bytes - 1) / unit.bytes, fit);
-  const size_t most = std::max(std::min(kMostBytes / unit.bytes, fit), least);
+  const size_t least = std::min((unit.least_bytes + unit.bytes - 1) / unit.bytes, fit);
+  const size_t most = std::max(std::min(unit.most_bytes / unit.bytes, fit), least);
   const double share =
       num_threads_ == 1 ? static_cast<double>(most) : remaining_ / (kShare * num_threads_ * unit.cost);
   auto units = static_cast<uint32_t>(std::clamp(share, static_cast<double>(least), static_cast<double>(most)));
-  units = std::min(std::max(units / step, 1u) * step, left);
+  units = std::min(std::max(units / unit.step, 1u) * unit.step, left);
   remaining_ -= units * unit.cost;
   return units;
 }

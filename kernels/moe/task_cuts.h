@@ -7,26 +7,30 @@
 
 namespace moebius {
 
-// What one unit of a phase's work means to the task that takes it.
+// One unit of a sequence that tasks are cut from, and what tasks of such units should be.
 struct TaskUnit {
+  double cost;          // share of the phase's cost
   size_t bytes;         // of weights that it adds to a contiguous run
   size_t result_bytes;  // that it adds to the result of a product
-  double cost;          // share of the phase's cost
+  size_t least_bytes;   // of weights in a task, but at the end of a sequence
+  size_t most_bytes;
+  uint32_t step;        // tasks have a multiple of it where possible
 };
+
+// Weights of the largest task. With many rows each task also reads those: it had better have as many weights as
+// there are rows, or rows are read more often than weights.
+size_t most_task_bytes(size_t all_row_bytes);
 
 class TaskCutter {
  public:
-  // total_cost: of all units, in any measure. Tasks have at least about least_bytes of contiguous weights, but at
-  // the end of a sequence, and at most about 256 KiB of weights and 512 KiB of results.
-  TaskCutter(double total_cost, size_t least_bytes, uint32_t num_threads)
-      : remaining_(total_cost), least_bytes_(least_bytes), num_threads_(num_threads) {}
+  // total_cost: of all units, in any measure.
+  TaskCutter(double total_cost, uint32_t num_threads) : remaining_(total_cost), num_threads_(num_threads) {}
 
-  // How many of the `left` > 0 units of a sequence the next task takes, a multiple of `step` where possible.
-  uint32_t next(uint32_t left, const TaskUnit& unit, uint32_t step);
+  // How many of the `left` > 0 units of a sequence the next task takes; its results stay below 512 KiB.
+  uint32_t next(uint32_t left, const TaskUnit& unit);
 
  private:
   double remaining_;
-  size_t least_bytes_;
   uint32_t num_threads_;
 };
 
