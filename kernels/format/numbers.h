@@ -1,13 +1,21 @@
-// Number formats of weights and scales -> float32, exactly. Not for files built for one instruction set.
+// Number formats of weights and scales -> float32, exactly, and bfloat16 back. Not for files built for one instruction set.
 #pragma once
 
 #include <array>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 
 namespace moebius {
 
 inline float decode_bfloat16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+
+// Rounds to nearest, ties to even; a NaN stays a NaN.
+inline uint16_t encode_bfloat16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  if (std::isnan(value)) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
 
 // IEEE 754 binary16, subnormals, infinities and NaN included.
 inline float decode_float16(uint16_t bits) {

@@ -11,20 +11,13 @@
 #include <array>
 #include <cstring>
 
-#include "kernels/format/numbers.h"
+#include "kernels/format/elements.h"
 #include "kernels/format/source_matrix.h"
 
 namespace moebius {
 
 // The nibble of an AWQ word that holds column c of its eight.
 inline constexpr std::array<uint32_t, 8> kAwqNibbles = {0, 4, 1, 5, 2, 6, 3, 7};
-
-template <class T>
-T load_element(const void* base, ptrdiff_t index) {
-  T value;
-  std::memcpy(&value, static_cast<const char*>(base) + index * static_cast<ptrdiff_t>(sizeof(T)), sizeof(T));
-  return value;
-}
 
 inline uint32_t load_nibble(const void* words, ptrdiff_t index, uint32_t nibble) {
   return load_element<uint32_t>(words, index) >> (4 * nibble) & 15;
@@ -63,18 +56,6 @@ inline uint32_t source_code(const SourceMatrix& source, uint32_t row, uint32_t k
 inline ptrdiff_t source_scale_index(const SourceMatrix& source, uint32_t row, uint32_t group) {
   return static_cast<ptrdiff_t>((row + source.scale_row_begin) / source.scale_rows) * source.scale_row_stride +
          static_cast<ptrdiff_t>(group) * source.scale_group_stride;
-}
-
-inline float load_scale(ScaleType type, const void* scales, ptrdiff_t index) {
-  switch (type) {
-    case ScaleType::kNone: return 1.0f;
-    case ScaleType::kFloat32: return load_element<float>(scales, index);
-    case ScaleType::kBFloat16: return decode_bfloat16(load_element<uint16_t>(scales, index));
-    case ScaleType::kFloat16: return decode_float16(load_element<uint16_t>(scales, index));
-    case ScaleType::kE8M0: return decode_e8m0(load_element<uint8_t>(scales, index));
-    case ScaleType::kE4M3: return kFloat8Values[load_element<uint8_t>(scales, index)];
-  }
-  return 1.0f;
 }
 
 inline float source_scale(const SourceMatrix& source, uint32_t row, uint32_t group) {

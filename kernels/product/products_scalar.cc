@@ -1,55 +1,10 @@
 // The products as a reference: the order of operations that every other level is measured against.
-#include <bit>
-#include <cstring>
-
-#include "kernels/format/numbers.h"
+#include "kernels/format/panel_values.h"
 #include "kernels/isa/isa.h"
 #include "kernels/product/product.h"
 
 namespace moebius {
 namespace {
-
-template <class T>
-T load(const std::byte* at, size_t index) {
-  T value;
-  std::memcpy(&value, at + index * sizeof(T), sizeof(T));
-  return value;
-}
-
-uint32_t code_at(const PanelLayout& layout, const std::byte* panel, uint32_t k, uint32_t column) {
-  const uint32_t bits = code_bits(layout.format.code);
-  const uint32_t per_word = 32 / bits;
-  const uint32_t word = load<uint32_t>(panel, size_t{k / per_word} * kPanelColumns + column);
-  if (bits == 32) return word;
-  const uint32_t index = k % per_word;
-  const uint32_t shift = bits == 4 ? index / 2 * 4 + index % 2 * 16 : index * bits;
-  return word >> shift & ((1u << bits) - 1);
-}
-
-float decode(Code code, uint32_t bits, int32_t zero) {
-  switch (code) {
-    case Code::kFloat32: return std::bit_cast<float>(bits);
-    case Code::kBFloat16: return decode_bfloat16(static_cast<uint16_t>(bits));
-    case Code::kFloat16: return decode_float16(static_cast<uint16_t>(bits));
-    case Code::kFloat8: return kFloat8Values[bits];
-    case Code::kInt8: return static_cast<float>(static_cast<int8_t>(bits));
-    case Code::kInt4: return static_cast<float>(static_cast<int32_t>(bits) - zero);
-    case Code::kFloat4: return kFloat4Values[bits];
-  }
-  return 0.0f;
-}
-
-float decode_scale(ScaleType type, const std::byte* scales, size_t index) {
-  switch (type) {
-    case ScaleType::kNone: return 1.0f;
-    case ScaleType::kFloat32: return load<float>(scales, index);
-    case ScaleType::kBFloat16: return decode_bfloat16(load<uint16_t>(scales, index));
-    case ScaleType::kFloat16: return decode_float16(load<uint16_t>(scales, index));
-    case ScaleType::kE8M0: return decode_e8m0(load<uint8_t>(scales, index));
-    case ScaleType::kE4M3: return kFloat8Values[load<uint8_t>(scales, index)];
-  }
-  return 1.0f;
-}
 
 // Group scales and codes of a panel as float32: scales[groups][16] (one group of ones without any), then
 // values[k_padded][16]. Zero points are already subtracted.
@@ -71,14 +26,14 @@ DecodedPanel decode_panel(const PanelLayout& layout, const std::byte* panel, std
   decoded.values = decoded.scales + size_t{decoded.groups} * kPanelColumns;
   for (uint32_t entry = 0; entry < decoded.groups * kPanelColumns; ++entry) {
     const uint32_t index = format.panel_scale ? entry / kPanelColumns : entry;
-    decoded.scales[entry] = decode_scale(format.scale, panel + layout.scales_offset, index);
+    decoded.scales[entry] = load_scale(format.scale, panel + layout.scales_offset, index);
   }
   for (uint32_t k = 0; k < layout.k; ++k) {
     for (uint32_t column = 0; column < kPanelColumns; ++column) {
       const size_t entry = size_t{k / decoded.group_size} * kPanelColumns + column;
-      const int32_t zero = format.zeros ? load<uint8_t>(panel + layout.zeros_offset, entry) : 8;
+      const int32_t zero = format.zeros ? load_element<uint8_t>(panel + layout.zeros_offset, entry) : 8;
       decoded.values[size_t{k} * kPanelColumns + column] =
-          decode(format.code, code_at(layout, panel, k, column), zero);
+          decode_value(format.code, panel_code(layout, panel, column, k), zero);
     }
   }
   return decoded;
@@ -88,8 +43,8 @@ DecodedPanel decode_panel(const PanelLayout& layout, const std::byte* panel, std
 void finish_columns(const PanelLayout& layout, const std::byte* panel, const float* sums, float row_scale,
                     float* result) {
   for (uint32_t column = 0; column < kPanelColumns; ++column) {
-    const float scale = layout.format.column_scale ? load<float>(panel + layout.column_scale_offset, column) : 1.0f;
-    const float bias = layout.has_bias ? load<float>(panel + layout.bias_offset, column) : 0.0f;
+    const float scale = layout.format.column_scale ? load_element<float>(panel + layout.column_scale_offset, column) : 1.0f;
+    const float bias = layout.has_bias ? load_element<float>(panel + layout.bias_offset, column) : 0.0f;
     result[column] = sums[column] * (scale * row_scale) + bias;
   }
 }
@@ -133,7 +88,7 @@ void run_int8(const ProductWork& work) {
       for (uint32_t column = 0; column < kPanelColumns; ++column) {
         int32_t sum = 0;
         for (uint32_t k = 0; k < layout.k; ++k) {
-          sum += elements[k] * static_cast<int8_t>(code_at(layout, panel, k, column));
+          sum += elements[k] * static_cast<int8_t>(panel_code(layout, panel, column, k));
         }
         sums[column] = static_cast<float>(sum);
       }

@@ -3,7 +3,6 @@
 
 #include "kernels/format/numbers.h"
 #include "kernels/isa/isa.h"
-#include "kernels/moe/bfloat16.h"
 #include "kernels/product/product.h"
 
 namespace moebius {
@@ -58,7 +57,7 @@ void activate_float32(const ActivationWork& work) {
 
 void activate_bfloat16(const ActivationWork& work) {
   uint16_t* const output = static_cast<uint16_t*>(work.output);
-  activate_all(work, [output](size_t index, float value) { output[index] = float_to_bfloat16(value); });
+  activate_all(work, [output](size_t index, float value) { output[index] = encode_bfloat16(value); });
 }
 
 void scatter(const ScatterWork& work) {
@@ -78,7 +77,7 @@ void float16_to_float32(const uint16_t* source, float* target, size_t count) {
 }
 
 void float32_to_bfloat16(const float* source, uint16_t* target, size_t count) {
-  for (size_t i = 0; i < count; ++i) target[i] = float_to_bfloat16(source[i]);
+  for (size_t i = 0; i < count; ++i) target[i] = encode_bfloat16(source[i]);
 }
 
 // A largest magnitude below this counts as zero: its scale would be subnormal and too coarse to divide by.
