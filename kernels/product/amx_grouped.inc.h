@@ -4,7 +4,7 @@
 // A chunk of k of some panels is decoded; then every block of 16 rows, copied to where its tiles lie close together
 // in L1, meets all of them. Few rows take panel by panel, as weights lie in memory, and are read in place.
 
-constexpr uint32_t kPanelsTogether = 8;
+constexpr uint32_t kPanelsTogether = 1;
 
 // chunk_steps() may round a chunk up by less than 4 steps, to whole groups.
 constexpr size_t chunk_bytes(const Blocking& blocking) { return (blocking.steps + 3) * kTileBytes; }
@@ -77,11 +77,14 @@ class GroupedProduct {
 
   // Rows as contiguous tiles: rows 2^n bytes apart would share few sets of L1.
   RowBlock rows_of(const Chunk& chunk, uint32_t row, uint32_t rows) {
-    const std::byte* first = static_cast<const std::byte*>(work_.rows[0]) + row * work_.row_stride + chunk.begin * 64;
-    if (chunk.panels == 1) return {first, work_.row_stride, rows, 64};
+    if (chunk.panels == 1 && (work_.row_stride != 0 || work_.num_rows == 1)) {
+      const std::byte* first = static_cast<const std::byte*>(work_.rows[0]) + row * work_.row_stride;
+      return {first + chunk.begin * 64, work_.row_stride, rows, 64};
+    }
     for (uint32_t i = 0; i < rows; ++i) {
+      const std::byte* from = static_cast<const std::byte*>(work_.rows[row + i]) + chunk.begin * 64;
       for (uint32_t step = 0; step < chunk.steps; ++step) {
-        const __m512i line = _mm512_load_si512(first + i * work_.row_stride + step * 64);
+        const __m512i line = _mm512_load_si512(from + step * 64);
         _mm512_store_si512(rows_ + step * kTileBytes + i * 64, line);
       }
     }

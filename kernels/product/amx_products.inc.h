@@ -28,6 +28,7 @@ void run_folded(const ProductWork& work, const Blocking& blocking) {
 
 template <class Source>
 void run_grouped(const ProductWork& work, const Blocking& blocking) {
+  if (work.num_rows > kTileRows) return run_grouped_rows<Source>(work);
   GroupedProduct<Source>(work, blocking).run();
 }
 
@@ -85,14 +86,13 @@ void run_bfloat16(const ProductWork& work) {
 
 void run_int8(const ProductWork& work) { run_int8_blocking(work, kFoldedBlocking); }
 
-size_t folded_scratch_bytes(const Blocking& blocking, size_t parts) {
-  return 2 * 2 * size_t{blocking.steps} * parts * kTileBytes;
-}
-
-size_t scratch_bytes(const PanelLayout& layout, uint32_t /*num_panels*/, uint32_t num_rows) {
+size_t scratch_bytes(const PanelLayout& layout, uint32_t num_panels, uint32_t num_rows) {
   const WeightFormat& format = layout.format;
-  if (folds_scales(format)) return folded_scratch_bytes(kFoldedBlocking, format.code == Code::kFloat16 ? 2 : 1);
-  const size_t grouped = grouped_scratch_bytes(layout, kGroupedBlocking);
-  const size_t split = splits(format, num_rows) ? folded_scratch_bytes(kFoldedBlocking, 2) : 0;
+  if (folds_scales(format)) {
+    return folded_scratch_bytes(kFoldedBlocking, format.code == Code::kFloat16 ? 2 : 1, num_rows);
+  }
+  const size_t grouped = num_rows > kTileRows ? RowsScratch(layout, num_panels, num_rows).bytes
+                                              : grouped_scratch_bytes(layout, kGroupedBlocking);
+  const size_t split = splits(format, num_rows) ? folded_scratch_bytes(kFoldedBlocking, 2, num_rows) : 0;
   return grouped > split ? grouped : split;
 }

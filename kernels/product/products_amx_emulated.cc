@@ -19,11 +19,13 @@ namespace {
 #include "kernels/product/amx_folded.inc.h"
 #include "kernels/product/amx_groups.inc.h"
 #include "kernels/product/amx_grouped.inc.h"
+#include "kernels/product/amx_group_blocks.inc.h"
+#include "kernels/product/amx_grouped_rows.inc.h"
 #include "kernels/product/amx_products.inc.h"
 
-constexpr ProductKernel kBFloat16{"amx_emulated_bfloat16", Isa::kAvx512Bf16, RowType::kBFloat16, true, 0,
+constexpr ProductKernel kBFloat16{"amx_emulated_bfloat16", Isa::kAvx512Bf16, RowType::kBFloat16, kBlockRows, 0,
                                   supports_bfloat16, scratch_bytes, run_bfloat16};
-constexpr ProductKernel kInt8{"amx_emulated_int8", Isa::kAvx512Bf16, RowType::kInt8, true, 0,
+constexpr ProductKernel kInt8{"amx_emulated_int8", Isa::kAvx512Bf16, RowType::kInt8, kBlockRows, 0,
                               supports_int8, scratch_bytes, run_int8};
 constexpr const ProductKernel* kKernels[] = {&kBFloat16, &kInt8};
 
