@@ -130,6 +130,7 @@ def product(
     has_bias: bool,
     rows: NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.int8],
     row_scales: NDArray[np.float32] | None = None,
+    equally_spaced: bool = True,
 ) -> NDArray[np.float32]: ...
 def activate(
     isa: str, activation: str, alpha: float, limit: float, result: NDArray[np.float32], to_bfloat16: bool

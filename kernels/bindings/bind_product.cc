@@ -71,15 +71,17 @@ py::array contiguous_rows(const py::array& rows, RowType type) {
 
 // Rows prepared as the engine prepares them: [count][k_padded], zero padded and aligned.
 struct PreparedRows {
-  PreparedRows(const py::array& source, RowType type, uint32_t k_padded)
+  // Not equally spaced: backwards.
+  PreparedRows(const py::array& source, RowType type, uint32_t k_padded, bool equally_spaced)
       : stride((k_padded * row_dtype(type).bytes + 63) / 64 * 64),
         data(aligned_zeros(stride * static_cast<size_t>(source.shape(0)))) {
     const size_t bytes = static_cast<size_t>(source.shape(1)) * row_dtype(type).bytes;
     for (py::ssize_t row = 0; row < source.shape(0); ++row) {
-      std::byte* const target = data.get() + row * stride;
+      std::byte* const target = data.get() + (equally_spaced ? row : source.shape(0) - 1 - row) * stride;
       std::memcpy(target, static_cast<const std::byte*>(source.data()) + row * bytes, bytes);
       pointers.push_back(target);
     }
+    if (!equally_spaced) stride = 0;
   }
 
   size_t stride;
@@ -107,7 +109,7 @@ const ProductKernel& checked_kernel(const std::string& name, const WeightFormat&
 
 py::array_t<float> product(const std::string& kernel_name, const std::string& format_name, const py::array& packed,
                            int64_t k, int64_t num_panels, bool has_bias, const py::array& rows,
-                           const py::object& row_scales) {
+                           const py::object& row_scales, bool equally_spaced) {
   const PanelLayout layout(parse_weight_format(format_name), count_option(k, "k", 1, INT32_MAX), has_bias);
   const ProductKernel& kernel = checked_kernel(kernel_name, layout.format, format_name);
   const uint32_t panels = count_option(num_panels, "num_panels", 1, kMaxPanels);
@@ -119,7 +121,7 @@ py::array_t<float> product(const std::string& kernel_name, const std::string& fo
   const std::vector<float> scales = checked_row_scales(row_scales, kernel.row_type, num_rows);
 
   const AlignedBytes panel_copy = aligned_copy(weights);
-  const PreparedRows prepared(checked_rows, kernel.row_type, layout.k_padded);
+  const PreparedRows prepared(checked_rows, kernel.row_type, layout.k_padded, equally_spaced);
   const size_t columns = size_t{panels} * kPanelColumns;
   const AlignedBytes result = aligned_zeros(columns * num_rows * sizeof(float));
   const auto count = static_cast<uint32_t>(num_rows);
@@ -246,7 +248,8 @@ void bind_product(py::module_& m) {
   m.def("product_names", &names_of_products);
   m.def("products_for", &products_for, py::arg("format_name"), py::arg("row_type"));
   m.def("product", &product, py::arg("kernel_name"), py::arg("format_name"), py::arg("packed"), py::arg("k"),
-        py::arg("num_panels"), py::arg("has_bias"), py::arg("rows"), py::arg("row_scales") = py::none());
+        py::arg("num_panels"), py::arg("has_bias"), py::arg("rows"), py::arg("row_scales") = py::none(),
+        py::arg("equally_spaced") = true);
   bind_vector_kernels(m);
 }
 

@@ -103,7 +103,7 @@ class MatrixCalibration {
     if (best.kernel == nullptr) return {candidates.front(), 0.0};
     for (size_t i = 0; i < candidates.size(); ++i) {
       int& count = entry(candidates[i]);
-      const bool slow_again = times[i] > kHopeless * best.nanoseconds && !candidates[i]->equally_spaced;
+      const bool slow_again = times[i] > kHopeless * best.nanoseconds && candidates[i]->spaced_rows == 0;
       if (count < 2) count = slow_again ? count + 1 : 0;
     }
     return best;

@@ -27,7 +27,7 @@ size_t natural_stride(const uint32_t* rows, uint32_t count, size_t row_stride) {
 bool has_many_loose_rows(const LayerCall& call, RowType type) {
   for (size_t group = 0; group < call.work.size(); ++group) {
     const ProductKernel& kernel = *call.work[group].gate_up;
-    const bool loose = kernel.row_type == type && !kernel.equally_spaced;
+    const bool loose = kernel.row_type == type && kernel.spaced_rows < kManyRows;
     if (loose && call.groups.groups[group].rows >= kManyRows) return true;
   }
   return false;
@@ -92,7 +92,7 @@ size_t PreparedRows::plan_group(const LayerCall& call, uint32_t group_index) {
   const RowType type = kernel.row_type;
   const uint32_t* rows = call.groups.pair_rows.data() + group.begin;
   size_t stride = natural_stride(rows, group.rows, source_stride(type));
-  const bool gather = kernel.equally_spaced && group.rows > 1 && stride == 0;
+  const bool gather = group.rows > 1 && group.rows <= kernel.spaced_rows && stride == 0;
   RowBuffer& gathered = gathered_[static_cast<size_t>(type)];
   if (gather) {
     gathered.grow(call.groups.num_pairs(), call.layout.gate_up.k_padded * element_bytes(type));

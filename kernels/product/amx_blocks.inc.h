@@ -45,6 +45,9 @@ struct RowBlock {
   size_t stride;          // bytes
   uint32_t count;         // 1..32
   size_t step = 64;       // bytes from a tile to the next along k
+  size_t tile = 0;        // bytes from the first 16 rows to the next 16; 0: 16 times the stride
+
+  const std::byte* second() const { return rows + (tile != 0 ? tile : kTileRows * stride); }
 };
 
 void zero_sums() {
@@ -61,7 +64,7 @@ template <class Math, int kParts, int kRowTiles, int kPanels>
 void multiply_block(const RowBlock& block, const std::byte* const* panels, uint32_t steps, Task& task) {
   const size_t stride = block.stride;
   const std::byte* first = block.rows;
-  const std::byte* second = block.rows + kTileRows * stride;
+  const std::byte* second = block.second();
   const std::byte* panel0 = panels[0];
   const std::byte* panel1 = panels[kPanels - 1];
   for (uint32_t step = 0; step < steps; ++step) {
@@ -78,8 +81,8 @@ void multiply_block(const RowBlock& block, const std::byte* const* panels, uint3
       panel0 += kTileBytes;
       panel1 += kTileBytes;
     }
-    first += 64;
-    second += 64;
+    first += block.step;
+    second += block.step;
     task.step();
   }
 }

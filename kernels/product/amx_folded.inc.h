@@ -2,7 +2,7 @@
 // INSIDE an anonymous namespace.
 //
 // Up to 32 rows: a panel at a time, its sums in tiles over all of k. More: pairs of panels, each against all blocks
-// of 32 rows, while the next pair is fetched or decoded.
+// of 32 rows, while the next pair is fetched or decoded. Rows that are not equally spaced are copied first.
 
 constexpr uint32_t kBlockRows = 2 * kTileRows;
 
@@ -16,6 +16,18 @@ struct Blocking {
 
 uint32_t divide_up(uint32_t value, uint32_t by) { return (value + by - 1) / by; }
 
+uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+// For tiles of two pieces, each of two panels.
+constexpr size_t piece_tiles_bytes(const Blocking& blocking, size_t parts) {
+  return 2 * 2 * size_t{blocking.steps} * parts * kTileBytes;
+}
+
+size_t folded_scratch_bytes(const Blocking& blocking, size_t parts, uint32_t num_rows) {
+  const uint32_t rows = divide_up(smaller(num_rows, blocking.rows), kBlockRows) * kBlockRows;
+  return piece_tiles_bytes(blocking, parts) + size_t{rows} * blocking.steps * 64;
+}
+
 // Equal chunks of at most `limit`, each a multiple of `unit`.
 uint32_t chunk_steps(uint32_t steps, uint32_t limit, uint32_t unit) {
   const uint32_t chunks = divide_up(steps, limit);
@@ -28,10 +40,11 @@ class FoldedProduct {
   FoldedProduct(const ProductWork& work, const Blocking& blocking)
       : work_(work), blocking_(blocking), source_(*work.layout), end_(work),
         steps_(divide_up(work.layout->k, Math::kStep)), chunk_(chunk_steps(steps_, blocking.steps, 1)),
-        chunks_(divide_up(steps_, chunk_)), pairs_(divide_up(work.num_panels, 2)) {}
+        chunks_(divide_up(steps_, chunk_)), pairs_(divide_up(work.num_panels, 2)),
+        packed_(work.scratch + piece_tiles_bytes(blocking, Source::kDecodes ? Source::kParts : 0)) {}
 
   void run() {
-    if (work_.num_rows <= kBlockRows) {
+    if (work_.num_rows <= kBlockRows && !packs_rows()) {
       configure_rows(work_.num_rows);
       for (uint32_t panel = 0; panel < work_.num_panels; ++panel) {
         if (work_.num_rows <= kTileRows) {
@@ -44,13 +57,15 @@ class FoldedProduct {
       const uint32_t parts = divide_up(work_.num_rows, blocking_.rows);
       const uint32_t rows = divide_up(divide_up(work_.num_rows, parts), kBlockRows) * kBlockRows;
       for (uint32_t row = 0; row < work_.num_rows; row += rows) {
-        run_rows(row, work_.num_rows - row < rows ? work_.num_rows - row : rows);
+        run_rows(row, smaller(rows, work_.num_rows - row));
       }
     }
     Tiles::release();
   }
 
  private:
+  bool packs_rows() const { return work_.row_stride == 0 && work_.num_rows > 1; }
+
   const std::byte* panel_at(uint32_t panel) const { return work_.panels + panel * work_.layout->panel_bytes; }
 
   RowBlock rows_at(uint32_t row, uint32_t count, uint32_t step) const {
@@ -112,18 +127,34 @@ class FoldedProduct {
     return work_.scratch + index % 2 * (size_t{chunk_} * 2 * Source::kParts * kTileBytes);
   }
 
+  // Rows over a chunk of k, the two tiles of a block and step side by side: products read them as one stream.
+  void pack_rows(uint32_t row, uint32_t rows, uint32_t begin, uint32_t steps) const {
+    for (uint32_t i = 0; i < rows; ++i) {
+      const std::byte* from = static_cast<const std::byte*>(work_.rows[row + i]) + begin * 64;
+      std::byte* to = packed_block(i) + i % kBlockRows * 64;
+      for (uint32_t step = 0; step < steps; ++step) {
+        _mm512_store_si512(to + step * 2 * kTileBytes, _mm512_load_si512(from + step * 64));
+      }
+    }
+  }
+
+  std::byte* packed_block(uint32_t row) const {
+    return packed_ + row / kBlockRows * (size_t{chunk_} * 2 * kTileBytes);
+  }
+
   void run_rows(uint32_t row, uint32_t rows) {
     const uint32_t blocks = divide_up(rows, kBlockRows);
     Task first = source_.task(piece(0), piece(1), buffer(0), 1);
     if (Source::kDecodes) finish_task(first);
     for (uint32_t index = 0; index < chunks_ * pairs_; ++index) {
       const Piece now = piece(index);
+      if (index % pairs_ == 0 && packs_rows()) pack_rows(row, rows, now.begin, now.steps);
       const std::byte* tiles[2];
       for (uint32_t p = 0; p < 2; ++p) {
         tiles[p] = Source::kDecodes ? buffer(index) + p * now.steps * Source::kParts * kTileBytes
                                     : now.codes(p, Source::kLines);
       }
-      Task task = source_.task(piece(index + 1), piece(index + 2), buffer(index + 1), blocks);
+      Task task = source_.task(piece(index + 1), piece(index + 2), buffer(index + 1), blocks * now.steps);
       run_piece({now, tiles, index % pairs_ * 2, row, rows}, task);
       finish_task(task);
     }
@@ -161,8 +192,10 @@ class FoldedProduct {
     } else {
       load_sums<kRowTiles, kPanels>(result);
     }
-    multiply_block<Math, Source::kParts, kRowTiles, kPanels>(rows_at(row, rows, part.piece.begin), part.tiles,
-                                                             part.piece.steps, task);
+    const RowBlock block = packs_rows()
+                               ? RowBlock{packed_block(block_row), 64, rows, 2 * kTileBytes, kTileBytes}
+                               : rows_at(row, rows, part.piece.begin);
+    multiply_block<Math, Source::kParts, kRowTiles, kPanels>(block, part.tiles, part.piece.steps, task);
     store_sums<kRowTiles, kPanels>(result);
     if (part.piece.begin + part.piece.steps < steps_) return;
     for (uint32_t i = 0; i < kPanels; ++i) {
@@ -179,4 +212,5 @@ class FoldedProduct {
   uint32_t chunk_;
   uint32_t chunks_;
   uint32_t pairs_;
+  std::byte* packed_;
 };

@@ -5,8 +5,8 @@
 //   kLines      64-byte lines of packed codes per step
 //   kDecodes    whether tiles are made in a buffer, or are the packed codes themselves
 //   tiles(panel, begin, steps, buffer)   the tiles of steps [begin, begin + steps); buffer: kParts KiB a step
-//   task(next, after_next, buffer, blocks)   makes the tiles of the next piece bit by bit beside products of the
-//               piece before (step) over `blocks` blocks of rows, then what is left (finish)
+//   task(next, after_next, buffer, product_steps)   makes the tiles of the next piece bit by bit beside
+//               `product_steps` steps of products of the piece before (step), then what is left (finish)
 
 // Packed codes that are tiles already.
 struct PackedTiles {
@@ -17,8 +17,8 @@ struct PackedTiles {
   static const std::byte* tiles(const std::byte* panel, uint32_t begin, uint32_t /*steps*/, std::byte* /*buffer*/) {
     return panel + begin * kTileBytes;
   }
-  static Task task(const Piece& next, const Piece& /*after_next*/, std::byte* /*buffer*/, uint32_t blocks) {
-    return fetch_task(next, kLines, blocks);
+  static Task task(const Piece& next, const Piece& /*after_next*/, std::byte* /*buffer*/, uint32_t product_steps) {
+    return fetch_task(next, kLines, product_steps);
   }
 };
 
@@ -35,8 +35,8 @@ struct DecodedTiles {
     }
     return buffer;
   }
-  Task task(const Piece& next, const Piece& after_next, std::byte* buffer, uint32_t /*blocks*/) const {
-    return decode_task(static_cast<const Derived&>(*this), next, after_next, buffer);
+  Task task(const Piece& next, const Piece& after_next, std::byte* buffer, uint32_t product_steps) const {
+    return decode_task(static_cast<const Derived&>(*this), next, after_next, buffer, product_steps);
   }
 };
 

@@ -23,39 +23,49 @@ struct Task {
   void (*work)(Task& task) = nullptr;
   const void* source = nullptr;      // of decoding: the Source
   const std::byte* panel = nullptr;  // being decoded
+  const std::byte* second_panel = nullptr;
   const std::byte* fetch[2] = {};    // what to fetch next, of each panel
   std::byte* target = nullptr;       // next tile
   uint32_t begin = 0;                // of the piece
   uint32_t steps = 0;                // of k of the piece
-  uint32_t lines = 0;                // of fetching: per step and panel
+  uint32_t lines = 0;                // of fetching: per step
   uint32_t done = 0;
   uint32_t total = 0;                // steps of work
-  const std::byte* second_panel = nullptr;
+  uint32_t pace = 0;                 // steps of work per step of products, as a 65536th
+  uint32_t due = 0;                  // the same, not yet done
 
+  // Once for each step of products. Work is spread evenly over them: lines that are fetched and lines that products
+  // read share a few buffers.
   [[gnu::always_inline]] void step() {
+    due += pace;
+    if (due < 65536) return;
+    due -= 65536;
     if (done < total) work(*this);
   }
 };
 
-void fetch_step(Task& task) {
-  for (uint32_t line = 0; line < task.lines; ++line) {
-    _mm_prefetch(task.fetch[0] + 64 * line, _MM_HINT_T1);
-    _mm_prefetch(task.fetch[1] + 64 * line, _MM_HINT_T1);
-  }
-  task.fetch[0] += 64 * task.lines;
-  task.fetch[1] += 64 * task.lines;
-  ++task.done;
+uint32_t pace_of(uint32_t work_steps, uint32_t product_steps) {
+  return work_steps < product_steps ? (work_steps * 65536 + product_steps - 1) / product_steps : 65536;
 }
 
-// Fetches a piece, its lines spread over as many blocks of rows.
-Task fetch_task(const Piece& next, uint32_t lines_per_step, uint32_t blocks) {
+void fetch_step(Task& task) {
+  for (uint32_t line = 0; line < task.lines; ++line) _mm_prefetch(task.fetch[0] + 64 * line, _MM_HINT_T1);
+  task.fetch[0] += 64 * task.lines;
+  if (++task.done == task.steps) task.fetch[0] = task.fetch[1];
+}
+
+// Fetches a piece, one panel after the other.
+Task fetch_task(const Piece& next, uint32_t lines_per_step, uint32_t product_steps) {
   Task task;
   if (next.num_panels == 0) return task;
   task.work = fetch_step;
   task.fetch[0] = next.codes(0, lines_per_step);
   task.fetch[1] = next.codes(next.num_panels - 1, lines_per_step);
-  task.lines = (lines_per_step + blocks - 1) / blocks;
-  task.total = next.steps * lines_per_step / task.lines;
+  const uint32_t lines = next.steps * lines_per_step;  // of a panel
+  task.lines = (lines * next.num_panels + product_steps - 1) / product_steps;
+  task.steps = lines / task.lines;
+  task.total = task.steps * next.num_panels;
+  task.pace = pace_of(task.total, product_steps);
   return task;
 }
 
@@ -75,7 +85,8 @@ template <class Source>
 }
 
 template <class Source>
-Task decode_task(const Source& source, const Piece& next, const Piece& after_next, std::byte* buffer) {
+Task decode_task(const Source& source, const Piece& next, const Piece& after_next, std::byte* buffer,
+                 uint32_t product_steps) {
   Task task;
   if (next.num_panels == 0) return task;
   const Piece& fetched = after_next.num_panels > 0 ? after_next : next;
@@ -89,6 +100,7 @@ Task decode_task(const Source& source, const Piece& next, const Piece& after_nex
   task.begin = next.begin;
   task.steps = next.steps;
   task.total = next.steps * next.num_panels;
+  task.pace = pace_of(task.total, product_steps);
   return task;
 }
 

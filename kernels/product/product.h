@@ -36,13 +36,14 @@ struct ProductWork {
   float* result;              // [num_rows][result_stride], 16 * num_panels columns written, 64-byte aligned
   size_t result_stride;       // floats, a multiple of 16
   std::byte* scratch;         // this thread's, 64-byte aligned, at least scratch_bytes(...)
+  const std::byte* next = nullptr;  // panels that this thread reads after these, to be prefetched; null: not known
 };
 
 struct ProductKernel {
   const char* name;           // "<isa>_<what>", for plans, logs and tests
   Isa isa;                    // the level it needs
   RowType row_type;
-  bool equally_spaced;        // needs row_stride != 0 when there is more than one row
+  uint32_t spaced_rows;       // 2 to this many rows had better be equally spaced: others are copied in every call
   uint32_t max_rows;          // more rows than this are never useful here; 0: no limit
   bool (*supports)(const WeightFormat& format);
   size_t (*scratch_bytes)(const PanelLayout& layout, uint32_t num_panels, uint32_t num_rows);

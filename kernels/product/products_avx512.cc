@@ -38,9 +38,9 @@ constexpr int strips_together(int rows, int unit_registers) { return 2 * rows + 
 #include "kernels/product/int8_product.inc.h"
 
 constexpr Isa kIsa = static_cast<Isa>(2);  // Isa::kAvx512; isa.h has more than declarations
-constexpr ProductKernel kFloat32{"avx512_float32", kIsa,         RowType::kFloat32, false, 0,
+constexpr ProductKernel kFloat32{"avx512_float32", kIsa,         RowType::kFloat32, 0, 0,
                                  supports_float32, scratch_none, run_float32};
-constexpr ProductKernel kInt8{"avx512_int8", kIsa, RowType::kInt8, false, 0, supports_int8, scratch_int8, run_int8};
+constexpr ProductKernel kInt8{"avx512_int8", kIsa, RowType::kInt8, 0, 0, supports_int8, scratch_int8, run_int8};
 constexpr const ProductKernel* kKernels[] = {&kFloat32, &kInt8};
 
 }  // namespace

@@ -116,7 +116,7 @@ void run(const ProductWork& work) {
   for (; panel < work.num_panels; ++panel) run_panels<1>(work, offsets, panel);
 }
 
-constexpr ProductKernel kDot{"avx512_vnni_int8", Isa::kAvx512Vnni, RowType::kInt8, false, 0, supports, scratch_bytes,
+constexpr ProductKernel kDot{"avx512_vnni_int8", Isa::kAvx512Vnni, RowType::kInt8, 0, 0, supports, scratch_bytes,
                              run};
 constexpr const ProductKernel* kKernels[] = {&kDot};
 

@@ -110,9 +110,9 @@ size_t scratch_float32(const PanelLayout& layout, uint32_t, uint32_t) {
 
 size_t scratch_none(const PanelLayout&, uint32_t, uint32_t) { return 0; }
 
-constexpr ProductKernel kFloat32{"scalar_float32", Isa::kScalar, RowType::kFloat32, false, 0,
+constexpr ProductKernel kFloat32{"scalar_float32", Isa::kScalar, RowType::kFloat32, 0, 0,
                                  supports_float32, scratch_float32, run_float32};
-constexpr ProductKernel kInt8{"scalar_int8", Isa::kScalar, RowType::kInt8, false, 0,
+constexpr ProductKernel kInt8{"scalar_int8", Isa::kScalar, RowType::kInt8, 0, 0,
                               supports_int8, scratch_none, run_int8};
 constexpr const ProductKernel* kKernels[] = {&kFloat32, &kInt8};
 

@@ -31,23 +31,30 @@ def random_rows(count: int, k: int) -> NDArray[np.uint16]:
     return bfloat16_bits(np.random.default_rng(count).standard_normal((count, k)).astype(np.float32))
 
 
-def run(kernel: str, matrix: PackedMatrix, rows: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return _kernels.product(
-        kernel, matrix.format, matrix.packed, matrix.k, matrix.num_panels, matrix.has_bias, rows
-    )
+def run(
+    kernel: str, matrix: PackedMatrix, rows: NDArray[np.uint16], equally_spaced: bool = True
+) -> NDArray[np.float32]:
+    size = (matrix.k, matrix.num_panels, matrix.has_bias)
+    return _kernels.product(kernel, matrix.format, matrix.packed, *size, rows, None, equally_spaced)
 
 
-def relative_error(kernel: str, matrix: PackedMatrix, rows: NDArray[np.uint16]) -> float:
+def relative_error(
+    kernel: str, matrix: PackedMatrix, rows: NDArray[np.uint16], equally_spaced: bool = True
+) -> float:
     golden = matrix.golden((rows.astype(np.uint32) << 16).view(np.float32))
-    return float(np.linalg.norm(run(kernel, matrix, rows) - golden) / np.linalg.norm(golden))
+    result = run(kernel, matrix, rows, equally_spaced)
+    return float(np.linalg.norm(result - golden) / np.linalg.norm(golden))
 
 
 def run_int8(
-    kernel: str, matrix: PackedMatrix, rows: NDArray[np.int8], scales: NDArray[np.float32]
+    kernel: str,
+    matrix: PackedMatrix,
+    rows: NDArray[np.int8],
+    scales: NDArray[np.float32],
+    equally_spaced: bool = True,
 ) -> NDArray[np.float32]:
-    return _kernels.product(
-        kernel, matrix.format, matrix.packed, matrix.k, matrix.num_panels, matrix.has_bias, rows, scales
-    )
+    size = (matrix.k, matrix.num_panels, matrix.has_bias)
+    return _kernels.product(kernel, matrix.format, matrix.packed, *size, rows, scales, equally_spaced)
 
 
 def int8_rows(count: int, k: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
@@ -89,6 +96,17 @@ def test_chunks_of_k_and_parts_of_rows(level: str, format_name: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_rows_anywhere(level: str, format_name: str) -> None:
+    """Rows that are not equally spaced are copied first: few rows, blocks, parts, chunks of k."""
+    matrix = random_matrix(format_name, 200, 9)
+    for count in (2, 17, 33, 64, 300):
+        assert relative_error(f"{level}_bfloat16", matrix, random_rows(count, 200), False) < PRODUCT_BFLOAT16
+    matrix = random_matrix(format_name, 2200, 1)
+    assert relative_error(f"{level}_bfloat16", matrix, random_rows(35, 2200), False) < PRODUCT_BFLOAT16
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_int8_equals_the_scalar_reference(level: str) -> None:
     """W8A8 sums are exact integers, so every bit agrees."""
     for k, num_panels in [*SHAPES, (4500, 2)]:
@@ -96,6 +114,8 @@ def test_int8_equals_the_scalar_reference(level: str) -> None:
         for count in (1, 2, 15, 16, 17, 33, 50):
             rows, scales = int8_rows(count, k)
             result = run_int8(f"{level}_int8", matrix, rows, scales)
+            np.testing.assert_array_equal(result, run_int8("scalar_int8", matrix, rows, scales))
+            result = run_int8(f"{level}_int8", matrix, rows, scales, equally_spaced=False)
             np.testing.assert_array_equal(result, run_int8("scalar_int8", matrix, rows, scales))
 
 
