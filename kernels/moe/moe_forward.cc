@@ -15,9 +15,12 @@ namespace {
 constexpr size_t kLeastGateUpBytes = size_t{32} << 10;
 constexpr size_t kLeastDownBytes = size_t{8} << 10;
 
-// Of the next expert's panels in phase B, asked for while the one before is computed: a stream of a few KiB is over
-// before hardware prefetchers have found it.
+// Of the next expert's panels in phase B, asked for before the ones before are multiplied by a tile product: a stream
+// of a few KiB is over before hardware prefetchers have found it. Other products go from one to the next themselves.
 constexpr size_t kPrefetchBytes = size_t{4} << 10;
+
+// Of a thread's first task of phase B, asked for while others finish phase A.
+constexpr size_t kPrepareBytes = size_t{64} << 10;
 
 void prefetch(const std::byte* weights, size_t bytes) {
   for (size_t line = 0; line < std::min(bytes, kPrefetchBytes); line += 64) __builtin_prefetch(weights + line, 0, 2);
@@ -61,7 +64,8 @@ NonfiniteCounts MoeForward::run(const ExpertRequest& request, const RowGroups& g
                  [&](uint32_t task, uint32_t worker) { run_gate_up(gate_up_tasks_[task], call, worker); }),
       pool_phase(activation_.num_tasks(), [&](uint32_t task, uint32_t) { activation_.run_task(task); }),
       pool_phase(down_tasks_.size(),
-                 [&](uint32_t task, uint32_t worker) { run_down(down_tasks_[task], call, output, worker); }));
+                 [&](uint32_t task, uint32_t worker) { run_down(down_tasks_[task], call, output, worker); },
+                 [&](uint32_t task, const auto& opened) { prefetch_down(down_tasks_[task], call, opened); }));
   return {nonfinite_inputs_.load(std::memory_order_relaxed), nonfinite_outputs_.load(std::memory_order_relaxed)};
 }
 
@@ -99,11 +103,9 @@ void MoeForward::cut_gate_up(const LayerCall& call) {
                         kLeastGateUpBytes,
                         most_task_bytes(groups[group].rows * row_bytes),
                         2 / together};
-    for (uint32_t block = 0; block < call.layout.intermediate_blocks;) {
-      const uint32_t count = cutter.next(call.layout.intermediate_blocks - block, unit);
+    cutter.cut(call.layout.intermediate_blocks, unit, [&](uint32_t block, uint32_t count) {
       gate_up_tasks_.push_back({group, block, count});
-      block += count;
-    }
+    });
   }
 }
 
@@ -129,11 +131,7 @@ void MoeForward::cut_down(const LayerCall& call) {
                       panels >= 4 * pool_.size() ? 2u : 1u};
   TaskCutter cutter(panels, pool_.size());
   down_tasks_.clear();
-  for (uint32_t panel = 0; panel < panels;) {
-    const uint32_t count = cutter.next(panels - panel, unit);
-    down_tasks_.push_back({panel, count});
-    panel += count;
-  }
+  cutter.cut(panels, unit, [&](uint32_t panel, uint32_t count) { down_tasks_.push_back({panel, count}); });
 }
 
 void MoeForward::multiply(const ProductKernel& kernel, ProductWork& work, uint32_t worker) {
@@ -172,6 +170,20 @@ void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint
   }
 }
 
+template <class Opened>
+void MoeForward::prefetch_down(const DownTask& task, const LayerCall& call, const Opened& opened) const {
+  const size_t begin = call.layout.down_offset + task.panel * call.layout.down.panel_bytes;
+  const size_t bytes = task.num_panels * call.layout.down.panel_bytes;
+  size_t left = kPrepareBytes;
+  for (const GroupWork& weights : call.work) {
+    for (size_t at = 0; at < bytes; at += kPrefetchBytes) {
+      if (left < kPrefetchBytes || opened()) return;
+      left -= kPrefetchBytes;
+      prefetch(weights.expert + begin + at, bytes - at);
+    }
+  }
+}
+
 void MoeForward::run_down(const DownTask& task, const LayerCall& call, float* output, uint32_t worker) {
   const uint32_t hidden = call.layout.hidden_size;
   const uint32_t column = task.panel * kPanelColumns;
@@ -185,7 +197,8 @@ void MoeForward::run_down(const DownTask& task, const LayerCall& call, float* ou
   const size_t begin = call.layout.down_offset + task.panel * call.layout.down.panel_bytes;
   const size_t bytes = task.num_panels * call.layout.down.panel_bytes;
   for (uint32_t group = 0; group < call.work.size(); ++group) {
-    if (group + 1 < call.work.size()) prefetch(call.work[group + 1].expert + begin, bytes);
+    const bool fetches_next = call.work[group].down->spaced_rows == 0;
+    if (group + 1 < call.work.size() && !fetches_next) prefetch(call.work[group + 1].expert + begin, bytes);
     add_group(task, call, group, sums, worker);
   }
   for (uint32_t row = 0; row < call.request.rows; ++row) {
@@ -214,6 +227,9 @@ void MoeForward::add_group(const DownTask& task, const LayerCall& call, uint32_t
                      nullptr,
                      0,
                      nullptr};
+    if (group_index + 1 < call.work.size() && row + count == group.rows) {
+      work.next = call.work[group_index + 1].expert + call.layout.down_offset + task.panel * layout.panel_bytes;
+    }
     multiply(*weights.down, work, worker);
     const uint32_t pair = group.begin + row;
     vectors_.scatter({work.result, work.result_stride, call.groups.pair_rows.data() + pair,

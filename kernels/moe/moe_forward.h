@@ -5,6 +5,8 @@
 // reduced across threads, and a row's sum runs over its experts in ascending order whatever the batch, the
 // number of threads or the cut into tasks.
 //
+// A thread that has no task of phase A left prefetches weights for its first of phase B: they depend on nothing.
+//
 // Many rows that have to be converted, gathered or quantised are so in a parallel phase before A; with W8A8
 // formats many activations are quantised in one between A and B. Few are done on the way.
 #pragma once
@@ -54,6 +56,9 @@ class MoeForward {
   void cut_gate_up(const LayerCall& call);
   void cut_down(const LayerCall& call);
   void run_gate_up(const GateUpTask& task, const LayerCall& call, uint32_t worker);
+  // Asks for the first weights of a task of phase B, until opened().
+  template <class Opened>
+  void prefetch_down(const DownTask& task, const LayerCall& call, const Opened& opened) const;
   void run_down(const DownTask& task, const LayerCall& call, float* output, uint32_t worker);
   // sums: [rows][16 * task.num_panels].
   void add_group(const DownTask& task, const LayerCall& call, uint32_t group, float* sums, uint32_t worker);

@@ -18,14 +18,24 @@ constexpr uint32_t kRowStep = 32;
 
 size_t most_task_bytes(size_t all_row_bytes) { return std::max(kMostBytes, all_row_bytes); }
 
-uint32_t TaskCutter::next(uint32_t left, const TaskUnit& unit) {
+TaskCutter::Sizes TaskCutter::sizes_of(const TaskUnit& unit) const {
   const size_t fit = std::max<size_t>(kMostResultBytes / unit.result_bytes, 1);
   const size_t least = std::min((unit.least_bytes + unit.bytes - 1) / unit.bytes, fit);
   const size_t most = std::max(std::min(unit.most_bytes / unit.bytes, fit), least);
-  const double share =
-      num_threads_ == 1 ? static_cast<double>(most) : remaining_ / (kShare * num_threads_ * unit.cost);
-  auto units = static_cast<uint32_t>(std::clamp(share, static_cast<double>(least), static_cast<double>(most)));
-  units = std::min(std::max(units / unit.step, 1u) * unit.step, left);
+  const auto in_steps = [&](size_t units) {
+    return static_cast<uint32_t>(std::max<size_t>(units / unit.step, 1)) * unit.step;
+  };
+  const double enough = num_threads_ == 1 ? 0.0 : static_cast<double>(most) * kShare * num_threads_ * unit.cost;
+  return {in_steps(least), in_steps(most), enough};
+}
+
+uint32_t TaskCutter::next(uint32_t left, const TaskUnit& unit, const Sizes& sizes) {
+  uint32_t units = sizes.most;
+  if (remaining_ < sizes.enough) {
+    const auto share = static_cast<uint32_t>(std::max(remaining_, 0.0) / (kShare * num_threads_ * unit.cost));
+    units = std::clamp(share / unit.step * unit.step, sizes.least, sizes.most);
+  }
+  units = std::min(units, left);
   remaining_ -= units * unit.cost;
   return units;
 }

@@ -26,10 +26,29 @@ class TaskCutter {
   // total_cost: of all units, in any measure.
   TaskCutter(double total_cost, uint32_t num_threads) : remaining_(total_cost), num_threads_(num_threads) {}
 
-  // How many of the `left` > 0 units of a sequence the next task takes; its results stay below 512 KiB.
-  uint32_t next(uint32_t left, const TaskUnit& unit);
+  // Cuts a sequence of `units` into tasks: take(first unit, number of units), in order. Results of a task stay below
+  // 512 KiB.
+  template <class Take>
+  void cut(uint32_t units, const TaskUnit& unit, Take&& take) {
+    const Sizes sizes = sizes_of(unit);
+    for (uint32_t first = 0; first < units;) {
+      const uint32_t count = next(units - first, unit, sizes);
+      take(first, count);
+      first += count;
+    }
+  }
 
  private:
+  // Units of the smallest and the largest task, and the remaining cost from which on tasks are that large.
+  struct Sizes {
+    uint32_t least;
+    uint32_t most;
+    double enough;
+  };
+
+  Sizes sizes_of(const TaskUnit& unit) const;
+  uint32_t next(uint32_t left, const TaskUnit& unit, const Sizes& sizes);
+
   double remaining_;
   uint32_t num_threads_;
 };

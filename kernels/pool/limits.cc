@@ -31,7 +31,7 @@ uint32_t default_threads(const std::vector<int>& cpus) {
 
 std::chrono::nanoseconds default_spin(uint32_t threads) {
   if (cpu_quota().value_or(threads) < threads) return std::chrono::nanoseconds(0);
-  return threads < usable_cpus() ? std::chrono::microseconds(100) : std::chrono::microseconds(20);
+  return std::chrono::microseconds(threads < usable_cpus() ? 100 : 50);
 }
 
 }  // namespace moebius::pool

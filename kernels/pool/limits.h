@@ -12,9 +12,10 @@ namespace moebius::pool {
 // std::runtime_error naming the cgroup file when that is malformed.
 uint32_t default_threads(const std::vector<int>& cpus);
 
-// How long a waiting thread spins before it sleeps. 100 us bridge the rest of a layer when a cpu is to spare; 20
-// us when there is none; nothing under a quota smaller than the number of threads, where every turn of a
-// spinner is taken from the thread it waits for. Throws like default_threads.
+// How long a waiting thread spins before it sleeps. 100 us bridge the rest of a layer when a cpu is to spare; 50 us,
+// when there is none, at least what the caller does before and between calls; nothing under a quota smaller than the
+// number of threads, where every turn of a spinner is taken from the thread it waits for. Throws like
+// default_threads.
 std::chrono::nanoseconds default_spin(uint32_t threads);
 
 }  // namespace moebius::pool

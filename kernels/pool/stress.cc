@@ -28,7 +28,8 @@ class Run {
     try {
       pool.run_phases(pool_phase(first_, [&](uint32_t task, uint32_t worker) { first_task(task, worker, pool); }),
                       pool_phase([&] { return second_count(); }, [&](uint32_t task, uint32_t) { second_task(task); }),
-                      pool_phase(third, [&](uint32_t, uint32_t) { third_task(); }));
+                      pool_phase(third, [&](uint32_t, uint32_t) { third_task(); },
+                                 [&](uint32_t task, const auto& opened) { prepare_third(task, opened); }));
     } catch (const Planned&) {
       check(throws_ && times_counted_ == 0, "a phase began after an exception");
       ++result.exceptions;
@@ -65,6 +66,13 @@ class Run {
   void second_task(uint32_t task) {
     ++done_[kMostTasks + task];
     values_[kMostTasks + task] = values_[task % first_] + task;
+  }
+
+  // Returns early now and then, and waits else.
+  template <class Opened>
+  void prepare_third(uint32_t task, const Opened& opened) const {
+    check(task < index_ % 3, "a preparation out of range");
+    for (uint64_t turn = 0; turn < index_ % 64 && !opened(); ++turn) std::this_thread::yield();
   }
 
   void third_task() const {

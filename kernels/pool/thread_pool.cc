@@ -76,57 +76,81 @@ void ThreadPool::stop() {
   threads_.clear();
 }
 
-void ThreadPool::run(const Phase* phases, uint32_t num_phases) {
+void ThreadPool::run(Phase* phases, uint32_t num_phases) {
   std::lock_guard<std::mutex> lock(run_mutex_);
   if (num_threads_ == 1) return run_alone(phases, num_phases);
   next_phase_ = phases;
   phases_end_ = phases + num_phases;
   const uint32_t finished_before = finished_.load(std::memory_order_relaxed);
-  open_next_phase();
+  failed_.store(false, std::memory_order_relaxed);
+  open_next_stage();
   while (finished_.load(std::memory_order_acquire) == finished_before) {
     if (!run_one_task(0)) wait_as_caller(finished_before);
   }
   if (exception_) std::rethrow_exception(std::exchange(exception_, nullptr));
 }
 
-void ThreadPool::run_alone(const Phase* phases, uint32_t num_phases) {
+void ThreadPool::run_alone(Phase* phases, uint32_t num_phases) {
   for (const Phase* phase = phases; phase != phases + num_phases; ++phase) {
     const uint32_t count = phase->count(phase->context);
     for (uint32_t task = 0; task < count; ++task) phase->task(phase->context, task, 0);
   }
 }
 
-// Claims and runs one task; false when none is left. The claim acquires what the phase's opener wrote.
+// Claims and runs one task; false when none is left. The claim acquires what the stage's opener wrote.
 bool ThreadPool::run_one_task(uint32_t worker) {
-  uint64_t ticket = ticket_.load(std::memory_order_relaxed);
-  do {
-    if (!ticket_open(ticket)) return false;
-  } while (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acquire, std::memory_order_relaxed));
-  try {
-    phase_->task(phase_->context, ticket_next(ticket), worker);
-  } catch (...) {
-    record_exception();
-  }
-  // Releases this task's writes to the thread that finishes last, which acquires those of all others.
-  const bool last = done_.fetch_add(1, std::memory_order_acq_rel) + 1 == ticket_total(ticket);
-  if (last) open_next_phase();
+  if (!ticket_open(ticket_.load(std::memory_order_relaxed))) return false;
+  const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acquire);
+  if (!ticket_open(ticket)) return false;
+  run_task(ticket_next(ticket), ticket_total(ticket), worker);
   return true;
 }
 
+// Tasks are claimed in order and none waits but for earlier ones, so a thread that waits always waits for others that
+// are at work.
+void ThreadPool::run_task(uint32_t task, uint32_t total, uint32_t worker) {
+  const Phase* phase = stage_;
+  while (task >= phase->end) ++phase;
+  const uint32_t end = phase->end;
+  wait_for_phase(*phase, task - phase->begin);
+  if (phase->begin == 0 || !failed_.load(std::memory_order_relaxed)) {
+    try {
+      phase->task(phase->context, task - phase->begin, worker);
+    } catch (...) {
+      record_exception();
+    }
+  }
+  // Releases this task's writes to the thread that finishes last, which acquires those of all others.
+  if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 != end) return;
+  if (end == total) return open_next_stage();
+  opened_.store(end);
+  wake_sleepers(INT_MAX);
+}
+
+void ThreadPool::wait_for_phase(const Phase& phase, uint32_t task) {
+  const Gate opened(opened_, phase.begin);
+  if (opened()) return;
+  phase.prepare(phase.context, task, opened);
+  if (spin_until(spin_, opened)) return;
+  while (!opened()) {
+    const uint32_t word = wake_word_.load();
+    sleepers_.fetch_add(1);
+    if (opened_.load() < phase.begin) pool::futex_wait(wake_word_, word);
+    sleepers_.fetch_sub(1);
+  }
+}
+
 // Called when no task is open or running: at the start by the caller, then by the thread that did the last task.
-// Either opens the next phase that has tasks or ends the run, after which the phases are the caller's again.
-void ThreadPool::open_next_phase() {
-  const uint32_t count = next_count();
+// Either opens the next stage that has tasks or ends the run, after which the phases are the caller's again.
+void ThreadPool::open_next_stage() {
+  const uint32_t count = gather_stage();
   if (count == 0) {
     finished_.fetch_add(1);
   } else {
     done_.store(0, std::memory_order_relaxed);
+    opened_.store(0, std::memory_order_relaxed);
     ticket_.store(static_cast<uint64_t>(count) << 32);
-    // A sleeper counts itself, then looks at the ticket; here the ticket comes first. One side sees the other.
-    if (count > 1 && sleepers_.load() > 0) {
-      wake_word_.fetch_add(1);
-      pool::futex_wake(wake_word_, static_cast<int>(std::min<uint32_t>(count - 1, INT_MAX)));
-    }
+    if (count > 1) wake_sleepers(static_cast<int>(std::min<uint32_t>(count - 1, INT_MAX)));
   }
   if (caller_asleep_.load() != 0) {
     caller_word_.fetch_add(1);
@@ -134,12 +158,28 @@ void ThreadPool::open_next_phase() {
   }
 }
 
-// Moves on to the next phase that has tasks; 0 when there is none or a task or a count has thrown.
-uint32_t ThreadPool::next_count() {
+// A sleeper counts itself, then looks for what it waits for; here what it waits for came first. One side sees the
+// other.
+void ThreadPool::wake_sleepers(int count) {
+  if (sleepers_.load() == 0) return;
+  wake_word_.fetch_add(1);
+  pool::futex_wake(wake_word_, count);
+}
+
+// The next phases, up to one that has to be counted when they are done; their number of tasks, which is 0 only when
+// there are none left or a task or a count has thrown.
+uint32_t ThreadPool::gather_stage() {
   try {
-    while (!exception_ && next_phase_ != phases_end_) {
-      phase_ = next_phase_++;
-      if (const uint32_t count = phase_->count(phase_->context); count > 0) return count;
+    while (!failed_.load(std::memory_order_relaxed) && next_phase_ != phases_end_) {
+      stage_ = next_phase_;
+      uint32_t total = 0;
+      do {
+        next_phase_->begin = total;
+        total += next_phase_->count(next_phase_->context);
+        next_phase_->end = total;
+        ++next_phase_;
+      } while (next_phase_ != phases_end_ && !next_phase_->counts_late);
+      if (total > 0) return total;
     }
   } catch (...) {
     record_exception();
@@ -150,6 +190,7 @@ uint32_t ThreadPool::next_count() {
 void ThreadPool::record_exception() {
   std::lock_guard<std::mutex> lock(exception_mutex_);
   if (!exception_) exception_ = std::current_exception();
+  failed_.store(true, std::memory_order_relaxed);
 }
 
 void ThreadPool::worker_loop(uint32_t worker) {

@@ -8,9 +8,10 @@
 //       pool_phase(num_gate_up_tasks, [&](uint32_t task, uint32_t worker) { ... }),
 //       pool_phase([&] { return num_down_tasks(); }, [&](uint32_t task, uint32_t worker) { ... }));
 //
-// One broadcast starts the run. Whoever finishes the last task of a phase opens the next one, so between two
-// phases there is one barrier and nobody has to wake the caller first; who finds no task left spins a moment
-// and then sleeps until the next phase opens.
+// One broadcast starts the run. Tasks of phases whose counts are known before form a stage and are handed out in one
+// sequence: who finds no task of a phase left takes one of the next and waits with it until whoever does the last
+// task of the phase opens the gate. Nobody has to wake the caller between phases; who finds no task left, or a gate
+// closed, spins a moment and then sleeps.
 #pragma once
 
 #include <array>
@@ -21,6 +22,7 @@
 #include <exception>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -28,15 +30,21 @@ namespace moebius {
 
 // `count` is a number of tasks or a callable that returns it. A callable is called once, by an arbitrary thread of the
 // pool, when all phases before are done: it sees what they wrote, and may write what its own tasks read.
-template <class Count, class Fn>
+//
+// `prepare`, if any, is what a thread does with a task of its own until the phases before are done, e.g. prefetch:
+// prepare(task, opened) may return at any time and should soon after opened() became true.
+struct NoPreparation {};
+
+template <class Count, class Fn, class Prepare = NoPreparation>
 struct PoolPhase {
   Count count;
   Fn fn;  // fn(uint32_t task, uint32_t worker)
+  Prepare prepare;
 };
 
-template <class Count, class Fn>
-PoolPhase<Count, Fn> pool_phase(Count count, Fn fn) {
-  return {std::move(count), std::move(fn)};
+template <class Count, class Fn, class Prepare = NoPreparation>
+PoolPhase<Count, Fn, Prepare> pool_phase(Count count, Fn fn, Prepare prepare = {}) {
+  return {std::move(count), std::move(fn), std::move(prepare)};
 }
 
 class ThreadPool {
@@ -62,9 +70,9 @@ class ThreadPool {
   // After an exception of a task or of a count no further phase begins (with one thread, no further task); the
   // first exception is rethrown here, with no task left running. Calls from several threads are served one after
   // the other; calls from inside a task are not allowed.
-  template <class... Counts, class... Fns>
-  void run_phases(PoolPhase<Counts, Fns>... phases) {
-    const std::array<Phase, sizeof...(phases)> erased{erase(phases)...};
+  template <class... Counts, class... Fns, class... Prepares>
+  void run_phases(PoolPhase<Counts, Fns, Prepares>... phases) {
+    std::array<Phase, sizeof...(phases)> erased{erase(phases)...};
     run(erased.data(), static_cast<uint32_t>(erased.size()));
   }
 
@@ -75,15 +83,30 @@ class ThreadPool {
   }
 
  private:
+  // Says whether the phases before a task's own are done.
+  class Gate {
+   public:
+    Gate(const std::atomic<uint32_t>& opened, uint32_t needed) : opened_(opened), needed_(needed) {}
+    bool operator()() const { return opened_.load(std::memory_order_acquire) >= needed_; }
+
+   private:
+    const std::atomic<uint32_t>& opened_;
+    uint32_t needed_;
+  };
+
   struct Phase {
     uint32_t (*count)(void* context);
     void (*task)(void* context, uint32_t task, uint32_t worker);
+    void (*prepare)(void* context, uint32_t task, const Gate& opened);
     void* context;
+    bool counts_late;  // count is to be called when the phases before are done
+    uint32_t begin;    // tasks of its stage that come before its own
+    uint32_t end;
   };
 
-  template <class Count, class Fn>
-  static Phase erase(PoolPhase<Count, Fn>& phase) {
-    using Target = PoolPhase<Count, Fn>;
+  template <class Count, class Fn, class Prepare>
+  static Phase erase(PoolPhase<Count, Fn, Prepare>& phase) {
+    using Target = PoolPhase<Count, Fn, Prepare>;
     return {[](void* context) {
               Count& count = static_cast<Target*>(context)->count;
               if constexpr (std::invocable<Count&>) {
@@ -93,17 +116,28 @@ class ThreadPool {
               }
             },
             [](void* context, uint32_t task, uint32_t worker) { static_cast<Target*>(context)->fn(task, worker); },
-            &phase};
+            []([[maybe_unused]] void* context, [[maybe_unused]] uint32_t task, [[maybe_unused]] const Gate& opened) {
+              if constexpr (!std::is_same_v<Prepare, NoPreparation>) {
+                static_cast<Target*>(context)->prepare(task, opened);
+              }
+            },
+            &phase,
+            std::invocable<Count&>,
+            0,
+            0};
   }
 
   void start(const std::vector<int>& cpus);
   void stop();
-  void run(const Phase* phases, uint32_t num_phases);
-  void run_alone(const Phase* phases, uint32_t num_phases);
+  void run(Phase* phases, uint32_t num_phases);
+  void run_alone(Phase* phases, uint32_t num_phases);
   bool run_one_task(uint32_t worker);
-  void open_next_phase();
-  uint32_t next_count();
+  void run_task(uint32_t task, uint32_t total, uint32_t worker);
+  void open_next_stage();
+  uint32_t gather_stage();
   void record_exception();
+  void wait_for_phase(const Phase& phase, uint32_t task);
+  void wake_sleepers(int count);
   void worker_loop(uint32_t worker);
   void wait_for_work();
   void wait_as_caller(uint32_t finished_before);
@@ -113,18 +147,20 @@ class ThreadPool {
   std::vector<std::thread> threads_;
   std::mutex run_mutex_;
 
-  // The run in progress. Written between phases only, by the one thread that opens the next phase; read by a
-  // thread that has claimed a task, which keeps the phase open until that task is done.
-  const Phase* phase_ = nullptr;
-  const Phase* next_phase_ = nullptr;
-  const Phase* phases_end_ = nullptr;
+  // The run in progress. Written between stages only, by the one thread that opens the next stage; read by a
+  // thread that has claimed a task, which keeps the stage open until that task is done.
+  Phase* stage_ = nullptr;  // its first phase
+  Phase* next_phase_ = nullptr;
+  Phase* phases_end_ = nullptr;
   std::mutex exception_mutex_;
   std::exception_ptr exception_;
+  std::atomic<bool> failed_{false};  // there is an exception
 
-  // [total 32 | next 32] of the open phase. A claim is one compare-and-swap from `next` to `next + 1`, so whoever
-  // succeeds, however late, owns a task of the phase that is open at that moment.
+  // [total 32 | next 32] of the open stage. A claim adds 1, so whoever claims, however late, owns a task of the stage
+  // that is open at that moment, or none if `next` had reached `total`.
   alignas(64) std::atomic<uint64_t> ticket_{0};
-  alignas(64) std::atomic<uint32_t> done_{0};       // tasks of the open phase
+  alignas(64) std::atomic<uint32_t> done_{0};       // tasks of the open stage
+  alignas(64) std::atomic<uint32_t> opened_{0};     // tasks of the open stage up to the last phase that is done
   alignas(64) std::atomic<uint32_t> finished_{0};   // runs
   std::atomic<uint32_t> caller_word_{0};            // futex of the caller, changed to wake it
   std::atomic<uint32_t> caller_asleep_{0};

@@ -23,8 +23,10 @@ struct Panel {
   uint32_t groups;
   const std::byte* scales;     // as stored
   const std::byte* zeros;      // as stored
-  const std::byte* next_tail;  // what follows the codes of the next panel (of this one if it is the last)
+  const std::byte* next_tail;  // what follows the codes of the next panel (of this one if none is known)
   size_t tail_bytes;
+  const std::byte* end;        // of the work's panels
+  ptrdiff_t jump;              // from there to the panels that are read next; 0: not known
 };
 
 // Hardware prefetchers stop at page ends and know nothing of the next panel. 8 KiB is best or close to it for all
@@ -34,6 +36,12 @@ constexpr size_t kPrefetchBytes = 8192;
 
 MOEBIUS_INLINE void prefetch(const std::byte* address) {
   _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
+}
+
+// What to prefetch while `at` is read: kPrefetchBytes on in the order of reading.
+MOEBIUS_INLINE const std::byte* ahead_of(const Panel& panel, const std::byte* at) {
+  const std::byte* ahead = at + kPrefetchBytes;
+  return ahead < panel.end ? ahead : ahead + panel.jump;
 }
 
 MOEBIUS_INLINE __m512 dot(__m512 sum, __m512i pairs, __m512i weights) {
@@ -55,8 +63,9 @@ MOEBIUS_INLINE void multiply_bfloat16(const Panel& panel, const RowBlock<kRows>&
   const uint32_t lines = panel.k_padded / 2;
   for (uint32_t line = 0; line < lines; line += 2) {
     const std::byte* at = panel.codes + size_t{line} * 64;
-    prefetch(at + kPrefetchBytes);
-    prefetch(at + kPrefetchBytes + 64);
+    const std::byte* ahead = ahead_of(panel, at);
+    prefetch(ahead);
+    prefetch(ahead + 64);
     const __m512i first = _mm512_load_si512(at);
     const __m512i second = _mm512_load_si512(at + 64);
 #pragma GCC unroll 16
@@ -71,12 +80,12 @@ MOEBIUS_INLINE void multiply_bfloat16(const Panel& panel, const RowBlock<kRows>&
 
 // 8-bit codes stay interleaved until the end: their group scales, if any, are the panel's.
 template <class Decoder, int kRows>
-MOEBIUS_INLINE void multiply_byte_lines(const Decoder& decode, const std::byte* codes, uint32_t line, uint32_t end,
+MOEBIUS_INLINE void multiply_byte_lines(const Decoder& decode, const Panel& panel, uint32_t line, uint32_t end,
                                         const RowBlock<kRows>& rows, __m512 (&first)[kRows],
                                         __m512 (&second)[kRows]) {
   for (; line < end; ++line) {
-    const std::byte* at = codes + size_t{line} * 64;
-    prefetch(at + kPrefetchBytes);
+    const std::byte* at = panel.codes + size_t{line} * 64;
+    prefetch(ahead_of(panel, at));
     __m512i vectors[2];
     decode.split(at).interleaved(vectors);
 #pragma GCC unroll 16
@@ -99,7 +108,7 @@ MOEBIUS_INLINE void multiply_bytes(const Panel& panel, const RowBlock<kRows>& ro
   if (panel.group_size == 0) {
     clear(first);
     clear(second);
-    multiply_byte_lines(decode, panel.codes, 0, lines, rows, first, second);
+    multiply_byte_lines(decode, panel, 0, lines, rows, first, second);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) total[r] = fold_interleaved(first[r], second[r]);
     return;
@@ -111,7 +120,7 @@ MOEBIUS_INLINE void multiply_bytes(const Panel& panel, const RowBlock<kRows>& ro
     const uint32_t end = begin + group_lines < lines ? begin + group_lines : lines;
     clear(first);
     clear(second);
-    multiply_byte_lines(decode, panel.codes, begin, end, rows, first, second);
+    multiply_byte_lines(decode, panel, begin, end, rows, first, second);
     const __m512 scale = _mm512_set1_ps(reinterpret_cast<const float*>(panel.scales)[group]);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {

@@ -46,11 +46,12 @@ struct NibbleFormat {
 };
 
 // How far ahead of a code to prefetch: kPrefetchBytes of codes, leaving out what lies between two panels, or the
-// same place of the next panel where panels are smaller than that.
+// same place of the next panel where panels are smaller than that; and on to where reading goes on.
 MOEBIUS_INLINE size_t bytes_ahead(const Panel& panel, size_t offset) {
   const size_t codes_bytes = size_t{panel.k_padded} * 8;
-  const size_t ahead = codes_bytes < kPrefetchBytes ? codes_bytes : kPrefetchBytes;
-  return offset + ahead >= codes_bytes ? ahead + panel.tail_bytes : ahead;
+  size_t ahead = codes_bytes < kPrefetchBytes ? codes_bytes : kPrefetchBytes;
+  if (offset + ahead >= codes_bytes) ahead += panel.tail_bytes;
+  return panel.codes + offset + ahead < panel.end ? ahead : ahead + static_cast<size_t>(panel.jump);
 }
 
 // 8 - zero: times the sum of the row, it is what sums of row * (code - 8) lack.

@@ -2,8 +2,8 @@
 // after float32_block.inc.h.
 
 // Hardware prefetchers stop at page ends and need a few lines to start again. So a block fetches its codes this far
-// ahead, then the beginning of the next panels; the first block of a product also its own beginning. Nothing is
-// fetched beyond the product: its neighbours may be another thread's.
+// ahead, then the beginning of the next panels; the first block of a product also its own beginning. Beyond the
+// product only what the thread reads next is fetched: its neighbours may be another thread's.
 constexpr size_t kPrefetchBytes = 4096;
 
 // Scales and zero points of kGroupsAtOnce groups, from `group`, of some strips.
@@ -17,12 +17,11 @@ constexpr size_t kPrefetchBytes = 4096;
 }
 
 // Fetches the bytes begin..end-1 of `count` panels.
-[[gnu::always_inline]] inline void prefetch_panels(const ProductWork& work, uint32_t panel, uint32_t count,
+[[gnu::always_inline]] inline void prefetch_panels(const std::byte* panels, const PanelLayout& layout, uint32_t count,
                                                    size_t begin, size_t end) {
-  const std::byte* const at = work.panels + panel * work.layout->panel_bytes;
   for (size_t byte = begin / 64 * 64; byte < end; byte += 64) {
     for (uint32_t i = 0; i < count; ++i) {
-      _mm_prefetch(reinterpret_cast<const char*>(at + i * work.layout->panel_bytes + byte), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(panels + i * layout.panel_bytes + byte), _MM_HINT_T0);
     }
   }
 }
@@ -51,12 +50,14 @@ void multiply_block(const ProductWork& work, uint32_t first_strip, uint32_t row)
   const PanelLayout& layout = *work.layout;
   const Extent<Decoder> extent(layout);
   const uint32_t next_panel = first_strip / kStripsPerPanel + kPanels;
-  const uint32_t next_panels = next_panel + kPanels <= work.num_panels ? kPanels : 0;
   const size_t turn = layout.scales_offset > kPrefetchBytes ? layout.scales_offset - kPrefetchBytes : 0;
-  const size_t ahead_of_turn = next_panels * layout.panel_bytes - (next_panels > 0 ? turn : 0);
+  const std::byte* const panels = work.panels + size_t{next_panel - kPanels} * layout.panel_bytes;
+  const std::byte* next = next_panel == work.num_panels ? work.next : nullptr;
+  if (next_panel + kPanels <= work.num_panels) next = panels + kPanels * layout.panel_bytes;
+  const size_t ahead_of_turn = next != nullptr ? static_cast<size_t>(next - panels) - turn : 0;
   if (first_strip == 0 && row == 0) {
-    prefetch_panels(work, 0, kPanels, 0, kPrefetchBytes);
-    prefetch_panels(work, 0, kPanels, layout.scales_offset, layout.panel_bytes);
+    prefetch_panels(work.panels, layout, kPanels, 0, kPrefetchBytes);
+    prefetch_panels(work.panels, layout, kPanels, layout.scales_offset, layout.panel_bytes);
   }
 
   GroupBuffer scales[kStrips];
@@ -72,7 +73,7 @@ void multiply_block(const ProductWork& work, uint32_t first_strip, uint32_t row)
       widen_groups(work, first_strip, kStrips, group, count, scales, zeros);
       const size_t scales_byte = layout.scales_offset + extent.scales_bytes * group / extent.groups;
       const size_t scales_end = layout.scales_offset + extent.scales_bytes * (group + count) / extent.groups;
-      prefetch_panels(work, next_panel, next_panels, scales_byte, scales_end);
+      if (next != nullptr) prefetch_panels(next, layout, kPanels, scales_byte, scales_end);
     }
     const size_t end = offset + extent.group_bytes < extent.codes_end ? offset + extent.group_bytes : extent.codes_end;
     block.begin_group(zeros, slot);

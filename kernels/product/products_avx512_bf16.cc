@@ -163,7 +163,9 @@ void run_panel(const PanelJob& job, Kind kind) {
 PanelJob panel_job(const ProductWork& work, uint32_t index) {
   const PanelLayout& layout = *work.layout;
   const std::byte* panel = work.panels + index * layout.panel_bytes;
-  const std::byte* next = index + 1 < work.num_panels ? panel + layout.panel_bytes : panel;
+  const std::byte* end = work.panels + work.num_panels * layout.panel_bytes;
+  const std::byte* after = work.next != nullptr ? work.next : panel;
+  const std::byte* next = index + 1 < work.num_panels ? panel + layout.panel_bytes : after;
   const auto floats_at = [panel](size_t offset) { return reinterpret_cast<const float*>(panel + offset); };
   PanelJob job{};
   job.work = &work;
@@ -175,6 +177,8 @@ PanelJob panel_job(const ProductWork& work, uint32_t index) {
   job.panel.zeros = panel + layout.zeros_offset;
   job.panel.next_tail = next + layout.scales_offset;
   job.panel.tail_bytes = layout.panel_bytes - layout.scales_offset;
+  job.panel.end = end;
+  job.panel.jump = work.next != nullptr ? work.next - end : 0;
   job.column_scale = layout.format.column_scale ? floats_at(layout.column_scale_offset) : nullptr;
   job.bias = layout.has_bias ? floats_at(layout.bias_offset) : nullptr;
   job.chunk_sums = reinterpret_cast<const float*>(work.scratch);
@@ -196,7 +200,7 @@ void run(const ProductWork& work) {
   for (uint32_t index = 0; index < work.num_panels; ++index) run_panel(panel_job(work, index), kind);
 }
 
-constexpr ProductKernel kDot{"avx512_bf16_dot", Isa::kAvx512Bf16, RowType::kBFloat16, false, 0,
+constexpr ProductKernel kDot{"avx512_bf16_dot", Isa::kAvx512Bf16, RowType::kBFloat16, 0, 0,
                              supports, scratch_bytes, run};
 constexpr const ProductKernel* kKernels[] = {&kDot};
 
