@@ -122,6 +122,12 @@ class FoldedProduct {
             steps_ - begin < chunk_ ? steps_ - begin : chunk_};
   }
 
+  // What to fetch for a piece: behind the last one, what this thread reads next.
+  Piece fetched_piece(uint32_t index, bool last_rows) const {
+    if (index < chunks_ * pairs_ || work_.next == nullptr || !last_rows) return piece(index);
+    return {{work_.next, work_.next + work_.layout->panel_bytes}, 2, 0, smaller(chunk_, steps_)};
+  }
+
   // Tiles of even and odd pieces.
   std::byte* buffer(uint32_t index) const {
     return work_.scratch + index % 2 * (size_t{chunk_} * 2 * Source::kParts * kTileBytes);
@@ -144,6 +150,7 @@ class FoldedProduct {
 
   void run_rows(uint32_t row, uint32_t rows) {
     const uint32_t blocks = divide_up(rows, kBlockRows);
+    const bool last_rows = row + rows == work_.num_rows;
     Task first = source_.task(piece(0), piece(1), buffer(0), 1);
     if (Source::kDecodes) finish_task(first);
     for (uint32_t index = 0; index < chunks_ * pairs_; ++index) {
@@ -154,7 +161,8 @@ class FoldedProduct {
         tiles[p] = Source::kDecodes ? buffer(index) + p * now.steps * Source::kParts * kTileBytes
                                     : now.codes(p, Source::kLines);
       }
-      Task task = source_.task(piece(index + 1), piece(index + 2), buffer(index + 1), blocks * now.steps);
+      const Piece next = Source::kDecodes ? piece(index + 1) : fetched_piece(index + 1, last_rows);
+      Task task = source_.task(next, fetched_piece(index + 2, last_rows), buffer(index + 1), blocks * now.steps);
       run_piece({now, tiles, index % pairs_ * 2, row, rows}, task);
       finish_task(task);
     }
