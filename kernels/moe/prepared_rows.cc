@@ -7,8 +7,8 @@ namespace moebius {
 namespace {
 
 // Written by one thread in about the time of a barrier.
-constexpr size_t kAtOnceBytes = size_t{64} << 10;
-constexpr size_t kTaskBytes = size_t{64} << 10;
+constexpr size_t kAtOnceBytes = size_t{16} << 10;
+constexpr size_t kTaskBytes = size_t{8} << 10;
 
 // From how many rows of a group on it matters that they do not collide in the cache.
 constexpr uint32_t kManyRows = 8;

@@ -7,7 +7,7 @@ namespace {
 
 constexpr size_t kMostBytes = size_t{256} << 10;
 constexpr size_t kMostResultBytes = size_t{512} << 10;
-constexpr double kShare = 2.5;  // of what is left for each thread, a task takes 1 / kShare
+constexpr double kShare = 1.5;  // of what is left for each thread, a task takes 1 / kShare
 
 constexpr size_t kRowsBytes = size_t{1} << 20;
 constexpr uint32_t kFewestRows = 128;

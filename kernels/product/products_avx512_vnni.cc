@@ -51,7 +51,10 @@ void run_block(const ProductWork& work, const int32_t* offsets, uint32_t panel, 
   const __m512i sign = _mm512_set1_epi8(-128);
   const uint32_t lines = layout.k_padded / 4;
   const size_t codes_bytes = size_t{lines} * 64;
-  const size_t others_bytes = (kPanels - 1) * layout.panel_bytes;  // what follows a panel is being read already
+  // What follows a panel is being read already: reading goes on behind it, or elsewhere after the last.
+  const bool is_last = panel + kPanels >= work.num_panels && work.next != nullptr;
+  const std::byte* next = is_last ? work.next : codes + kPanels * layout.panel_bytes;
+  const auto others_bytes = static_cast<size_t>(next - codes) - layout.panel_bytes;
   for (uint32_t line = 0; line < lines; ++line) {
     const size_t offset = size_t{line} * 64;
     const size_t ahead = kPrefetchBytes + (offset + kPrefetchBytes < codes_bytes ? 0 : others_bytes);
