@@ -6,7 +6,7 @@ namespace moebius {
 namespace {
 
 constexpr size_t kMostBytes = size_t{256} << 10;
-constexpr size_t kMostResultBytes = size_t{512} << 10;
+constexpr size_t kMostResultBytes = size_t{1} << 20;
 constexpr double kShare = 1.5;  // of what is left for each thread, a task takes 1 / kShare
 
 constexpr size_t kRowsBytes = size_t{1} << 20;
@@ -16,7 +16,7 @@ constexpr uint32_t kRowStep = 32;
 
 }  // namespace
 
-size_t most_task_bytes(size_t all_row_bytes) { return std::max(kMostBytes, all_row_bytes); }
+size_t most_task_bytes(size_t all_row_bytes) { return std::max(kMostBytes, 2 * all_row_bytes); }
 
 TaskCutter::Sizes TaskCutter::sizes_of(const TaskUnit& unit) const {
   const size_t fit = std::max<size_t>(kMostResultBytes / unit.result_bytes, 1);

@@ -17,8 +17,8 @@ struct TaskUnit {
   uint32_t step;        // tasks have a multiple of it where possible
 };
 
-// Weights of the largest task. With many rows each task also reads those: it had better have as many weights as
-// there are rows, or rows are read more often than weights.
+// Weights of the largest task. With many rows each task also reads, and may copy, those: it had better have more
+// weights than there are rows.
 size_t most_task_bytes(size_t all_row_bytes);
 
 class TaskCutter {
@@ -27,7 +27,7 @@ class TaskCutter {
   TaskCutter(double total_cost, uint32_t num_threads) : remaining_(total_cost), num_threads_(num_threads) {}
 
   // Cuts a sequence of `units` into tasks: take(first unit, number of units), in order. Results of a task stay below
-  // 512 KiB.
+  // 1 MiB.
   template <class Take>
   void cut(uint32_t units, const TaskUnit& unit, Take&& take) {
     const Sizes sizes = sizes_of(unit);
