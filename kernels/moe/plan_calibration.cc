@@ -88,16 +88,20 @@ class MatrixCalibration {
   MatrixPlan::Choice fastest(const std::vector<const ProductKernel*>& candidates, uint32_t rows,
                              std::vector<std::pair<const ProductKernel*, int>>& slow) {
     MatrixPlan::Choice best{nullptr, std::numeric_limits<double>::infinity()};
-    std::vector<double> times(candidates.size(), 0.0);
+    std::vector<double> times(candidates.size(), std::numeric_limits<double>::infinity());
     auto entry = [&](const ProductKernel* kernel) -> int& {
       for (auto& [known, count] : slow) {
         if (known == kernel) return count;
       }
       return slow.emplace_back(kernel, 0).second;
     };
+    // In turn: what disturbs the machine for a while disturbs all of them.
+    for (int repetition = 0; repetition < kRepetitions; ++repetition) {
+      for (size_t i = 0; i < candidates.size(); ++i) {
+        if (entry(candidates[i]) < 2) times[i] = std::min(times[i], measure(*candidates[i], rows));
+      }
+    }
     for (size_t i = 0; i < candidates.size(); ++i) {
-      if (entry(candidates[i]) >= 2) continue;
-      times[i] = measure(*candidates[i], rows);
       if (times[i] < best.nanoseconds) best = {candidates[i], times[i]};
     }
     if (best.kernel == nullptr) return {candidates.front(), 0.0};
@@ -119,16 +123,13 @@ class MatrixCalibration {
     const size_t stride = stride_of(kernel.row_type, layout_);
     for (uint32_t row = 0; row < rows; ++row) pointers[row] = rows_.data() + row * stride;
     const uint32_t tasks = pool_.size();
-    double best = std::numeric_limits<double>::infinity();
-    for (int repetition = 0; repetition < kRepetitions; ++repetition) {
-      const auto start = Clock::now();
-      pool_.parallel_for(tasks, [&](uint32_t task, uint32_t worker) {
-        multiply(kernel, ring_.run(next_run_ + task, count), count, pointers, stride, worker);
-      });
-      next_run_ += tasks;
-      best = std::min(best, std::chrono::duration<double, std::nano>(Clock::now() - start).count());
-    }
-    return best / (static_cast<double>(tasks) * count);
+    const auto start = Clock::now();
+    pool_.parallel_for(tasks, [&](uint32_t task, uint32_t worker) {
+      multiply(kernel, ring_.run(next_run_ + task, count), count, pointers, stride, worker);
+    });
+    const double time = std::chrono::duration<double, std::nano>(Clock::now() - start).count();
+    next_run_ += tasks;
+    return time / (static_cast<double>(tasks) * count);
   }
 
   void multiply(const ProductKernel& kernel, const std::byte* panels, uint32_t count,
