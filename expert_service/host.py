@@ -17,7 +17,7 @@ from expert_service.loader import LoadedLayer, load_experts
 from expert_service.placement import Placement
 from expert_service.slicing import ExpertSlice, SliceRequest, plan_slice
 from moebius.checkpoint.moe_config import MoeGeometry
-from moebius.kernels import ExpertEngine, FloatArray
+from moebius.kernels import ExpertEngine, FloatArray, float32_isa
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +42,8 @@ class LoadSettings:
     max_requantise_error: float = 0.15
     # Measure which kernel is fastest for how many rows before serving.
     calibrate_kernels: bool = True
+    # Compute every row with the kernels of float32 rows, alike in any batch.
+    exact_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ class ExpertHost:
             num_threads=self.placement.num_threads,
             cpus=self.placement.cpus,
             numa_node=self.placement.numa_node,
+            isa=float32_isa() if self._settings.exact_experts else "auto",
         )
 
     def _accept(self, done: LoadedLayer, engine: ExpertEngine, plan: LoadPlan) -> bool:

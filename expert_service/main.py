@@ -47,7 +47,9 @@ class ExpertProcess:
             {"moebius.expert.server": experts.split_index, "moebius.expert.numa_node": experts.numa_node}
         )
         self._mailbox = MailboxService(config, self._spans)
-        settings = LoadSettings(experts.max_requantise_error, experts.calibrate_kernels)
+        settings = LoadSettings(
+            experts.max_requantise_error, experts.calibrate_kernels, experts.exact_experts
+        )
         self._host = ExpertHost(place_process(experts), self._mailbox.attach, self._on_loaded, settings)
         self._health = health.HealthServicer()
         self._server = self._make_server()

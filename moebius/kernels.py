@@ -35,6 +35,22 @@ def supported_isas() -> tuple[str, ...]:
     return tuple(_kernels.supported_isas())
 
 
+def float32_isa() -> Isa:
+    """The highest level in use that has kernels for float32 rows.
+
+    An engine forced to it computes bfloat16 rows as float32 ones too: a row's bits depend neither on the
+    other rows of its batch nor on what a calibration measured.
+
+    Raises:
+        ValueError: as `isa_level`.
+    """
+    levels = supported_isas()
+    usable = levels[: levels.index(isa_level()) + 1]
+    if "avx512" in usable:
+        return "avx512"
+    return "avx2" if "avx2" in usable else "scalar"
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """A snapshot of an engine's counters since its creation; filled by `ExpertEngine.stats`."""

@@ -14,15 +14,20 @@ DEMO = "demo"
 def with_checkpoint(config: MoebiusConfig) -> MoebiusConfig:
     """The configuration with `model` as an absolute directory that holds a config.json.
 
-    `demo` stands for the demo model, built on first use (unless a directory of that name is here).
+    `demo` stands for the demo model, built on first use (unless a directory of that name is here), and
+    takes exact experts.
     Raises UserError.
     """
     given = config.model.model
     if not given:
         raise UserError("MODEL is missing: give a checkpoint directory, or `demo` for the demo model")
     path = Path(given).expanduser().absolute()
+    experts = config.experts
     if given == DEMO and not path.exists():
         path = build_demo_model(None)
+        # Its routers score experts within rounding of each other, and each expert is a sixteenth of a small
+        # model: its answers should not depend on what else is computed with them.
+        experts = experts.model_copy(update={"exact_experts": True})
     if not path.is_dir():
         raise UserError(f"MODEL {given!r}: there is no such directory")
     try:
@@ -34,7 +39,7 @@ def with_checkpoint(config: MoebiusConfig) -> MoebiusConfig:
     if not isinstance(document, dict) or "model_type" not in document:
         raise UserError(f"MODEL {given!r}: its config.json has no model_type")
     section = config.model.model_copy(update={"model": str(path)})
-    return config.model_copy(update={"model": section})
+    return config.model_copy(update={"model": section, "experts": experts})
 
 
 def build_demo_model(directory: Path | None, gguf: Path | None = None) -> Path:
