@@ -5,6 +5,7 @@ The one place where the page pool and the prefix tree meet, so that every page i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from gpu_service.cache.page_pool import PagePool
@@ -27,6 +28,8 @@ class RequestCache:
         # Prompt tokens looked up in, and found in, the tree since start.
         self.query_tokens = 0
         self.hit_tokens = 0
+        # Never repeated, over all requests: a request may be given the memory address of an ended one.
+        self._epochs = itertools.count(1)
 
     @property
     def available(self) -> int:
@@ -56,8 +59,7 @@ class RequestCache:
         if handle is not None:
             self.tree.lock(handle)
         request.prefix_handle = handle
-        request.pages = list(handle.pages) if handle else []
-        request.pages_epoch += 1
+        self._set_pages(request, list(handle.pages) if handle else [])
         start = handle.num_tokens if handle else 0
         request.computed_len = request.scheduled_len = start
         if request.num_preemptions == 0:
@@ -96,8 +98,13 @@ class RequestCache:
         if request.prefix_handle is not None:
             self.tree.unlock(request.prefix_handle)
         request.prefix_handle = result.handle
-        request.pages[:whole] = result.handle.pages
-        request.pages_epoch += already > locked
+        if already > locked:
+            self._set_pages(request, [*result.handle.pages, *request.pages[whole:]])
+
+    def _set_pages(self, request: Request, pages: list[int]) -> None:
+        """Replaces entries rather than appending: whoever copied the old ones sees it by the epoch."""
+        request.pages = pages
+        request.pages_epoch = next(self._epochs)
 
     def exclusive_pages(self, request: Request) -> list[int]:
         """Pages that the request owns and the tree does not know."""
@@ -111,8 +118,7 @@ class RequestCache:
         if request.prefix_handle is not None:
             self.tree.unlock(request.prefix_handle)
         request.prefix_handle = None
-        request.pages = []
-        request.pages_epoch += 1
+        self._set_pages(request, [])
         request.computed_len = request.scheduled_len = 0
 
     def flush(self) -> int:

@@ -13,19 +13,18 @@ class BlockTable:
 
     def __init__(self, num_slots: int, max_pages: int) -> None:
         self._table = np.zeros((num_slots, max_pages), dtype=np.int32)
-        # Per slot: who wrote the row (request and its pages_epoch) and how many entries are written.
-        self._owner: list[tuple[int, int] | None] = [None] * num_slots
+        # Per slot: the pages_epoch that the row was written for, and how many entries are written.
+        self._epoch = [0] * num_slots
         self._written = [0] * num_slots
 
     def sync(self, request: Request) -> None:
         """Brings the row of a running request up to date."""
         slot, count = request.slot, len(request.pages)
-        owner = (id(request), request.pages_epoch)
         start = self._written[slot]
-        if self._owner[slot] != owner:
+        if self._epoch[slot] != request.pages_epoch:
             start = 0
             self._table[slot] = 0
-            self._owner[slot] = owner
+            self._epoch[slot] = request.pages_epoch
         if count > start:
             self._table[slot, start:count] = request.pages[start:]
         self._written[slot] = count
