@@ -50,5 +50,13 @@ class ForwardInputs:
     query_start_loc: list[int]  # [R + 1], first row of each request
     seq_lens: list[int]  # [R], KV length after this step (start + new)
     logits_indices: torch.Tensor  # int64 [L], rows of hidden_states that go through the head
+    # The two lists above as int32 tensors beside the others; a backend on a GPU reads these.
+    query_start_loc_tensor: torch.Tensor
+    seq_lens_tensor: torch.Tensor
     trace_sampled: bool = False  # whether expert spans are recorded for this step
     extra: dict[str, torch.Tensor] = field(default_factory=dict)  # family-specific (vision, state slots)
+
+    @property
+    def is_uniform_decode(self) -> bool:
+        """True when every request computes exactly one token."""
+        return self.query_start_loc[-1] == len(self.seq_lens)

@@ -39,6 +39,8 @@ from moebius.errors import UserError
 from protos import engine_pb2 as pb
 
 _log = structlog.get_logger(__name__)
+# A CPU shares its memory with the expert servers, so the pool does not take what is left.
+_CPU_KV_CACHE_GIB = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +175,10 @@ def _num_pages(gpu: GpuConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     per_page = bytes_per_page(model, gpu.page_size, dtype)
     # More pages than all slots at full length can use would only cost memory.
     useful = 1 + 2 * gpu.max_num_seqs * -(-model.max_model_len // gpu.page_size)
-    pages = min(int(gpu.kv_cache_gib * 2**30) // per_page, useful)
+    kv_cache_gib = _CPU_KV_CACHE_GIB if gpu.kv_cache_gib is None else gpu.kv_cache_gib
+    pages = min(int(kv_cache_gib * 2**30) // per_page, useful)
     if pages < 2:
-        raise UserError(f"kv_cache_gib: {gpu.kv_cache_gib} is too small; two pages take {2 * per_page} bytes")
+        raise UserError(f"kv_cache_gib: {kv_cache_gib} is too small; two pages take {2 * per_page} bytes")
     return pages
 
 

@@ -10,9 +10,9 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
 from gpu_service.batch import Batch
-from gpu_service.engine.model_runner import StepResult
 from gpu_service.engine.outputs import EngineLoad, OutputDelta
 from gpu_service.engine.row_results import NON_FINITE_LOGITS
+from gpu_service.engine.step_runner import StepResult
 from gpu_service.metrics import EngineMetrics
 from gpu_service.request import Request
 

@@ -64,7 +64,27 @@ class GpuConfig(Section):
     )
     page_size: int = Field(default=16, ge=1, le=256, description="Tokens per KV page")
     num_pages: int | None = Field(default=None, ge=2, description="KV pages; unset: kv_cache_gib decides")
-    kv_cache_gib: float = Field(default=1.0, gt=0, description="KV pool size, GiB, when num_pages is unset")
+    kv_cache_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="KV pool size, GiB, when num_pages is unset; unset: 1 on a CPU, what is left on a GPU",
+    )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
+        default="auto", description="Type of cached keys and values; auto: the activations' type"
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="Share of each GPU's memory that the engine may plan with"
+    )
+    attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = Field(
+        default="auto", description="Attention kernels; auto: the first of these that is installed"
+    )
+    cuda_graphs: bool = Field(default=True, description="Replay captured graphs for decode steps on a GPU")
+    cuda_graph_max_batch_size: int = Field(
+        default=64, ge=1, description="Largest decode batch for which a graph is captured"
+    )
+    jit_cache_dir: str = Field(
+        default="", description="Directory of GPU kernels compiled at start; empty: the user's cache"
+    )
     max_num_seqs: int = Field(default=64, ge=1, description="Outputs computed in one step")
     max_num_batched_tokens: int = Field(default=512, ge=16, description="Token budget of one step")
     max_waiting_requests: int = Field(
@@ -133,11 +153,53 @@ class ExpertConfig(Section):
     )
     mailbox_slots: int = Field(default=4, ge=1, le=64, description="Requests the mailbox holds at once")
     mailbox_rows: int = Field(default=128, ge=1, le=4096, description="Token rows per mailbox slot")
+    signal: Literal["doorbell", "memops"] = Field(
+        default="doorbell",
+        description="How a GPU rings expert servers and waits: kernels, or stream memory operations",
+    )
     mailbox_deadline_ms: int = Field(
         default=10000, ge=1, description="Longest wait for one expert answer, milliseconds"
     )
     expert_recovery_s: float = Field(
         default=300.0, gt=0, description="Longest wait for a lost expert server to return"
+    )
+
+
+class ParallelConfig(Section):
+    """How one model is divided over GPUs: one process per rank, pipeline stages of tensor-parallel groups."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64, description="GPUs that share every layer")
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=64, description="Stages of consecutive layers")
+    rank: int = Field(default=0, ge=0, description="Which rank this engine process is")
+    rank_address: str = Field(
+        default="", description="Where ranks meet (host:port); empty: chosen by the supervisor"
+    )
+    rank_timeout_s: float = Field(
+        default=60.0, gt=0, description="Longest silence of a rank before the group ends"
+    )
+
+
+class PlacementConfig(Section):
+    """Which routed experts are computed on the GPU."""
+
+    gpu_layers: str = Field(
+        default="", description="Layers whose experts are all on the GPU, as in 0-1,9; empty: none"
+    )
+    gpu_experts: int | None = Field(
+        default=None, ge=0, description="Experts of every other MoE layer that are on the GPU"
+    )
+    gpu_experts_ratio: float | None = Field(
+        default=None, ge=0, le=1, description="Share of all experts on the GPU, instead of gpu_experts"
+    )
+    placement_strategy: Literal["uniform", "frequency", "front-loading", "random"] = Field(
+        default="uniform", description="Which experts those are"
+    )
+    expert_statistics: str = Field(
+        default="", description="File of recorded expert counts, for the strategy 'frequency'"
+    )
+    placement_seed: int = Field(default=42, ge=0, description="Seed of the strategy 'random'")
+    expert_recorder: Literal["off", "stat", "per_pass", "per_token"] = Field(
+        default="off", description="What is recorded of routing from start on; also set by a call at run time"
     )
 
 
@@ -180,5 +242,7 @@ class MoebiusConfig(Section):
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     gpu: GpuConfig = Field(default_factory=GpuConfig)
     experts: ExpertConfig = Field(default_factory=ExpertConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)

@@ -17,7 +17,12 @@ class AttentionBackend(ABC):
     `plan` is host work, done once per step before the forward; `forward` is called once per layer and
     uses what the last `plan` left. One plan is alive at a time: a step's forward must have been launched
     before the next `plan`. Not thread-safe.
+
+    In a captured graph `forward` reads the tensors that `plan_capture` was given; they are refilled, and
+    `plan_replay` called, before each replay. A backend that can not do this leaves `captures` False.
     """
+
+    captures = False
 
     def __init__(self, config: ModelConfig, kv_cache: KVCache) -> None:
         self.config = config
@@ -29,6 +34,18 @@ class AttentionBackend(ABC):
 
         Raises ValueError when the inputs contradict themselves or exceed the block table.
         """
+
+    def plan_capture(self, inputs: ForwardInputs) -> None:
+        """Prepare recording a step of `len(inputs.seq_lens)` requests that compute one token each.
+
+        The tensors of `inputs` keep their memory for the graph's life. Raises NotImplementedError unless
+        `captures`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} can not be captured in a graph")
+
+    def plan_replay(self, inputs: ForwardInputs) -> None:
+        """Before replaying the graph captured for as many requests: `inputs` are its refilled tensors."""
+        raise NotImplementedError(f"{type(self).__name__} can not be captured in a graph")
 
     @abstractmethod
     def forward(

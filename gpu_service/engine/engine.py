@@ -24,9 +24,10 @@ from gpu_service.batch import Batch
 from gpu_service.engine.inbox import Abort, Add, Flush, Inbox, Message, Stop
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.loop import overlap_loop, synchronous_loop
-from gpu_service.engine.model_runner import ModelRunner, StepResult
+from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.outputs import EngineLoad, EngineObserver, NullObserver, OutputDelta, delta_of
 from gpu_service.engine.row_results import row_results
+from gpu_service.engine.step_runner import StepResult
 from gpu_service.engine.stream import Event, Stream
 from gpu_service.request import FinishReason, Request
 from gpu_service.scheduler.limits import QueueFull, refuse_impossible

@@ -6,7 +6,6 @@ Everything here runs inside a stream launch and sees a `StepPlan` only, never a 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
@@ -20,6 +19,7 @@ from gpu_service.context import ForwardContext
 from gpu_service.engine.input_builder import StepPlan
 from gpu_service.engine.logprobs import to_records, token_logprobs
 from gpu_service.engine.sampler import Sampled, Sampler
+from gpu_service.engine.step_runner import StepResult
 from gpu_service.engine.token_pool import TokenPool
 from gpu_service.experts.client import ExpertClient, ExpertUnavailable
 from gpu_service.request import TokenLogprobs
@@ -37,19 +37,6 @@ class Model(Protocol):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[L, H]` to float32 `[L, V]`."""
-
-
-@dataclass(slots=True)
-class StepResult:
-    """Host values of one step; S = rows that sampled, in the plan's order."""
-
-    token_ids: list[int] = field(default_factory=list)  # [S]
-    finite: list[bool] = field(default_factory=list)  # [S]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by sampled row
-    # By batch index: position of the first scored token, and the records.
-    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
-    num_replays: int = 0
-    seconds: float = 0.0
 
 
 class ModelRunner:
@@ -115,6 +102,8 @@ class ModelRunner:
             query_start_loc=plan.query_start_loc,
             seq_lens=plan.seq_lens,
             logits_indices=plan.logits_indices,
+            query_start_loc_tensor=torch.tensor(plan.query_start_loc, dtype=torch.int32),
+            seq_lens_tensor=torch.tensor(plan.seq_lens, dtype=torch.int32),
             trace_sampled=plan.trace_context is not None,
         )
 

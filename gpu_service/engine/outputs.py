@@ -8,7 +8,7 @@ from typing import Protocol
 from opentelemetry.context import Context
 
 from gpu_service.batch import Batch
-from gpu_service.engine.model_runner import StepResult
+from gpu_service.engine.step_runner import StepResult
 from gpu_service.request import FinishReason, Request, TokenLogprobs
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpu_service.batch import Batch
-from gpu_service.engine.model_runner import StepResult
+from gpu_service.engine.step_runner import StepResult
 from gpu_service.scheduler.scheduler import RowResult
 
 NON_FINITE_LOGITS = "the model produced NaN or Inf logits for this request"

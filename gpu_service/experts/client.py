@@ -57,9 +57,14 @@ class ExpertClient(ABC):
     """Computes, for each row, the weighted sum of its chosen experts. One thread drives a client.
 
     At least one layer may be in flight. Every row count is allowed, 0 included.
+
+    Two kinds: one that host code drives (`submit` and `collect` block and raise), and one that a device
+    drives (`is_device_driven`): its calls only launch kernels, so that they may be captured in a graph, and
+    what went wrong is known from `failure` once the step has ended.
     """
 
     geometry: MoeGeometry
+    is_device_driven = False
 
     @abstractmethod
     def submit(
@@ -71,11 +76,21 @@ class ExpertClient(ABC):
         """
 
     @abstractmethod
-    def collect(self, ticket: Ticket) -> torch.Tensor:
-        """Wait for the layer; a new float32 `[T, H]`. Once per ticket, in the order of submission.
+    def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
+        """Wait for the layer; float32 `[T, H]`. Once per ticket, in the order of submission.
 
+        With `partial`, float32 `[T, H]` (what the device computed of the same layer), the answer is added
+        to it in place and it is returned; without, the answer is a new tensor.
         Raises ExpertUnavailable, or ExpertComputeFailed with the server's reason.
         """
+
+    def begin_step(self) -> None:
+        """Host work before a step is launched, such as waking idle servers."""
+        return
+
+    def failure(self) -> ExpertUnavailable | ExpertComputeFailed | None:
+        """What went wrong in the device-driven step that has just ended; None: nothing."""
+        return None
 
     @abstractmethod
     def wait_ready(self, timeout_s: float) -> None:
@@ -95,6 +110,11 @@ class ExpertClient(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give up all resources; the client is unusable afterwards."""
+
+
+def add_to(partial: torch.Tensor | None, answer: torch.Tensor) -> torch.Tensor:
+    """The rule of `ExpertClient.collect` for an answer that is complete: float32 `[T, H]` both."""
+    return answer if partial is None else partial.add_(answer.to(partial.device))
 
 
 def make_ticket(

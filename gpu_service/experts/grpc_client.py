@@ -16,6 +16,7 @@ from gpu_service.experts.client import (
     ExpertClientStats,
     ExpertUnavailable,
     Ticket,
+    add_to,
     make_ticket,
 )
 from gpu_service.experts.grpc_stream import ComputeStream
@@ -94,7 +95,7 @@ class GrpcExpertClient(ExpertClient):
             traceparent=traceparent(span) if span is not None else "",
         )
 
-    def collect(self, ticket: Ticket) -> torch.Tensor:
+    def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
         """See `ExpertClient.collect`."""
         if not isinstance(ticket, GrpcTicket) or ticket.generation != self._generation:
             raise ValueError("the ticket is not one of this client's since its last recovery")
@@ -108,8 +109,8 @@ class GrpcExpertClient(ExpertClient):
                 message = f"answered {len(answer.output)} bytes instead of {output.nbytes}"
                 raise ExpertUnavailable(index, message)
             # A bytearray, because torch wants writable memory.
-            partial = torch.frombuffer(bytearray(answer.output), dtype=torch.float32)
-            output += partial.view_as(output)
+            share = torch.frombuffer(bytearray(answer.output), dtype=torch.float32)
+            output += share.view_as(output)
             spent[index] += answer.compute_seconds
         counters = self._stats
         self._stats = replace(
@@ -119,7 +120,7 @@ class GrpcExpertClient(ExpertClient):
             wait_seconds=counters.wait_seconds + time.perf_counter() - begin,
             compute_seconds=tuple(spent),
         )
-        return output
+        return add_to(partial, output)
 
     def wait_ready(self, timeout_s: float) -> None:
         """See `ExpertClient.wait_ready`; asks each server's standard health service."""

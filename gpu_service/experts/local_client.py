@@ -19,6 +19,7 @@ from gpu_service.experts.client import (
     ExpertClientStats,
     ExpertComputeFailed,
     Ticket,
+    add_to,
     make_ticket,
 )
 from moebius import _kernels
@@ -81,7 +82,7 @@ class LocalExpertClient(ExpertClient):
         """See `ExpertClient.submit`; the work is done by `collect`."""
         return make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
 
-    def collect(self, ticket: Ticket) -> torch.Tensor:
+    def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
         """See `ExpertClient.collect`: the sum over chosen experts e of weight[e] · expert e's output."""
         begin = time.perf_counter()
         hidden_states = ticket.hidden_states.float()
@@ -106,7 +107,7 @@ class LocalExpertClient(ExpertClient):
             counters.wait_seconds + seconds,
             (counters.compute_seconds[0] + seconds,),
         )
-        return output
+        return add_to(partial, output)
 
     def _expert(self, layer: int, expert: int) -> Expert:
         """gate and up `[I, H]`, down `[H, I]`, float32, after rounding to the weights' type."""

@@ -14,6 +14,7 @@ from gpu_service.experts.client import (
     ExpertComputeFailed,
     ExpertUnavailable,
     Ticket,
+    add_to,
     make_ticket,
 )
 from gpu_service.experts.trace_context import sampled_span_context
@@ -91,7 +92,7 @@ class MailboxExpertClient(ExpertClient):
             ticket.chunks.append(Chunk(slot, epoch, begin, end))
             ticket.next_row = end
 
-    def collect(self, ticket: Ticket) -> torch.Tensor:
+    def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
         """See `ExpertClient.collect`. A freed slot is refilled before the next chunk is awaited."""
         if not isinstance(ticket, MailboxTicket) or ticket.generation != self._generation:
             raise ValueError("the ticket is not one of this client's since its last recovery")
@@ -116,7 +117,7 @@ class MailboxExpertClient(ExpertClient):
         self._stats.wait_seconds += time.perf_counter() - begin
         self._stats.calls += 1
         self._stats.rows += ticket.rows
-        return output
+        return add_to(partial, output)
 
     def _collect_chunk(self, chunk: Chunk, output: torch.Tensor) -> None:
         try:

@@ -36,8 +36,5 @@ class MoE(nn.Module):
             raise RuntimeError(f"layer {self.layer_id} routes to experts, but the context has no client")
         topk_weights, topk_ids = self.gate(hidden_states)
         ticket = experts.submit(self.layer_id, hidden_states, topk_ids, topk_weights)
-        shared = None if self.shared_experts is None else self.shared_experts(hidden_states, context)
-        output = experts.collect(ticket)
-        if shared is not None:
-            output.add_(shared)
-        return output.to(hidden_states.dtype)
+        shared = None if self.shared_experts is None else self.shared_experts(hidden_states, context).float()
+        return experts.collect(ticket, shared).to(hidden_states.dtype)

@@ -46,6 +46,8 @@ def one_request(ids: list[int]) -> ForwardInputs:
         query_start_loc=[0, count],
         seq_lens=[count],
         logits_indices=rows,
+        query_start_loc_tensor=torch.tensor([0, count], dtype=torch.int32),
+        seq_lens_tensor=torch.tensor([count], dtype=torch.int32),
     )
 
 

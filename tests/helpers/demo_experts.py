@@ -79,9 +79,9 @@ class KernelExperts:
         partial = [torch.from_numpy(engine.forward(layer, rows, ids, weights)) for engine in self.engines]
         return torch.stack(partial).sum(dim=0)
 
-    def collect(self, ticket: torch.Tensor) -> torch.Tensor:
+    def collect(self, ticket: torch.Tensor, partial: torch.Tensor | None = None) -> torch.Tensor:
         """Return what `submit` computed."""
-        return ticket
+        return ticket if partial is None else partial.add_(ticket)
 
 
 @functools.lru_cache(maxsize=1)  # 212 MB in fp32

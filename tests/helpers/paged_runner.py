@@ -68,14 +68,17 @@ class PagedRunner:
         table = torch.zeros(len(work), width, dtype=torch.int32)
         for row, (sequence, _) in enumerate(work):
             table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
+        seq_lens = [sequence.computed + count for sequence, count in work]
         return ForwardInputs(
             input_ids=torch.tensor(ids),
             positions=torch.tensor(positions),
             slot_mapping=torch.tensor(slots),
             block_table=table,
             query_start_loc=starts,
-            seq_lens=[sequence.computed + count for sequence, count in work],
+            seq_lens=seq_lens,
             logits_indices=torch.arange(len(ids)),
+            query_start_loc_tensor=torch.tensor(starts, dtype=torch.int32),
+            seq_lens_tensor=torch.tensor(seq_lens, dtype=torch.int32),
         )
 
     def prefill(self, tokens: Sequence[int], chunk: int | None = None) -> tuple[Decoding, torch.Tensor]:

@@ -35,9 +35,9 @@ class TorchExperts:
                 output[row] += topk_weights[row, column] * self._expert(layer, expert, hidden_states[row])
         return output
 
-    def collect(self, ticket: torch.Tensor) -> torch.Tensor:
+    def collect(self, ticket: torch.Tensor, partial: torch.Tensor | None = None) -> torch.Tensor:
         """The float32 `[T, H]` of the submit."""
-        return ticket
+        return ticket if partial is None else partial.add_(ticket)
 
     def _expert(self, layer: int, expert: int, hidden_state: torch.Tensor) -> torch.Tensor:
         gate, up, down = (

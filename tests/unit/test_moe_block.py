@@ -30,10 +30,11 @@ class RecordingExperts:
         self.submitted = arguments
         return "ticket"
 
-    def collect(self, ticket: str) -> torch.Tensor:
+    def collect(self, ticket: str, partial: torch.Tensor | None = None) -> torch.Tensor:
         assert ticket == "ticket"
         self.events.append("collect")
-        return torch.ones_like(self.submitted[1], dtype=torch.float32)
+        ones = torch.ones_like(self.submitted[1], dtype=torch.float32)
+        return ones if partial is None else partial.add_(ones)
 
 
 def _context(experts: RecordingExperts | None) -> ForwardContext:

@@ -76,6 +76,8 @@ def make_case(shape: list[tuple[int, int]], dtype: torch.dtype = torch.float32) 
         query_start_loc=starts,
         seq_lens=[old + new for old, new in shape],
         logits_indices=torch.arange(starts[-1]),
+        query_start_loc_tensor=torch.tensor(starts, dtype=torch.int32),
+        seq_lens_tensor=torch.tensor([old + new for old, new in shape], dtype=torch.int32),
     )
     return Case(cache, inputs, torch.randn(starts[-1], HEADS, DIM).to(dtype), keys, values)
 

@@ -1,0 +1,1 @@
+"""What a device's memory is planned for, and what it really holds."""

@@ -1,0 +1,70 @@
+"""Which part of the model this process holds, and the collective operations over ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+
+
+class Collectives(ABC):
+    """Operations of one group of ranks. All ranks call them in the same order; may be captured in a graph."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums a tensor over the group, in place; returns it. Every rank gets the same bits."""
+
+    @abstractmethod
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[..., N]` of each rank, joined along the last dimension in rank order: `[..., N * size]`."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Overwrites the tensor with that of the group's rank `source`; returns it."""
+
+
+class SoloCollectives(Collectives):
+    """The null object: a group of one."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """See the base class."""
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelContext:
+    """Filled once at start. Ranks of one pipeline stage are consecutive: rank = stage * tp_size + tp_rank."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+    # Over the ranks of this stage.
+    tensor_group: Collectives = field(default_factory=SoloCollectives)
+
+    @property
+    def rank(self) -> int:
+        """Index of this process among all ranks."""
+        return self.stage * self.tp_size + self.tp_rank
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether the embedding is here."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the final norm, the head and the sampler are here."""
+        return self.stage == self.num_stages - 1
+
+
+SOLO = ParallelContext()

@@ -1,0 +1,22 @@
+"""Set-up that must happen before any test module is imported."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton's own interpreter: GPU kernels run here on numpy, slowly, and are compared with torch. The
+    # decorator looks at it when a kernel's module is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests for devices that this machine lacks, saying so."""
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        wanted = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
+        if wanted > devices:
+            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s), {devices} here"))
