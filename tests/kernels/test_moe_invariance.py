@@ -6,8 +6,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moebius.kernels import ExpertEngine, Isa, supported_isas
-from tests.helpers.moe_golden import Routed, load_layer, random_expert, random_rows
+from moebius.kernels import ExpertEngine, Isa, float32_isa, supported_isas
+from tests.helpers.moe_golden import (
+    Routed,
+    from_bfloat16,
+    load_layer,
+    random_expert,
+    random_rows,
+    to_bfloat16,
+)
 
 ISAS: tuple[Isa, ...] = supported_isas()  # type: ignore[assignment]
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 100, 52, 6, 4
@@ -69,3 +76,20 @@ def test_bad_neighbour_stays_alone(isa: Isa) -> None:
     others = [0, 1, 2, 3, 5, 6, 7, 8]
     np.testing.assert_array_equal(after[others], before[others])
     assert engine.stats().nonfinite_outputs == HIDDEN
+
+
+def test_exact_level_keeps_bfloat16_rows_apart() -> None:
+    """What `exact_experts` forces: bfloat16 rows, calibrated, are their float32 selves in any batch."""
+    engine = ExpertEngine(
+        HIDDEN, INTERMEDIATE, EXPERTS, 1, weight_format="bfloat16", num_threads=2, isa=float32_isa()
+    )
+    rng = np.random.default_rng(7)
+    load_layer(engine, 0, {e: random_expert(rng, HIDDEN, INTERMEDIATE) for e in range(EXPERTS)})
+    engine.calibrate()
+    routed = random_rows(np.random.default_rng(0), 33, HIDDEN, TOP_K, (0, EXPERTS))
+    bits = to_bfloat16(routed.hidden_states)
+    wanted = engine.forward(0, from_bfloat16(bits), routed.topk_ids, routed.topk_weights)
+    assert np.abs(wanted).max() > 0
+    for size in (1, 7, 33):
+        ids, weights = routed.topk_ids[:size], routed.topk_weights[:size]
+        np.testing.assert_array_equal(engine.forward(0, bits[:size], ids, weights), wanted[:size])
