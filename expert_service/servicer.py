@@ -170,6 +170,7 @@ def _stats(loaded: LoadedSlice) -> pb.StatsResponse:
                 layer=layer,
                 calls=int(stats.layer_calls[layer]),
                 rows=int(stats.layer_rows[layer]),
+                experts=int(stats.layer_experts[layer]),
                 expert_rows=[*before, *stats.expert_rows[layer].tolist(), *behind],
             )
         )

@@ -17,6 +17,7 @@ class EngineCounters(TypedDict):
     nonfinite_outputs: int
     layer_calls: NDArray[np.uint64]
     layer_rows: NDArray[np.uint64]
+    layer_experts: NDArray[np.uint64]
     expert_rows: NDArray[np.uint64]
 
 def isa_level() -> str: ...

@@ -69,6 +69,8 @@ class EngineStats:
     """[num_layers]"""
     layer_rows: NDArray[np.uint64]
     """[num_layers]"""
+    layer_experts: NDArray[np.uint64]
+    """[num_layers], experts held here with at least one row, summed over calls: whose weights were read"""
     expert_rows: NDArray[np.uint64]
     """[num_layers, num_experts], rows computed by each expert held here"""
 

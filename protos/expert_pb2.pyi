@@ -120,16 +120,18 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LayerStats(_message.Message):
-    __slots__ = ("layer", "calls", "rows", "expert_rows")
+    __slots__ = ("layer", "calls", "rows", "expert_rows", "experts")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     layer: int
     calls: int
     rows: int
     expert_rows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layer: _Optional[int] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., expert_rows: _Optional[_Iterable[int]] = ...) -> None: ...
+    experts: int
+    def __init__(self, layer: _Optional[int] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., expert_rows: _Optional[_Iterable[int]] = ..., experts: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
     __slots__ = ("calls", "rows", "busy_seconds", "layers", "nonfinite_outputs", "nonfinite_inputs")

@@ -154,6 +154,7 @@ py::dict stats(const ExpertEngine& engine) {
   result["nonfinite_outputs"] = source.nonfinite_outputs.load();
   result["layer_calls"] = counters(source.layer_calls, {layers});
   result["layer_rows"] = counters(source.layer_rows, {layers});
+  result["layer_experts"] = counters(source.layer_experts, {layers});
   result["expert_rows"] = counters(source.expert_rows, {layers, experts});
   return result;
 }

@@ -136,6 +136,7 @@ void ExpertEngine::count(const ExpertRequest& request, const NonfiniteCounts& no
   stats_.nonfinite_outputs += nonfinite.outputs;
   ++stats_.layer_calls[request.layer];
   stats_.layer_rows[request.layer] += request.rows;
+  stats_.layer_experts[request.layer] += groups_.groups.size();
   const size_t first = static_cast<size_t>(request.layer) * options_.num_experts;
   for (const RowGroups::Group& group : groups_.groups) stats_.expert_rows[first + group.expert] += group.rows;
 }

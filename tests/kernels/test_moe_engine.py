@@ -164,6 +164,7 @@ def test_stats_count_calls_rows_and_experts(engine: ExpertEngine) -> None:
     assert stats.busy_seconds > 0
     assert stats.layer_calls.tolist() == [0, 2, 0]
     assert stats.layer_rows.tolist() == [0, 3, 0]
+    assert stats.layer_experts.tolist() == [0, 2, 0]
     assert stats.expert_rows.tolist() == [[0, 0], [1, 2], [0, 0]]
     assert stats.expert_rows.dtype == np.uint64
 
