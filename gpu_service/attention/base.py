@@ -16,7 +16,8 @@ class AttentionBackend(ABC):
 
     `plan` is host work, done once per step before the forward; `forward` is called once per layer and
     uses what the last `plan` left. One plan is alive at a time: a step's forward must have been launched
-    before the next `plan`. Not thread-safe.
+    before the next `plan`. Not thread-safe. On a GPU every call is made with the stream current on which
+    the forwards run: what a plan copies or launches is ordered between the last step and this one.
 
     In a captured graph `forward` reads the tensors that `plan_capture` was given; they are refilled, and
     `plan_replay` called, before each replay. A backend that can not do this leaves `captures` False.
@@ -25,8 +26,14 @@ class AttentionBackend(ABC):
     captures = False
 
     def __init__(self, config: ModelConfig, kv_cache: KVCache) -> None:
+        """`config` is the rank's own: its `num_heads` and the cache's `num_kv_heads` are what it computes."""
         self.config = config
         self.kv_cache = kv_cache
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig, kv_cache: KVCache) -> str:
+        """Why this backend can not serve this model and cache on this machine; empty: it can."""
+        return ""
 
     @abstractmethod
     def plan(self, inputs: ForwardInputs) -> None:
@@ -54,6 +61,19 @@ class AttentionBackend(ABC):
         """Store the new keys and values of this layer, then attend.
 
         query `[T, num_heads, head_dim]`; key, value `[T, num_kv_heads, head_dim]`, all of the cache's
-        dtype, rows in the order of `ForwardInputs`, rotary embedding already applied. Row at position p
+        `dtype` (not its storage's), rows in the order of `ForwardInputs`, rotary embedding already applied. Row at position p
         of a request attends to that request's positions 0..p. Returns `[T, num_heads * head_dim]`.
         """
+
+
+def check_step(inputs: ForwardInputs, page_size: int) -> None:
+    """Raises ValueError when the inputs contradict themselves or exceed the block table."""
+    starts, seq_lens = inputs.query_start_loc, inputs.seq_lens
+    if len(starts) != len(seq_lens) + 1 or starts[-1] != inputs.slot_mapping.shape[0]:
+        raise ValueError(
+            f"step of {inputs.slot_mapping.shape[0]} rows and {len(seq_lens)} requests has "
+            f"query_start_loc {starts}"
+        )
+    capacity = inputs.block_table.shape[1] * page_size
+    if seq_lens and max(seq_lens) > capacity:
+        raise ValueError(f"sequence of {max(seq_lens)} tokens exceeds its block table of {capacity}")

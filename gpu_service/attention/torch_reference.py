@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu_service.attention.base import AttentionBackend
+from gpu_service.attention.base import AttentionBackend, check_step
 from gpu_service.batch import ForwardInputs
+from gpu_service.cache.fp8 import dequantise_into
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.model_config import ModelConfig
-from gpu_service.ops.kv import append_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,14 @@ class TorchReferenceAttention(AttentionBackend):
         self._chunks: list[_Chunk] = []
         self._slot_mapping = torch.empty(0, dtype=torch.int64)
         # Gathered pages of one layer, kept between calls: fresh memory of this size costs a page fault per
-        # 4 KiB, which is more than the copy itself.
-        self._gathered = kv_cache.pages(0).new_empty(0, *kv_cache.pages(0).shape[1:])
+        # 4 KiB, which is more than the copy itself. A second one where pages must be converted, too.
+        shape = (0, *kv_cache.pages(0).shape[1:])
+        self._gathered = torch.empty(shape, dtype=kv_cache.storage_dtype, device=kv_cache.device)
+        self._dequantised = torch.empty(shape, dtype=kv_cache.dtype, device=kv_cache.device)
 
     def plan(self, inputs: ForwardInputs) -> None:
         """See the base class."""
-        self._check(inputs)
+        check_step(inputs, self.kv_cache.page_size)
         starts, seq_lens = inputs.query_start_loc, inputs.seq_lens
         page_size = self.kv_cache.page_size
         table = inputs.block_table.long()
@@ -76,22 +78,19 @@ class TorchReferenceAttention(AttentionBackend):
         most_pages = max((pages.shape[0] for pages in gathers), default=0)
         if self._gathered.shape[0] < most_pages:
             self._gathered = self._gathered.new_empty(most_pages, *self._gathered.shape[1:])
+            if self.kv_cache.is_quantised:
+                self._dequantised = self._dequantised.new_empty(self._gathered.shape)
 
-    def _gather(self, cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """Copy pages side by side; valid until the next gather."""
-        gathered = self._gathered[: pages.shape[0]]
-        return torch.index_select(cache, 0, pages, out=gathered)
-
-    def _check(self, inputs: ForwardInputs) -> None:
-        starts, seq_lens = inputs.query_start_loc, inputs.seq_lens
-        if len(starts) != len(seq_lens) + 1 or starts[-1] != inputs.slot_mapping.shape[0]:
-            raise ValueError(
-                f"step of {inputs.slot_mapping.shape[0]} rows and {len(seq_lens)} requests has "
-                f"query_start_loc {starts}"
-            )
-        capacity = inputs.block_table.shape[1] * self.kv_cache.page_size
-        if seq_lens and max(seq_lens) > capacity:
-            raise ValueError(f"sequence of {max(seq_lens)} tokens exceeds its block table of {capacity}")
+    def _gather(self, layer_id: int, pages: torch.Tensor) -> torch.Tensor:
+        """Copy pages side by side, in the compute type; valid until the next gather."""
+        cache, gathered = self.kv_cache.pages(layer_id), self._gathered[: pages.shape[0]]
+        if not self.kv_cache.is_quantised:
+            return torch.index_select(cache, 0, pages, out=gathered)
+        torch.index_select(cache.view(torch.uint8), 0, pages, out=gathered.view(torch.uint8))
+        dequantised = self._dequantised[: pages.shape[0]]
+        scales = self.kv_cache.key_scales[layer_id], self.kv_cache.value_scales[layer_id]
+        dequantise_into(dequantised, gathered, *scales)
+        return dequantised
 
     def _plan_chunk(self, begin: int, end: int, kv_len: int, pages: torch.Tensor) -> _Chunk:
         num_new = end - begin
@@ -124,22 +123,22 @@ class TorchReferenceAttention(AttentionBackend):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_id: int
     ) -> torch.Tensor:
         """See the base class."""
-        append_kv(self.kv_cache.slots(layer_id), key, value, self._slot_mapping)
-        cache = self.kv_cache.pages(layer_id)
+        self.kv_cache.append(layer_id, key, value, self._slot_mapping)
         if len(self._decode_groups) == 1 and self._decode_groups[0].rows is None:
-            return self._decode(query, cache, self._decode_groups[0])
+            return self._decode(query, layer_id, self._decode_groups[0])
         output = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         for group in self._decode_groups:
             assert group.rows is not None
-            output.index_copy_(0, group.rows, self._decode(query[group.rows], cache, group))
+            output.index_copy_(0, group.rows, self._decode(query[group.rows], layer_id, group))
         for chunk in self._chunks:
-            output[chunk.begin : chunk.end] = self._attend_chunk(query[chunk.begin : chunk.end], cache, chunk)
+            rows = slice(chunk.begin, chunk.end)
+            output[rows] = self._attend_chunk(query[rows], layer_id, chunk)
         return output
 
-    def _decode(self, query: torch.Tensor, cache: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
+    def _decode(self, query: torch.Tensor, layer_id: int, group: _DecodeGroup) -> torch.Tensor:
         """query `[R, num_heads, D]`; the heads of a KV group stand in the place of query positions."""
         kv_heads, head_dim = self.kv_cache.num_kv_heads, query.shape[-1]
-        gathered = self._gather(cache, group.pages)
+        gathered = self._gather(layer_id, group.pages)
         gathered = gathered.view(group.num_requests, -1, 2 * kv_heads, head_dim).transpose(1, 2)
         output = scaled_dot_product_attention(
             query.view(group.num_requests, kv_heads, -1, head_dim),
@@ -150,11 +149,11 @@ class TorchReferenceAttention(AttentionBackend):
         )
         return output.reshape(group.num_requests, -1)
 
-    def _attend_chunk(self, query: torch.Tensor, cache: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
+    def _attend_chunk(self, query: torch.Tensor, layer_id: int, chunk: _Chunk) -> torch.Tensor:
         """query `[n, num_heads, D]`; KV heads stand in the place of the batch, so keys are not repeated."""
         kv_heads, (num_new, num_heads, head_dim) = self.kv_cache.num_kv_heads, query.shape
         groups = num_heads // kv_heads
-        gathered = self._gather(cache, chunk.pages).view(-1, 2 * kv_heads, head_dim)[: chunk.kv_len]
+        gathered = self._gather(layer_id, chunk.pages).view(-1, 2 * kv_heads, head_dim)[: chunk.kv_len]
         by_head = gathered.transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1)
         output = scaled_dot_product_attention(
             query.view(num_new, kv_heads, groups, head_dim).permute(1, 2, 0, 3),
