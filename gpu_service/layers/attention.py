@@ -6,14 +6,20 @@ import torch
 from torch import nn
 
 from gpu_service.context import ForwardContext
-from gpu_service.layers.linear import FusedLinear, Linear
+from gpu_service.layers.linear import FusedLinear, RowParallelLinear
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.rope import RopeTable, apply_rope
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import kv_heads, query_heads
 
 
 class GQAttention(nn.Module):
-    """QKV in one product, optional per-head norm of queries and keys, rotary embedding, attention, output."""
+    """QKV in one product, optional per-head norm of queries and keys, rotary embedding, attention, output.
+
+    `config` is the whole model's; a rank computes its own heads, and the output product sums over ranks.
+    `layer_id` counts from the pipeline stage's first layer.
+    """
 
     def __init__(
         self,
@@ -24,15 +30,19 @@ class GQAttention(nn.Module):
         bias: bool,
         output_bias: bool,
         dtype: torch.dtype,
+        parallel: ParallelContext = SOLO,
     ) -> None:
         super().__init__()
         self.layer_id = layer_id
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
-        parts = {"q_proj": config.q_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
+        queries, keys = query_heads(config, parallel), kv_heads(config, parallel)
+        self.num_heads, self.num_kv_heads = queries.size, keys.size
+        query_rows, key_rows = queries.scaled(config.head_dim), keys.scaled(config.head_dim)
+        parts = {"q_proj": query_rows, "k_proj": key_rows, "v_proj": key_rows}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=bias, dtype=dtype)
-        self.o_proj = Linear(config.q_size, config.hidden_size, bias=output_bias, dtype=dtype)
+        self.o_proj = RowParallelLinear(
+            query_rows, config.hidden_size, bias=output_bias, dtype=dtype, parallel=parallel
+        )
         eps = config.rms_norm_eps
         self.q_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if qk_norm else None

@@ -1,17 +1,43 @@
-"""Matrix products, alone and fused.
+"""Matrix products: alone, fused, and divided over tensor-parallel ranks.
 
-Modules here hold parameters on the `meta` device until the loader fills them; they state which
-checkpoint names fill which rows, so that the loader needs no list of its own.
+Modules here hold parameters on the `meta` device until the loader fills them; they state which parts of
+which checkpoint tensors fill which rows (`checkpoint_parts`), so that the loader needs no list of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from gpu_service.ops.linear import can_pack, linear, pack_weight
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import Span
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPart:
+    """A part of one checkpoint tensor, and where it goes; filled by `checkpoint_parts`."""
+
+    # Name of the sibling module the checkpoint stores it under; empty: this module's own.
+    sibling: str
+    parameter: str
+    rows: Span
+    # None: all columns, or a tensor of one dimension.
+    cols: Span | None
+    # First row of the parameter that it fills.
+    begin: int = 0
+
+
+@runtime_checkable
+class Divided(Protocol):
+    """A module whose parameters are not simply the checkpoint's tensors of the same names."""
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """What fills its parameters."""
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -40,9 +66,57 @@ class Linear(nn.Module):
 class FusedLinear(Linear):
     """Several projections of one input as one matrix product; their rows lie in the order of `parts`.
 
-    The checkpoint stores each part under its own name beside this module's: `q_proj.weight`, ....
+    The checkpoint stores each part under its own name beside this module's: `q_proj.weight`, .... A rank
+    holds the rows of each part that its span says (column parallel): what it computes needs no exchange.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype)
+    def __init__(
+        self, in_features: int, parts: Mapping[str, Span], *, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__(in_features, sum(span.size for span in parts.values()), bias=bias, dtype=dtype)
+        self.in_features = in_features
         self.parts = dict(parts)
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """See `Divided`."""
+        begin = 0
+        for sibling, span in self.parts.items():
+            yield CheckpointPart(sibling, "weight", span, Span.whole(self.in_features), begin)
+            if self.bias is not None:
+                yield CheckpointPart(sibling, "bias", span, None, begin)
+            begin += span.size
+
+
+class RowParallelLinear(Linear):
+    """A product whose input is divided over ranks: each multiplies its columns, the results are summed.
+
+    With `reduce=False` the sum is left to the caller, who has more to add before it. The bias is added by
+    the first rank only, so that the sum holds it once.
+    """
+
+    def __init__(
+        self,
+        in_features: Span,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        parallel: ParallelContext = SOLO,
+        reduce: bool = True,
+    ) -> None:
+        super().__init__(in_features.size, out_features, bias=bias, dtype=dtype)
+        self.in_features, self.out_features = in_features, out_features
+        self._adds_bias = parallel.tp_rank == 0
+        self._group = parallel.tensor_group if reduce else None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[T, in_features]` of this rank to `[T, out_features]`, summed over ranks unless told not to."""
+        output = linear(hidden_states, self.weight, self.bias if self._adds_bias else None)
+        return output if self._group is None else self._group.all_reduce(output)
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """See `Divided`."""
+        rows = Span.whole(self.out_features)
+        yield CheckpointPart("", "weight", rows, self.in_features)
+        if self.bias is not None:
+            yield CheckpointPart("", "bias", rows, None)

@@ -6,20 +6,33 @@ import torch
 from torch import nn
 
 from gpu_service.context import ForwardContext
-from gpu_service.layers.linear import FusedLinear, Linear
+from gpu_service.layers.linear import FusedLinear, RowParallelLinear
 from gpu_service.ops.activation import GATED_ACTIVATIONS
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import even_span
 
 
 class GatedMLP(nn.Module):
-    """`down(act(gate(x)) * up(x))`."""
+    """`down(act(gate(x)) * up(x))`; every rank holds a part of the intermediate dimension."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, activation: str, *, dtype: torch.dtype
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        *,
+        dtype: torch.dtype,
+        parallel: ParallelContext = SOLO,
+        reduce: bool = True,
     ) -> None:
+        """`intermediate_size` is the whole model's. `reduce=False` leaves the sum over ranks to the caller."""
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        neurons = even_span(intermediate_size, parallel.tp_rank, parallel.tp_size)
+        parts = {"gate_proj": neurons, "up_proj": neurons}
         self.gate_up_proj = FusedLinear(hidden_size, parts, bias=False, dtype=dtype)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=False, dtype=dtype)
+        self.down_proj = RowParallelLinear(
+            neurons, hidden_size, bias=False, dtype=dtype, parallel=parallel, reduce=reduce
+        )
         self._activation = GATED_ACTIVATIONS[activation]
 
     def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:

@@ -9,6 +9,7 @@ from gpu_service.context import ForwardContext
 from gpu_service.layers.mlp import GatedMLP
 from gpu_service.layers.router import Router
 from gpu_service.model_config import MoeConfig
+from gpu_service.parallel.context import SOLO, ParallelContext
 
 
 class MoE(nn.Module):
@@ -19,15 +20,25 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self, layer_id: int, hidden_size: int, config: MoeConfig, activation: str, *, dtype: torch.dtype
+        self,
+        layer_id: int,
+        hidden_size: int,
+        config: MoeConfig,
+        activation: str,
+        *,
+        dtype: torch.dtype,
+        parallel: ParallelContext = SOLO,
     ) -> None:
         super().__init__()
         self.layer_id = layer_id
         self.gate = Router(hidden_size, config.router, dtype=dtype)
         shared_size = config.shared_intermediate_size
         self.shared_experts = (
-            GatedMLP(hidden_size, shared_size, activation, dtype=dtype) if shared_size else None
+            GatedMLP(hidden_size, shared_size, activation, dtype=dtype, parallel=parallel, reduce=False)
+            if shared_size
+            else None
         )
+        self._group = parallel.tensor_group
 
     def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]` in the same dtype; the sum is taken in float32."""
@@ -37,4 +48,5 @@ class MoE(nn.Module):
         topk_weights, topk_ids = self.gate(hidden_states)
         ticket = experts.submit(self.layer_id, hidden_states, topk_ids, topk_weights)
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states, context).float()
-        return experts.collect(ticket, shared).to(hidden_states.dtype)
+        # Every rank's answer has its own rows only, and its shared experts their own neurons only.
+        return self._group.all_reduce(experts.collect(ticket, shared)).to(hidden_states.dtype)

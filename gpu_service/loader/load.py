@@ -1,7 +1,8 @@
 """Fills a model from safetensors, tensor by tensor, and proves that nothing is missing or left over.
 
 Knows names and shapes; which rows a name fills comes from the modules (`loader/names.py`). Peak memory is
-the model plus one tensor: nothing is mapped, and routed experts are never read.
+the model plus one tensor: nothing is mapped, and routed experts are never read. A rank of several reads
+its rows and columns only; what is left over is proven by all stages together.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def load_weights(model: CausalLM, directory: str | Path) -> None:
     _check(index.directory, present, expected)
     with SliceReader() as reader:
         for name, target in expected.items():
-            _fill(target, _read(reader, present[name]), model.device)
+            _fill(target, _read(reader, present[name], target), model.device)
     _check_no_meta(model)
     model.pack()
 
@@ -46,7 +47,7 @@ def _present(index: CheckpointIndex, model: CausalLM) -> dict[str, TensorInfo]:
     """The checkpoint's tensors that this process reads, by canonical name."""
     present: dict[str, TensorInfo] = {}
     for name, info in index.tensors.items():
-        canonical = wanted_name(name, model.config)
+        canonical = wanted_name(name, model.config, model.parallel)
         if canonical is None:
             continue
         if canonical in present:
@@ -84,8 +85,9 @@ def _listed(items: Iterable[str]) -> str:
     return ", ".join(names[:_MAX_LISTED]) + more
 
 
-def _read(reader: SliceReader, info: TensorInfo) -> torch.Tensor:
-    array = reader.read(info)
+def _read(reader: SliceReader, info: TensorInfo, target: Target) -> torch.Tensor:
+    cols = None if target.cols is None or target.cols.is_whole else target.cols.slice
+    array = reader.read_slice(info, target.rows.slice, cols)
     if info.dtype == "BF16":
         # torch reinterprets signed integers; numpy has no bfloat16.
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -95,10 +97,12 @@ def _read(reader: SliceReader, info: TensorInfo) -> torch.Tensor:
 def _fill(target: Target, values: torch.Tensor, device: torch.device) -> None:
     parameter = target.module.get_parameter(target.parameter)
     if parameter.is_meta:
-        memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        # Rows that no tensor fills (a padded vocabulary) must be finite.
+        make = torch.empty if target.rows.size == parameter.shape[0] else torch.zeros
+        memory = make(parameter.shape, dtype=parameter.dtype, device=device)
         parameter = nn.Parameter(memory, requires_grad=False)
         setattr(target.module, target.parameter, parameter)
-    parameter.data.narrow(0, target.begin, target.shape[0]).copy_(values)
+    parameter.data.narrow(0, target.begin, target.rows.size).copy_(values)
 
 
 def _check_no_meta(model: CausalLM) -> None:

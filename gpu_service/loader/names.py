@@ -6,58 +6,85 @@ How a family spells its names is `moebius.checkpoint.rules`' business; only cano
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
-from gpu_service.layers.linear import FusedLinear
+from gpu_service.layers.linear import CheckpointPart, Divided
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import Span, stage_layers
 from moebius.checkpoint.rules import FAMILY_RULES, is_routed_expert
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where one checkpoint tensor goes; filled by `expected_names`."""
+    """Where (a part of) one checkpoint tensor goes; filled by `expected_names`."""
 
     module: nn.Module
     parameter: str
-    # Rows of the parameter that the tensor fills: [begin, begin + shape[0]).
-    begin: int
+    # Of the checkpoint's tensor.
     shape: tuple[int, ...]
+    # The part of it that is read; None: all columns, or a tensor of one dimension.
+    rows: Span
+    cols: Span | None
+    # Rows of the parameter that it fills: [begin, begin + rows.size).
+    begin: int
 
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# Names outside of layers, and whether a stage reads them.
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
-def wanted_name(name: str, config: ModelConfig) -> str | None:
+def wanted_name(name: str, config: ModelConfig, parallel: ParallelContext = SOLO) -> str | None:
     """The canonical name of a checkpoint tensor, or None where it is right that nothing here reads it.
 
     Left out are routed experts of MoE layers (the expert servers'), what the family's rules drop (rotary
-    frequencies, multi-token prediction), and a copy of the embedding under the head's name where both are
-    one.
+    frequencies, multi-token prediction), a copy of the embedding under the head's name where both are one,
+    and what other pipeline stages read; a name that no stage knows is left out by none.
     """
     canonical = FAMILY_RULES[config.model_type].canonical_name(name, config.num_layers)
-    if canonical is None or (config.tie_word_embeddings and canonical == "lm_head.weight"):
+    if canonical is None or (config.tie_word_embeddings and canonical == _HEAD):
         return None
     layer = _LAYER.match(canonical)
-    if layer is not None and config.is_moe_layer(int(layer[1])) and is_routed_expert(name):
+    if layer is None:
+        return canonical if _is_of_stage(canonical, config, parallel) else None
+    index = int(layer[1])
+    if index < config.num_layers and index not in stage_layers(config, parallel):
+        return None
+    if config.is_moe_layer(index) and is_routed_expert(name):
         return None
     return canonical
 
 
+def _is_of_stage(canonical: str, config: ModelConfig, parallel: ParallelContext) -> bool:
+    if canonical == _EMBEDDING:
+        return parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings)
+    return parallel.is_last_stage or canonical not in (_NORM, _HEAD)
+
+
 def expected_names(model: CausalLM) -> dict[str, Target]:
-    """Every checkpoint name the model needs, derived from its modules."""
+    """Every checkpoint name the model (or this rank's part of it) needs, derived from its modules."""
+    first_layer = stage_layers(model.config, model.parallel).start
     expected: dict[str, Target] = {}
     for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        for name, parameter in module.named_parameters(recurse=False):
-            shape = tuple(parameter.shape)
-            if not isinstance(module, FusedLinear):
-                expected[prefix + name] = Target(module, name, 0, shape)
-                continue
-            parent, begin = prefix.removesuffix(".").rpartition(".")[0], 0
-            for part, rows in module.parts.items():
-                expected[f"{parent}.{part}.{name}"] = Target(module, name, begin, (rows, *shape[1:]))
-                begin += rows
+        path = _LAYER.sub(lambda match: f"model.layers.{int(match[1]) + first_layer}.", path)
+        parent = path.rpartition(".")[0]
+        for part in _parts(module):
+            name = f"{parent}.{part.sibling}" if part.sibling else path
+            shape = (part.rows.total,) if part.cols is None else (part.rows.total, part.cols.total)
+            target = Target(module, part.parameter, shape, part.rows, part.cols, part.begin)
+            expected[f"{name}.{part.parameter}"] = target
     return expected
+
+
+def _parts(module: nn.Module) -> Iterator[CheckpointPart]:
+    if isinstance(module, Divided):
+        yield from module.checkpoint_parts()
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        rows, *cols = parameter.shape
+        yield CheckpointPart("", name, Span.whole(rows), Span.whole(cols[0]) if cols else None)

@@ -9,7 +9,7 @@ from torch import nn
 
 from gpu_service.context import ForwardContext
 from gpu_service.layers.decoder import DecoderLayer
-from gpu_service.layers.embedding import Embedding
+from gpu_service.layers.embedding import Embedding, Head, gather_logits
 from gpu_service.layers.linear import Linear
 from gpu_service.layers.mlp import GatedMLP
 from gpu_service.layers.moe import MoE
@@ -17,49 +17,88 @@ from gpu_service.layers.norm import RMSNorm
 from gpu_service.layers.rope import RotaryEmbedding
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.linear import can_pack, linear, pack_weight
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import shard_config, stage_layers
 
 
 class Backbone(nn.Module):
-    """Embedding, decoder layers, final norm. Attribute names are those of the checkpoint."""
+    """Embedding, decoder layers, final norm. Attribute names are those of the checkpoint.
+
+    A pipeline stage has its own layers only; the first one has the embedding, the last one the norm (and,
+    where the head is the embedding, the embedding too).
+    """
 
     def __init__(
-        self, config: ModelConfig, layers: list[DecoderLayer], *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layers: list[DecoderLayer],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelContext = SOLO,
     ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        size, last = config.hidden_size, parallel.is_last_stage
+        self._parallel = parallel
+        self._size, self._dtype = size, dtype
+        embeds = parallel.is_first_stage or (last and config.tie_word_embeddings)
+        self.embed_tokens = (
+            Embedding(config.vocab_size, size, dtype=dtype, parallel=parallel) if embeds else None
+        )
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype) if last else None
         self._rotary = RotaryEmbedding(config.rope, dtype=dtype, device=device)
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """`[T, H]` after the final norm."""
+        """`[T, H]` after the final norm; on a stage that is not the last, what was sent to the next one."""
         inputs = context.inputs
         rope = self._rotary.table(inputs.positions)
-        hidden_states = self.embed_tokens(inputs.input_ids)
+        hidden_states = self._begin(inputs.input_ids)
         for layer in self.layers:
             hidden_states = layer(hidden_states, rope, context)
+        if self.norm is None:
+            self._parallel.send_to_next_stage(hidden_states)
+            return hidden_states
         normalized: torch.Tensor = self.norm(hidden_states)
         return normalized
 
+    def _begin(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self._parallel.is_first_stage:
+            assert self.embed_tokens is not None
+            embedded: torch.Tensor = self.embed_tokens(input_ids)
+            return embedded
+        received = torch.empty((input_ids.shape[0], self._size), dtype=self._dtype, device=input_ids.device)
+        return self._parallel.receive_from_previous_stage(received)
+
 
 class CausalLM(nn.Module):
-    """A language model without its routed experts.
+    """A language model without its routed experts, or a rank's part of one.
 
     Parameters are on the meta device until `loader.load.load_weights` fills them. Use it under
     `torch.inference_mode()`.
     """
 
     def __init__(
-        self, config: ModelConfig, layers: list[DecoderLayer], *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layers: list[DecoderLayer],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelContext = SOLO,
     ) -> None:
         super().__init__()
+        # The whole model's, and what attention and cache of this rank see.
         self.config = config
+        self.rank_config = shard_config(config, parallel)
         self.dtype = dtype
         self.device = device
-        self.model = Backbone(config, layers, dtype=dtype, device=device)
-        tied = config.tie_word_embeddings
-        head = None if tied else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
-        self.lm_head = head
+        self.parallel = parallel
+        self.model = Backbone(config, layers, dtype=dtype, device=device, parallel=parallel)
+        has_head = parallel.is_last_stage and not config.tie_word_embeddings
+        self.lm_head = (
+            Head(config.hidden_size, config.vocab_size, dtype=dtype, parallel=parallel) if has_head else None
+        )
         # Filled by `pack` when the head is the embedding, whose plain layout the look-up needs too.
         self._packed_tied_head: torch.Tensor | None = None
 
@@ -73,30 +112,43 @@ class CausalLM(nn.Module):
         return hidden_states
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[L, H]` to logits, float32 `[L, vocab_size]`."""
+        """Hidden states `[L, H]` to logits, float32 `[L, vocab_size]`, the same on all ranks of the stage.
+
+        Stages before the last have none: `[L, 0]`.
+        """
+        if not self.parallel.is_last_stage:
+            return hidden_states.new_empty((hidden_states.shape[0], 0), dtype=torch.float32)
         if self.lm_head is not None:
             weight: torch.Tensor = self.lm_head.weight
         elif self._packed_tied_head is not None:
             weight = self._packed_tied_head
         else:
+            assert self.model.embed_tokens is not None
             weight = self.model.embed_tokens.weight
-        return linear(hidden_states, weight, None).float()
+        logits = linear(hidden_states, weight, None)
+        return gather_logits(logits, self.config.vocab_size, self.parallel).float()
 
     def pack(self) -> None:
         """Put all loaded weights of products into the device's fastest layout; the loader calls it last."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
+        if self.lm_head is not None or not self.parallel.is_last_stage:
+            return
+        assert self.model.embed_tokens is not None
         embedding = self.model.embed_tokens.weight
-        if self.lm_head is None and can_pack(embedding):
+        if can_pack(embedding):
             self._packed_tied_head = pack_weight(embedding)
 
 
-def make_mlp(layer_id: int, config: ModelConfig, *, dtype: torch.dtype) -> GatedMLP | MoE:
+def make_mlp(
+    layer_id: int, config: ModelConfig, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
+) -> GatedMLP | MoE:
     """The layer's second half: MoE where the config says so, else dense."""
+    size, activation = config.hidden_size, config.activation
     if config.is_moe_layer(layer_id):
-        return MoE(layer_id, config.hidden_size, config.moe, config.activation, dtype=dtype)
-    return GatedMLP(config.hidden_size, config.intermediate_size, config.activation, dtype=dtype)
+        return MoE(layer_id, size, config.moe, activation, dtype=dtype, parallel=parallel)
+    return GatedMLP(size, config.intermediate_size, activation, dtype=dtype, parallel=parallel)
 
 
 def build_causal_lm(
@@ -105,10 +157,20 @@ def build_causal_lm(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    parallel: ParallelContext = SOLO,
 ) -> CausalLM:
-    """Compose a model whose layers differ only in what `make_attention(layer_id)` returns."""
+    """Compose a model whose layers differ only in what `make_attention` returns.
+
+    `make_attention` is given the layer's index in this stage (that of its KV cache); experts know layers by
+    their index in the checkpoint.
+    """
     layers = [
-        DecoderLayer(config, make_attention(i), make_mlp(i, config, dtype=dtype), dtype=dtype)
-        for i in range(config.num_layers)
+        DecoderLayer(
+            config,
+            make_attention(index),
+            make_mlp(layer_id, config, dtype=dtype, parallel=parallel),
+            dtype=dtype,
+        )
+        for index, layer_id in enumerate(stage_layers(config, parallel))
     ]
-    return CausalLM(config, layers, dtype=dtype, device=device)
+    return CausalLM(config, layers, dtype=dtype, device=device, parallel=parallel)

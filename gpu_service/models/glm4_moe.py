@@ -7,9 +7,12 @@ import torch
 from gpu_service.layers.attention import GQAttention
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM, build_causal_lm
+from gpu_service.parallel.context import SOLO, ParallelContext
 
 
-def build(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def build(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, parallel: ParallelContext = SOLO
+) -> CausalLM:
     """Compose the family; an attention bias never covers the output projection."""
 
     def attention(layer_id: int) -> GQAttention:
@@ -20,6 +23,7 @@ def build(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> C
             bias=config.attention_bias,
             output_bias=False,
             dtype=dtype,
+            parallel=parallel,
         )
 
-    return build_causal_lm(config, attention, dtype=dtype, device=device)
+    return build_causal_lm(config, attention, dtype=dtype, device=device, parallel=parallel)

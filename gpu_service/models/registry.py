@@ -9,12 +9,21 @@ import torch
 from gpu_service.model_config import ModelConfig, ModelConfigError
 from gpu_service.models import glm4_moe, qwen3_moe
 from gpu_service.models.common import CausalLM
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import check_divisible
 
 
 class ModelBuilder(Protocol):
     """What a family file provides as `build`."""
 
-    def __call__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> CausalLM: ...
+    def __call__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: ParallelContext = SOLO,
+    ) -> CausalLM: ...
 
 
 MODEL_BUILDERS: dict[str, ModelBuilder] = {
@@ -24,16 +33,20 @@ MODEL_BUILDERS: dict[str, ModelBuilder] = {
 
 
 def build_model(
-    config: ModelConfig, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    config: ModelConfig,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    parallel: ParallelContext = SOLO,
 ) -> CausalLM:
-    """Compose the model on the meta device; `load_weights` puts it on `device`.
+    """Compose the model, or a rank's part of it, on the meta device; `load_weights` puts it on `device`.
 
     `dtype` is that of weights and activations, by default the config's. Raises ModelConfigError for a
-    `model_type` without a builder.
+    `model_type` without a builder, ConfigError for a model that can not be divided over so many ranks.
     """
+    check_divisible(config, parallel)
     builder = MODEL_BUILDERS.get(config.model_type)
     if builder is None:
         known = ", ".join(sorted(MODEL_BUILDERS))
         raise ModelConfigError(f"model_type {config.model_type!r} is not supported; known: {known}")
-    model = builder(config, dtype=dtype or config.torch_dtype, device=torch.device(device))
+    model = builder(config, dtype=dtype or config.torch_dtype, device=torch.device(device), parallel=parallel)
     return model.eval()

@@ -23,6 +23,14 @@ class Collectives(ABC):
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Overwrites the tensor with that of the group's rank `source`; returns it."""
 
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        """Gives a tensor to the group's rank `destination`, which must `receive` one of its shape and dtype."""
+
+    @abstractmethod
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Overwrites the tensor with what the group's rank `source` sent; returns it."""
+
 
 class SoloCollectives(Collectives):
     """The null object: a group of one."""
@@ -39,6 +47,14 @@ class SoloCollectives(Collectives):
         """See the base class."""
         return tensor
 
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        """Raises RuntimeError: there is nobody else."""
+        raise RuntimeError(f"a group of one has no rank {destination} to send to")
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Raises RuntimeError: there is nobody else."""
+        raise RuntimeError(f"a group of one has no rank {source} to receive from")
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
@@ -50,11 +66,23 @@ class ParallelContext:
     num_stages: int = 1
     # Over the ranks of this stage.
     tensor_group: Collectives = field(default_factory=SoloCollectives)
+    # Over all ranks.
+    world_group: Collectives = field(default_factory=SoloCollectives)
 
     @property
     def rank(self) -> int:
         """Index of this process among all ranks."""
         return self.stage * self.tp_size + self.tp_rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.tp_size * self.num_stages
+
+    @property
+    def sampling_rank(self) -> int:
+        """The rank whose sampled tokens all others take: the last stage's first."""
+        return (self.num_stages - 1) * self.tp_size
 
     @property
     def is_first_stage(self) -> bool:
@@ -65,6 +93,14 @@ class ParallelContext:
     def is_last_stage(self) -> bool:
         """Whether the final norm, the head and the sampler are here."""
         return self.stage == self.num_stages - 1
+
+    def send_to_next_stage(self, hidden_states: torch.Tensor) -> None:
+        """To the rank with the same place in the next stage; ranks of a stage hold the same `[T, H]`."""
+        self.world_group.send(hidden_states, self.rank + self.tp_size)
+
+    def receive_from_previous_stage(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Overwrites `[T, H]` with what the previous stage sent; returns it."""
+        return self.world_group.receive(hidden_states, self.rank - self.tp_size)
 
 
 SOLO = ParallelContext()

@@ -1,0 +1,143 @@
+"""Which consecutive part of a dimension a rank holds.
+
+All partitions are functions of sizes and ranks only, so that every rank can compute everybody's part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gpu_service.model_config import ModelConfig
+from gpu_service.parallel.context import ParallelContext
+from moebius.errors import ConfigError
+
+# Rows of a rank's part of the head: products of GPUs like multiples of 8.
+_VOCAB_MULTIPLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements [begin, end) of a dimension of `total` elements."""
+
+    begin: int
+    end: int
+    total: int
+
+    @staticmethod
+    def whole(total: int) -> Span:
+        """All of it."""
+        return Span(0, total, total)
+
+    @property
+    def size(self) -> int:
+        """Elements held."""
+        return self.end - self.begin
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left out."""
+        return self.size == self.total
+
+    def scaled(self, factor: int) -> Span:
+        """The same part of a dimension whose every element is `factor` wide."""
+        return Span(self.begin * factor, self.end * factor, self.total * factor)
+
+    @property
+    def slice(self) -> slice:
+        """For indexing."""
+        return slice(self.begin, self.end)
+
+
+def even_span(total: int, rank: int, count: int) -> Span:
+    """The rank-th of `count` nearly equal parts."""
+    return Span(rank * total // count, (rank + 1) * total // count, total)
+
+
+def vocab_span(vocab_size: int, parallel: ParallelContext) -> Span:
+    """Token ids a rank holds embedding and head rows of; later ranks may have fewer, or none.
+
+    All ranks have `padded_vocab` rows in memory, so that gathered logits have equal parts.
+    """
+    rows = padded_vocab(vocab_size, parallel)
+    begin = min(parallel.tp_rank * rows, vocab_size)
+    return Span(begin, min(begin + rows, vocab_size), vocab_size)
+
+
+def padded_vocab(vocab_size: int, parallel: ParallelContext) -> int:
+    """Rows of embedding and head in each rank's memory; those without a token are zero."""
+    if parallel.tp_size == 1:
+        return vocab_size
+    rows = -(-vocab_size // parallel.tp_size)
+    return -(-rows // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+
+
+def query_heads(config: ModelConfig, parallel: ParallelContext) -> Span:
+    """Query heads of a rank."""
+    return even_span(config.num_heads, parallel.tp_rank, parallel.tp_size)
+
+
+def kv_heads(config: ModelConfig, parallel: ParallelContext) -> Span:
+    """Key and value heads of a rank: a share of them, or, with more ranks than heads, one, held by several.
+
+    query heads  | 0 1 | 2 3 | 4 5 | 6 7 |      8 query heads, 2 KV heads, 4 ranks
+    KV heads     |  0  |  0  |  1  |  1  |
+    """
+    heads, rank, size = config.num_kv_heads, parallel.tp_rank, parallel.tp_size
+    if heads >= size:
+        return even_span(heads, rank, size)
+    head = rank * heads // size
+    return Span(head, head + 1, heads)
+
+
+def stage_layers(config: ModelConfig, parallel: ParallelContext) -> range:
+    """Decoder layers of a pipeline stage, by their index in the checkpoint."""
+    span = even_span(config.num_layers, parallel.stage, parallel.num_stages)
+    return range(span.begin, span.end)
+
+
+def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
+    """Raises ConfigError naming the size that can not be divided over so many ranks, and what is allowed."""
+    size, heads, kv = parallel.tp_size, config.num_heads, config.num_kv_heads
+    if heads % size or (kv % size and size % kv):
+        allowed = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+        raise ConfigError(
+            f"tensor_parallel_size: {size} does not divide {heads} attention heads and {kv} KV heads; "
+            f"allowed for this model: {', '.join(map(str, allowed))}"
+        )
+    narrowest = min(size for size in (config.intermediate_size, _shared_size(config)) if size)
+    if narrowest < size:
+        raise ConfigError(f"tensor_parallel_size: {size} ranks can not share an MLP of width {narrowest}")
+    if config.num_layers < parallel.num_stages:
+        raise ConfigError(
+            f"pipeline_parallel_size: {parallel.num_stages} stages for {config.num_layers} layers; "
+            f"allowed: 1 to {config.num_layers}"
+        )
+
+
+def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
+    """What attention, KV cache and memory planning of this rank see: its own heads, layers and widths.
+
+    Layers count from the stage's first one. The vocabulary stays whole: every rank's sampler sees all of
+    it. Raises ConfigError as `check_divisible`.
+    """
+    check_divisible(config, parallel)
+    if parallel.tp_size == parallel.num_stages == 1:
+        return config
+    layers, rank, size = stage_layers(config, parallel), parallel.tp_rank, parallel.tp_size
+    moe = replace(
+        config.moe,
+        shared_intermediate_size=even_span(_shared_size(config), rank, size).size,
+        layers=frozenset(layer - layers.start for layer in config.moe.layers if layer in layers),
+    )
+    return replace(
+        config,
+        num_layers=len(layers),
+        num_heads=query_heads(config, parallel).size,
+        num_kv_heads=kv_heads(config, parallel).size,
+        intermediate_size=even_span(config.intermediate_size, rank, size).size,
+        moe=moe,
+    )
+
+
+def _shared_size(config: ModelConfig) -> int:
+    return config.moe.shared_intermediate_size
