@@ -23,6 +23,7 @@ from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.outputs import OutputDelta
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.stream import CpuStream, InlineStream
+from gpu_service.engine.stream_runner import StreamRunner
 from gpu_service.engine.token_pool import TokenPool
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.factory import make_expert_client
@@ -76,15 +77,14 @@ def build_engine(
         experts,
         TokenPool(limits.max_num_seqs, limits.context_limit + 1, device),
         Sampler(model_config.vocab_size, device),
-        config.experts.expert_recovery_s,
     )
+    stream = CpuStream() if config.gpu.overlap_scheduling else InlineStream()
     tree = RadixCache(config.gpu.page_size)
     cache = RequestCache(PagePool(num_pages), tree, config.gpu.prefix_caching)
     engine = Engine(
         Scheduler(limits, cache),
         InputBuilder(limits, config.gpu.page_size),
-        runner,
-        CpuStream() if config.gpu.overlap_scheduling else InlineStream(),
+        StreamRunner(runner, stream, config.experts.expert_recovery_s),
         on_output,
         observer=telemetry,
         overlap=config.gpu.overlap_scheduling,

@@ -5,7 +5,7 @@ Knows no text, no gRPC and no kernels. The order of its steps is in `loop.py`.
 Invariants of overlapping (`overlap_loop`), with step N+1 launched before step N is committed:
 (a) a request that ends by a stop token in step N also ran in N+1; that token is dropped;
 (b) pages and slots freed by commit(N) may still be read and written by N+1; whoever gets them next is
-    computed by N+2 or later, and the stream runs steps in order;
+    computed by N+2 or later, and the runner runs steps in order;
 (c) a launched step reads its own `StepPlan` and never a request;
 (d) only committed tokens enter the prefix tree, so a failed step leaves no bad page behind;
 (e) integrity is checked when nothing is in flight.
@@ -24,11 +24,9 @@ from gpu_service.batch import Batch
 from gpu_service.engine.inbox import Abort, Add, Flush, Inbox, Message, Stop
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.loop import overlap_loop, synchronous_loop
-from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.outputs import EngineLoad, EngineObserver, NullObserver, OutputDelta, delta_of
 from gpu_service.engine.row_results import row_results
-from gpu_service.engine.step_runner import StepResult
-from gpu_service.engine.stream import Event, Stream
+from gpu_service.engine.step_runner import Pending, StepResult, StepRunner
 from gpu_service.request import FinishReason, Request
 from gpu_service.scheduler.limits import QueueFull, refuse_impossible
 from gpu_service.scheduler.scheduler import Scheduler
@@ -38,10 +36,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A launched step: the plan's host side, and the event that carries its result."""
+    """A launched step: the plan's host side, and what carries its result."""
 
     batch: Batch
-    event: Event[StepResult]
+    pending: Pending[StepResult]
 
 
 class Engine:
@@ -51,8 +49,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         builder: InputBuilder,
-        runner: ModelRunner,
-        stream: Stream,
+        runner: StepRunner,
         on_output: Callable[[list[OutputDelta]], None],
         *,
         observer: EngineObserver | None = None,
@@ -63,7 +60,6 @@ class Engine:
         self.load = EngineLoad(usable_pages=scheduler.cache.pool.usable)
         self._builder = builder
         self._runner = runner
-        self._stream = stream
         self._on_output = on_output
         self._observer = observer or NullObserver()
         self._max_waiting = max_waiting
@@ -78,11 +74,11 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends every request with an abort, then the thread and the stream. Returns when both are gone."""
+        """Ends every request with an abort, then the thread and the runner. Returns when both are gone."""
         self._inbox.post(Stop())
         if self._thread.is_alive():
             self._thread.join()
-        self._stream.close()
+        self._runner.close()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues the outputs of one request, all or none.
@@ -142,12 +138,12 @@ class Engine:
             self._fail(batch, f"building the step's inputs failed: {error!r}")
             return None
         self._in_flight += 1
-        return Step(batch, self._stream.launch(lambda: self._runner.run(plan)))
+        return Step(batch, self._runner.launch(plan))
 
     def commit(self, step: Step) -> None:
         """Waits for a step's tokens and applies them."""
         try:
-            result = step.event.wait()
+            result = step.pending.wait()
             self._in_flight -= 1
         except Exception as error:
             self._in_flight -= 1
@@ -170,7 +166,7 @@ class Engine:
         pages = [page for request in poisoned for page in self.scheduler.cache.exclusive_pages(request)]
         deltas = [delta_of(request) for request in self.scheduler.commit(step.batch, rows)]
         if pages:
-            self._stream.launch(lambda: self._runner.zero_pages(pages))
+            self._runner.zero_pages(pages)
         self._observer.committed(step.batch, result, deltas)
         self._tell(deltas)
 

@@ -51,6 +51,9 @@ class StepPlan:
     query_start_loc: list[int]
     seq_lens: list[int]
     logits_indices: torch.Tensor  # int64 [S]
+    # The two lists above again, for the device.
+    query_start_loc_tensor: torch.Tensor  # int32 [R + 1]
+    seq_lens_tensor: torch.Tensor  # int32 [R]
     sample_batch_indices: list[int]  # [S], index into the batch
     sample_slots: torch.Tensor  # int64 [S]
     sample_positions: torch.Tensor  # int64 [S], where the sampled token goes in the token pool
@@ -59,6 +62,17 @@ class StepPlan:
     num_top_logprobs: list[int]  # per logprob row
     # The context that expert spans of this step hang under; None: no spans are recorded.
     trace_context: Context | None
+
+    @property
+    def num_requests(self) -> int:
+        """R."""
+        return len(self.seq_lens)
+
+    @property
+    def is_sampling_decode(self) -> bool:
+        """Whether every request computes exactly one token and samples the next, and nothing else is asked."""
+        rows = len(self.seq_lens)
+        return self.query_start_loc[-1] == len(self.sample_batch_indices) == rows and not self.prompt_logprobs
 
 
 class InputBuilder:
@@ -84,6 +98,7 @@ class InputBuilder:
         pages = block_table[owner, positions // self._page_size].astype(np.int64)
         sampling_rows = [index for index, samples in enumerate(batch.samples) if samples]
         seq_lens = starts + counts
+        query_start_loc = np.concatenate(([0], ends))
         requests = [batch.requests[index] for index in sampling_rows]
         output_positions = [batch.output_positions[index] for index in sampling_rows]
         return StepPlan(
@@ -92,9 +107,11 @@ class InputBuilder:
             positions=torch.from_numpy(positions),
             slot_mapping=torch.from_numpy(pages * self._page_size + positions % self._page_size),
             block_table=torch.from_numpy(block_table),
-            query_start_loc=[0, *ends.tolist()],
+            query_start_loc=query_start_loc.tolist(),
             seq_lens=seq_lens.tolist(),
             logits_indices=torch.from_numpy(ends[sampling_rows] - 1),
+            query_start_loc_tensor=torch.from_numpy(query_start_loc.astype(np.int32)),
+            seq_lens_tensor=torch.from_numpy(seq_lens.astype(np.int32)),
             sample_batch_indices=sampling_rows,
             sample_slots=torch.from_numpy(slots[sampling_rows]),
             sample_positions=torch.from_numpy(seq_lens[sampling_rows]),

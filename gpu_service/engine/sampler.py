@@ -1,7 +1,8 @@
 """From logits to tokens: bias, penalties, masks, temperature, truncation, one draw per row.
 
 A row's token depends on its own logits, parameters, counts and uniform number only, never on the other
-rows of the batch. Knows nothing of requests and pages.
+rows of the batch. Knows nothing of requests and pages. Nothing here waits for the device: what decides
+which rows are treated how is in the plan.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ class Sampled:
 
 
 class Sampler:
-    """Batched sampling in float32 (probabilities are summed in float64). Runs in stream order."""
+    """Batched sampling in float32 (probabilities are summed in float64). Runs in stream order.
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.penalties = PenaltyCounts(vocab_size, device)
+    `num_slots`: slots whose counts are allocated now; 0: at first use.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device, num_slots: int = 0) -> None:
+        self.penalties = PenaltyCounts(vocab_size, device, num_slots)
 
     def sample(self, logits: torch.Tensor, plan: SamplingPlan) -> Sampled:
         """Draws a token for each row of float32 `[R, V]` logits, which are not changed.
@@ -46,7 +50,7 @@ class Sampler:
             self.penalties.advance(plan.penalties, token_ids)
         logprobs = None
         if plan.logprob_rows:
-            rows = plan.logprob_rows
+            rows = plan.logprob_index
             logprobs = token_logprobs(logits[rows], token_ids[rows], plan.num_top_logprobs)
         return Sampled(token_ids, finite, logprobs)
 
@@ -69,13 +73,11 @@ class Sampler:
         probabilities = torch.softmax(logits, dim=-1).nan_to_num_(0.0)
         floor = probabilities.amax(dim=-1, keepdim=True) * plan.min_p.unsqueeze(1)
         probabilities = torch.where(probabilities >= floor, probabilities, 0.0)
-        if not plan.truncates:
+        if plan.truncated.numel() == 0:
             return _inverse_cdf(probabilities, plan.uniform)
         drawn = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        needs_sort = (plan.top_k > 0) | (plan.top_p < 1.0)
-        plain = (~needs_sort).nonzero().squeeze(1)
+        plain, cut = plan.untruncated, plan.truncated
         drawn[plain] = _inverse_cdf(probabilities[plain], plan.uniform[plain])
-        cut = needs_sort.nonzero().squeeze(1)
         drawn[cut] = _draw_truncated(probabilities[cut], plan.top_k[cut], plan.top_p[cut], plan.uniform[cut])
         return drawn
 

@@ -18,7 +18,7 @@ class PenaltyRows:
     """Rows with any penalty. P = such rows; filled by `build_sampling_plan`."""
 
     rows: torch.Tensor  # int64 [P], row of the logits
-    slots: list[int]  # [P]
+    slots: torch.Tensor  # int64 [P], row of the counts
     repetition: torch.Tensor  # float32 [P, 1]
     presence: torch.Tensor  # float32 [P, 1]
     frequency: torch.Tensor  # float32 [P, 1]
@@ -43,12 +43,22 @@ class SamplingPlan:
     top_k: torch.Tensor  # int64 [N]; 0 keeps all
     top_p: torch.Tensor  # float64 [N]
     min_p: torch.Tensor  # float32 [N]
-    truncates: bool  # whether any row has top-k or top-p
+    # Which of the N rows have neither top-k nor top-p, and which have; known to the host, so that a device
+    # need not be asked how many there are.
+    untruncated: torch.Tensor  # int64 [N - C]
+    truncated: torch.Tensor  # int64 [C]
     bias: SparseBias | None
     banned: SparseBias | None  # values are -inf
     penalties: PenaltyRows | None
     logprob_rows: list[int]
+    logprob_index: torch.Tensor  # int64, the same
     num_top_logprobs: int
+
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether every row's token is that of its largest logit, and nothing else is asked."""
+        changed = (self.bias, self.banned, self.penalties)
+        return self.random_rows.numel() == 0 and not self.logprob_rows and changed == (None, None, None)
 
 
 def build_sampling_plan(
@@ -59,22 +69,29 @@ def build_sampling_plan(
     random_rows = [row for row, p in enumerate(params) if not p.is_greedy]
     chosen = [params[row] for row in random_rows]
     logprob_rows = [row for row, p in enumerate(params) if p.logprobs is not None]
+    truncates = [p.top_k > 0 or p.top_p < 1.0 for p in chosen]
     return SamplingPlan(
         temperature=torch.tensor([0.0 if p.is_greedy else p.temperature for p in params]),
-        random_rows=torch.tensor(random_rows, dtype=torch.int64),
+        random_rows=_index(random_rows),
         uniform=torch.tensor(
             [uniform(params[row].seed, positions[row]) for row in random_rows], dtype=torch.float64
         ),
         top_k=torch.tensor([p.top_k for p in chosen], dtype=torch.int64),
         top_p=torch.tensor([p.top_p for p in chosen], dtype=torch.float64),
         min_p=torch.tensor([p.min_p for p in chosen], dtype=torch.float32),
-        truncates=any(p.top_k > 0 or p.top_p < 1.0 for p in chosen),
+        untruncated=_index([row for row, cut in enumerate(truncates) if not cut]),
+        truncated=_index([row for row, cut in enumerate(truncates) if cut]),
         bias=_sparse([(row, *pair) for row, p in enumerate(params) for pair in p.logit_bias]),
         banned=_banned(requests, positions, limits),
         penalties=_penalties(requests),
         logprob_rows=logprob_rows,
+        logprob_index=_index(logprob_rows),
         num_top_logprobs=max((params[row].logprobs or 0 for row in logprob_rows), default=0),
     )
+
+
+def _index(rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 def _sparse(entries: list[tuple[int, int, float]]) -> SparseBias | None:
@@ -110,7 +127,7 @@ def _penalties(requests: Sequence[Request]) -> PenaltyRows | None:
     params = [requests[row].params for row in rows]
     return PenaltyRows(
         rows=torch.tensor(rows),
-        slots=[requests[row].slot for row in rows],
+        slots=torch.tensor([requests[row].slot for row in rows]),
         repetition=torch.tensor([[p.repetition_penalty] for p in params]),
         presence=torch.tensor([[p.presence_penalty] for p in params]),
         frequency=torch.tensor([[p.frequency_penalty] for p in params]),

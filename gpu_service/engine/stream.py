@@ -1,8 +1,7 @@
-"""Ordered asynchronous work: the one notion of time that the engine shares with a device.
+"""Ordered asynchronous work of the host.
 
 `CpuStream` is a worker thread, so that scheduling really overlaps with computing on a machine with no
-GPU. `InlineStream` is the null object: work is done when `launch` returns. A CUDA stream fits behind the
-same interface: `launch` enqueues kernels, `Event.wait` waits for a recorded event.
+GPU. `InlineStream` is the null object: work is done when `launch` returns.
 """
 
 from __future__ import annotations
@@ -11,12 +10,14 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
+
+from gpu_service.engine.step_runner import Pending
 
 Result = TypeVar("Result")
 
 
-class Event(Generic[Result]):
+class Event(Pending[Result]):
     """The end of one launch, and what it returned or raised."""
 
     def __init__(self) -> None:

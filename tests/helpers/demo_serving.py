@@ -21,6 +21,7 @@ from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.outputs import OutputDelta
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.stream import CpuStream, InlineStream
+from gpu_service.engine.stream_runner import StreamRunner
 from gpu_service.engine.token_pool import TokenPool
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
@@ -95,7 +96,8 @@ def demo_engine(experts: Any, serving: Serving) -> Iterator[tuple[Engine, Collec
     collector = Collector()
     stream = CpuStream() if serving.overlap else InlineStream()
     builder = InputBuilder(limits, serving.page_size)
-    engine = Engine(scheduler, builder, runner, stream, collector.on_output, overlap=serving.overlap)
+    steps = StreamRunner(runner, stream)
+    engine = Engine(scheduler, builder, steps, collector.on_output, overlap=serving.overlap)
     engine.start()
     try:
         yield engine, collector

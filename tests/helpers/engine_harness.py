@@ -18,6 +18,7 @@ from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.outputs import EngineObserver, OutputDelta
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.stream import CpuStream, InlineStream
+from gpu_service.engine.stream_runner import StreamRunner
 from gpu_service.engine.token_pool import TokenPool
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
@@ -126,14 +127,12 @@ def running_engine(knobs: Knobs | None = None, **changes: object) -> Iterator[Ha
         experts,  # type: ignore[arg-type]
         TokenPool(knobs.max_num_seqs, knobs.context_limit + 1, device),
         Sampler(VOCAB, device),
-        recovery_timeout_s=5,
     )
     harness = Harness.__new__(Harness)
     engine = Engine(
         scheduler,
         InputBuilder(scheduler.limits, knobs.page_size),
-        runner,
-        CpuStream() if knobs.overlap else InlineStream(),
+        StreamRunner(runner, CpuStream() if knobs.overlap else InlineStream(), recovery_timeout_s=5),
         lambda deltas: harness.on_output(deltas),
         observer=knobs.observer,
         overlap=knobs.overlap,
