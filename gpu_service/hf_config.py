@@ -32,6 +32,8 @@ _HARMLESS = (
     "max_window_layers",
     "output_router_logits",
     "pad_token_id",
+    # Of routed experts, which are not read here; the loader refuses dense weights that are not floats.
+    "quantization_config",
     "router_aux_loss_coef",
     "transformers_version",
     "use_cache",
@@ -43,7 +45,6 @@ _REFUSED = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "logit_scale",
-    "quantization_config",
 )
 
 

@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from moebius.commands import bench, chat, demo, serve, services, topology, version
+from moebius.commands import bench, chat, demo, random_model, serve, services, topology, version
 from moebius.errors import UserError
 
 EXIT_USER_ERROR = 2
@@ -36,6 +36,7 @@ app = typer.Typer(
 for module in (serve, services, chat, demo, topology, version):
     module.register(app)
 app.add_typer(bench.app, name="bench")
+app.add_typer(random_model.app, name="models")
 
 
 def main(arguments: list[str] | None = None) -> None:
