@@ -18,4 +18,19 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate).mul_(up)
 
 
+@Op
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """GeGLU's inner product (Shazeer 2020) with the exact GELU; shapes as `silu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate).mul_(up)
+
+
+@Op
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """The same with GELU's tanh approximation (Hendrycks & Gimpel 2016)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+# By the name that checkpoints use. Only what the experts' kernels know too: a model has one activation.
 GATED_ACTIVATIONS: dict[str, Op[[torch.Tensor], torch.Tensor]] = {"silu": silu_and_mul}

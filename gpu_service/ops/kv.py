@@ -6,16 +6,32 @@ import torch
 
 from gpu_service.ops.registry import Op
 
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
 
 @Op
 def append_kv(
-    kv_slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    kv_slots: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """Store one row of keys and values per new token.
 
     kv_slots `[num_slots, 2 * num_kv_heads, head_dim]` is written in place; key and value
     `[T, num_kv_heads, head_dim]`; slot_mapping int64 `[T]`. Rows of padding go to slots of the dummy
     page, which may be hit more than once; all other slots are distinct.
+
+    Slots of another dtype (float8_e4m3fn) hold `key / key_scale` and `value / value_scale`, clipped to
+    what the dtype can hold; slots of the rows' own dtype take them as they are.
     """
     # Joining the two first is cheaper than two writes into a strided half of each slot.
-    kv_slots.index_copy_(0, slot_mapping, torch.cat((key, value), dim=1))
+    if kv_slots.dtype == key.dtype:
+        kv_slots.index_copy_(0, slot_mapping, torch.cat((key, value), dim=1))
+        return
+    rows = torch.cat((key.float() / key_scale, value.float() / value_scale), dim=1)
+    rows = rows.clamp_(-FP8_MAX, FP8_MAX).to(kv_slots.dtype)
+    # Torch moves bytes of these types, but has no indexed copy of them.
+    kv_slots.view(torch.uint8).index_copy_(0, slot_mapping, rows.view(torch.uint8))

@@ -18,3 +18,15 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> t
         return torch.rms_norm(hidden_states, weight.shape, weight, eps)
     normalized = torch.rms_norm(hidden_states.float(), weight.shape, None, eps)
     return normalized.to(hidden_states.dtype).mul_(weight)
+
+
+@Op
+def fused_add_rms_norm(
+    update: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """`residual += update`, then `rms_norm(residual)`: the two halves of a pre-norm layer's seam.
+
+    update and residual `[T, N]`, weight `[N]`, same dtype, rows contiguous. The residual is increased in
+    place; the update may be overwritten. Returns the normed `[T, N]`, which may be the update's memory.
+    """
+    return rms_norm.reference(residual.add_(update), weight, eps)

@@ -15,7 +15,8 @@ class Op(Generic[P, R]):
     """A free function whose first argument is a tensor; that tensor's device type picks the implementation.
 
     The function it is made from is the torch reference: it defines the contract, runs wherever nothing
-    faster is registered, and is what faster ones are tested against.
+    faster is in use, and is what faster ones are tested against. `ops.backends.install` decides once, at
+    start, what a device uses; a process on a CPU never comes further than the reference.
     """
 
     def __init__(self, reference: Callable[P, R]) -> None:
@@ -24,16 +25,12 @@ class Op(Generic[P, R]):
         self.__doc__ = reference.__doc__
         self._implementations: dict[str, Callable[P, R]] = {}
 
-    def register(self, device_type: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Decorator: make the function the implementation for a device type ("cuda", ...)."""
-
-        def add(implementation: Callable[P, R]) -> Callable[P, R]:
-            if device_type in self._implementations:
-                raise ValueError(f"op {self.name} already has an implementation for {device_type}")
+    def use(self, device_type: str, implementation: Callable[P, R] | None) -> None:
+        """Run this on a device type ("cuda", ...) from now on; None: the reference again."""
+        if implementation is None:
+            self._implementations.pop(device_type, None)
+        else:
             self._implementations[device_type] = implementation
-            return implementation
-
-        return add
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._implementations:

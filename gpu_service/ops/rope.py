@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.registry import Op
 
 
@@ -59,6 +60,7 @@ def inverse_frequencies(
     return formula(theta, rotary_dim, scaling)
 
 
+@Op
 def rope_table(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype, interleaved: bool
 ) -> RopeTable:
@@ -85,8 +87,28 @@ def apply_rope(heads: torch.Tensor, table: RopeTable) -> torch.Tensor:
     rotary_dim = cos.shape[-1]
     rotated = heads if rotary_dim == heads.shape[-1] else heads[..., :rotary_dim]
     if interleaved:
-        partner = rotated.reshape(*rotated.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        partner = rotated.reshape(*rotated.shape[:-1], rotary_dim // 2, 2).flip(-1).flatten(-2)
     else:
         partner = rotated.roll(rotary_dim // 2, dims=-1)
     rotated.mul_(cos).addcmul_(partner, sin)
     return heads
+
+
+@Op
+def qk_norm_rope(
+    heads: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    num_heads: int,
+    table: RopeTable,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`apply_rope(rms_norm(...))` of the queries and the keys that one product made side by side.
+
+    heads `[T, num_heads + num_kv_heads, head_dim]` (any strides over the first two), queries first; it
+    may be overwritten. q_weight, k_weight `[head_dim]`. Returns queries `[T, num_heads, head_dim]` and
+    keys `[T, num_kv_heads, head_dim]`.
+    """
+    query = apply_rope.reference(rms_norm.reference(heads[:, :num_heads], q_weight, eps), table)
+    key = apply_rope.reference(rms_norm.reference(heads[:, num_heads:], k_weight, eps), table)
+    return query, key

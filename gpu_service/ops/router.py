@@ -20,7 +20,7 @@ def _scores(router_logits: torch.Tensor, config: RouterConfig) -> torch.Tensor:
 
 def _mask_groups(choice: torch.Tensor, config: RouterConfig) -> torch.Tensor:
     """Put -inf on the experts outside the best `top_groups` of `num_groups` equal, adjacent groups."""
-    grouped = choice.view(*choice.shape[:-1], config.num_groups, -1)
+    grouped = choice.view(-1, config.num_groups, config.num_experts // config.num_groups)
     if config.group_score == "max":
         group_scores = grouped.amax(dim=-1)
     else:

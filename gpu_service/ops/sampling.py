@@ -1,0 +1,43 @@
+"""From logits and probabilities to what a sampler draws from."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_service.ops.registry import Op
+
+
+@Op
+def argmax_and_finite(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The greedy token of each row, and whether the row can be trusted, in one reading of the logits.
+
+    logits float32 `[R, V]`, not changed. Returns ids int64 `[R]`, which are valid whatever the row holds,
+    and bool `[R]`: no NaN and no Inf. Of equal logits the lowest id wins on every device that says so
+    (torch leaves it open on GPUs).
+    """
+    return logits.argmax(dim=-1), torch.isfinite(logits).all(dim=-1)
+
+
+@Op
+def truncate_probabilities(
+    probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """Keeps the `top_k` likeliest tokens, then the fewest of those whose share reaches `top_p`.
+
+    probabilities float32 `[N, V]`, not negative, of any sum; top_k int64 `[N]`, 0 keeps all; top_p
+    float64 `[N]`, 1 keeps all. Returns a new `[N, V]`: the kept probabilities unchanged at their ids, 0
+    elsewhere. The likeliest token is always kept. Of equal probabilities the lower ids are kept; a
+    backend that decides by a threshold may keep all of them.
+    """
+    ordered, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+    vocab_size = ordered.shape[-1]
+    limit = torch.where(top_k > 0, top_k, vocab_size).unsqueeze(1)
+    rank = torch.arange(vocab_size, device=ordered.device)
+    ordered = torch.where(rank < limit, ordered, 0.0)
+    share = ordered.double()
+    before = share.cumsum(dim=-1) - share
+    reached = before >= top_p.unsqueeze(1) * share.sum(dim=-1, keepdim=True)
+    reached &= top_p.unsqueeze(1) < 1.0
+    reached[:, 0] = False
+    ordered.masked_fill_(reached, 0.0)
+    return torch.zeros_like(probabilities).scatter_(1, ids, ordered)

@@ -1,0 +1,74 @@
+"""Gated activations: one reading of gate and up, one writing of their product."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from gpu_service.ops.triton.jit import jit
+
+_BLOCK = 1024
+
+
+@jit
+def _silu(x: tl.tensor) -> tl.tensor:
+    return x * tl.sigmoid(x)
+
+
+@jit
+def _gelu(x: tl.tensor) -> tl.tensor:
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@jit
+def _gelu_tanh(x: tl.tensor) -> tl.tensor:
+    # tanh(z) = 2 sigmoid(2z) - 1, so that 0.5 x (1 + tanh(z)) = x sigmoid(2z).
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@jit
+def gated_kernel(
+    gate_up_ptr: tl.tensor,
+    output_ptr: tl.tensor,
+    size: int,
+    row_stride: int,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (t, b) makes block b of row t of the contiguous `[T, size]` output."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    start = gate_up_ptr + row * row_stride + column
+    gate = tl.load(start, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(start + size, mask=mask, other=0.0).to(tl.float32)
+    product = ACTIVATION(gate) * up
+    tl.store(output_ptr + row * size + column, product.to(output_ptr.dtype.element_ty), mask=mask)
+
+
+def _gated(gate_up: torch.Tensor, activation: object) -> torch.Tensor:
+    width = gate_up.shape[-1]
+    size = width // 2
+    rows = gate_up.reshape(-1, width)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    output = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
+    if output.numel():
+        grid = (rows.shape[0], -(-size // _BLOCK))
+        gated_kernel[grid](rows, output, size, rows.stride(0), ACTIVATION=activation, BLOCK=_BLOCK)
+    return output
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `ops.activation.silu_and_mul`."""
+    return _gated(gate_up, _silu)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `ops.activation.gelu_and_mul`."""
+    return _gated(gate_up, _gelu)
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `ops.activation.gelu_tanh_and_mul`."""
+    return _gated(gate_up, _gelu_tanh)

@@ -1,0 +1,88 @@
+"""Writing new keys and values into their slots of the paged cache, in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from gpu_service.ops.kv import FP8_MAX
+from gpu_service.ops.triton.jit import jit, next_power_of_2, num_warps
+
+
+@jit
+def _stored(
+    values: tl.tensor, scale: float, dtype: tl.constexpr, SCALED: tl.constexpr, MAX: tl.constexpr
+) -> tl.tensor:
+    if SCALED:
+        # Conversion to fp8 need not saturate, and an overflow would be read back as NaN.
+        values = tl.minimum(tl.maximum(values.to(tl.float32) / scale, -MAX), MAX).to(dtype)
+    return values
+
+
+@jit
+def append_kv_kernel(
+    slots_ptr: tl.tensor,
+    key_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor,
+    num_heads: int,
+    head_dim: int,
+    slot_stride: int,
+    key_stride: int,
+    key_head_stride: int,
+    value_stride: int,
+    value_head_stride: int,
+    key_scale: float,
+    value_scale: float,
+    SCALED: tl.constexpr,
+    MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program t stores all heads of token t; a slot holds its keys, then its values."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    element = tl.arange(0, BLOCK)
+    width = num_heads * head_dim
+    mask = element < width
+    head, column = element // head_dim, element % head_dim
+    key = tl.load(key_ptr + token * key_stride + head * key_head_stride + column, mask=mask)
+    value = tl.load(value_ptr + token * value_stride + head * value_head_stride + column, mask=mask)
+    dtype: tl.constexpr = slots_ptr.dtype.element_ty
+    row = slots_ptr + slot * slot_stride + element
+    tl.store(row, _stored(key, key_scale, dtype, SCALED, MAX), mask=mask)
+    tl.store(row + width, _stored(value, value_scale, dtype, SCALED, MAX), mask=mask)
+
+
+def append_kv(
+    kv_slots: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """See `ops.kv.append_kv`."""
+    tokens, num_heads, head_dim = key.shape
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        raise ValueError(f"keys and values need contiguous heads, got {key.stride()} and {value.stride()}")
+    block = next_power_of_2(num_heads * head_dim)
+    if tokens:
+        append_kv_kernel[(tokens,)](
+            kv_slots,
+            key,
+            value,
+            slot_mapping,
+            num_heads,
+            head_dim,
+            kv_slots.stride(0),
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            key_scale,
+            value_scale,
+            SCALED=kv_slots.dtype != key.dtype,
+            MAX=FP8_MAX,
+            BLOCK=block,
+            num_warps=num_warps(block),
+        )

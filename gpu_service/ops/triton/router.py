@@ -1,0 +1,169 @@
+"""The router in one launch: a program scores one token's experts, limits the groups and picks.
+
+Experts lie in a tile `[groups, experts of a group]`, padded to powers of two. A padded or already chosen
+entry counts as -inf, while whatever else must lose (an expert of a dropped group, NaN) counts as the
+lowest finite number: so the chosen ids are valid and distinct whatever the logits hold. Of equal scores
+the lowest id wins.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from gpu_service.model_config import RouterConfig
+from gpu_service.ops.triton.jit import jit, next_power_of_2, num_warps
+
+_SCORES = {"none": 0, "softmax": 1, "sigmoid": 2}
+_POSTS = {"none": 0, "renormalize": 1, "softmax": 2}
+_LOWEST = -3.0e38
+
+
+@jit
+def _scored(logits: tl.tensor, valid: tl.tensor, SCORE: tl.constexpr) -> tl.tensor:
+    """Score function over the whole tile, in float32; the padding's scores mean nothing."""
+    if SCORE == 1:
+        logits = tl.where(valid, logits, float("-inf"))
+        powers = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
+        logits = powers / tl.sum(tl.sum(powers, axis=1), axis=0)
+    if SCORE == 2:
+        logits = 1.0 / (1.0 + tl.exp(-logits))
+    return logits
+
+
+@jit
+def _group_scores(choice: tl.tensor, SUM_OF_TWO: tl.constexpr) -> tl.tensor:
+    """`[G, S]` to `[G]`: the best of each group, or the sum of its best two."""
+    best = tl.max(choice, axis=1)
+    if SUM_OF_TWO:
+        place = tl.arange(0, choice.shape[1])[None, :]
+        others = tl.where(place == tl.argmax(choice, axis=1)[:, None], float("-inf"), choice)
+        best += tl.max(others, axis=1)
+    return best
+
+
+@jit
+def _kept_groups(
+    scores: tl.tensor, num_groups: int, TOP_GROUPS: tl.constexpr, LOWEST: tl.constexpr
+) -> tl.tensor:
+    """1 for the best `TOP_GROUPS` of the first `num_groups`, int32 `[G]`."""
+    group = tl.arange(0, scores.shape[0])
+    scores = tl.where(group < num_groups, tl.maximum(scores, LOWEST), float("-inf"))
+    kept = tl.zeros_like(group)
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.argmax(scores, axis=0)
+        kept = tl.where(group == best, 1, kept)
+        scores = tl.where(group == best, float("-inf"), scores)
+    return kept
+
+
+@jit
+def _finished(
+    weights: tl.tensor, used: tl.tensor, epsilon: float, scale: float, POST: tl.constexpr
+) -> tl.tensor:
+    """What happens to the chosen scores `[K]`."""
+    if POST == 1:
+        weights = weights / (tl.sum(tl.where(used, weights, 0.0), axis=0) + epsilon)
+    if POST == 2:
+        weights = tl.where(used, weights, float("-inf"))
+        powers = tl.exp(weights - tl.max(weights, axis=0))
+        weights = powers / tl.sum(powers, axis=0)
+    return weights * scale
+
+
+@jit
+def route_kernel(
+    logits_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    row_stride: int,
+    num_groups: int,
+    group_size: int,
+    epsilon: float,
+    scale: float,
+    SCORE: tl.constexpr,
+    POST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LIMITS_GROUPS: tl.constexpr,
+    SUM_OF_TWO: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LOWEST: tl.constexpr,
+) -> None:
+    """Program t writes float32 weights and int32 ids `[TOP_K]` of row t, best choice first."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_GROUPS)[:, None]
+    place = tl.arange(0, BLOCK_EXPERTS)[None, :]
+    expert = group * group_size + place
+    valid = (group < num_groups) & (place < group_size)
+    logits = tl.load(logits_ptr + token * row_stride + expert, mask=valid, other=0.0).to(tl.float32)
+    scores = _scored(logits, valid, SCORE)
+    choice = scores
+    if HAS_BIAS:
+        choice += tl.load(bias_ptr + expert, mask=valid, other=0.0)
+    choice = tl.where(choice > LOWEST, choice, LOWEST)
+    choice = tl.where(valid, choice, float("-inf"))
+    if LIMITS_GROUPS:
+        kept = _kept_groups(_group_scores(choice, SUM_OF_TWO), num_groups, TOP_GROUPS, LOWEST)
+        choice = tl.where(valid & (kept[:, None] == 0), LOWEST, choice)
+    flat = tl.reshape(choice, [BLOCK_GROUPS * BLOCK_EXPERTS])
+    flat_scores = tl.reshape(scores, [BLOCK_GROUPS * BLOCK_EXPERTS])
+    entry = tl.arange(0, BLOCK_GROUPS * BLOCK_EXPERTS)
+    rank = tl.arange(0, BLOCK_K)
+    weights = tl.zeros([BLOCK_K], dtype=tl.float32)
+    ids = tl.zeros([BLOCK_K], dtype=tl.int32)
+    for k in tl.static_range(TOP_K):
+        best = tl.argmax(flat, axis=0)
+        score = tl.sum(tl.where(entry == best, flat_scores, 0.0), axis=0)
+        weights = tl.where(rank == k, score, weights)
+        ids = tl.where(rank == k, best // BLOCK_EXPERTS * group_size + best % BLOCK_EXPERTS, ids)
+        flat = tl.where(entry == best, float("-inf"), flat)
+    used = rank < TOP_K
+    weights = _finished(weights, used, epsilon, scale, POST)
+    tl.store(weights_ptr + token * TOP_K + rank, weights, mask=used)
+    tl.store(ids_ptr + token * TOP_K + rank, ids, mask=used)
+
+
+def route(
+    router_logits: torch.Tensor, correction_bias: torch.Tensor | None, config: RouterConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.router.route`."""
+    logits = router_logits if router_logits.stride(-1) == 1 else router_logits.contiguous()
+    tokens, num_experts = logits.shape
+    shape, device = (tokens, config.top_k), logits.device
+    weights = torch.empty(shape, dtype=torch.float32, device=device)
+    ids = torch.empty(shape, dtype=torch.int32, device=device)
+    limits_groups = config.top_groups < config.num_groups
+    # Groups that limit nothing are one group to the kernel.
+    num_groups = config.num_groups if limits_groups else 1
+    group_size = num_experts // num_groups
+    block_groups, block_experts = next_power_of_2(num_groups), next_power_of_2(group_size)
+    if tokens:
+        route_kernel[(tokens,)](
+            logits,
+            logits if correction_bias is None else correction_bias,
+            weights,
+            ids,
+            logits.stride(0),
+            num_groups,
+            group_size,
+            config.renormalize_epsilon,
+            config.scale,
+            SCORE=_SCORES[config.score],
+            POST=_POSTS[config.post],
+            HAS_BIAS=correction_bias is not None,
+            LIMITS_GROUPS=limits_groups,
+            SUM_OF_TWO=config.group_score == "top2_sum",
+            TOP_GROUPS=config.top_groups,
+            TOP_K=config.top_k,
+            BLOCK_GROUPS=block_groups,
+            BLOCK_EXPERTS=block_experts,
+            BLOCK_K=next_power_of_2(config.top_k),
+            LOWEST=_LOWEST,
+            num_warps=num_warps(block_groups * block_experts),
+        )
+    return weights, ids
