@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.kv_cache import KVCache
@@ -22,3 +24,6 @@ class ForwardContext:
     attention: AttentionBackend
     # None only for models without MoE layers.
     experts: ExpertClient | None
+    # bool [T]: False for rows that only pad a batch to the size of a captured graph; they choose no experts.
+    # None: all rows are a request's.
+    valid_rows: torch.Tensor | None = None

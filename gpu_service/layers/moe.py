@@ -46,6 +46,8 @@ class MoE(nn.Module):
         if experts is None:
             raise RuntimeError(f"layer {self.layer_id} routes to experts, but the context has no client")
         topk_weights, topk_ids = self.gate(hidden_states)
+        if context.valid_rows is not None:
+            topk_ids = torch.where(context.valid_rows.unsqueeze(1), topk_ids, -1)
         ticket = experts.submit(self.layer_id, hidden_states, topk_ids, topk_weights)
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states, context).float()
         # Every rank's answer has its own rows only, and its shared experts their own neurons only.
