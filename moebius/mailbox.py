@@ -1,7 +1,7 @@
 """Typed face of the shared-memory mailbox; described in `kernels/mailbox/layout.h`.
 
-The launcher creates a mailbox, the engine rank attaches as its one client, every expert process attaches as
-one of its servers. Nothing here needs numpy or torch: arrays are passed by address. The GIL is released in
+The launcher creates a mailbox, every engine rank attaches as one of its clients, every expert process as one
+of its servers. Nothing here needs numpy or torch: arrays are passed by address. The GIL is released in
 every call that copies or waits.
 """
 
@@ -55,12 +55,21 @@ class MailboxGeometry:
     max_rows: int  # token rows a slot holds, 1..65536
     num_servers: int  # answers that one collect sums, 1..16
     dtype: PayloadDtype  # of hidden_states; answers are float32
+    num_clients: int = 1  # tensor-parallel ranks that each bring a part of a request's rows, 1..8
 
     def to_kernel(self) -> _kernels.MailboxGeometry:
         """The C++ form. Raises ValueError naming the field, its value and what is allowed."""
         if self.dtype not in _DTYPE_CODES:
             raise ValueError(f"mailbox geometry: dtype = {self.dtype!r}, allowed {', '.join(_DTYPE_CODES)}")
-        for field in ("num_layers", "hidden_size", "top_k", "num_slots", "max_rows", "num_servers"):
+        for field in (
+            "num_layers",
+            "hidden_size",
+            "top_k",
+            "num_slots",
+            "max_rows",
+            "num_servers",
+            "num_clients",
+        ):
             if not 0 < getattr(self, field) < 2**31:
                 raise ValueError(f"mailbox geometry: {field} = {getattr(self, field)} must be positive")
         return _kernels.MailboxGeometry(
@@ -71,6 +80,7 @@ class MailboxGeometry:
             max_rows=self.max_rows,
             num_servers=self.num_servers,
             dtype=_DTYPE_CODES[self.dtype],
+            num_clients=self.num_clients,
         )
 
     @classmethod
@@ -84,6 +94,7 @@ class MailboxGeometry:
             max_rows=kernel.max_rows,
             num_servers=kernel.num_servers,
             dtype="bfloat16" if kernel.dtype == _DTYPE_CODES["bfloat16"] else "float32",
+            num_clients=kernel.num_clients,
         )
 
 
@@ -125,16 +136,27 @@ class Mailbox:
 
     @classmethod
     def attach(
-        cls, name: str, timeout_s: float, expected: MailboxGeometry | None = None, *, spin_ns: int = -1
+        cls,
+        name: str,
+        timeout_s: float,
+        expected: MailboxGeometry | None = None,
+        *,
+        spin_ns: int = -1,
+        client: int = 0,
+        group: int = 0,
     ) -> Mailbox:
         """Waits up to `timeout_s` seconds for a complete segment and maps it.
+
+        `client` of the geometry's clients is what this process will be, of `group`: clients of one group
+        share slots (tensor-parallel ranks), those of another one (pipeline stage) use others.
 
         Raises:
             MailboxError: there is none, its creator never completed it, or it is truncated.
             AbiMismatch, GeometryMismatch: naming what was found and what was expected.
+            ValueError: the segment has no such client.
         """
         wanted = expected.to_kernel() if expected else None
-        return cls(_kernels.Mailbox.attach(name, timeout_s, wanted, spin_ns), name)
+        return cls(_kernels.Mailbox.attach(name, timeout_s, wanted, spin_ns, client, group), name)
 
     @staticmethod
     def unlink(name: str) -> bool:
@@ -167,6 +189,8 @@ class Mailbox:
     ) -> int:
         """Copies one request into `slot`, rings the servers and returns its epoch, which `collect` wants.
 
+        Of several clients each copies its own part of the rows; all submit the same slots, layers and rows.
+
         Addresses of contiguous arrays, read before the call returns: hidden_states [rows, H] in the
         geometry's dtype, topk_ids [rows, K] int32 (-1: no expert), topk_weights [rows, K] float32.
 
@@ -182,7 +206,8 @@ class Mailbox:
     def collect(self, slot: int, epoch: int, output_ptr: int, deadline_ms: int) -> list[int]:
         """Waits for every server and writes the sum of their answers, added in server order, to the output.
 
-        `output_ptr`: address of float32 [rows, H], overwritten; undefined content after an exception.
+        `output_ptr`: address of float32 [rows, H]. This client's rows are overwritten (undefined content
+        after an exception), other clients' rows are left alone.
 
         Returns:
             Nanoseconds each server spent computing.

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAGIC = 0x31584F425345424D  # "MBESBOX1", little-endian
 MAX_SERVERS = 16
+MAX_CLIENTS = 8
+MAX_RECORDS = 16
 
 
 class Geometry(ctypes.LittleEndianStructure):
@@ -23,7 +25,7 @@ class Geometry(ctypes.LittleEndianStructure):
         ("max_rows", ctypes.c_uint32),
         ("num_servers", ctypes.c_uint32),
         ("dtype", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("num_clients", ctypes.c_uint32),
     ]
 
 
@@ -43,6 +45,22 @@ class ServerRecord(ctypes.LittleEndianStructure):
         ("reserved0", ctypes.c_uint64),
         ("sleeping", ctypes.c_uint32),
         ("reserved1", ctypes.c_uint32 * 15),
+    ]
+
+
+class ClientRecord(ctypes.LittleEndianStructure):
+    """What one client tells its peers, and its host its device."""
+
+    _fields_ = [
+        ("failure", ctypes.c_uint32),
+        ("failed_server", ctypes.c_uint32),
+        ("failed_layer", ctypes.c_uint32),
+        ("failed_slot", ctypes.c_uint32),
+        ("failed_epoch", ctypes.c_uint64),
+        ("driver", ctypes.c_uint32),
+        ("pid", ctypes.c_int32),
+        ("abandon", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 7),
     ]
 
 
@@ -72,12 +90,13 @@ class Header(ctypes.LittleEndianStructure):
         ("reserved4", ctypes.c_uint32 * 15),
         ("reserved5", ctypes.c_uint64 * 16),
         ("servers", ServerRecord * MAX_SERVERS),
-        ("reserved6", ctypes.c_uint8 * 1536),
+        ("clients", ClientRecord * MAX_RECORDS),
+        ("reserved6", ctypes.c_uint8 * 512),
     ]
 
 
 class ReadyLine(ctypes.LittleEndianStructure):
-    """One per slot."""
+    """One per slot and client."""
 
     _fields_ = [("epoch", ctypes.c_uint64), ("reserved", ctypes.c_uint64 * 7)]
 
@@ -87,8 +106,11 @@ class DoneLine(ctypes.LittleEndianStructure):
 
     _fields_ = [
         ("epoch", ctypes.c_uint64),
-        ("client_waiting", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 13),
+        ("outcome", ctypes.c_uint64),
+        ("clients_waiting", ctypes.c_uint32),
+        ("reserved0", ctypes.c_uint32),
+        ("answered", ctypes.c_uint32 * MAX_CLIENTS),
+        ("reserved1", ctypes.c_uint64),
     ]
 
 
@@ -125,6 +147,7 @@ STRUCTURES: tuple[type[ctypes.LittleEndianStructure], ...] = (
     Header,
     Geometry,
     ServerRecord,
+    ClientRecord,
     ReadyLine,
     DoneLine,
     RequestHeader,
@@ -141,3 +164,8 @@ def offsets() -> dict[str, int]:
             if not name.startswith("reserved"):
                 found[f"{structure.__name__}.{name}"] = getattr(structure, name).offset
     return found
+
+
+def row_begin(rows: int, client: int, num_clients: int) -> int:
+    """First row of a client's part of a request; that of `num_clients` is the end of the last part."""
+    return rows * client // num_clients

@@ -87,20 +87,59 @@ py::list take_traced_calls(MailboxServer& server) {
 void bind_geometry(py::module_& m) {
   py::class_<Geometry>(m, "MailboxGeometry")
       .def(py::init([](uint32_t num_layers, uint32_t hidden_size, uint32_t top_k, uint32_t num_slots,
-                       uint32_t max_rows, uint32_t num_servers, uint32_t dtype) {
-             const Geometry g{num_layers, hidden_size, top_k, num_slots, max_rows, num_servers, dtype, 0};
+                       uint32_t max_rows, uint32_t num_servers, uint32_t dtype, uint32_t num_clients) {
+             const Geometry g{num_layers, hidden_size, top_k, num_slots, max_rows, num_servers, dtype, num_clients};
              check_geometry(g);
              return g;
            }),
            py::kw_only(), py::arg("num_layers"), py::arg("hidden_size"), py::arg("top_k"), py::arg("num_slots"),
-           py::arg("max_rows"), py::arg("num_servers"), py::arg("dtype"))
+           py::arg("max_rows"), py::arg("num_servers"), py::arg("dtype"), py::arg("num_clients") = 1)
       .def_readonly("num_layers", &Geometry::num_layers)
       .def_readonly("hidden_size", &Geometry::hidden_size)
       .def_readonly("top_k", &Geometry::top_k)
       .def_readonly("num_slots", &Geometry::num_slots)
       .def_readonly("max_rows", &Geometry::max_rows)
       .def_readonly("num_servers", &Geometry::num_servers)
-      .def_readonly("dtype", &Geometry::dtype);
+      .def_readonly("dtype", &Geometry::dtype)
+      .def_readonly("num_clients", &Geometry::num_clients);
+}
+
+// What a client that shares the mailbox, or that a device drives, needs beyond submit and collect.
+void bind_sharing(py::class_<Mailbox>& box) {
+  box.def_property_readonly("address",
+                            [](const Mailbox& b) { return reinterpret_cast<uintptr_t>(b.segment().base()); })
+      .def(
+          "claim", [](Mailbox& b, bool device) { b.claim(device ? Driver::kDevice : Driver::kHost); },
+          py::arg("device"))
+      .def("highest_epoch", &Mailbox::highest_epoch)
+      .def("set_epoch", &Mailbox::set_epoch, py::arg("last"))
+      .def("abandon_requests", &Mailbox::abandon_requests, py::arg("first_slot"), py::arg("num_slots"))
+      .def("wake_servers", &Mailbox::wake_servers)
+      .def(
+          "report_failure",
+          [](const Mailbox& b, uint32_t failure, uint32_t server, uint32_t layer, uint32_t slot, uint64_t epoch) {
+            b.report_failure({ClientFailure(failure), server, layer, slot, epoch});
+          },
+          py::arg("failure"), py::arg("server"), py::arg("layer"), py::arg("slot"), py::arg("epoch"))
+      .def("clear_failure", &Mailbox::clear_failure)
+      .def(
+          "client_report",
+          [](const Mailbox& b, uint32_t client) {
+            const ClientReport r = b.client_report(client);
+            return py::make_tuple(uint32_t(r.failure), r.server, r.layer, r.slot, r.epoch);
+          },
+          py::arg("client"))
+      .def("set_abandon", &Mailbox::set_abandon, py::arg("server_plus_one"))
+      .def("release_waits", &Mailbox::release_waits, py::arg("first_slot"), py::arg("num_slots"))
+      .def("error_text", &Mailbox::error_text, py::arg("slot"), py::arg("server"), py::arg("epoch"))
+      .def("open_epoch", &Mailbox::open_epoch, py::arg("slot"))
+      .def(
+          "overdue",
+          [](const Mailbox& b, uint32_t slot, uint64_t since_ns, uint64_t deadline_ns) -> py::object {
+            const std::optional<Overdue> found = b.overdue(slot, since_ns, deadline_ns);
+            return found ? py::object(py::make_tuple(found->server, found->reason)) : py::none();
+          },
+          py::arg("slot"), py::arg("since_ns"), py::arg("deadline_ns"));
 }
 
 void bind_client(py::module_& m) {
@@ -111,8 +150,9 @@ void bind_client(py::module_& m) {
       .def_readonly("heartbeat_age_s", &ServerState::heartbeat_age_s)
       .def_readonly("calls", &ServerState::calls)
       .def_readonly("rows", &ServerState::rows);
-  py::class_<Mailbox>(m, "Mailbox")
-      .def_static(
+  py::class_<Mailbox> box(m, "Mailbox");
+  bind_sharing(box);
+  box.def_static(
           "create",
           [](const std::string& name, const Geometry& geometry, int64_t spin_ns) {
             return std::make_unique<Mailbox>(Segment::create(name, geometry), spin_ns);
@@ -120,10 +160,13 @@ void bind_client(py::module_& m) {
           py::arg("name"), py::arg("geometry"), py::arg("spin_ns"), Unlocked())
       .def_static(
           "attach",
-          [](const std::string& name, double timeout_s, const std::optional<Geometry>& expected, int64_t spin_ns) {
-            return std::make_unique<Mailbox>(Segment::attach(name, timeout_s, expected), spin_ns);
+          [](const std::string& name, double timeout_s, const std::optional<Geometry>& expected, int64_t spin_ns,
+             uint32_t client, uint32_t group) {
+            return std::make_unique<Mailbox>(Segment::attach(name, timeout_s, expected), spin_ns,
+                                             ClientId{client, group});
           },
-          py::arg("name"), py::arg("timeout_s"), py::arg("expected"), py::arg("spin_ns"), Unlocked())
+          py::arg("name"), py::arg("timeout_s"), py::arg("expected"), py::arg("spin_ns"), py::arg("client") = 0,
+          py::arg("group") = 0, Unlocked())
       .def_property_readonly("geometry", [](const Mailbox& box) { return box.segment().geometry(); })
       .def_property_readonly("nbytes", [](const Mailbox& box) { return box.segment().regions().total; })
       .def("submit", &submit, py::arg("slot"), py::arg("layer"), py::arg("hidden_states"), py::arg("topk_ids"),

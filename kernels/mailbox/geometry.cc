@@ -24,12 +24,14 @@ void check_geometry(const Geometry& g) {
   check_range("max_rows", g.max_rows, 1, 1u << 16);
   check_range("num_servers", g.num_servers, 1, kMaxServers);
   check_range("dtype", g.dtype, 1, 2);
+  check_range("num_clients", g.num_clients, 1, kMaxClients);
 }
 
 std::string describe(const Geometry& g) {
   return "layers=" + std::to_string(g.num_layers) + " hidden_size=" + std::to_string(g.hidden_size) +
          " top_k=" + std::to_string(g.top_k) + " slots=" + std::to_string(g.num_slots) +
          " rows=" + std::to_string(g.max_rows) + " servers=" + std::to_string(g.num_servers) +
+         " clients=" + std::to_string(g.num_clients) +
          " dtype=" + (g.dtype == 2 ? "bfloat16" : g.dtype == 1 ? "float32" : std::to_string(g.dtype));
 }
 

@@ -1,30 +1,43 @@
 // The one description of the mailbox's bytes. `moebius/mailbox_layout.py` mirrors it and a test compares
 // every offset; change both together and raise kAbiVersion.
 //
-// One POSIX shared-memory segment per (engine rank, model), mode 0600:
+// One POSIX shared-memory segment per model, mode 0600, shared by every engine rank and expert server:
 //
 //   [header]     4096 bytes: Header
-//   [flags]      64-byte lines: ReadyLine[slot], then DoneLine[slot][server]
+//   [flags]      64-byte lines: ReadyLine[slot][client], then DoneLine[slot][server]
 //   [requests]   per slot:  RequestHeader | hidden_states dtype [max_rows, hidden_size]
 //                           | topk_ids i32 [max_rows, top_k] | topk_weights f32 [max_rows, top_k]
 //   [responses]  per slot and server:  ResponseHeader | output f32 [max_rows, hidden_size]
 //
-// Writers: the *creator* (launcher) writes the identity once; the one *client* (engine rank) writes
-// requests and rings; each *server* writes its own ServerRecord, DoneLines and responses. No word has two
-// concurrent writers, except the doorbell, which is only ever incremented atomically.
+// Writers: the *creator* (launcher) writes the identity once. The *clients* are the engine ranks that share
+// a slot (tensor-parallel ranks): client c of n writes rows [row_begin(rows, c, n), row_begin(rows, c + 1, n))
+// of the slot's one payload and rings its own ReadyLine; client 0 writes the RequestHeader too. Each *server*
+// writes its own ServerRecord, DoneLines and responses. No word has two concurrent writers, except those
+// named atomic, which are only changed by atomic operations.
 //
 // Ordering of one round trip (-> is program order; R/A mark release stores and acquire loads):
 //   client: request.epoch = 0 -> payload -> request.epoch = E (R) -> ready = E (R) -> ++doorbell -> wake
-//   server: ready == E (A) -> copy header, ids and weights -> request.epoch still E -> compute
-//           -> response -> done = E (R) -> wake
-//   client: done == E (A) -> response.epoch == E -> add
-// Epochs start at 1 and grow strictly over the life of the segment, whoever the client is. A server owes
-// an answer wherever ready != its own done, which is all a restarted server needs to know; an answer to
-// an abandoned epoch carries that epoch and so can never be taken for a newer one.
+//   server: every client's ready == E (A) -> copy header, ids and weights -> request.epoch still E
+//           -> compute -> response -> outcome = E, status (R) -> answered[client] = 1 -> done = E (R) -> wake
+//   client: done == E, or outcome of E (A) -> response.epoch == E -> add own rows
+// Epochs start at 1 and grow strictly over the life of the segment, slot by slot, whoever the clients are; all
+// clients of a slot number its requests alike. A server owes an answer wherever all ready lines of a slot
+// agree on an epoch that is not its own done, which is all a restarted server needs to know; an answer to an
+// abandoned epoch carries that epoch and so can never be taken for a newer one. Until every client has rung,
+// a server waits, and can be stopped or drained.
+//
+// A *device-driven* client (ClientRecord.driver) is a stream of GPU work: its epochs come from a counter in
+// GPU memory, so that a captured graph's replay advances them. It can not increment the doorbell or wake a
+// sleeper, so servers watch the ready lines themselves and spin longer (see wait_policy.h), and the host
+// rings the doorbell before each step. It skips `request.epoch = 0` while it runs: a slot is written again
+// only after all its servers answered. When they did not, its host zeroes the epochs of all slots before the
+// next request (`abandon_requests`), and all clients agree on a first epoch beyond everything rung.
+// It waits on `outcome`, one word that says all; where stream memory operations wait instead, on `answered`,
+// a constant that the client clears before it rings.
 //
 // Liveness is kept by the kernel, not by bytes: every server holds an open-file-description lock on byte
-// kServerLockBase + index of the segment, every client one on kClientLock, everybody a shared one on
-// kOwnerLock. The kernel drops them however a process ends, also across pid namespaces.
+// kServerLockBase + index of the segment, every client one on kClientLockBase + its record's index, everybody
+// a shared one on kOwnerLock. The kernel drops them however a process ends, also across pid namespaces.
 #pragma once
 
 #include <cstddef>
@@ -33,19 +46,33 @@
 namespace moebius::mailbox {
 
 inline constexpr uint64_t kMagic = 0x31584F425345424Dull;  // "MBESBOX1", little-endian
-inline constexpr uint32_t kAbiVersion = 1;
+inline constexpr uint32_t kAbiVersion = 2;
 inline constexpr uint32_t kMaxServers = 16;
 inline constexpr uint32_t kMaxSlots = 64;
+inline constexpr uint32_t kMaxClients = 8;   // of one slot: tensor-parallel ranks
+inline constexpr uint32_t kMaxRecords = 16;  // clients in all: groups (pipeline stages) times clients of a slot
 inline constexpr size_t kLine = 64;
 inline constexpr size_t kPage = 4096;
 
 // Byte ranges of the segment used as lock names; they hold no data of their own.
 inline constexpr int64_t kOwnerLock = 0;
-inline constexpr int64_t kClientLock = 1;
+inline constexpr int64_t kClientLockBase = 1;
 inline constexpr int64_t kServerLockBase = 64;
 
 enum class ServerPhase : uint32_t { kAbsent = 0, kLoading = 1, kReady = 2, kDraining = 3 };
 enum class Status : uint32_t { kOk = 0, kComputeFailed = 1 };
+enum class Driver : uint32_t { kHost = 0, kDevice = 1 };
+// Why a client gave up a step. kAbandoned: its own host said so; kPeer: another client of the slot gave up.
+enum class ClientFailure : uint32_t {
+  kNone = 0,
+  kDeadline = 1,
+  kStaleEpoch = 2,
+  kComputeFailed = 3,
+  kRestarted = 4,
+  kAbandoned = 5,
+  kPeer = 6,
+  kShutDown = 7,
+};
 
 // Owner: creator; constant once the magic is visible.
 struct Geometry {
@@ -56,7 +83,7 @@ struct Geometry {
   uint32_t max_rows;     // token rows a slot holds
   uint32_t num_servers;  // answers summed by one collect
   uint32_t dtype;        // of hidden_states: 1 float32, 2 bfloat16 (numbers of DType)
-  uint32_t reserved;     // 0
+  uint32_t num_clients;  // ready lines of a slot: engine ranks that each bring a part of the rows
 };
 
 // Owner: server i, except where noted. Two lines, so that a heartbeat does not disturb a neighbour.
@@ -75,6 +102,19 @@ struct ServerRecord {
   uint32_t reserved1[15];
 };
 
+// Owner: client, at index group * num_clients + client. What it tells its peers and its own host.
+struct ClientRecord {
+  uint32_t failure;         // ClientFailure; release store after the next four. Sticky until the client recovers
+  uint32_t failed_server;   // index, or kMaxServers when no server is concerned
+  uint32_t failed_layer;
+  uint32_t failed_slot;
+  uint64_t failed_epoch;
+  uint32_t driver;          // Driver
+  int32_t pid;              // in the client's own pid namespace, for people; 0: never claimed
+  uint32_t abandon;         // owner: the client's host. 1 + server (kMaxServers: none in particular): give up
+  uint32_t reserved[7];
+};
+
 struct Header {
   // Line 0 and 1. Owner: creator; constant after `magic`, which is stored last (release).
   uint64_t magic;             // kMagic; 0 while the segment is being made
@@ -90,41 +130,45 @@ struct Header {
   uint64_t response_stride;   // bytes from (slot, server) to the next server
   uint64_t reserved0[3];
 
-  // Line 2. Owner: launcher or client.
+  // Line 2. Owner: launcher or clients.
   uint32_t shutdown;          // 1: everybody leaves; sequentially consistent
   uint32_t reserved1[15];
 
-  // Line 3. Owner: client.
+  // Line 3. Owner: the client, where there is one and host code drives it.
   uint64_t next_epoch;        // last epoch given out; survives a restart of the client
   uint64_t reserved2[7];
 
-  // Line 4. Written by the client at each submit, and by whoever stops a server; futex word.
+  // Line 4. Atomic. Clients at each submit or step, and whoever stops a server; futex word.
   uint32_t doorbell;          // incremented after `ready`; what servers spin and sleep on
   uint32_t reserved3[15];
 
-  // Line 5. Bit i set by server i when it failed (fetch_or), cleared by the client that reports it.
+  // Line 5. Atomic. Bit i set by server i when it failed (fetch_or), cleared by the client that reports it.
   uint32_t error_word;
   uint32_t reserved4[15];
 
   uint64_t reserved5[16];     // lines 6 and 7
   ServerRecord servers[kMaxServers];
-  uint8_t reserved6[kPage - 512 - kMaxServers * sizeof(ServerRecord)];
+  ClientRecord clients[kMaxRecords];
+  uint8_t reserved6[kPage - 512 - kMaxServers * sizeof(ServerRecord) - kMaxRecords * sizeof(ClientRecord)];
 };
 
-// Owner: client. One line per slot.
+// Owner: the client. One line per (slot, client).
 struct ReadyLine {
-  uint64_t epoch;  // of the request the slot holds; release store after the payload
+  uint64_t epoch;  // of the request whose rows of this client the slot holds; release store after them
   uint64_t reserved[7];
 };
 
-// Owner: server, except client_waiting. One line per (slot, server).
+// Owner: server, except where noted. One line per (slot, server).
 struct DoneLine {
-  uint64_t epoch;           // last epoch answered; its low 32 bits are the client's futex word
-  uint32_t client_waiting;  // owner: client; 1 while in a futex wait here (sequentially consistent)
-  uint32_t reserved[13];
+  uint64_t epoch;                  // last epoch answered; its low 32 bits are the host clients' futex word
+  uint64_t outcome;                // the same answer in one word, for a device: see outcome_of; stored before epoch
+  uint32_t clients_waiting;        // atomic: bit c while client c is in a futex wait here
+  uint32_t reserved0;              // 0
+  uint32_t answered[kMaxClients];  // 1: server answered; 0: client c cleared it, before it rang
+  uint64_t reserved1;
 };
 
-// Owner: client.
+// Owner: client 0.
 struct RequestHeader {
   uint64_t epoch;        // 0 while the payload changes, so that a late server can tell
   uint32_t layer;
@@ -152,9 +196,20 @@ static_assert(sizeof(ServerRecord) == 2 * kLine && offsetof(ServerRecord, sleepi
 static_assert(sizeof(Header) == kPage && offsetof(Header, shutdown) == 2 * kLine);
 static_assert(offsetof(Header, doorbell) == 4 * kLine && offsetof(Header, servers) == 8 * kLine);
 static_assert(sizeof(ReadyLine) == kLine && sizeof(DoneLine) == kLine);
+static_assert(sizeof(ClientRecord) == kLine && offsetof(Header, clients) % kLine == 0);
 static_assert(sizeof(RequestHeader) == kLine && sizeof(ResponseHeader) == 4 * kLine);
 
 constexpr size_t align_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+// First row of client `client`'s part of a request; that of client num_clients is the end of the last.
+constexpr uint32_t row_begin(uint32_t rows, uint32_t client, uint32_t num_clients) {
+  return uint32_t(uint64_t{rows} * client / num_clients);
+}
+
+// DoneLine.outcome: status in bits 0..7, generation mod 2^16 in 8..23, epoch mod 2^40 in 24..63.
+constexpr uint64_t outcome_of(uint64_t epoch, uint64_t generation, Status status) {
+  return epoch << 24 | (generation & 0xFFFF) << 8 | uint64_t(status);
+}
 
 // Where everything lies; a function of the geometry alone. All offsets in bytes.
 struct Regions {
@@ -175,7 +230,7 @@ constexpr Regions regions_of(const Geometry& g) {
   r.output = sizeof(ResponseHeader);
   r.response_stride = align_up(r.output + rows * g.hidden_size * 4, kPage);
   r.flags = sizeof(Header);
-  r.requests = align_up(r.flags + kLine * g.num_slots * (size_t{1} + g.num_servers), kPage);
+  r.requests = align_up(r.flags + kLine * g.num_slots * (size_t{g.num_clients} + g.num_servers), kPage);
   r.responses = r.requests + r.request_stride * g.num_slots;
   r.total = r.responses + r.response_stride * g.num_slots * g.num_servers;
   return r;

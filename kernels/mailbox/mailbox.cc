@@ -17,11 +17,20 @@ namespace {
 constexpr uint64_t kPulseNs = 2'000'000;
 
 void add_rows(float* output, const float* partial, size_t count, bool first) {
+  if (count == 0) return;
   if (first) {
     std::memcpy(output, partial, count * sizeof(float));
     return;
   }
   for (size_t i = 0; i < count; ++i) output[i] += partial[i];
+}
+
+// Copies `count` rows from row `begin` on to the same place of an array in the request.
+void copy_rows(RequestHeader& request, size_t array, const void* source, uint32_t begin, uint32_t count,
+               size_t row_bytes) {
+  if (count == 0) return;
+  uint8_t* target = reinterpret_cast<uint8_t*>(&request) + array;
+  std::memcpy(target + begin * row_bytes, static_cast<const uint8_t*>(source) + begin * row_bytes, count * row_bytes);
 }
 
 [[noreturn]] void lost(uint32_t server, const std::string& reason) {
@@ -31,11 +40,19 @@ void add_rows(float* output, const float* partial, size_t count, bool first) {
 
 }  // namespace
 
-Mailbox::Mailbox(Segment segment, int64_t spin_ns)
+Mailbox::Mailbox(Segment segment, int64_t spin_ns, ClientId id)
     : segment_(std::move(segment)),
+      id_(id),
       outstanding_(segment_.geometry().num_slots),
       traces_(segment_.geometry().num_slots) {
-  spin_ns_ = spin_ns >= 0 ? uint64_t(spin_ns) : spin_budget(1 + segment_.geometry().num_servers).client_ns;
+  const Geometry& g = segment_.geometry();
+  if (id.client >= g.num_clients || (uint64_t{id.group} + 1) * g.num_clients > kMaxRecords) {
+    throw std::invalid_argument("client " + std::to_string(id.client) + " of group " + std::to_string(id.group) +
+                                ": mailbox '" + segment_.name() + "' has clients 0.." +
+                                std::to_string(g.num_clients - 1) + " and groups 0.." +
+                                std::to_string(kMaxRecords / g.num_clients - 1));
+  }
+  spin_ns_ = spin_ns >= 0 ? uint64_t(spin_ns) : spin_budget(g.num_clients + g.num_servers).client_ns;
 }
 
 void Mailbox::check_slot(uint32_t slot) const {
@@ -44,22 +61,9 @@ void Mailbox::check_slot(uint32_t slot) const {
                               std::to_string(segment_.geometry().num_slots - 1));
 }
 
-void Mailbox::claim_client() {
-  if (is_client_) return;
-  if (!segment_.try_lock(kClientLock)) {
-    throw MailboxError(Failure::kMailbox, "mailbox '" + segment_.name() + "' is already driven by another client");
-  }
-  is_client_ = true;
-}
-
-void Mailbox::ring() const {
-  Header& header = segment_.header();
-  shared(header.doorbell).fetch_add(1, std::memory_order_seq_cst);
-  bool any_sleeping = false;
-  for (uint32_t s = 0; s < segment_.geometry().num_servers; ++s) {
-    any_sleeping |= shared(segment_.server(s).sleeping).load(std::memory_order_seq_cst) != 0;
-  }
-  if (any_sleeping) futex_wake_all(&header.doorbell);
+uint64_t Mailbox::next_epoch() {
+  if (segment_.geometry().num_clients > 1) return ++epoch_;
+  return shared(segment_.header().next_epoch).fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
 uint64_t Mailbox::submit(uint32_t slot, uint32_t layer, const void* hidden_states, const int32_t* topk_ids,
@@ -74,30 +78,31 @@ uint64_t Mailbox::submit(uint32_t slot, uint32_t layer, const void* hidden_state
                                 std::to_string(g.max_rows));
   }
   if (is_shut_down()) throw MailboxError(Failure::kShutDown, "mailbox '" + segment_.name() + "' is shut down");
-  claim_client();
+  if (!is_client_) claim(Driver::kHost);
 
   RequestHeader& request = segment_.request(slot);
-  uint8_t* payload = reinterpret_cast<uint8_t*>(&request);
-  const uint64_t epoch = shared(segment_.header().next_epoch).fetch_add(1, std::memory_order_relaxed) + 1;
-  // A server may still be copying an abandoned request: the zero tells it that its copy is torn.
-  shared(request.epoch).store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  request.layer = layer;
-  request.rows = rows;
-  const TraceContext trace = std::exchange(traces_[slot], TraceContext{});
-  std::copy(trace.trace_id.begin(), trace.trace_id.end(), request.trace_id);
-  std::copy(trace.span_id.begin(), trace.span_id.end(), request.span_id);
-  request.trace_flags = trace.flags;
-  if (rows > 0) {
-    const size_t element = g.dtype == 2 ? 2 : 4;
-    std::memcpy(payload + segment_.regions().hidden_states, hidden_states, size_t{rows} * g.hidden_size * element);
-    std::memcpy(payload + segment_.regions().topk_ids, topk_ids, size_t{rows} * g.top_k * 4);
-    std::memcpy(payload + segment_.regions().topk_weights, topk_weights, size_t{rows} * g.top_k * 4);
+  const uint64_t epoch = next_epoch();
+  if (id_.client == 0) {
+    // A server may still be copying an abandoned request: the zero tells it that its copy is torn.
+    shared(request.epoch).store(0, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    request.layer = layer;
+    request.rows = rows;
+    const TraceContext trace = std::exchange(traces_[slot], TraceContext{});
+    std::copy(trace.trace_id.begin(), trace.trace_id.end(), request.trace_id);
+    std::copy(trace.span_id.begin(), trace.span_id.end(), request.span_id);
+    request.trace_flags = trace.flags;
   }
-  shared(request.epoch).store(epoch, std::memory_order_release);
-  shared(segment_.ready(slot).epoch).store(epoch, std::memory_order_release);
+  const uint32_t begin = row_begin(rows, id_.client, g.num_clients);
+  const uint32_t count = row_begin(rows, id_.client + 1, g.num_clients) - begin;
+  const Regions& r = segment_.regions();
+  copy_rows(request, r.hidden_states, hidden_states, begin, count, g.hidden_size * (g.dtype == 2 ? 2u : 4u));
+  copy_rows(request, r.topk_ids, topk_ids, begin, count, g.top_k * 4);
+  copy_rows(request, r.topk_weights, topk_weights, begin, count, g.top_k * 4);
+  if (id_.client == 0) shared(request.epoch).store(epoch, std::memory_order_release);
+  shared(segment_.ready(slot, id_.client).epoch).store(epoch, std::memory_order_release);
   outstanding_[slot] = {epoch, rows};
-  ring();
+  wake_servers();
   return epoch;
 }
 
@@ -114,13 +119,17 @@ std::vector<uint64_t> Mailbox::collect(uint32_t slot, uint64_t epoch, float* out
   for (uint32_t s = 0; s < num_servers; ++s) {
     generations[s] = shared(segment_.server(s).generation).load(std::memory_order_acquire);
   }
-  const size_t count = size_t{outstanding_[slot].rows} * segment_.geometry().hidden_size;
+  const Geometry& g = segment_.geometry();
+  const uint32_t rows = outstanding_[slot].rows;
+  const size_t begin = size_t{row_begin(rows, id_.client, g.num_clients)} * g.hidden_size;
+  const size_t end = size_t{row_begin(rows, id_.client + 1, g.num_clients)} * g.hidden_size;
   std::vector<uint64_t> compute_ns(num_servers);
   for (uint32_t s = 0; s < num_servers; ++s) {
     wait_done(slot, s, epoch, generations[s], deadline_ns, deadline_ms);
     const ResponseHeader& response = checked_response(slot, s, epoch);
     const uint8_t* base = reinterpret_cast<const uint8_t*>(&response);
-    add_rows(output, reinterpret_cast<const float*>(base + segment_.regions().output), count, s == 0);
+    const float* answer = reinterpret_cast<const float*>(base + segment_.regions().output);
+    add_rows(output + begin, answer + begin, end - begin, s == 0);
     compute_ns[s] = response.compute_ns;
   }
   return compute_ns;
@@ -133,15 +142,16 @@ void Mailbox::wait_done(uint32_t slot, uint32_t server, uint64_t epoch, uint64_t
   if (spin_for(spin_ns_, answered)) return;
   for (;;) {
     const uint64_t now = clock_ns();
-    shared(line.client_waiting).store(1, std::memory_order_seq_cst);
+    shared(line.clients_waiting).fetch_or(1u << id_.client, std::memory_order_seq_cst);
     const uint64_t seen = shared(line.epoch).load(std::memory_order_seq_cst);
     if (seen < epoch && now < deadline_ns) {
       futex_wait(low_word(line.epoch), uint32_t(seen), std::min(kPulseNs, deadline_ns - now));
     }
-    shared(line.client_waiting).store(0, std::memory_order_relaxed);
+    shared(line.clients_waiting).fetch_and(~(1u << id_.client), std::memory_order_relaxed);
     if (answered()) return;
     if (is_shut_down()) throw MailboxError(Failure::kShutDown, "mailbox '" + segment_.name() + "' is shut down");
     check_server(server, generation);
+    check_peers();
     if (now >= deadline_ns) lost(server, "no answer within " + std::to_string(deadline_ms) + " ms");
   }
 }

@@ -27,32 +27,83 @@ struct TraceContext {
   uint32_t flags = 0;  // bit 0: sampled
 };
 
+// Which of the segment's clients: one of those that share slots, of one of the groups that have slots of their own.
+struct ClientId {
+  uint32_t client = 0;  // 0..num_clients - 1: tensor-parallel rank
+  uint32_t group = 0;   // pipeline stage
+};
+
+// A client's own account of a step it gave up; filled by Mailbox::client_report.
+struct ClientReport {
+  ClientFailure failure;
+  uint32_t server;  // kMaxServers: none in particular
+  uint32_t layer;
+  uint32_t slot;
+  uint64_t epoch;
+};
+
+// What a device-driven client's host found wrong with a request under way; filled by Mailbox::overdue.
+struct Overdue {
+  uint32_t server;
+  std::string reason;
+};
+
 // Several threads may use different slots at once; one slot belongs to one thread at a time.
 class Mailbox {
  public:
   // spin_ns < 0 chooses from the allowed cores and 1 + num_servers participants.
-  explicit Mailbox(Segment segment, int64_t spin_ns = -1);
+  explicit Mailbox(Segment segment, int64_t spin_ns = -1, ClientId id = {});
 
   const Segment& segment() const { return segment_; }
 
-  // Writes one request and rings every server; returns its epoch. hidden_states [rows, H] in the mailbox's
-  // dtype, topk_ids [rows, K] int32, topk_weights [rows, K] float32, all contiguous and read before return.
-  // Throws std::invalid_argument for a bad slot, layer or row count, MailboxError kShutDown, or kMailbox
-  // when another process already drives this mailbox.
+  // Writes this client's rows of one request and rings every server; returns its epoch. The arrays hold all
+  // `rows` rows: hidden_states [rows, H] in the mailbox's dtype, topk_ids [rows, K] int32, topk_weights
+  // [rows, K] float32, contiguous, read before return. With several clients all submit the same slots, layers
+  // and row counts in the same order. Throws std::invalid_argument for a bad slot, layer or row count,
+  // MailboxError kShutDown, or kMailbox when another process already is this client.
   uint64_t submit(uint32_t slot, uint32_t layer, const void* hidden_states, const int32_t* topk_ids,
                   const float* topk_weights, uint32_t rows);
 
-  // Waits for every server and writes the sum of their answers, added in server order, to output
-  // [rows, H] float32; its content is undefined after an exception. Returns each server's compute time in
-  // nanoseconds. Throws kServerLost (deadline, death or restart of a server while waiting), kStaleEpoch,
-  // kCompute (the server's own exception) or kShutDown. After kServerLost the same epoch may be collected
-  // again once the server is back, or the request submitted anew.
+  // Waits for every server and writes the sum of their answers, added in server order, to this client's rows
+  // of output [rows, H] float32; their content is undefined after an exception, other rows are never touched.
+  // Returns each server's compute time in nanoseconds. Throws kServerLost (deadline, death or restart of a
+  // server while waiting, or a peer that gave up), kStaleEpoch, kCompute (the server's own exception) or
+  // kShutDown. After kServerLost the same epoch may be collected again once the server is back, or, by all
+  // clients of the slot, the request submitted anew.
   std::vector<uint64_t> collect(uint32_t slot, uint64_t epoch, float* output, uint64_t deadline_ms);
 
   // Trace context of the next submit into `slot`; without a call it is zero.
   void set_trace(uint32_t slot, const TraceContext& trace);
 
   ServerState server_state(uint32_t index) const;
+
+  // --- clients that share a segment, or that a device drives (client.cc) ---
+  ClientId id() const { return id_; }
+  // Becomes the client, or throws kMailbox when another process is it; clears what a predecessor reported.
+  void claim(Driver driver);
+  // The highest epoch that any client has rung or that was given out, 0: none. Stable only while all rest.
+  uint64_t highest_epoch() const;
+  // Further epochs grow from here; all clients of a slot must be given the same number.
+  void set_epoch(uint64_t last);
+  // Client 0 only: makes what the slots hold unanswerable, so that they may be written again in any order.
+  void abandon_requests(uint32_t first_slot, uint32_t num_slots) const;
+  // Rings without a request, so that sleeping servers look (and spin) again.
+  void wake_servers() const;
+  void report_failure(const ClientReport& report) const;
+  void clear_failure() const;
+  // What client `client` of this group reported. Throws std::invalid_argument for an index beyond the geometry.
+  ClientReport client_report(uint32_t client) const;
+  // Tells this client's own device to give up all waits of the step: 1 + server; 0: none.
+  void set_abandon(uint32_t server_plus_one) const;
+  // Releases this client's stream memory operations, which wait for `answered`.
+  void release_waits(uint32_t first_slot, uint32_t num_slots) const;
+  // The text a server left with its failed answer; empty when the slot holds another answer by now.
+  std::string error_text(uint32_t slot, uint32_t server, uint64_t epoch) const;
+  // A server that owes this client's last ring of the slot an answer and is dead or absent. `since_ns` is when
+  // the caller first saw that epoch there; past `deadline_ns` after it, any server that owes it.
+  std::optional<Overdue> overdue(uint32_t slot, uint64_t since_ns, uint64_t deadline_ns) const;
+  // Epoch of this client's last ring of a slot that not all servers have answered; 0: all have.
+  uint64_t open_epoch(uint32_t slot) const;
 
   // Returns when every server is ready; throws kServerLost naming the first that is not, or kShutDown.
   void wait_servers_ready(double timeout_s) const;
@@ -63,8 +114,9 @@ class Mailbox {
 
  private:
   void check_slot(uint32_t slot) const;
-  void claim_client();
-  void ring() const;
+  uint64_t next_epoch();
+  void check_peers() const;
+  ClientRecord& record(uint32_t client) const;
   void wait_done(uint32_t slot, uint32_t server, uint64_t epoch, uint64_t generation, uint64_t deadline_ns,
                  uint64_t deadline_ms) const;
   void check_server(uint32_t server, uint64_t generation) const;
@@ -73,7 +125,9 @@ class Mailbox {
 
   Segment segment_;
   uint64_t spin_ns_;
+  const ClientId id_;
   bool is_client_ = false;
+  uint64_t epoch_ = 0;  // last one given out, where clients share slots
   // Per slot. Row counts are remembered here: what sizes our own output is not read back from shared memory.
   struct Outstanding {
     uint64_t epoch = 0;

@@ -204,12 +204,22 @@ Segment::~Segment() {
   if (fd_ >= 0) close(fd_);
 }
 
-ReadyLine& Segment::ready(uint32_t slot) const {
-  return *reinterpret_cast<ReadyLine*>(base_ + regions_.flags + kLine * slot);
+ReadyLine& Segment::ready(uint32_t slot, uint32_t client) const {
+  const size_t line = size_t{slot} * geometry_.num_clients + client;
+  return *reinterpret_cast<ReadyLine*>(base_ + regions_.flags + kLine * line);
+}
+
+uint64_t Segment::rung_epoch(uint32_t slot) const {
+  const uint64_t epoch = shared(ready(slot, 0).epoch).load(std::memory_order_acquire);
+  for (uint32_t c = 1; c < geometry_.num_clients; ++c) {
+    if (shared(ready(slot, c).epoch).load(std::memory_order_acquire) != epoch) return 0;
+  }
+  return epoch;
 }
 
 DoneLine& Segment::done(uint32_t slot, uint32_t server) const {
-  const size_t line = geometry_.num_slots + size_t{slot} * geometry_.num_servers + server;
+  const size_t first = size_t{geometry_.num_slots} * geometry_.num_clients;
+  const size_t line = first + size_t{slot} * geometry_.num_servers + server;
   return *reinterpret_cast<DoneLine*>(base_ + regions_.flags + kLine * line);
 }
 

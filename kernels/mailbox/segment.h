@@ -33,11 +33,14 @@ class Segment {
   const Geometry& geometry() const { return geometry_; }
   const Regions& regions() const { return regions_; }
 
-  ReadyLine& ready(uint32_t slot) const;
+  uint8_t* base() const { return base_; }
+  ReadyLine& ready(uint32_t slot, uint32_t client) const;
   DoneLine& done(uint32_t slot, uint32_t server) const;
   RequestHeader& request(uint32_t slot) const;
   ResponseHeader& response(uint32_t slot, uint32_t server) const;
   ServerRecord& server(uint32_t index) const { return header().servers[index]; }
+  // The epoch that every client of the slot has rung; 0 while they differ.
+  uint64_t rung_epoch(uint32_t slot) const;
 
   // Exclusive open-file-description locks; they end with the process. False: another one holds it.
   bool try_lock(int64_t byte) const;

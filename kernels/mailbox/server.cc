@@ -9,7 +9,6 @@
 
 #include "kernels/mailbox/errors.h"
 #include "kernels/mailbox/signal.h"
-#include "kernels/mailbox/wait_policy.h"
 
 namespace moebius::mailbox {
 
@@ -30,6 +29,7 @@ MailboxServer::MailboxServer(const std::string& mailbox_name, uint32_t server_in
                                 ", the expert backend has " + std::to_string(backend.hidden_size()));
   }
   const uint32_t participants = 1 + g.num_servers * std::max(options.num_threads, 1u);
+  device_wait_ = device_wait(g.num_servers * std::max(options.num_threads, 1u));
   spin_ns_ = options.spin_ns >= 0 ? uint64_t(options.spin_ns) : spin_budget(participants).server_ns;
   topk_ids_.resize(size_t{g.max_rows} * g.top_k);
   topk_weights_.resize(topk_ids_.size());
@@ -76,17 +76,35 @@ void MailboxServer::serve_loop() {
   }
 }
 
+uint64_t MailboxServer::owed_epoch(uint32_t slot) const {
+  const uint64_t rung = segment_.rung_epoch(slot);
+  if (rung == 0 || rung == segment_.done(slot, index_).epoch) return 0;
+  // A client that died, or is just now, writing the slot left a request nobody can answer: skip it, the
+  // next ring tells when it is whole.
+  return shared(segment_.request(slot).epoch).load(std::memory_order_acquire) == rung ? rung : 0;
+}
+
+bool MailboxServer::owes_any() const {
+  for (uint32_t slot = 0; slot < segment_.geometry().num_slots; ++slot) {
+    if (owed_epoch(slot) != 0) return true;
+  }
+  return false;
+}
+
+bool MailboxServer::has_device_client() const {
+  for (ClientRecord& client : segment_.header().clients) {
+    if (shared(client.driver).load(std::memory_order_relaxed) == uint32_t(Driver::kDevice)) return true;
+  }
+  return false;
+}
+
 bool MailboxServer::serve_oldest() {
   uint64_t oldest = UINT64_MAX;
   uint32_t oldest_slot = 0;
   for (uint32_t slot = 0; slot < segment_.geometry().num_slots; ++slot) {
-    const uint64_t ready = shared(segment_.ready(slot).epoch).load(std::memory_order_acquire);
-    const uint64_t done = segment_.done(slot, index_).epoch;
-    if (ready == done || ready >= oldest) continue;
-    // A client that died, or is just now, writing the slot left a request nobody can answer: skip it, the
-    // next ring tells when it is whole.
-    if (shared(segment_.request(slot).epoch).load(std::memory_order_acquire) != ready) continue;
-    oldest = ready;
+    const uint64_t owed = owed_epoch(slot);
+    if (owed == 0 || owed >= oldest) continue;
+    oldest = owed;
     oldest_slot = slot;
   }
   if (oldest == UINT64_MAX) return false;
@@ -135,7 +153,7 @@ void MailboxServer::serve(uint32_t slot, uint64_t epoch) {
   shared(record.calls).fetch_add(1, std::memory_order_relaxed);
   shared(record.rows).fetch_add(response.rows, std::memory_order_relaxed);
   beat();
-  answer(slot, epoch);
+  answer(slot, epoch, Status(response.status));
 }
 
 void MailboxServer::compute(const uint8_t* hidden_states, ResponseHeader& response, float* output) {
@@ -157,29 +175,45 @@ void MailboxServer::compute(const uint8_t* hidden_states, ResponseHeader& respon
   }
 }
 
-void MailboxServer::answer(uint32_t slot, uint64_t epoch) {
+void MailboxServer::answer(uint32_t slot, uint64_t epoch, Status status) {
   DoneLine& line = segment_.done(slot, index_);
+  shared(line.outcome).store(outcome_of(epoch, generation_, status), std::memory_order_release);
+  for (uint32_t c = 0; c < segment_.geometry().num_clients; ++c) {
+    shared(line.answered[c]).store(1, std::memory_order_release);
+  }
   shared(line.epoch).store(epoch, std::memory_order_seq_cst);
-  if (shared(line.client_waiting).load(std::memory_order_seq_cst) != 0) futex_wake_all(low_word(line.epoch));
+  if (shared(line.clients_waiting).load(std::memory_order_seq_cst) != 0) futex_wake_all(low_word(line.epoch));
 }
 
 void MailboxServer::wait_for_ring(uint32_t bell) {
   Header& header = segment_.header();
-  ServerRecord& record = segment_.server(index_);
+  const bool for_device = has_device_client();
   const auto rung = [&] {
-    return shared(header.doorbell).load(std::memory_order_acquire) != bell || stop_.load(std::memory_order_relaxed);
+    return shared(header.doorbell).load(std::memory_order_acquire) != bell || stop_.load(std::memory_order_relaxed) ||
+           draining_.load(std::memory_order_relaxed) || (for_device && owes_any());
   };
-  if (spin_for(spin_ns_, rung)) return;
-  // Asleep for good after the first spin: a heartbeat is no reason to spin again.
-  while (!rung() && !draining_.load(std::memory_order_acquire) &&
-         shared(header.shutdown).load(std::memory_order_relaxed) == 0) {
-    shared(record.sleeping).store(1, std::memory_order_seq_cst);
-    if (shared(header.doorbell).load(std::memory_order_seq_cst) == bell) {
-      futex_wait(&header.doorbell, bell, heartbeat_ns_);
-    }
-    shared(record.sleeping).store(0, std::memory_order_relaxed);
+  const uint64_t start = clock_ns();
+  const uint64_t spin_ns = for_device ? device_wait_.spin_ns : spin_ns_;
+  for (uint64_t spent = 0; spent < spin_ns; spent = clock_ns() - start) {
+    if (spin_for(std::min(heartbeat_ns_, spin_ns - spent), rung)) return;
     beat();
   }
+  // Asleep for good after the first spin: a heartbeat is no reason to spin again.
+  while (!rung() && shared(header.shutdown).load(std::memory_order_relaxed) == 0) {
+    const bool expects_device = for_device && clock_ns() - start < device_wait_.idle_ns;
+    sleep_on(bell, expects_device ? std::min(heartbeat_ns_, device_wait_.nap_ns) : heartbeat_ns_);
+  }
+}
+
+void MailboxServer::sleep_on(uint32_t bell, uint64_t longest_ns) {
+  Header& header = segment_.header();
+  ServerRecord& record = segment_.server(index_);
+  shared(record.sleeping).store(1, std::memory_order_seq_cst);
+  if (shared(header.doorbell).load(std::memory_order_seq_cst) == bell) {
+    futex_wait(&header.doorbell, bell, longest_ns);
+  }
+  shared(record.sleeping).store(0, std::memory_order_relaxed);
+  beat();
 }
 
 void MailboxServer::beat() {

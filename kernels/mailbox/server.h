@@ -12,6 +12,7 @@
 #include "kernels/moe/expert_backend.h"
 #include "kernels/mailbox/mailbox.h"
 #include "kernels/mailbox/segment.h"
+#include "kernels/mailbox/wait_policy.h"
 
 namespace moebius::mailbox {
 
@@ -57,12 +58,17 @@ class MailboxServer {
   void claim();
   void serve_loop();
   bool serve_oldest();
+  // The epoch this server owes an answer to in the slot; 0: none, or not whole yet.
+  uint64_t owed_epoch(uint32_t slot) const;
+  bool owes_any() const;
+  bool has_device_client() const;
   void serve(uint32_t slot, uint64_t epoch);
   bool copy_request(uint32_t slot, uint64_t epoch);
   void compute(const uint8_t* hidden_states, ResponseHeader& response, float* output);
-  void answer(uint32_t slot, uint64_t epoch);
+  void answer(uint32_t slot, uint64_t epoch, Status status);
   void record_trace(uint64_t start_unix_ns, uint64_t duration_ns);
   void wait_for_ring(uint32_t bell);
+  void sleep_on(uint32_t bell, uint64_t longest_ns);
   void beat();
   void leave();
 
@@ -71,6 +77,7 @@ class MailboxServer {
   ExpertBackend& backend_;
   const uint64_t heartbeat_ns_;
   uint64_t spin_ns_;
+  DeviceWait device_wait_;
   uint64_t generation_ = 0;
   std::thread thread_;
   std::atomic<bool> claimed_{false};

@@ -16,13 +16,13 @@ def test_offsets_agree() -> None:
     assert _kernels.MAILBOX_ABI_VERSION == mailbox_layout.ABI_VERSION
 
 
-@pytest.mark.parametrize("name", ["ReadyLine", "DoneLine", "RequestHeader"])
+@pytest.mark.parametrize("name", ["ReadyLine", "DoneLine", "RequestHeader", "ClientRecord"])
 def test_flags_have_their_own_lines(name: str) -> None:
     """One 64-byte line each."""
     assert _kernels.mailbox_offsets()[name] == 64
 
 
-@pytest.mark.parametrize("name", ["shutdown", "next_epoch", "doorbell", "error_word", "servers"])
+@pytest.mark.parametrize("name", ["shutdown", "next_epoch", "doorbell", "error_word", "servers", "clients"])
 def test_words_of_different_writers_lie_on_different_lines(name: str) -> None:
     """A header word that someone writes at run time starts a line."""
     assert _kernels.mailbox_offsets()[f"Header.{name}"] % 64 == 0

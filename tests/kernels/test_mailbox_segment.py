@@ -35,9 +35,9 @@ def test_wrong_abi_names_both_versions() -> None:
     """Client and server refuse, naming found and expected."""
     with new_mailbox(geometry()) as box:
         overwrite(box.name, 8, (77).to_bytes(4, "little"))
-        with pytest.raises(AbiMismatch, match="found 77, expected 1"):
+        with pytest.raises(AbiMismatch, match="found 77, expected 2"):
             Mailbox.attach(box.name, 0)
-        with pytest.raises(AbiMismatch, match="found 77, expected 1"):
+        with pytest.raises(AbiMismatch, match="found 77, expected 2"):
             MailboxServer(box.name, 0, EchoBackend(48))
 
 
