@@ -9,8 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+
+# torch leaves these two untyped.
+_cuda: Any = torch.cuda
 
 
 class DeviceEvent(ABC):
@@ -78,12 +82,12 @@ class HostDeviceStream(DeviceStream):
 
 
 class _CudaEvent(DeviceEvent):
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(blocking=True)
+    def __init__(self, stream: Any) -> None:
+        self._event = _cuda.Event(blocking=True)
         self._event.record(stream)
 
     def query(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -94,7 +98,7 @@ class CudaDeviceStream(DeviceStream):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = _cuda.Stream(device)
         # What was loaded so far was launched on the default stream.
         self.stream.wait_stream(torch.cuda.default_stream(device))
 

@@ -1,6 +1,7 @@
-"""Host tensors to the device and results back, without a wait: one copy of packed page-locked memory each way.
+"""Host tensors to the device and results back, without a wait, through page-locked memory.
 
-A copy from ordinary memory would block the host until the device has done all earlier work.
+All tensors of a call travel packed in one buffer. A copy from ordinary memory would block the host until the
+device has done all earlier work.
 """
 
 from __future__ import annotations

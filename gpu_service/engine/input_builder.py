@@ -70,7 +70,7 @@ class StepPlan:
 
     @property
     def is_sampling_decode(self) -> bool:
-        """Whether every request computes exactly one token and samples the next, and nothing else is asked."""
+        """Whether every request computes exactly one token and samples the next."""
         rows = len(self.seq_lens)
         return self.query_start_loc[-1] == len(self.sample_batch_indices) == rows and not self.prompt_logprobs
 

@@ -9,13 +9,15 @@ import torch
 
 
 class TokenPool:
-    """int32 `[num_slots, max_len]`; row = a request's slot, column = position in prompt + output.
+    """int32 `[num_slots + 1, max_len]`; row = a request's slot, column = position in prompt + output.
 
-    All methods must run in stream order (inside a launch).
+    The last row, `dummy_slot`, belongs to no request: rows of padding read and write it. All methods must
+    run in stream order (inside a launch).
     """
 
     def __init__(self, num_slots: int, max_len: int, device: torch.device) -> None:
-        self.tokens = torch.zeros((num_slots, max_len), dtype=torch.int32, device=device)
+        self.tokens = torch.zeros((num_slots + 1, max_len), dtype=torch.int32, device=device)
+        self.dummy_slot = num_slots
 
     def upload(self, slot: int, token_ids: torch.Tensor) -> None:
         """Writes a request's known tokens, int32 `[n]`, when it is given the slot."""
@@ -26,5 +28,6 @@ class TokenPool:
         return self.tokens[slots, positions].long()
 
     def scatter(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Writes sampled ids int64 `[R]`; each (slot, position) at most once."""
+        """Writes sampled ids int64 `[R]`; each (slot, position) at most once,
+        but for the dummy slot's."""
         self.tokens[slots, positions] = token_ids.to(torch.int32)

@@ -1,0 +1,69 @@
+"""Work recorded once and launched again as one: the interface, and CUDA graphs behind it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpu_service.device.stream import CudaDeviceStream
+
+
+class CapturedGraph(ABC):
+    """Recorded work. The memory it reads and writes keeps its place for the graph's life."""
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Launches it on the current stream."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives up the graph; it must not be running."""
+
+
+class GraphBackend(ABC):
+    """Records work without running it. One thread at a time."""
+
+    @abstractmethod
+    def capture(self, work: Callable[[], None]) -> CapturedGraph:
+        """Records what `work` launches; its Python code runs once, now.
+
+        Everything `work` calls must have run before: nothing may be compiled, loaded or allocated by a
+        library while recording. Capture the largest first, the others then fit into its memory.
+        """
+
+
+class _CudaGraph(CapturedGraph):
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+
+    def replay(self) -> None:
+        assert self._graph is not None, "the graph is closed"
+        self._graph.replay()
+
+    def close(self) -> None:
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = None
+
+
+class CudaGraphs(GraphBackend):
+    """Graphs that share one memory pool: no two of them may run at the same time."""
+
+    def __init__(self, stream: CudaDeviceStream) -> None:
+        self._stream = stream
+        self._pool: Any = None
+
+    def capture(self, work: Callable[[], None]) -> CapturedGraph:
+        """See the base class."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Threads that only watch the device (those of NCCL) may go on doing so: thread_local.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream.stream, capture_error_mode="thread_local"
+        ):
+            work()
+        return _CudaGraph(graph)

@@ -1,0 +1,218 @@
+"""Decode steps as captured graphs: one per batch size, smaller batches padded to the next.
+
+A graph holds a whole step whose requests compute one token each: gather of the token ids, forward, logits,
+the greedy token and its way into the token pool. So a greedy batch needs one copy, one graph and one copy
+back; other sampling runs on the graph's logits. Rows of padding are a token at position 0 of a slot that no
+request has, with the dummy page as their cache, and choose no experts.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import structlog
+import torch
+
+from gpu_service.batch import ForwardInputs
+from gpu_service.device.graphs import CapturedGraph, GraphBackend
+from gpu_service.device.transfer import Uploader, packed_offsets
+from gpu_service.engine.input_builder import StepPlan
+from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.sampler import Sampled
+from gpu_service.ops.sampling import argmax_and_finite
+
+_log = structlog.get_logger(__name__)
+# Runs before a capture: the first compiles and loads, the second finds everything in place.
+_WARM_UP_RUNS = 2
+
+
+class DecodeRows(NamedTuple):
+    """What differs between two replays of one graph; B = its rows."""
+
+    token_slots: torch.Tensor  # int64 [B]
+    positions: torch.Tensor  # int64 [B]
+    slot_mapping: torch.Tensor  # int64 [B]
+    sample_slots: torch.Tensor  # int64 [B]
+    sample_positions: torch.Tensor  # int64 [B]
+    query_start_loc: torch.Tensor  # int32 [B + 1]
+    seq_lens: torch.Tensor  # int32 [B]
+    block_table: torch.Tensor  # int32 [B, max_pages]
+    valid_rows: torch.Tensor  # bool [B]
+
+
+@dataclass(slots=True)
+class DecodeGraph:
+    """One captured size; filled by `DecodeGraphs.capture_all`."""
+
+    size: int
+    inputs: ForwardInputs  # its tensors are the graph's
+    captured: CapturedGraph | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GraphOutputs:
+    """Memory that all graphs write their results to; N = the largest size."""
+
+    token_ids: torch.Tensor  # int64 [N]
+    finite: torch.Tensor  # bool [N]
+    logits: torch.Tensor  # float32 [N, V]
+
+
+def graph_sizes(max_batch_size: int) -> list[int]:
+    """1, 2, 4, 8, then every 8 rows, and the limit itself."""
+    return sorted(
+        {size for size in (1, 2, 4, *range(8, max_batch_size, 8)) if size < max_batch_size} | {max_batch_size}
+    )
+
+
+def empty_rows(size: int, max_pages: int, dummy_slot: int) -> DecodeRows:
+    """Host tensors of a batch that is all padding."""
+    zeros = torch.zeros(size, dtype=torch.int64)
+    slots = torch.full((size,), dummy_slot, dtype=torch.int64)
+    return DecodeRows(
+        token_slots=slots,
+        positions=zeros,
+        slot_mapping=zeros.clone(),
+        sample_slots=slots.clone(),
+        sample_positions=zeros.clone(),
+        query_start_loc=torch.arange(size + 1, dtype=torch.int32),
+        seq_lens=torch.ones(size, dtype=torch.int32),
+        block_table=torch.zeros((size, max_pages), dtype=torch.int32),
+        valid_rows=torch.zeros(size, dtype=torch.bool),
+    )
+
+
+def padded_rows(plan: StepPlan, size: int, max_pages: int, dummy_slot: int) -> DecodeRows:
+    """The plan's rows, then padding."""
+    rows, count = empty_rows(size, max_pages, dummy_slot), plan.num_requests
+    rows.token_slots[:count] = plan.token_slots
+    rows.positions[:count] = plan.positions
+    rows.slot_mapping[:count] = plan.slot_mapping
+    rows.sample_slots[:count] = plan.sample_slots
+    rows.sample_positions[:count] = plan.sample_positions
+    rows.seq_lens[:count] = plan.seq_lens_tensor
+    rows.block_table[:count, : plan.block_table.shape[1]] = plan.block_table
+    rows.valid_rows[:count] = True
+    return rows
+
+
+class DecodeGraphs:
+    """All graphs of an engine, over one set of input and output buffers. Call with the stream active."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        backend: GraphBackend,
+        uploader: Uploader,
+        *,
+        sizes: list[int],
+        max_pages: int,
+        vocab_size: int,
+    ) -> None:
+        self._runner = runner
+        self._backend = backend
+        self._uploader = uploader
+        self._sizes = sorted(sizes)
+        self._max_pages = max_pages
+        self._dummy_slot = runner.token_pool.dummy_slot
+        device, largest = runner.token_pool.tokens.device, self._sizes[-1]
+        _, nbytes = packed_offsets(empty_rows(largest, max_pages, 0))
+        self._rows = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._input_ids = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._outputs = GraphOutputs(
+            token_ids=torch.zeros(largest, dtype=torch.int64, device=device),
+            finite=torch.zeros(largest, dtype=torch.bool, device=device),
+            logits=torch.zeros((largest, vocab_size), dtype=torch.float32, device=device),
+        )
+        self._graphs: dict[int, DecodeGraph] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers; what the graphs allocate while they are captured comes on top."""
+        out = self._outputs
+        buffers = (self._rows, self._input_ids, out.token_ids, out.finite, out.logits)
+        return sum(buffer.nbytes for buffer in buffers)
+
+    def capture_all(self) -> None:
+        """Runs each size, then captures it, the largest first. Expert servers must be ready."""
+        for size in reversed(self._sizes):
+            self._graphs[size] = self._capture(size)
+        _log.info("decode graphs are captured", sizes=self._sizes)
+
+    def graph_for(self, plan: StepPlan) -> DecodeGraph | None:
+        """The graph that fits a step best; None: it has to run eagerly."""
+        if not self._graphs or not plan.is_sampling_decode or plan.num_requests > self._sizes[-1]:
+            return None
+        return self._graphs[self._sizes[bisect.bisect_left(self._sizes, plan.num_requests)]]
+
+    def replay(self, graph: DecodeGraph, plan: StepPlan) -> tuple[torch.Tensor, Sampled]:
+        """Launches a step. Returns its logits float32 `[R, V]` and greedy tokens, valid until the next."""
+        count, padding = plan.num_requests, graph.size - plan.num_requests
+        rows = padded_rows(plan, graph.size, self._max_pages, self._dummy_slot)
+        self._uploader.upload(rows, self._rows)
+        self._runner.attention.plan_replay(replace(graph.inputs, seq_lens=plan.seq_lens + [1] * padding))
+        assert graph.captured is not None
+        graph.captured.replay()
+        out = self._outputs
+        return out.logits[:count], Sampled(out.token_ids[:count], out.finite[:count], None)
+
+    def close(self) -> None:
+        """Gives up all graphs."""
+        for graph in self._graphs.values():
+            if graph.captured is not None:
+                graph.captured.close()
+        self._graphs = {}
+
+    def _capture(self, size: int) -> DecodeGraph:
+        rows = DecodeRows(
+            *self._uploader.upload(empty_rows(size, self._max_pages, self._dummy_slot), self._rows)
+        )
+        graph = DecodeGraph(size, self._inputs(rows, size))
+        self._runner.attention.plan_capture(graph.inputs)
+        for _ in range(_WARM_UP_RUNS):
+            self._begin_step()
+            self._step(graph, rows)
+        graph.captured = self._backend.capture(lambda: self._step(graph, rows))
+        # Once before any request depends on it.
+        self._begin_step()
+        self._runner.attention.plan_replay(graph.inputs)
+        graph.captured.replay()
+        return graph
+
+    def _begin_step(self) -> None:
+        if self._runner.experts is not None:
+            self._runner.experts.begin_step()
+
+    def _inputs(self, rows: DecodeRows, size: int) -> ForwardInputs:
+        return ForwardInputs(
+            input_ids=self._input_ids[:size],
+            positions=rows.positions,
+            slot_mapping=rows.slot_mapping,
+            block_table=rows.block_table,
+            query_start_loc=list(range(size + 1)),
+            seq_lens=[1] * size,
+            logits_indices=torch.arange(size, device=rows.positions.device),
+            query_start_loc_tensor=rows.query_start_loc,
+            seq_lens_tensor=rows.seq_lens,
+        )
+
+    def _step(self, graph: DecodeGraph, rows: DecodeRows) -> None:
+        """The recorded work; reads and writes memory that stays."""
+        runner, out, size = self._runner, self._outputs, graph.size
+        self._input_ids[:size].copy_(runner.token_pool.gather(rows.token_slots, rows.positions))
+        context = runner.context(graph.inputs)
+        if self._is_ever_padded(size):
+            context = replace(context, valid_rows=rows.valid_rows)
+        logits = runner.model.compute_logits(runner.model.forward(context))
+        token_ids, finite = argmax_and_finite(logits)
+        runner.token_pool.scatter(rows.sample_slots, rows.sample_positions, token_ids)
+        out.logits[:size].copy_(logits)
+        out.token_ids[:size].copy_(token_ids)
+        out.finite[:size].copy_(finite)
+
+    def _is_ever_padded(self, size: int) -> bool:
+        """Whether smaller batches use this graph; where none does, masking would waste a kernel a layer."""
+        index = self._sizes.index(size)
+        return size - (self._sizes[index - 1] if index else 0) > 1

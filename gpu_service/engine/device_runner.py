@@ -1,0 +1,133 @@
+"""Steps on a GPU: the engine's own thread launches them and never waits while it does.
+
+host    | stage, launch N+1 | wait for N's event, read its results | ...
+device  |------ step N ------|------ step N+1 ------|
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from gpu_service.device.stream import DeviceStream
+from gpu_service.device.transfer import Download, HostBuffers, Uploader
+from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
+from gpu_service.engine.in_flight import StepsInFlight
+from gpu_service.engine.input_builder import StepPlan
+from gpu_service.engine.model_runner import ModelRunner, launching
+from gpu_service.engine.step_outputs import StepOutputs, to_result
+from gpu_service.engine.step_runner import Pending, StepResult, StepRunner
+from gpu_service.engine.tensor_tree import tensors_of, with_tensors
+
+
+class LaunchedStep:
+    """One run of a plan: its outputs are on their way to the host."""
+
+    def __init__(
+        self, runner: DeviceRunner, plan: StepPlan, staged: StepPlan, outputs: StepOutputs, started: float
+    ) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._staged = staged
+        self._outputs = outputs
+        self._started = started
+        self._download = Download(runner.stream, runner.results, tensors_of(outputs))
+
+    def finish(self) -> StepResult:
+        """See `in_flight.Launched`."""
+        self._download.event.wait()
+        result = to_result(self._plan, with_tensors(self._outputs, self._download.tensors))
+        self._download.release()
+        result.seconds = self._runner.time_of(self._started)
+        return result
+
+    def undo(self) -> None:
+        """See `in_flight.Launched`."""
+        self._runner.retract(self._staged, self._outputs)
+
+
+class DeviceRunner(StepRunner):
+    """The twin of `StreamRunner`. Decode steps are replayed graphs where `graphs` has one for them."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        stream: DeviceStream,
+        *,
+        uploader: Uploader | None = None,
+        graphs: DecodeGraphs | None = None,
+        recovery_timeout_s: float = 300.0,
+    ) -> None:
+        self.stream = stream
+        self.results = HostBuffers(stream)
+        self._runner = runner
+        self._graphs = graphs
+        self._uploader = uploader or Uploader(stream)
+        self._steps = StepsInFlight(self._start, runner.experts, recovery_timeout_s)
+        self._last_end = 0.0
+
+    def prepare(self) -> None:
+        """Captures all graphs; expert servers must be ready. Before the first step. Raises their failure."""
+        if self._graphs is None:
+            return
+        with self.stream.active(), torch.inference_mode():
+            self._graphs.capture_all()
+        self.stream.synchronize()
+        failure = None if self._runner.experts is None else self._runner.experts.failure()
+        if failure is not None:
+            raise failure
+
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        """See the base class."""
+        return self._steps.launch(plan)
+
+    def zero_pages(self, pages: list[int]) -> None:
+        """See the base class."""
+        self._steps.follow(lambda: self._zero_pages(pages))
+
+    def close(self) -> None:
+        """See the base class. Graphs go first: they hold what process groups and clients free later."""
+        self.stream.synchronize()
+        if self._graphs is not None:
+            self._graphs.close()
+
+    def retract(self, staged: StepPlan, outputs: StepOutputs) -> None:
+        """Undoes the part of a step that is not idempotent."""
+        with self.stream.active(), torch.inference_mode():
+            self._runner.retract(staged, outputs)
+
+    def time_of(self, started: float) -> float:
+        """Seconds that a step that has just ended had the device: it began when the one before had ended."""
+        begin, self._last_end = max(started, self._last_end), time.monotonic()
+        return self._last_end - begin
+
+    def _start(self, plan: StepPlan) -> LaunchedStep:
+        started = time.monotonic()
+        if self._runner.experts is not None:
+            self._runner.experts.begin_step()
+        with self.stream.active(), launching(plan):
+            graph = None if self._graphs is None else self._graphs.graph_for(plan)
+            if self._graphs is None or graph is None:
+                staged = self._stage(plan)
+                outputs = self._runner.run(staged)
+            else:
+                staged, outputs = self._replay(self._graphs, graph, plan)
+            return LaunchedStep(self, plan, staged, outputs, started)
+
+    def _replay(
+        self, graphs: DecodeGraphs, graph: DecodeGraph, plan: StepPlan
+    ) -> tuple[StepPlan, StepOutputs]:
+        assert plan.sampling is not None
+        is_greedy = plan.sampling.takes_argmax
+        staged = plan if is_greedy and not plan.uploads else self._stage(plan)
+        self._runner.upload(staged.uploads)
+        logits, sampled = graphs.replay(graph, plan)
+        return staged, StepOutputs(sampled if is_greedy else self._runner.sample(staged, logits))
+
+    def _stage(self, plan: StepPlan) -> StepPlan:
+        return with_tensors(plan, self._uploader.upload(tensors_of(plan)))
+
+    def _zero_pages(self, pages: list[int]) -> None:
+        with self.stream.active(), torch.inference_mode():
+            self._runner.zero_pages(pages)
