@@ -9,7 +9,7 @@ from gpu_service.context import ForwardContext
 from gpu_service.layers.linear import FusedLinear, RowParallelLinear
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.model_config import ModelConfig
-from gpu_service.ops.rope import RopeTable, apply_rope
+from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import kv_heads, query_heads
 
@@ -51,14 +51,14 @@ class GQAttention(nn.Module):
         """`[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards."""
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         heads = self.qkv_proj(hidden_states).view(-1, num_heads + 2 * num_kv_heads, self.head_dim)
+        # Queries and keys are neighbours: one call serves both.
+        rotated = heads[:, : num_heads + num_kv_heads]
         if self.q_norm is None or self.k_norm is None:
-            # Queries and keys are neighbours: one rotation serves both.
-            apply_rope(heads[:, : num_heads + num_kv_heads], rope)
-            query = heads[:, :num_heads]
-            key = heads[:, num_heads : num_heads + num_kv_heads]
+            apply_rope(rotated, rope)
+            query, key = rotated[:, :num_heads], rotated[:, num_heads:]
         else:
-            query = apply_rope(self.q_norm(heads[:, :num_heads]), rope)
-            key = apply_rope(self.k_norm(heads[:, num_heads : num_heads + num_kv_heads]), rope)
+            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+            query, key = qk_norm_rope(rotated, q_weight, k_weight, self.q_norm.eps, num_heads, rope)
         value = heads[:, num_heads + num_kv_heads :]
         attended = context.attention.forward(query, key, value, self.layer_id)
         output: torch.Tensor = self.o_proj(attended)

@@ -1,4 +1,4 @@
-"""The pre-norm decoder layer."""
+"""The pre-norm decoder layer, and the stream of sums that layers add to."""
 
 from __future__ import annotations
 
@@ -9,6 +9,39 @@ from gpu_service.context import ForwardContext
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.rope import RopeTable
+
+
+class ResidualStream:
+    """The sum `[T, H]` that every layer adds to; the last addition waits for the norm that follows it.
+
+    An addition and the norm of the sum are one kernel on a GPU. So a layer hands on what it computed
+    unadded, and the next reader, who starts with a norm, does both.
+    """
+
+    def __init__(self, total: torch.Tensor) -> None:
+        """`total` becomes the stream's own memory and is added to in place."""
+        self._total = total
+        self._pending: torch.Tensor | None = None
+
+    def add(self, update: torch.Tensor) -> None:
+        """`update` `[T, H]` becomes part of the sum; its memory is the stream's from now on."""
+        self.sum()
+        self._pending = update
+
+    def normed(self, norm: RMSNorm) -> torch.Tensor:
+        """The norm of the sum, a tensor that the caller may keep."""
+        if self._pending is None:
+            output: torch.Tensor = norm(self._total)
+            return output
+        update, self._pending = self._pending, None
+        return norm.after_adding(update, self._total)
+
+    def sum(self) -> torch.Tensor:
+        """The sum itself, `[T, H]`: what a pipeline stage hands to the next. Later additions change it."""
+        if self._pending is not None:
+            self._total.add_(self._pending)
+            self._pending = None
+        return self._total
 
 
 class DecoderLayer(nn.Module):
@@ -24,8 +57,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype)
         self.mlp = mlp
 
-    def forward(self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext) -> torch.Tensor:
-        """Adds to `[T, H]` in place and returns it."""
-        hidden_states.add_(self.self_attn(self.input_layernorm(hidden_states), rope, context))
-        hidden_states.add_(self.mlp(self.post_attention_layernorm(hidden_states), context))
-        return hidden_states
+    def forward(self, stream: ResidualStream, rope: RopeTable, context: ForwardContext) -> ResidualStream:
+        """Adds the layer's two halves to the stream and returns it."""
+        stream.add(self.self_attn(stream.normed(self.input_layernorm), rope, context))
+        stream.add(self.mlp(stream.normed(self.post_attention_layernorm), context))
+        return stream

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gpu_service.context import ForwardContext
-from gpu_service.layers.decoder import DecoderLayer
+from gpu_service.layers.decoder import DecoderLayer, ResidualStream
 from gpu_service.layers.embedding import Embedding, Head, gather_logits
 from gpu_service.layers.linear import Linear
 from gpu_service.layers.mlp import GatedMLP
@@ -53,14 +53,14 @@ class Backbone(nn.Module):
         """`[T, H]` after the final norm; on a stage that is not the last, what was sent to the next one."""
         inputs = context.inputs
         rope = self._rotary.table(inputs.positions)
-        hidden_states = self._begin(inputs.input_ids)
+        stream = ResidualStream(self._begin(inputs.input_ids))
         for layer in self.layers:
-            hidden_states = layer(hidden_states, rope, context)
+            stream = layer(stream, rope, context)
         if self.norm is None:
+            hidden_states = stream.sum()
             self._parallel.send_to_next_stage(hidden_states)
             return hidden_states
-        normalized: torch.Tensor = self.norm(hidden_states)
-        return normalized
+        return stream.normed(self.norm)
 
     def _begin(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self._parallel.is_first_stage:
