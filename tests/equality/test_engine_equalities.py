@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_service.request import Request
-from tests.helpers.engine_harness import Knobs, make_request, prompt_of, running_engine
+from tests.helpers.engine_harness import LOOPS, Knobs, make_request, prompt_of, running_engine
 
 LENGTHS = (3, 9, 30, 17, 4, 41, 8, 25)
 
@@ -25,7 +25,7 @@ def truth(request: pytest.FixtureRequest) -> tuple[dict[str, object], list[list[
         return request.param, [harness.run([r])[0] for r in workload(**request.param)]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@LOOPS
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -39,11 +39,11 @@ def truth(request: pytest.FixtureRequest) -> tuple[dict[str, object], list[list[
     ids=["batch", "chunked", "tiny-budget", "preempted", "preempted-uncached", "large-pages"],
 )
 def test_scheduling_does_not_show(
-    truth: tuple[dict[str, object], list[list[int]]], knobs: Knobs, overlap: bool
+    truth: tuple[dict[str, object], list[list[int]]], knobs: Knobs, loop: dict[str, bool]
 ) -> None:
     """Batch 1 = batch 8, chunked = unchunked, preempted = not, overlap = synchronous."""
     params, expected = truth
-    with running_engine(knobs, overlap=overlap) as harness:
+    with running_engine(knobs, **loop) as harness:
         harness.model.gate.clear()
         requests = workload(**params)
         for request in requests:
@@ -56,10 +56,10 @@ def test_scheduling_does_not_show(
             assert harness.engine.scheduler.num_preemptions > 0, "the scenario must preempt"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_prefix_hit_equals_miss(overlap: bool) -> None:
+@LOOPS
+def test_prefix_hit_equals_miss(loop: dict[str, bool]) -> None:
     """A second run finds its prompt (and the first run's output) in the tree and says the same."""
-    with running_engine(overlap=overlap) as harness:
+    with running_engine(**loop) as harness:
         cold = make_request("cold", prompt_of(1, 30))
         warm = make_request("warm", prompt_of(1, 30))
         (first,), (second,) = harness.run([cold]), harness.run([warm])
@@ -80,13 +80,13 @@ def test_namespaces_do_not_share_prefixes() -> None:
     assert other.cached_len == 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_outputs_of_one_request_share_the_prompt(overlap: bool) -> None:
+@LOOPS
+def test_outputs_of_one_request_share_the_prompt(loop: dict[str, bool]) -> None:
     """Siblings wait for the first output's prefill and start from its pages."""
     outputs = [make_request("n", prompt_of(2, 30), temperature=1.0, seed=100 + i) for i in range(3)]
     for index, output in enumerate(outputs):
         output.index = index
-    with running_engine(overlap=overlap) as harness:
+    with running_engine(**loop) as harness:
         harness.engine.submit(outputs)
         harness.wait(outputs)
         tokens = [harness.tokens(output) for output in outputs]
@@ -94,13 +94,13 @@ def test_outputs_of_one_request_share_the_prompt(overlap: bool) -> None:
     assert len({tuple(t) for t in tokens}) == 3
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_logprobs_are_the_same_chunked_or_not(overlap: bool) -> None:
+@LOOPS
+def test_logprobs_are_the_same_chunked_or_not(loop: dict[str, bool]) -> None:
     """Prompt and output log-probabilities do not depend on chunks, and chosen greedy tokens rank first."""
     seen = []
     for budget in (256, 7):
         request = make_request("lp", prompt_of(3, 23), logprobs=3, prompt_logprobs=2)
-        with running_engine(budget=budget, overlap=overlap) as harness:
+        with running_engine(budget=budget, **loop) as harness:
             harness.run([make_request("warm", prompt_of(3, 23))])
             harness.run([request])
         seen.append((request.prompt_logprobs, request.output_logprobs))
@@ -113,10 +113,10 @@ def test_logprobs_are_the_same_chunked_or_not(overlap: bool) -> None:
     assert all(len(record.top_ids) == 3 for record in output)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_stop_token_ends_the_output_although_known_late(overlap: bool) -> None:
+@LOOPS
+def test_stop_token_ends_the_output_although_known_late(loop: dict[str, bool]) -> None:
     """The extra token that the overlap loop computed after a stop token is dropped."""
-    with running_engine(overlap=overlap) as harness:
+    with running_engine(**loop) as harness:
         (free,) = harness.run([make_request("free", prompt_of(5, 9))])
         stop = free[4]
         until = free.index(stop) + 1

@@ -7,9 +7,7 @@ import pytest
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.request import FinishReason
 from gpu_service.scheduler.limits import QueueFull, RequestRefused
-from tests.helpers.engine_harness import make_request, prompt_of, running_engine
-
-OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+from tests.helpers.engine_harness import LOOPS, make_request, prompt_of, running_engine
 
 
 def raise_at(calls: set[int], error: Exception):  # type: ignore[no-untyped-def]
@@ -22,12 +20,12 @@ def raise_at(calls: set[int], error: Exception):  # type: ignore[no-untyped-def]
     return before_forward
 
 
-@OVERLAP
-def test_lost_experts_do_not_show_in_the_tokens(overlap: bool) -> None:
+@LOOPS
+def test_lost_experts_do_not_show_in_the_tokens(loop: dict[str, bool]) -> None:
     """Steps replayed after a recovery give exactly the tokens of an undisturbed run, sampled ones too."""
     outputs = []
     for calls in (set[int](), {2, 3, 7, 12}):
-        with running_engine(overlap=overlap, budget=16) as harness:
+        with running_engine(**loop, budget=16) as harness:
             harness.model.before_forward = raise_at(calls, ExpertUnavailable(0, "killed"))
             requests = [
                 make_request(f"r{i}", prompt_of(i, 20), temperature=1.0, seed=i, presence_penalty=0.5)
@@ -38,10 +36,10 @@ def test_lost_experts_do_not_show_in_the_tokens(overlap: bool) -> None:
     assert outputs[0] == outputs[1]
 
 
-@OVERLAP
-def test_failed_recovery_ends_requests_but_not_the_engine(overlap: bool) -> None:
+@LOOPS
+def test_failed_recovery_ends_requests_but_not_the_engine(loop: dict[str, bool]) -> None:
     """Running requests end with an error that names the server; later ones are served, from clean pages."""
-    with running_engine(overlap=overlap) as harness:
+    with running_engine(**loop) as harness:
         (expected,) = harness.run([make_request("before", prompt_of(1, 20))])
         error = ExpertUnavailable(1, "still dead")
         harness.experts.recovery_error = error
@@ -53,10 +51,10 @@ def test_failed_recovery_ends_requests_but_not_the_engine(overlap: bool) -> None
         assert harness.run([make_request("after", prompt_of(1, 20))]) == [expected]
 
 
-@OVERLAP
-def test_an_exception_in_a_step_fails_its_requests_only(overlap: bool) -> None:
+@LOOPS
+def test_an_exception_in_a_step_fails_its_requests_only(loop: dict[str, bool]) -> None:
     """An unexpected error reaches the clients with its text, and the engine goes on."""
-    with running_engine(overlap=overlap) as harness:
+    with running_engine(**loop) as harness:
         harness.model.before_forward = raise_at({2}, RuntimeError("boom"))
         broken, fine = make_request("broken", prompt_of(1, 9)), make_request("fine", prompt_of(2, 9))
         harness.run([broken])
@@ -66,12 +64,12 @@ def test_an_exception_in_a_step_fails_its_requests_only(overlap: bool) -> None:
         assert fine.finish_reason is FinishReason.LENGTH
 
 
-@OVERLAP
+@LOOPS
 def test_an_exception_in_the_host_code_ends_requests_not_the_engine(
-    overlap: bool, monkeypatch: pytest.MonkeyPatch
+    loop: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scheduling or committing may have a bug: clients are told, nobody hangs, the next request is served."""
-    with running_engine(overlap=overlap) as harness:
+    with running_engine(**loop) as harness:
         scheduler = harness.engine.scheduler
         for index, name in enumerate(("schedule", "commit")):
             with monkeypatch.context() as patch:
@@ -85,10 +83,10 @@ def test_an_exception_in_the_host_code_ends_requests_not_the_engine(
             assert fine.finish_reason is FinishReason.LENGTH
 
 
-@OVERLAP
-def test_nan_fails_one_request_and_poisons_no_page(overlap: bool) -> None:
+@LOOPS
+def test_nan_fails_one_request_and_poisons_no_page(loop: dict[str, bool]) -> None:
     """The neighbours' tokens are unchanged, and the NaN pages are clean when someone else gets them."""
-    with running_engine(overlap=overlap, prefix_caching=False, num_pages=24) as harness:
+    with running_engine(**loop, prefix_caching=False, num_pages=24) as harness:
         good = [make_request(f"good{i}", prompt_of(i, 20)) for i in range(2)]
         expected = harness.run(good)
         harness.model.poison_token = 96
@@ -105,10 +103,10 @@ def test_nan_fails_one_request_and_poisons_no_page(overlap: bool) -> None:
         assert {request.finish_reason for request in fill} == {FinishReason.LENGTH}
 
 
-@OVERLAP
-def test_abort_in_flight(overlap: bool) -> None:
+@LOOPS
+def test_abort_in_flight(loop: dict[str, bool]) -> None:
     """While a step computes, running and waiting outputs are aborted; the rest is not disturbed."""
-    with running_engine(overlap=overlap, max_num_seqs=2) as harness:
+    with running_engine(**loop, max_num_seqs=2) as harness:
         (expected,) = harness.run([make_request("alone", prompt_of(2, 9))])
         harness.model.gate.clear()
         requests = [make_request(f"r{i}", prompt_of(i, 9)) for i in range(4)]

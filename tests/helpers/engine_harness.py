@@ -7,16 +7,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 
 from gpu_service.cache.page_pool import PagePool
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import RequestCache
+from gpu_service.device.stream import HostDeviceStream
+from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.outputs import EngineObserver, OutputDelta
 from gpu_service.engine.sampler import Sampler
+from gpu_service.engine.step_runner import StepRunner
 from gpu_service.engine.stream import CpuStream, InlineStream
 from gpu_service.engine.stream_runner import StreamRunner
 from gpu_service.engine.token_pool import TokenPool
@@ -35,14 +39,29 @@ class Knobs:
     max_num_seqs: int = 8
     budget: int = 64
     overlap: bool = False
+    # The runner a GPU has, on the host's null stream.
+    device_runner: bool = False
     prefix_caching: bool = True
     max_waiting: int = 1000
     context_limit: int = 128
     observer: EngineObserver | None = None
 
 
+# Changes of the knobs: every order in which an engine can do the same steps.
+LOOPS = pytest.mark.parametrize(
+    "loop",
+    [{"overlap": False}, {"overlap": True}, {"overlap": True, "device_runner": True}],
+    ids=["synchronous", "overlap", "device"],
+)
+
+
 class FlakyExperts:
-    """Stands for an expert client: counts recoveries, or fails them."""
+    """Stands for an expert client that host code drives: counts recoveries, or fails them."""
+
+    is_device_driven = False
+
+    def begin_step(self) -> None:
+        """Nobody sleeps."""
 
     def __init__(self) -> None:
         self.recoveries = 0
@@ -113,11 +132,23 @@ def build_scheduler(knobs: Knobs) -> Scheduler:
     return Scheduler(limits, RequestCache(pool, tree, knobs.prefix_caching))
 
 
+def _step_runner(runner: ModelRunner, knobs: Knobs) -> StepRunner:
+    if knobs.device_runner:
+        return DeviceRunner(runner, HostDeviceStream(), recovery_timeout_s=5)
+    return StreamRunner(runner, CpuStream() if knobs.overlap else InlineStream(), recovery_timeout_s=5)
+
+
 @contextmanager
-def running_engine(knobs: Knobs | None = None, **changes: object) -> Iterator[Harness]:
+def running_engine(
+    knobs: Knobs | None = None,
+    *,
+    model: FakeModel | None = None,
+    experts: FlakyExperts | None = None,
+    **changes: object,
+) -> Iterator[Harness]:
     """Runs an engine; at the end stops it and checks that not a page is lost."""
     knobs = replace(knobs or Knobs(), **changes)  # type: ignore[arg-type]
-    scheduler, model, experts = build_scheduler(knobs), FakeModel(), FlakyExperts()
+    scheduler, model, experts = build_scheduler(knobs), model or FakeModel(), experts or FlakyExperts()
     device = torch.device("cpu")
     cache = fake_cache(knobs.num_pages, knobs.page_size)
     runner = ModelRunner(
@@ -132,7 +163,7 @@ def running_engine(knobs: Knobs | None = None, **changes: object) -> Iterator[Ha
     engine = Engine(
         scheduler,
         InputBuilder(scheduler.limits, knobs.page_size),
-        StreamRunner(runner, CpuStream() if knobs.overlap else InlineStream(), recovery_timeout_s=5),
+        _step_runner(runner, knobs),
         lambda deltas: harness.on_output(deltas),
         observer=knobs.observer,
         overlap=knobs.overlap,
