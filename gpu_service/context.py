@@ -13,6 +13,8 @@ from gpu_service.cache.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from gpu_service.experts.client import ExpertClient
+    from gpu_service.experts.resident.experts import ResidentExperts
+    from gpu_service.placement.recorder import ExpertRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +24,12 @@ class ForwardContext:
     inputs: ForwardInputs
     kv_cache: KVCache
     attention: AttentionBackend
-    # None only for models without MoE layers.
+    # None for models without MoE layers, and where every expert is resident.
     experts: ExpertClient | None
     # bool [T]: False for rows that only pad a batch to the size of a captured graph; they choose no experts.
     # None: all rows are a request's.
     valid_rows: torch.Tensor | None = None
+    # Experts whose weights are on this device; None: there are none.
+    resident: ResidentExperts | None = None
+    # None: nothing can be recorded of routing.
+    recorder: ExpertRecorder | None = None

@@ -7,13 +7,14 @@ run without any.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.nn import functional
 
+from gpu_service.experts.activation import EXPERT_ACTIVATIONS
 from gpu_service.experts.client import (
     ExpertClient,
     ExpertClientStats,
@@ -31,22 +32,6 @@ from moebius.checkpoint.reader import SliceReader
 WeightDtype = Literal["keep", "float32", "bfloat16", "int8", "int4"]
 # Packed formats whose rounding the reference repeats; "keep" and "float32" lose nothing.
 _ROUNDED: Mapping[WeightDtype, str] = {"bfloat16": "bfloat16", "int8": "int8", "int4": "int4_g32"}
-
-
-def _silu(gate: torch.Tensor, up: torch.Tensor, geometry: MoeGeometry) -> torch.Tensor:
-    return functional.silu(gate) * up
-
-
-def _gpt_oss(gate: torch.Tensor, up: torch.Tensor, geometry: MoeGeometry) -> torch.Tensor:
-    gate = gate.clamp(max=geometry.limit)
-    up = up.clamp(-geometry.limit, geometry.limit)
-    return (up + 1) * gate * torch.sigmoid(geometry.alpha * gate)
-
-
-_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor, MoeGeometry], torch.Tensor]] = {
-    "silu": _silu,
-    "gpt_oss": _gpt_oss,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +82,7 @@ class LocalExpertClient(ExpertClient):
             gate, up, down = self._expert(ticket.layer, expert)
             rows, choices = (ticket.topk_ids == expert).nonzero(as_tuple=True)
             chosen = hidden_states[rows]
-            neurons = _ACTIVATIONS[self.geometry.activation](gate(chosen), up(chosen), self.geometry)
+            neurons = EXPERT_ACTIVATIONS[self.geometry.activation](gate(chosen), up(chosen), self.geometry)
             output.index_add_(0, rows, down(neurons) * ticket.topk_weights[rows, choices, None])
         seconds = time.perf_counter() - begin
         counters = self._stats

@@ -1,11 +1,14 @@
-"""The mixture-of-experts block: it routes, and lets someone else compute the routed experts."""
+"""The mixture-of-experts block: routes, and adds up what expert servers and the device itself compute."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from gpu_service.context import ForwardContext
+from gpu_service.experts.resident.experts import Share
 from gpu_service.layers.mlp import GatedMLP
 from gpu_service.layers.router import Router
 from gpu_service.model_config import MoeConfig
@@ -13,7 +16,10 @@ from gpu_service.parallel.context import SOLO, ParallelContext
 
 
 class MoE(nn.Module):
-    """Route, submit, compute the shared experts meanwhile, collect, add.
+    """Route, submit, compute shared and resident experts meanwhile, collect, add.
+
+    A layer without resident experts does nothing for them, and one whose experts are all resident submits
+    nothing.
 
     Holds no routed expert's weights. The routing weights already carry the family's scaling factor, so
     what `collect` returns is final.
@@ -42,13 +48,44 @@ class MoE(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]` in the same dtype; the sum is taken in float32."""
-        experts = context.experts
-        if experts is None:
-            raise RuntimeError(f"layer {self.layer_id} routes to experts, but the context has no client")
         topk_weights, topk_ids = self.gate(hidden_states)
         if context.valid_rows is not None:
             topk_ids = torch.where(context.valid_rows.unsqueeze(1), topk_ids, -1)
+        if context.recorder is not None:
+            context.recorder.record(self.layer_id, topk_ids)
+        resident = context.resident
+        share = Share.NONE if resident is None else resident.share(self.layer_id)
+        collect = self._submit(hidden_states, topk_ids, topk_weights, share, context)
+        partial: torch.Tensor | None = None
+        if self.shared_experts is not None:
+            partial = self.shared_experts(hidden_states, context)
+        if resident is not None and share is not Share.NONE:
+            partial = resident.forward(self.layer_id, hidden_states, topk_ids, topk_weights, partial)
+        # Every rank's answer has its own rows only, and what it computes itself its own neurons only.
+        return self._group.all_reduce(collect(partial)).to(hidden_states.dtype)
+
+    def _submit(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        share: Share,
+        context: ForwardContext,
+    ) -> Callable[[torch.Tensor | None], torch.Tensor]:
+        """Hands the expert servers their share; returns what adds their answer to a partial sum."""
+        if share is Share.ALL:
+            return _only_partial
+        experts = context.experts
+        if experts is None:
+            raise RuntimeError(f"layer {self.layer_id} routes to experts, but the context has no client")
+        if share is Share.SOME:
+            assert context.resident is not None
+            topk_ids = context.resident.cpu_ids(self.layer_id, topk_ids)
         ticket = experts.submit(self.layer_id, hidden_states, topk_ids, topk_weights)
-        shared = None if self.shared_experts is None else self.shared_experts(hidden_states, context).float()
-        # Every rank's answer has its own rows only, and its shared experts their own neurons only.
-        return self._group.all_reduce(experts.collect(ticket, shared)).to(hidden_states.dtype)
+        return lambda partial: experts.collect(ticket, None if partial is None else partial.float())
+
+
+def _only_partial(partial: torch.Tensor | None) -> torch.Tensor:
+    """Nothing is to be collected: the device has computed the whole layer."""
+    assert partial is not None
+    return partial

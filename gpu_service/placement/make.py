@@ -20,7 +20,7 @@ def make_placement(config: PlacementConfig, geometry: MoeGeometry) -> Placement:
         raise UserError("gpu_experts and gpu_experts_ratio are both set; only one of them is allowed")
     if config.gpu_experts is not None and config.gpu_experts > geometry.num_experts:
         raise UserError(
-            f"gpu_experts: {config.gpu_experts} is not allowed; this model has {geometry.num_experts} per layer"
+            f"gpu_experts: {config.gpu_experts} is not allowed; there are {geometry.num_experts} per layer"
         )
     whole = parse_layers(config.gpu_layers, geometry.moe_layers, geometry.num_layers)
     chosen = [(layer, expert) for layer in whole for expert in range(geometry.num_experts)]
@@ -36,7 +36,6 @@ def make_placement(config: PlacementConfig, geometry: MoeGeometry) -> Placement:
 def _take(config: PlacementConfig, strategy: Strategy, candidates: Candidates) -> list[Pair]:
     ranking = strategy.rank(candidates)
     if config.gpu_experts is None:
-        # Half a dozen experts more or less do not matter, but 0 must be none and 1 all.
         return ranking[: round((config.gpu_experts_ratio or 0.0) * len(ranking))]
     if strategy.keeps_layer_counts:
         return take_per_layer(ranking, config.gpu_experts)

@@ -1,4 +1,4 @@
-"""Guards static placement: exact counts, no expert twice, nothing lost when more is asked for, clear errors."""
+"""Guards static placement: exact counts, no expert twice, more keeps what less had, clear errors."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_ends_of_the_ratio() -> None:
 
 
 def test_uniform_spreads_over_ids() -> None:
-    """A quarter of a layer's experts has no gap wider than twice the mean; every prefix of `spread` likewise."""
+    """A quarter of a layer's experts leaves no gap wider than twice the mean."""
     found = place(geometry(num_experts=128), gpu_experts=32)
     for experts in found.resident.values():
         gaps = np.diff([*experts, experts[0] + 128])
@@ -116,7 +116,7 @@ def test_frequency_takes_the_most_chosen(tmp_path: Path) -> None:
     recorded = statistics(model, seed=3)
     for form in ("safetensors", "json"):
         file = tmp_path / f"s.{form}"
-        file.write_bytes(recorded.encode(form))  # type: ignore[arg-type]
+        file.write_bytes(recorded.encode(form))
         common = {"placement_strategy": "frequency", "expert_statistics": str(file)}
         per_layer = place(model, gpu_experts=3, **common)
         for row, layer in enumerate(model.moe_layers):
@@ -154,7 +154,7 @@ def test_whole_layers_and_the_rest() -> None:
         ({"gpu_layers": "2-3"}, "layer 3 has no routed experts; allowed: 1-2,4-5"),
         ({"gpu_layers": "-1"}, "'-1' is not allowed"),
         ({"gpu_experts": 1, "gpu_experts_ratio": 0.5}, "both set"),
-        ({"gpu_experts": 13}, "gpu_experts: 13 is not allowed; this model has 12 per layer"),
+        ({"gpu_experts": 13}, "gpu_experts: 13 is not allowed; there are 12 per layer"),
         ({"gpu_experts": 1, "placement_strategy": "frequency"}, "expert_statistics is empty"),
         (
             {"gpu_experts": 1, "placement_strategy": "frequency", "expert_statistics": "/nowhere"},
@@ -172,7 +172,7 @@ def test_statistics_of_another_model_or_no_statistics_are_refused(tmp_path: Path
     """The file says what it was recorded of; damaged and foreign files are named."""
     file = tmp_path / "s.safetensors"
     wanted = {"gpu_experts": 1, "placement_strategy": "frequency", "expert_statistics": str(file)}
-    others = {"model_type": "glm4_moe", "layers": (0, 2, 4, 5)}
+    others: dict[str, Any] = {"model_type": "glm4_moe", "layers": (0, 2, 4, 5)}
     for name, value in others.items():
         file.write_bytes(statistics(geometry(), **{name: value}).encode("safetensors"))
         with pytest.raises(UserError, match=f"another model: {name} is"):
@@ -193,5 +193,5 @@ def test_statistics_of_another_model_or_no_statistics_are_refused(tmp_path: Path
 def test_pairs_that_the_model_lacks_are_refused() -> None:
     """A placement made by other code is held to the same."""
     for pairs in ([(0, 1)], [(1, 12)], [(1, 3), (1, 3)]):
-        with pytest.raises(ValueError, match="layer 0|expert 12|twice"):
+        with pytest.raises(ValueError, match=r"layer 0|expert 12|twice"):
             Placement.of(geometry(), pairs)

@@ -1,0 +1,1 @@
+"""Experts whose weights are on the engine's own device; they stay in the packed form the CPU kernels use."""

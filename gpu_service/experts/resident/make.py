@@ -1,0 +1,146 @@
+"""From settings to loaded resident experts."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+import torch
+
+from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.experts.resident.kernels import make_kernels
+from gpu_service.experts.resident.slots import LayerSlots, make_slots
+from gpu_service.experts.resident.source import PackedExpertSource
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.placement.make import make_placement
+from gpu_service.placement.placement import Placement
+from moebius.checkpoint.mapped_reader import MappedReader
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+
+_log = structlog.get_logger(__name__)
+_MAX_THREADS = 16
+
+
+def make_resident_experts(
+    config: MoebiusConfig,
+    geometry: MoeGeometry,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    parallel: ParallelContext = SOLO,
+    layers: Sequence[int] | None = None,
+) -> ResidentExperts | None:
+    """Loads the experts that `config.placement` puts on this rank's device; None when it puts none there.
+
+    `layers`: the decoder layers of this rank; None: all. Raises UserError naming a setting, CheckpointError
+    naming a tensor.
+    """
+    placement = make_placement(config.placement, geometry)
+    chosen = _chosen(placement, layers)
+    if not chosen:
+        return None
+    source = expert_source(config, geometry, compute_dtype, parallel)
+    slots = {
+        layer: make_slots(source.format_of(layer), len(experts), geometry.num_experts, device)
+        for layer, experts in chosen.items()
+    }
+    _load(source, slots, chosen, config.experts.max_requantise_error)
+    return ResidentExperts(source, slots, make_kernels(geometry, device))
+
+
+def resident_bytes(
+    config: MoebiusConfig,
+    geometry: MoeGeometry,
+    compute_dtype: torch.dtype,
+    parallel: ParallelContext = SOLO,
+    layers: Sequence[int] | None = None,
+) -> int:
+    """Device memory that `make_resident_experts` will take, known before anything is read."""
+    chosen = _chosen(make_placement(config.placement, geometry), layers)
+    if not chosen:
+        return 0
+    source = expert_source(config, geometry, compute_dtype, parallel)
+    return sum(len(experts) * source.format_of(layer).expert_bytes for layer, experts in chosen.items())
+
+
+def expert_source(
+    config: MoebiusConfig, geometry: MoeGeometry, compute_dtype: torch.dtype, parallel: ParallelContext
+) -> PackedExpertSource:
+    """Experts in the format that the configuration asks for, this rank's neurons of each."""
+    return PackedExpertSource(
+        config.model.model,
+        geometry,
+        config.experts.expert_dtype,
+        widest="float32" if compute_dtype == torch.float32 else "bfloat16",
+        tp_rank=parallel.tp_rank,
+        tp_size=parallel.tp_size,
+    )
+
+
+def _chosen(placement: Placement, layers: Sequence[int] | None) -> dict[int, tuple[int, ...]]:
+    return {
+        layer: experts
+        for layer, experts in placement.resident.items()
+        if experts and (layers is None or layer in layers)
+    }
+
+
+def _load(
+    source: PackedExpertSource,
+    slots: dict[int, LayerSlots],
+    chosen: dict[int, tuple[int, ...]],
+    max_error: float,
+) -> None:
+    """Reads one expert per thread at a time, so that the host never holds more than these."""
+    started = time.monotonic()
+    work: Iterator[tuple[int, int, int]] = iter(
+        [(layer, slot, expert) for layer, experts in chosen.items() for slot, expert in enumerate(experts)]
+    )
+    errors: dict[int, list[float]] = {layer: [0.0, 0.0] for layer in chosen}
+    lock = threading.Lock()
+
+    def load_some() -> None:
+        with MappedReader() as reader:
+            while True:
+                with lock:
+                    item = next(work, None)
+                if item is None:
+                    return
+                layer, slot, expert = item
+                reader.reset()
+                found = source.read(layer, expert, reader)
+                slots[layer].put(slot, expert, torch.from_numpy(found.packed))
+                with lock:
+                    errors[layer][0] += found.squared_error
+                    errors[layer][1] += found.squared_reference
+
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, "resident") as pool:
+        for done in [pool.submit(load_some) for _ in range(threads)]:
+            done.result()
+    _check_errors(errors, max_error)
+    formats = {f"{s.kind.gate_up.name}/{s.kind.down.name}" for s in slots.values()}
+    _log.info(
+        "resident experts loaded",
+        experts=sum(map(len, chosen.values())),
+        layers=len(chosen),
+        formats=", ".join(sorted(formats)),
+        gib=round(sum(s.weights.nbytes for s in slots.values()) / 2**30, 3),
+        seconds=round(time.monotonic() - started, 2),
+    )
+
+
+def _check_errors(errors: dict[int, list[float]], max_error: float) -> None:
+    for layer, (error, reference) in errors.items():
+        relative = math.sqrt(error / reference) if reference else 0.0
+        if relative > max_error:
+            raise UserError(
+                f"layer {layer}: requantising its experts makes a relative error of {relative:.3f}; "
+                f"max_requantise_error allows {max_error}"
+            )

@@ -1,0 +1,125 @@
+"""Experts of a checkpoint in the packed form of the CPU experts: same codes, same scales, same rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_service.experts.resident.panels import LayerFormat, layer_format
+from moebius import _kernels
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.checkpoint.reader import SliceReader
+from moebius.checkpoint.split import split_bounds
+from moebius.errors import UserError
+
+# Packed formats of `expert_dtype`; "keep" takes each layer's own. Expert servers have the same table.
+REQUANTISED: Mapping[str, str] = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+    "int4": "int4_g32",
+}
+# Neurons are divided at whole panels, so that no rank computes padding.
+_PANEL = 16
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExpert:
+    """Filled by `PackedExpertSource.read`."""
+
+    # uint8 [expert_bytes]: what goes into a slot.
+    packed: NDArray[np.uint8]
+    # Over the weights of matrices that had to be rounded; 0 when packed exactly.
+    squared_error: float
+    squared_reference: float
+
+
+class PackedExpertSource:
+    """Packs single experts, or this rank's share of their neurons; thread safe with a reader per thread."""
+
+    def __init__(
+        self,
+        model_path: str,
+        geometry: MoeGeometry,
+        expert_dtype: str,
+        *,
+        widest: str = "float32",
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
+        """`widest`: "bfloat16" rounds experts stored in float32 to what the engine computes in."""
+        self.geometry = geometry
+        self._checkpoint = ExpertCheckpoint.open(model_path, geometry)
+        self._target = REQUANTISED.get(expert_dtype)
+        self._widest = widest
+        self._ranks = (tp_rank, tp_size)
+        self._formats: dict[int, LayerFormat] = {}
+
+    def format_of(self, layer: int) -> LayerFormat:
+        """How the layer's experts are packed: as its first one is stored, unless `expert_dtype` says else.
+
+        Raises CheckpointError, and UserError when the neurons can not be divided among the ranks.
+        """
+        if layer not in self._formats:
+            found = self._checkpoint.expert(layer, 0)
+            begin, end = self._span(found)
+            self._formats[layer] = layer_format(
+                self._format(found.gate.packed_format),
+                self._format(found.down.packed_format),
+                self.geometry.hidden_size,
+                end - begin,
+                found.has_bias,
+            )
+        return self._formats[layer]
+
+    def read(self, layer: int, expert: int, reader: SliceReader) -> PackedExpert:
+        """Reads and packs. Raises CheckpointError naming a tensor, or a format other than the layer's."""
+        kind, found = self.format_of(layer), self._checkpoint.expert(layer, expert)
+        formats = (self._format(found.gate.packed_format), self._format(found.down.packed_format))
+        if formats != (kind.gate_up.name, kind.down.name):
+            raise CheckpointError(
+                f"{found.gate.name!r} is {'/'.join(formats)}, expert 0 of its layer "
+                f"{kind.gate_up.name}/{kind.down.name}; requantise them with --expert-dtype"
+            )
+        begin, end = self._span(found)
+        neurons = slice(begin, end)
+        down = found.down.read(reader, cols=neurons)
+        if begin > 0:
+            # The ranks' outputs are summed: the bias is the first one's.
+            down = replace(down, bias=None)
+        packed, error, reference = _kernels.pack_expert(
+            *formats,
+            found.gate.read(reader, rows=neurons),
+            found.up.read(reader, rows=neurons),
+            down,
+            has_bias=kind.gate_up.bias,
+        )
+        return PackedExpert(packed, error, reference)
+
+    def _format(self, stored: str) -> str:
+        if self._target is not None:
+            return self._target
+        return self._widest if stored == "float32" else stored
+
+    def _span(self, found: ExpertMatrices) -> tuple[int, int]:
+        """This rank's neurons; quantisation groups stay whole."""
+        rank, count = self._ranks
+        size = self.geometry.moe_intermediate_size
+        if count == 1:
+            return 0, size
+        group = math.lcm(found.gate.row_multiple, found.up.row_multiple, found.down.col_multiple)
+        if self._target == "int4_g32":
+            group = math.lcm(group, 32)
+        if size // group < count:
+            raise UserError(
+                f"tensor_parallel_size is {count}, but the {size} neurons of an expert are quantised in "
+                f"groups of {group} that stay whole: at most {max(1, size // group)} ranks are possible"
+            )
+        wanted = math.lcm(_PANEL, group)
+        return split_bounds(size, (1,) * count, wanted if size // wanted >= count else group)[rank]

@@ -1,0 +1,101 @@
+"""Packed experts back to plain float32 matrices, by torch on any device: the reference of the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gpu_service.experts.resident.panels import LayerFormat, PanelFormat, PanelViews, views
+from moebius.packed_layout import FLOAT4_VALUES, PANEL_COLUMNS, WORD_SHIFTS
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackedMatrix:
+    """float32 `[out, in]`, and float32 `[out]` where there are biases; filled by `unpack_panels`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def unpack_expert(layer: LayerFormat, packed: torch.Tensor) -> tuple[UnpackedMatrix, ...]:
+    """gate and up `[I, H]`, down `[H, I]` of one expert's bytes, uint8 `[expert_bytes]`."""
+    layout = layer.layout
+    pairs = packed[: layout.down_offset].view(-1, 2, layer.gate_up.panel_bytes)
+    down = packed[layout.down_offset : layout.expert_bytes].view(-1, layer.down.panel_bytes)
+    return (
+        unpack_panels(layer.gate_up, pairs[:, 0].contiguous(), layer.intermediate_size),
+        unpack_panels(layer.gate_up, pairs[:, 1].contiguous(), layer.intermediate_size),
+        unpack_panels(layer.down, down.contiguous(), layer.hidden_size),
+    )
+
+
+def unpack_panels(panels: PanelFormat, packed: torch.Tensor, rows: int) -> UnpackedMatrix:
+    """The first `rows` output features of uint8 `[panels, panel_bytes]`, contiguous."""
+    weights = _code_values(panels, _codes(panels, packed))
+    count, bytes_ = packed.shape[0], packed.shape[1]
+    group = torch.arange(panels.k, device=packed.device) // max(panels.group, 1)
+    groups = -(-panels.k // panels.group) if panels.group else 0
+    if panels.zeros:
+        zeros = packed[:, panels.zeros_at : panels.zeros_at + groups * PANEL_COLUMNS]
+        weights -= zeros.reshape(count, groups, PANEL_COLUMNS)[:, group].float()
+    elif panels.code == "int4":
+        weights -= 8
+    if panels.scale:
+        columns = 1 if panels.panel_scale else PANEL_COLUMNS
+        typed = views(packed, panels).scales.view(count, -1)
+        begin = panels.scales_at * typed.shape[1] // bytes_
+        scales = typed[:, begin : begin + groups * columns].reshape(count, groups, columns)
+        weights *= _scale_values(panels, scales)[:, group]
+    floats = views(packed, panels)
+    if panels.column_scale:
+        weights *= _columns(floats, count, panels.column_scale_at)[:, None]
+    matrix = weights.permute(0, 2, 1).reshape(count * PANEL_COLUMNS, panels.k)[:rows].contiguous()
+    bias = _columns(floats, count, panels.bias_at).reshape(-1)[:rows] if panels.bias else None
+    return UnpackedMatrix(matrix, bias)
+
+
+def _columns(typed: PanelViews, count: int, offset: int) -> torch.Tensor:
+    """float32 `[panels, 16]` at a byte offset."""
+    return typed.floats.view(count, -1)[:, offset // 4 : offset // 4 + PANEL_COLUMNS]
+
+
+def _codes(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
+    """The elements' bits, int32 `[panels, k, 16]`."""
+    shifts = torch.tensor(WORD_SHIFTS[panels.bits], dtype=torch.int32, device=packed.device)
+    words = packed[:, : panels.scales_at].contiguous().view(torch.int32)
+    lines = words.view(packed.shape[0], -1, 1, PANEL_COLUMNS)
+    codes = lines >> shifts[None, None, :, None]
+    if panels.bits < 32:
+        codes &= (1 << panels.bits) - 1
+    return codes.reshape(packed.shape[0], panels.k_padded, PANEL_COLUMNS)[:, : panels.k].contiguous()
+
+
+def _code_values(panels: PanelFormat, codes: torch.Tensor) -> torch.Tensor:
+    """float32 of the same shape."""
+    match panels.code:
+        case "float32":
+            return codes.view(torch.float32).clone()
+        case "bfloat16":
+            return (codes << 16).view(torch.float32)
+        case "float16":
+            return codes.to(torch.int16).view(torch.float16).float()
+        case "float8":
+            return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+        case "int8":
+            return codes.to(torch.int8).float()
+        case "int4":
+            return codes.float()
+        case "float4":
+            return torch.from_numpy(FLOAT4_VALUES).to(codes.device)[codes]
+    raise ValueError(f"weights of type {panels.code} can not be unpacked")
+
+
+def _scale_values(panels: PanelFormat, scales: torch.Tensor) -> torch.Tensor:
+    match panels.scale:
+        case "e8m0":
+            powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+            return torch.where(scales == 255, torch.nan, powers)
+        case "e4m3":
+            return scales.view(torch.float8_e4m3fn).float()
+    return scales.float()
