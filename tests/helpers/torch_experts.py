@@ -13,12 +13,12 @@ class TorchExperts:
     """Has the `submit` and `collect` of an expert client; computes in float32, one token at a time."""
 
     def __init__(self, directory: Path) -> None:
-        self._weights: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, torch.Tensor] = {}
         for file in directory.glob("*.safetensors"):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                     if ".mlp.experts." in name:
-                        self._weights[name] = tensors.get_tensor(name).float()
+                        self.weights[name] = tensors.get_tensor(name).float()
         self.submitted_rows = 0
 
     def submit(
@@ -41,7 +41,7 @@ class TorchExperts:
 
     def _expert(self, layer: int, expert: int, hidden_state: torch.Tensor) -> torch.Tensor:
         gate, up, down = (
-            self._weights[f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"]
+            self.weights[f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"]
             for part in ("gate", "up", "down")
         )
         x = hidden_state.float()

@@ -1,0 +1,110 @@
+"""Expert clients that a device would drive: nothing raises, failures are known once a step has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from gpu_service.context import ForwardContext
+from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
+from tests.helpers.engine_harness import FlakyExperts
+from tests.helpers.fake_model import FakeModel
+from tests.helpers.torch_experts import TorchExperts
+
+Failure = ExpertUnavailable | ExpertComputeFailed
+
+
+class DoomedExperts(FlakyExperts):
+    """`fails_at(n)`: what goes wrong in the n-th step begun; all later ones are garbage until `recover`."""
+
+    is_device_driven = True
+
+    def __init__(self, fails_at: Callable[[int], Failure | None] = lambda step: None) -> None:
+        super().__init__()
+        self.fails_at = fails_at
+        self.steps = 0
+        self._failure: Failure | None = None
+
+    def begin_step(self) -> None:
+        """Counts the step."""
+        self.steps += 1
+        self._failure = self._failure or self.fails_at(self.steps)
+
+    def failure(self) -> Failure | None:
+        """Sticky until `recover`."""
+        return self._failure
+
+    def recover(self, timeout_s: float) -> None:
+        """Also forgets the failure, unless recovering is to fail."""
+        super().recover(timeout_s)
+        self._failure = None
+
+
+class DoomedModel(FakeModel):
+    """Garbage wherever its experts have failed: other tokens, and other KV after them."""
+
+    def __init__(self, experts: DoomedExperts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, context: ForwardContext) -> torch.Tensor:
+        """See `FakeModel.forward`."""
+        hidden_states = super().forward(context)
+        return hidden_states if self.experts.failure() is None else hidden_states.flip(1) + 12345
+
+
+class DenseExperts:
+    """All experts of a tiny model for every row, unchosen ones times zero: no look at any value.
+
+    So its work can be recorded. Rows without experts (-1) get zero. `weights` become the device's.
+    """
+
+    is_device_driven = True
+
+    def __init__(self, directory: Path, num_experts: int, device: torch.device | str = "cpu") -> None:
+        self._tensors = TorchExperts(directory).weights
+        self._num_experts = num_experts
+        self._device = torch.device(device)
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self.submitted_ids: list[torch.Tensor] = []
+
+    def begin_step(self) -> None:
+        """Nobody sleeps."""
+
+    def failure(self) -> Failure | None:
+        """Nothing fails."""
+        return None
+
+    def submit(
+        self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The ticket is the answer, float32 `[T, H]`."""
+        gate, up, down = self._layer(layer)
+        x = hidden_states.float()
+        inner = functional.silu(torch.einsum("th,eih->tei", x, gate)) * torch.einsum("th,eih->tei", x, up)
+        answers = torch.einsum("tei,ehi->teh", inner, down)
+        experts = torch.arange(self._num_experts, device=x.device, dtype=torch.int32)
+        chosen = (topk_ids.unsqueeze(2) == experts) * topk_weights.unsqueeze(2)
+        self.submitted_ids.append(topk_ids)
+        return torch.einsum("tke,teh->th", chosen, answers)
+
+    def collect(self, ticket: torch.Tensor, partial: torch.Tensor | None = None) -> torch.Tensor:
+        """See `ExpertClient.collect`."""
+        return ticket if partial is None else partial.add_(ticket)
+
+    def _layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if layer not in self._layers:
+            gate, up, down = (
+                torch.stack(
+                    [
+                        self._tensors[f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight"]
+                        for e in range(self._num_experts)
+                    ]
+                ).to(self._device)
+                for part in ("gate", "up", "down")
+            )
+            self._layers[layer] = (gate, up, down)
+        return self._layers[layer]
