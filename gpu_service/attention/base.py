@@ -61,8 +61,9 @@ class AttentionBackend(ABC):
         """Store the new keys and values of this layer, then attend.
 
         query `[T, num_heads, head_dim]`; key, value `[T, num_kv_heads, head_dim]`, all of the cache's
-        `dtype` (not its storage's), rows in the order of `ForwardInputs`, rotary embedding already applied. Row at position p
-        of a request attends to that request's positions 0..p. Returns `[T, num_heads * head_dim]`.
+        `dtype` (whatever its pages hold), rows in the order of `ForwardInputs`, rotary embedding already
+        applied. Row at position p of a request attends to that request's positions 0..p. Returns
+        `[T, num_heads * head_dim]`.
         """
 
 

@@ -2,18 +2,115 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
 import torch
 
 from gpu_service.attention.base import AttentionBackend
-from gpu_service.attention.torch_reference import TorchReferenceAttention
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.model_config import ModelConfig
+from moebius.errors import UserError
 
-# Device type -> backend; a device that is not listed gets the reference, which is plain torch.
-ATTENTION_BACKENDS: dict[str, type[AttentionBackend]] = {"cpu": TorchReferenceAttention}
+_log = structlog.get_logger(__name__)
 
 
-def make_attention(config: ModelConfig, kv_cache: KVCache, device: torch.device | str) -> AttentionBackend:
-    """The backend for a device."""
-    backend = ATTENTION_BACKENDS.get(torch.device(device).type, TorchReferenceAttention)
-    return backend(config, kv_cache)
+@dataclass(frozen=True, slots=True)
+class BackendEntry:
+    """Where a backend is found; its module is imported only when it is chosen."""
+
+    module: str
+    class_name: str
+    package: str = ""  # must be importable; empty: nothing beyond torch
+    install: str = ""  # how the user gets it
+    needs_cuda: bool = False
+
+    def load(self) -> Any:
+        """The class. Raises ImportError (or what a broken package raises)."""
+        return getattr(importlib.import_module(self.module), self.class_name)
+
+    def missing(self, device: torch.device) -> str:
+        """Why the backend can not be used on a device; empty: nothing is missing."""
+        if self.needs_cuda and device.type != "cuda":
+            return f"it needs a CUDA device, this one is {device.type!r}"
+        if self.package and importlib.util.find_spec(self.package) is None:
+            return f"package {self.package!r} is not installed; {self.install}"
+        return ""
+
+
+_FLASHINFER_INSTALL = "install flashinfer-python (pip install 'moebius[gpu]')"
+_TRITON_INSTALL = "install triton (it comes with torch's CUDA builds)"
+
+# `attention_backend` -> where it is, best first: `auto` takes the first that is installed and able.
+ATTENTION_BACKENDS: dict[str, BackendEntry] = {
+    "flashinfer": BackendEntry(
+        "gpu_service.attention.flashinfer_backend.backend",
+        "FlashInferAttention",
+        "flashinfer",
+        _FLASHINFER_INSTALL,
+        needs_cuda=True,
+    ),
+    "triton": BackendEntry(
+        "gpu_service.attention.triton_kernels.backend",
+        "TritonAttention",
+        "triton",
+        _TRITON_INSTALL,
+        needs_cuda=True,
+    ),
+    "torch": BackendEntry("gpu_service.attention.torch_reference", "TorchReferenceAttention"),
+}
+
+
+def make_attention(
+    config: ModelConfig, kv_cache: KVCache, device: torch.device | str, name: str = "auto"
+) -> AttentionBackend:
+    """The backend for a device; `name` is `attention_backend` of the configuration.
+
+    Raises UserError when a backend asked for by name is missing or can not serve this model.
+    """
+    backend = choose_backend(ATTENTION_BACKENDS, config, kv_cache, torch.device(device), name)
+    chosen: AttentionBackend = backend(config, kv_cache)
+    return chosen
+
+
+def choose_backend(
+    entries: dict[str, BackendEntry], config: Any, cache: Any, device: torch.device, name: str
+) -> Any:
+    """The class to use. With `auto`, better ones that fell out on a GPU are named in one warning."""
+    if name != "auto" and name not in entries:
+        raise UserError(f"attention_backend: {name!r} is unknown; allowed: auto, {', '.join(entries)}")
+    refused: dict[str, str] = {}
+    for candidate in entries if name == "auto" else [name]:
+        backend, reason = _try_load(entries[candidate], config, cache, device)
+        if backend is not None:
+            _warn(candidate, refused, device)
+            return backend
+        refused[candidate] = reason
+    if name == "auto":
+        raise UserError(f"no attention backend can serve this model: {_sentence(refused)}")
+    raise UserError(f"attention_backend: {name!r} can not be used: {refused[name]}")
+
+
+def _try_load(entry: BackendEntry, config: Any, cache: Any, device: torch.device) -> tuple[Any, str]:
+    """The class, or None and why not."""
+    reason = entry.missing(device)
+    if reason:
+        return None, reason
+    try:
+        backend = entry.load()
+    except Exception as error:  # a package that is installed but broken may raise anything
+        return None, f"package {entry.package!r} can not be imported ({error}); {entry.install}"
+    reason = backend.unsupported(config, cache)
+    return (None, reason) if reason else (backend, "")
+
+
+def _warn(chosen: str, refused: dict[str, str], device: torch.device) -> None:
+    if refused and device.type == "cuda":
+        _log.warning("a slower attention backend is used", backend=chosen, because=_sentence(refused))
+
+
+def _sentence(refused: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in refused.items())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gpu_service.cache.fp8 import E4M3, quantise_e4m3
+from gpu_service.cache.fp8 import E4M3
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.kv import append_kv
 
@@ -98,13 +98,8 @@ class KVCache:
         self, layer_id: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Store new keys and values, `[T, num_kv_heads, head_dim]`, in slots int64 `[T]` of a layer."""
-        slots = self._slots[layer_id]
-        if self.is_quantised:
-            # Copied as bytes: torch indexes no 8-bit floats.
-            slots = slots.view(torch.uint8)
-            key = quantise_e4m3(key, self.key_scales[layer_id]).view(torch.uint8)
-            value = quantise_e4m3(value, self.value_scales[layer_id]).view(torch.uint8)
-        append_kv(slots, key, value, slot_mapping)
+        scales = self.key_scales[layer_id], self.value_scales[layer_id]
+        append_kv(self._slots[layer_id], key, value, slot_mapping, *scales)
 
     def zero_pages(self, pages: Sequence[int]) -> None:
         """Clear pages that may hold NaN or Inf (a failed request's), before anyone else is given them."""

@@ -1,0 +1,219 @@
+"""Grouped-query attention by FlashInfer.
+
+| step | wrapper | captured |
+|---|---|---|
+| every request computes one token | BatchDecodeWithPagedKVCache | yes, one wrapper per batch size |
+| first chunks only, pages hold what is computed in | BatchPrefillWithRaggedKVCache, reads no page | no |
+| anything else | BatchPrefillWithPagedKVCache, every request a chunk | no |
+
+Plans are made from host lists; the page list is made on the device. `staging.py` says how plans survive
+overlap scheduling. With 8-bit pages first chunks read the pages too, so that a prompt's answer does not
+depend on how it was cut into chunks.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from gpu_service.attention.base import AttentionBackend, check_step
+from gpu_service.attention.flashinfer_backend.pages import PageBounds, list_pages, page_bounds
+from gpu_service.attention.flashinfer_backend.staging import PlanStaging, host_int32
+from gpu_service.attention.flashinfer_backend.support import unsupported_device, unsupported_types
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.kv_cache import KVCache
+from gpu_service.model_config import ModelConfig
+
+# FlashInfer's kernels for Ampere serve decode, paged and ragged steps from one compiled module; those for
+# Hopper ("fa3") are another minute of compiling, and pay only where long prompts dominate.
+KERNELS = "fa2"
+# Query heads per KV head from which decode is faster on tensor cores; other sizes have no kernel without.
+_SCALAR_GROUPS = (1, 2, 3)
+
+
+class FlashInferAttention(AttentionBackend):
+    """See the module's docstring. `deterministic` keeps every request's keys in one piece."""
+
+    captures = True
+
+    def __init__(
+        self, config: ModelConfig, kv_cache: KVCache, deterministic: bool = False, events: Any = None
+    ) -> None:
+        super().__init__(config, kv_cache)
+        import flashinfer
+
+        self._library: Any = flashinfer
+        self._deterministic = deterministic
+        self._group = config.num_heads // kv_cache.num_kv_heads
+        self._staging = PlanStaging(kv_cache.device, events)
+        self._indices = torch.zeros(1, dtype=torch.int32, device=kv_cache.device)
+        results = self._staging.results
+        self._decode = self._adopt(
+            flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                results, "NHD", use_tensor_cores=self._tensor_cores, backend=KERNELS
+            )
+        )
+        self._paged = self._adopt(
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper(results, "NHD", backend=KERNELS)
+        )
+        self._ragged = self._adopt(
+            flashinfer.BatchPrefillWithRaggedKVCacheWrapper(results, "NHD", backend=KERNELS)
+        )
+        self._captured: dict[int, Any] = {}
+        self._wrapper: Any = None  # the one the last plan chose
+        self._inputs: ForwardInputs | None = None
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig, kv_cache: KVCache) -> str:
+        """See the base class."""
+        return unsupported_types(kv_cache.dtype, config.head_dim) or unsupported_device(kv_cache.device)
+
+    @property
+    def _tensor_cores(self) -> bool:
+        return self._group not in _SCALAR_GROUPS
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """See the base class."""
+        check_step(inputs, self.kv_cache.page_size)
+        self._inputs = inputs
+        if not inputs.is_uniform_decode and self._is_first_chunks(inputs):
+            self._plan_ragged(inputs)
+            return
+        bounds = page_bounds(inputs.seq_lens, self.kv_cache.page_size, self.kv_cache.device)
+        if self._indices.shape[0] < bounds.num_pages:
+            self._indices = self._indices.new_empty(2 * bounds.num_pages)
+        if inputs.is_uniform_decode:
+            self._plan_decode(self._decode, inputs, bounds, self._indices)
+        else:
+            self._plan_paged(inputs, bounds)
+
+    def plan_capture(self, inputs: ForwardInputs) -> None:
+        """See the base class."""
+        check_step(inputs, self.kv_cache.page_size)
+        num_requests = len(inputs.seq_lens)
+        if num_requests not in self._captured:
+            self._captured[num_requests] = self._new_captured(num_requests, inputs.block_table.shape[1])
+        self._inputs = inputs
+        self.plan_replay(inputs)
+
+    def plan_replay(self, inputs: ForwardInputs) -> None:
+        """See the base class."""
+        wrapper = self._captured.get(len(inputs.seq_lens))
+        if wrapper is None:
+            raise ValueError(
+                f"no step of {len(inputs.seq_lens)} requests was captured; captured: {sorted(self._captured)}"
+            )
+        bounds = page_bounds(inputs.seq_lens, self.kv_cache.page_size, self.kv_cache.device)
+        self._plan_decode(wrapper, inputs, bounds, wrapper._paged_kv_indices_buf)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_id: int
+    ) -> torch.Tensor:
+        """See the base class."""
+        inputs, cache = self._inputs, self.kv_cache
+        assert inputs is not None, "plan comes first"
+        key_scale, value_scale = cache.key_scales[layer_id], cache.value_scales[layer_id]
+        cache.append(layer_id, key, value, inputs.slot_mapping)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if self._wrapper is self._ragged:
+            self._ragged.run(query, key, value, out=output)
+        else:
+            pages = (cache.keys(layer_id), cache.values(layer_id))
+            scales: dict[str, float] = {}
+            if cache.is_quantised:
+                scales = {"k_scale": key_scale, "v_scale": value_scale}
+            self._wrapper.run(query, pages, out=output, **scales)
+        return output.view(query.shape[0], -1)
+
+    def _is_first_chunks(self, inputs: ForwardInputs) -> bool:
+        starts = inputs.query_start_loc
+        new = (end - begin for begin, end in pairwise(starts))
+        return not self.kv_cache.is_quantised and list(new) == inputs.seq_lens
+
+    def _new_captured(self, num_requests: int, max_pages: int) -> Any:
+        """A wrapper whose buffers a graph may hold."""
+        device = self.kv_cache.device
+
+        def buffer(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        return self._adopt(
+            self._library.BatchDecodeWithPagedKVCacheWrapper(
+                self._staging.results,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=self._tensor_cores,
+                paged_kv_indptr_buffer=buffer(num_requests + 1),
+                paged_kv_indices_buffer=buffer(num_requests * max_pages),
+                paged_kv_last_page_len_buffer=buffer(num_requests),
+                backend=KERNELS,
+            )
+        )
+
+    def _adopt(self, wrapper: Any) -> Any:
+        return self._staging.adopt(wrapper)
+
+    def _plan_decode(
+        self, wrapper: Any, inputs: ForwardInputs, bounds: PageBounds, indices: torch.Tensor
+    ) -> None:
+        self._list_pages(inputs, indices)
+        options: dict[str, Any] = {"disable_split_kv": self._deterministic} if self._tensor_cores else {}
+        self._staging.plan(
+            wrapper,
+            bounds.indptr,
+            indices[: bounds.num_pages],
+            bounds.last_page_len,
+            self.config.num_heads,
+            self.kv_cache.num_kv_heads,
+            self.config.head_dim,
+            self.kv_cache.page_size,
+            **self._types(),
+            **options,
+        )
+        self._wrapper = wrapper
+
+    def _plan_paged(self, inputs: ForwardInputs, bounds: PageBounds) -> None:
+        self._list_pages(inputs, self._indices)
+        self._staging.plan(
+            self._paged,
+            host_int32(inputs.query_start_loc, self.kv_cache.device),
+            bounds.indptr,
+            self._indices[: bounds.num_pages],
+            bounds.last_page_len,
+            self.config.num_heads,
+            self.kv_cache.num_kv_heads,
+            self.config.head_dim,
+            self.kv_cache.page_size,
+            causal=True,
+            disable_split_kv=self._deterministic,
+            **self._types(),
+        )
+        self._wrapper = self._paged
+
+    def _plan_ragged(self, inputs: ForwardInputs) -> None:
+        starts = host_int32(inputs.query_start_loc, self.kv_cache.device)
+        self._staging.plan(
+            self._ragged,
+            starts,
+            starts,
+            self.config.num_heads,
+            self.kv_cache.num_kv_heads,
+            self.config.head_dim,
+            causal=True,
+            disable_split_kv=self._deterministic,
+            **self._types(),
+        )
+        self._wrapper = self._ragged
+
+    def _list_pages(self, inputs: ForwardInputs, indices: torch.Tensor) -> None:
+        list_pages(inputs.block_table, inputs.seq_lens_tensor, indices, self.kv_cache.page_size)
+
+    def _types(self) -> dict[str, Any]:
+        cache = self.kv_cache
+        return {
+            "q_data_type": cache.dtype,
+            "kv_data_type": cache.storage_dtype,
+            "sm_scale": self.config.softmax_scale,
+        }

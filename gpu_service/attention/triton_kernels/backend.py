@@ -1,0 +1,98 @@
+"""The Triton attention backend: runs wherever Triton compiles, with nothing planned on the host."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from gpu_service.attention.base import AttentionBackend, check_step
+from gpu_service.attention.triton_kernels.decode import MIN_SPLIT, decode
+from gpu_service.attention.triton_kernels.prefill import prefill
+from gpu_service.attention.triton_kernels.shapes import num_splits
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.kv_cache import KVCache
+from gpu_service.model_config import ModelConfig
+
+Partial = tuple[torch.Tensor, torch.Tensor]
+# Where no GPU is (Triton's interpreter): as many multiprocessors as an H200 has.
+_DEFAULT_SMS = 132
+
+
+class TritonAttention(AttentionBackend):
+    """Requests of one token take the split kernel, chunks the tiled one; a mixed step launches both.
+
+    All indices are read from the step's device tensors, so a plan only counts and a captured step needs no
+    plan before its replay.
+    """
+
+    captures = True
+
+    def __init__(self, config: ModelConfig, kv_cache: KVCache, min_split: int = MIN_SPLIT) -> None:
+        super().__init__(config, kv_cache)
+        self._min_split = min_split
+        self._num_sms = _DEFAULT_SMS
+        if kv_cache.device.type == "cuda":
+            self._num_sms = torch.cuda.get_device_properties(kv_cache.device).multi_processor_count
+        self._inputs: ForwardInputs | None = None
+        self._partial: Partial | None = None
+        self._has_decodes = self._has_chunks = False
+        # By shape, and never freed: captured graphs write there. At most two programs per multiprocessor.
+        self._partials: dict[tuple[int, int], Partial] = {}
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """See the base class."""
+        check_step(inputs, self.kv_cache.page_size)
+        self._prepare(inputs, max(inputs.seq_lens, default=1))
+
+    def plan_capture(self, inputs: ForwardInputs) -> None:
+        """See the base class. Splits are chosen for the longest sequence that the block table can hold."""
+        check_step(inputs, self.kv_cache.page_size)
+        self._prepare(inputs, inputs.block_table.shape[1] * self.kv_cache.page_size)
+
+    def plan_replay(self, inputs: ForwardInputs) -> None:
+        """See the base class: the recorded kernels find all they need in the refilled tensors."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_id: int
+    ) -> torch.Tensor:
+        """See the base class."""
+        inputs, cache = self._inputs, self.kv_cache
+        assert inputs is not None, "plan comes first"
+        key_scale, value_scale = cache.key_scales[layer_id], cache.value_scales[layer_id]
+        cache.append(layer_id, key, value, inputs.slot_mapping)
+        pages, output = (
+            cache.pages(layer_id),
+            torch.empty(query.shape, dtype=query.dtype, device=query.device),
+        )
+        score_scale = self.config.softmax_scale * key_scale
+        indices = (inputs.block_table, inputs.seq_lens_tensor, inputs.query_start_loc_tensor)
+        if self._has_decodes:
+            partial = self._partial
+            decode(
+                query, pages, output, partial, *indices, score_scale, value_scale, min_split=self._min_split
+            )
+        if self._has_chunks:
+            prefill(query, pages, output, *indices, score_scale, value_scale)
+        return output.view(query.shape[0], -1)
+
+    def _prepare(self, inputs: ForwardInputs, max_length: int) -> None:
+        starts, num_requests = inputs.query_start_loc, len(inputs.seq_lens)
+        counts = [end - begin for begin, end in pairwise(starts)]
+        self._inputs = inputs
+        self._has_decodes = 1 in counts
+        self._has_chunks = any(count > 1 for count in counts)
+        splits = num_splits(
+            num_requests, self.kv_cache.num_kv_heads, max_length, self._min_split, self._num_sms
+        )
+        self._partial = self._partial_for(num_requests, splits) if splits > 1 else None
+
+    def _partial_for(self, num_requests: int, splits: int) -> Partial:
+        found = self._partials.get((num_requests, splits))
+        if found is None:
+            shape = (num_requests, self.config.num_heads, splits)
+            device = self.kv_cache.device
+            results = torch.empty((*shape, self.config.head_dim), dtype=torch.float32, device=device)
+            found = results, torch.empty(shape, dtype=torch.float32, device=device)
+            self._partials[num_requests, splits] = found
+        return found

@@ -1,0 +1,157 @@
+"""Attention of requests that compute one token each, their keys divided over several programs.
+
+Source of the method: T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference"
+(2023): every split keeps a running maximum, sum and weighted values of its keys; a second kernel combines
+them by their log-sum-exp. Scores are kept in base 2, where a GPU's exponential is cheapest.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from gpu_service.attention.triton_kernels.shapes import Tile, decode_tile
+from gpu_service.ops.triton.jit import jit
+
+# Fewer keys than this are not worth a program of their own.
+MIN_SPLIT = 256
+LOG2_E = 1.4426950408889634
+
+
+@jit
+def keys_per_split(length, num_splits, MINIMUM: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A request's share of keys per split, in whole tiles: from its length on the device, so that a
+    captured launch stays right while lengths grow."""
+    share = tl.cdiv(tl.cdiv(length, num_splits), BLOCK_N) * BLOCK_N
+    return tl.maximum(share, MINIMUM)
+
+
+@jit
+def _split_kernel(  # type: ignore[no-untyped-def]
+    query, cache, output, partial_output, partial_lse, block_table, seq_lens, query_starts,
+    query_row_stride, query_head_stride, table_stride, num_splits, score_scale, value_scale,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MINIMUM: tl.constexpr,
+    SINGLE_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (request, KV head, split): all query heads of that KV head over the split's keys."""
+    request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(query_starts + request)
+    if tl.load(query_starts + request + 1) - row != 1:
+        return
+    length = tl.load(seq_lens + request)
+    share = keys_per_split(length, num_splits, MINIMUM, BLOCK_N)
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    if begin >= end:
+        return
+    member, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + member
+    in_head = dim < HEAD_DIM
+    held = (member < GROUP)[:, None] & in_head[None, :]
+    q = tl.load(query + row * query_row_stride + head[:, None] * query_head_stride + dim[None, :],
+                mask=held, other=0.0)  # fmt: skip
+    maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    weighted = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for first in range(begin, end, BLOCK_N):
+        position = first + tl.arange(0, BLOCK_N)
+        seen = position < end
+        page = tl.load(block_table + request * table_stride + position // PAGE_SIZE, mask=seen, other=0)
+        slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+        at = cache + slot[:, None] * (2 * NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dim[None, :]
+        wanted = seen[:, None] & in_head[None, :]
+        key = tl.load(at, mask=wanted, other=0.0).to(q.dtype)
+        value = tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=wanted, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * score_scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        highest = tl.maximum(maximum, tl.max(scores, 1))
+        shrink = tl.exp2(maximum - highest)
+        weights = tl.exp2(scores - highest[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        products = tl.dot(weights.to(q.dtype), value, input_precision=PRECISION)
+        weighted = weighted * shrink[:, None] + products
+        maximum = highest
+    result = weighted / total[:, None] * value_scale
+    num_heads = GROUP * NUM_KV_HEADS
+    if SINGLE_SPLIT:
+        at = output + (row * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(at, result.to(output.dtype.element_ty), mask=held)
+    else:
+        part = (request * num_heads + head) * num_splits + split
+        tl.store(partial_output + part[:, None] * HEAD_DIM + dim[None, :], result, mask=held)
+        tl.store(partial_lse + part, maximum + tl.log2(total), mask=member < GROUP)
+
+
+@jit
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    output, partial_output, partial_lse, seq_lens, query_starts, num_splits,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, MINIMUM: tl.constexpr,
+):  # fmt: skip
+    """Program (request, head): the splits' results, weighted by how much of the softmax each holds."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(query_starts + request)
+    if tl.load(query_starts + request + 1) - row != 1:
+        return
+    length = tl.load(seq_lens + request)
+    used = tl.cdiv(length, keys_per_split(length, num_splits, MINIMUM, BLOCK_N))
+    dim = tl.arange(0, BLOCK_D)
+    first = (request * NUM_HEADS + head) * num_splits
+    maximum = float("-inf")
+    total = 0.0
+    weighted = tl.zeros([BLOCK_D], tl.float32)
+    for begin in range(0, used, BLOCK_S):
+        split = begin + tl.arange(0, BLOCK_S)
+        lse = tl.load(partial_lse + first + split, mask=split < used, other=float("-inf"))
+        highest = tl.maximum(maximum, tl.max(lse, 0))
+        shrink = tl.exp2(maximum - highest)
+        weights = tl.exp2(lse - highest)
+        part = tl.load(partial_output + (first + split)[:, None] * HEAD_DIM + dim[None, :],
+                       mask=(split < used)[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
+        total = total * shrink + tl.sum(weights, 0)
+        weighted = weighted * shrink + tl.sum(part * weights[:, None], 0)
+        maximum = highest
+    at = output + (row * NUM_HEADS + head) * HEAD_DIM + dim
+    tl.store(at, (weighted / total).to(output.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def decode(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    output: torch.Tensor,
+    partial: tuple[torch.Tensor, torch.Tensor] | None,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    score_scale: float,
+    value_scale: float,
+    tile: Tile | None = None,
+    min_split: int = MIN_SPLIT,
+) -> None:
+    """Writes the rows of requests that compute one token; leaves all others as they are.
+
+    query `[T, num_heads, head_dim]`; cache `[num_pages, page_size, 2 * num_kv_heads, head_dim]`; output
+    `[T, num_heads, head_dim]`, contiguous; partial: float32 `[R, num_heads, num_splits, head_dim]` and
+    `[R, num_heads, num_splits]`, or None for one split; the rest int32 as in `ForwardInputs`. `score_scale`
+    multiplies the products of queries and stored keys, `value_scale` the weighted stored values.
+    """
+    num_heads, head_dim = query.shape[1:]
+    page_size, num_kv_heads = cache.shape[1], cache.shape[2] // 2
+    tile = tile or decode_tile(num_heads // num_kv_heads, head_dim, query.dtype)
+    num_requests, num_splits = seq_lens.shape[0], partial[0].shape[2] if partial else 1
+    partial_output, partial_lse = partial or (output, output)
+    _split_kernel[(num_requests, num_kv_heads, num_splits)](
+        query, cache, output, partial_output, partial_lse, block_table, seq_lens, query_starts,
+        query.stride(0), query.stride(1), block_table.stride(0), num_splits,
+        score_scale * LOG2_E, value_scale, GROUP=num_heads // num_kv_heads,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
+        BLOCK_G=tile.rows, BLOCK_D=tile.width, BLOCK_N=tile.keys, MINIMUM=min_split,
+        SINGLE_SPLIT=partial is None, PRECISION=tile.precision, num_warps=tile.num_warps,
+    )  # fmt: skip
+    if partial is not None:
+        _combine_kernel[(num_requests, num_heads)](
+            output, partial_output, partial_lse, seq_lens, query_starts, num_splits,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=tile.width, BLOCK_N=tile.keys, BLOCK_S=16,
+            MINIMUM=min_split,
+        )  # fmt: skip

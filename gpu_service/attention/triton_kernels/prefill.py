@@ -1,0 +1,111 @@
+"""Causal attention of chunks: several consecutive tokens of each request over its pages.
+
+Source of the method: T. Dao, "FlashAttention-2" (2023). The query heads of a KV head are packed into the
+rows of a tile, so that keys are read once for all of them. Which request a program serves is found on the
+device by bisection: the host prepares nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from gpu_service.attention.triton_kernels.decode import LOG2_E
+from gpu_service.attention.triton_kernels.shapes import Tile, prefill_tile
+from gpu_service.ops.triton.jit import jit
+
+
+@jit
+def _request_of(tile, query_starts, num_requests, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The last request whose first tile is not behind `tile`.
+
+    Request r owns tiles from query_starts[r] // BLOCK_Q + r on: at least as many as it needs, because
+    rounding down loses less than one tile per request.
+    """
+    low, high = 0, num_requests
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) // BLOCK_Q + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@jit
+def _prefill_kernel(  # type: ignore[no-untyped-def]
+    query, cache, output, block_table, seq_lens, query_starts, num_requests,
+    query_row_stride, query_head_stride, table_stride, score_scale, value_scale,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, KV head): BLOCK_Q consecutive queries of one request, all heads of that KV head."""
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    request = _request_of(tile, query_starts, num_requests, BLOCK_Q)
+    start = tl.load(query_starts + request)
+    num_new = tl.load(query_starts + request + 1) - start
+    offset = (tile - start // BLOCK_Q - request) * BLOCK_Q
+    if (offset >= num_new) | (num_new == 1):
+        return
+    earlier = tl.load(seq_lens + request) - num_new
+    packed, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    local, head = offset + packed // GROUP, kv_head * GROUP + packed % GROUP
+    in_head = dim < HEAD_DIM
+    held = ((packed // GROUP < BLOCK_Q) & (local < num_new))[:, None] & in_head[None, :]
+    row = start + local
+    q = tl.load(query + row[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :],
+                mask=held, other=0.0)  # fmt: skip
+    own = earlier + local
+    end = earlier + tl.minimum(offset + BLOCK_Q, num_new)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for first in range(0, end, BLOCK_N):
+        position = first + tl.arange(0, BLOCK_N)
+        seen = position < end
+        page = tl.load(block_table + request * table_stride + position // PAGE_SIZE, mask=seen, other=0)
+        slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+        at = cache + slot[:, None] * (2 * NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dim[None, :]
+        wanted = seen[:, None] & in_head[None, :]
+        key = tl.load(at, mask=wanted, other=0.0).to(q.dtype)
+        value = tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=wanted, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * score_scale
+        # Position 0 is visible to every row, so no maximum stays infinite after the first tile.
+        scores = tl.where(position[None, :] <= own[:, None], scores, float("-inf"))
+        highest = tl.maximum(maximum, tl.max(scores, 1))
+        shrink = tl.exp2(maximum - highest)
+        weights = tl.exp2(scores - highest[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        products = tl.dot(weights.to(q.dtype), value, input_precision=PRECISION)
+        weighted = weighted * shrink[:, None] + products
+        maximum = highest
+    result = weighted / total[:, None] * value_scale
+    at = output + (row * (GROUP * NUM_KV_HEADS) + head)[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(at, result.to(output.dtype.element_ty), mask=held)
+
+
+def prefill(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    output: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    score_scale: float,
+    value_scale: float,
+    tile: Tile | None = None,
+) -> None:
+    """Writes the rows of requests that compute two or more tokens; arguments as those of `decode`."""
+    (num_rows, num_heads, head_dim), num_requests = query.shape, seq_lens.shape[0]
+    page_size, num_kv_heads = cache.shape[1], cache.shape[2] // 2
+    group = num_heads // num_kv_heads
+    tile = tile or prefill_tile(group, head_dim, query.dtype)
+    queries_per_tile = tile.rows // group
+    _prefill_kernel[(num_rows // queries_per_tile + num_requests, num_kv_heads)](
+        query, cache, output, block_table, seq_lens, query_starts, num_requests,
+        query.stride(0), query.stride(1), block_table.stride(0), score_scale * LOG2_E, value_scale,
+        GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
+        BLOCK_M=tile.rows, BLOCK_Q=queries_per_tile, BLOCK_D=tile.width, BLOCK_N=tile.keys,
+        PRECISION=tile.precision, num_warps=tile.num_warps,
+    )  # fmt: skip

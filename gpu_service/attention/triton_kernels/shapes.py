@@ -1,0 +1,62 @@
+"""Tile sizes of the attention kernels and how many programs share one request's keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gpu_service.ops.triton.jit import next_power_of_2
+
+# A product on tensor cores has at least this many rows.
+MIN_ROWS = 16
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program holds at a time; all sizes are powers of two. Filled by the functions below."""
+
+    rows: int  # rows of queries, heads of one KV head side by side
+    keys: int
+    width: int  # head_dim, padded
+    num_warps: int
+    precision: str  # of float32 products: "ieee", or Triton's default for narrower types
+
+
+def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
+    """One row per query head of the group."""
+    width = next_power_of_2(max(head_dim, 16))
+    return Tile(
+        rows=max(MIN_ROWS, next_power_of_2(group)),
+        # Keys and values of two tiles in flight fit in shared memory: 64 KiB at 128 x 64 bfloat16.
+        keys=max(16, min(64, (16384 if dtype.itemsize < 4 else 8192) // (width * dtype.itemsize))),
+        width=width,
+        num_warps=4,
+        precision=_precision(dtype),
+    )
+
+
+def prefill_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
+    """Rows of consecutive queries times the heads of the group."""
+    width = next_power_of_2(max(head_dim, 16))
+    if dtype == torch.float32:
+        # No tensor cores: what a tile holds is in registers.
+        rows, keys, num_warps = 2048 // width, 16, 4
+    else:
+        rows, keys, num_warps = (128, 64, 8) if width <= 128 else (64, 32, 4)
+    return Tile(max(MIN_ROWS, rows, next_power_of_2(group)), keys, width, num_warps, _precision(dtype))
+
+
+def num_splits(num_requests: int, num_kv_heads: int, max_length: int, min_split: int, num_sms: int) -> int:
+    """Programs per request and KV head: enough for two per multiprocessor, as far as lengths allow.
+
+    A power of two, so that few variants are compiled. Each program finds its share of keys on the device.
+    """
+    wanted = -(-2 * num_sms // (num_requests * num_kv_heads))
+    possible = -(-max_length // min_split)
+    return next_power_of_2(max(1, min(wanted, possible, MAX_SPLITS)))
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"

@@ -1,0 +1,192 @@
+"""Steps for attention backends: any mixture of requests over any geometry, with a naive answer to compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from gpu_service.attention.base import AttentionBackend
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.kv_cache import KVCache
+from gpu_service.model_config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+
+# (earlier tokens, new tokens) of each request.
+Shape = list[tuple[int, int]]
+LAYER = 1
+
+MIXTURES: dict[str, Shape] = {
+    "one decode": [(9, 1)],
+    "first token": [(0, 1)],
+    "decodes": [(2, 1), (60, 1), (7, 1), (0, 1), (33, 1)],
+    "first chunk": [(0, 7)],
+    "first chunks": [(0, 7), (0, 3), (0, 21)],
+    "later chunk": [(5, 6)],
+    "mixture": [(9, 1), (0, 5), (6, 3), (3, 1), (40, 1), (4, 40)],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a case is made of."""
+
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    page_size: int = 4
+    dtype: torch.dtype = torch.float32
+    storage_dtype: torch.dtype | None = None
+    device: str = "cpu"
+    # Columns of the block table beyond what is needed.
+    spare_pages: int = 1
+
+    def config(self) -> ModelConfig:
+        """A model of these heads; nothing else of it matters."""
+        return ModelConfig(
+            "qwen3_moe",
+            vocab_size=10,
+            hidden_size=12,
+            intermediate_size=5,
+            num_layers=2,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=1e-5,
+            activation="silu",
+            rope=RopeConfig(1e4, self.head_dim),
+            moe=MoeConfig(RouterConfig(4, 2, "softmax"), 3, 0, frozenset((0, 1))),
+            dtype="float32",
+            max_model_len=4096,
+        )
+
+
+@dataclass
+class Case:
+    """A cache that holds all earlier tokens, and one step; filled by `make_case`."""
+
+    geometry: Geometry
+    cache: KVCache
+    inputs: ForwardInputs
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def fresh_cache(self) -> KVCache:
+        """A copy of the cache as it was before the step."""
+        other = KVCache(
+            self.geometry.config(),
+            self.cache.num_pages,
+            self.cache.page_size,
+            self.cache.dtype,
+            self.cache.device,
+            self.cache.storage_dtype,
+        )
+        for layer in range(self.cache.num_layers):
+            other.pages(layer).view(torch.uint8).copy_(self.cache.pages(layer).view(torch.uint8))
+        other.key_scales, other.value_scales = list(self.cache.key_scales), list(self.cache.value_scales)
+        return other
+
+
+def make_case(geometry: Geometry, shape: Shape, seed: int = 0) -> Case:
+    """Random keys, values and queries; pages of each request scattered over the pool."""
+    generator = torch.Generator().manual_seed(seed)
+    page_size, device = geometry.page_size, geometry.device
+    counts = [-(-(old + new) // page_size) for old, new in shape]
+    cache = KVCache(
+        geometry.config(), sum(counts) + 1, page_size, geometry.dtype, device, geometry.storage_dtype
+    )
+    order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+    table = torch.zeros(len(shape), max(counts) + geometry.spare_pages, dtype=torch.int32)
+    old_slots, new_slots, starts = [], [], [0]
+    for row, (old, new) in enumerate(shape):
+        pages = torch.tensor([order.pop() for _ in range(counts[row])])
+        table[row, : counts[row]] = pages
+        positions = torch.arange(old + new)
+        slots = pages[positions // page_size] * page_size + positions % page_size
+        old_slots.append(slots[:old])
+        new_slots.append(slots[old:])
+        starts.append(starts[-1] + new)
+
+    def random(rows: int, heads: int) -> torch.Tensor:
+        values = torch.randn(rows, heads, geometry.head_dim, generator=generator)
+        return values.to(device, geometry.dtype)
+
+    earlier = torch.cat(old_slots)
+    kv_heads = geometry.num_kv_heads
+    keys, values = random(len(earlier), kv_heads), random(len(earlier), kv_heads)
+    cache.append(LAYER, keys, values, earlier.to(device))
+    inputs = make_inputs(shape, table.to(device), torch.cat(new_slots).to(device))
+    total = starts[-1]
+    return Case(
+        geometry,
+        cache,
+        inputs,
+        random(total, geometry.num_heads),
+        random(total, kv_heads),
+        random(total, kv_heads),
+    )
+
+
+def make_inputs(shape: Shape, table: torch.Tensor, slots: torch.Tensor) -> ForwardInputs:
+    """The step's tensors beside its lists."""
+    starts = [0]
+    for _, new in shape:
+        starts.append(starts[-1] + new)
+    lengths = [old + new for old, new in shape]
+    device = table.device
+    return ForwardInputs(
+        input_ids=torch.zeros(starts[-1], dtype=torch.int64, device=device),
+        positions=torch.cat([torch.arange(old, old + new) for old, new in shape]).to(device),
+        slot_mapping=slots,
+        block_table=table,
+        query_start_loc=starts,
+        seq_lens=lengths,
+        logits_indices=torch.arange(starts[-1], device=device),
+        query_start_loc_tensor=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens_tensor=torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+
+
+def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
+    """Plans and computes the step."""
+    backend.plan(case.inputs)
+    return backend.forward(case.query, case.key, case.value, LAYER)
+
+
+def naive(case: Case) -> torch.Tensor:
+    """One request at a time in float64, from what the cache holds after the step; float64 `[T, H * D]`."""
+    cache = case.fresh_cache()
+    cache.append(LAYER, case.key, case.value, case.inputs.slot_mapping)
+    geometry, inputs = case.geometry, case.inputs
+    key = cache.keys(LAYER).double().flatten(0, 1) * cache.key_scales[LAYER]
+    value = cache.values(LAYER).double().flatten(0, 1) * cache.value_scales[LAYER]
+    group = geometry.num_heads // geometry.num_kv_heads
+    outputs = []
+    for request, (begin, end) in enumerate(pairwise(inputs.query_start_loc)):
+        positions = torch.arange(inputs.seq_lens[request], device=key.device)
+        pages = inputs.block_table[request].long()[positions // geometry.page_size]
+        slots = pages * geometry.page_size + positions % geometry.page_size
+        keys = key[slots].repeat_interleave(group, 1)
+        values = value[slots].repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", case.query[begin:end].double(), keys)
+        scores *= geometry.head_dim**-0.5
+        hidden = positions[None, :] > positions[-(end - begin) :, None]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
+    return torch.cat(outputs)
+
+
+def as_capturable(case: Case) -> ForwardInputs:
+    """The step with every tensor copied, as a graph's own memory would be."""
+    names = ("slot_mapping", "block_table", "seq_lens_tensor", "query_start_loc_tensor")
+    return replace(case.inputs, **{name: getattr(case.inputs, name).clone() for name in names})
+
+
+def refill(static: ForwardInputs, inputs: ForwardInputs) -> ForwardInputs:
+    """Puts another step of as many requests into a graph's tensors; the lists are new."""
+    for name in ("slot_mapping", "seq_lens_tensor", "query_start_loc_tensor"):
+        getattr(static, name).copy_(getattr(inputs, name))
+    static.block_table.zero_()
+    static.block_table[:, : inputs.block_table.shape[1]] = inputs.block_table
+    return replace(static, seq_lens=inputs.seq_lens, query_start_loc=inputs.query_start_loc)
