@@ -23,6 +23,8 @@ from gpu_service.engine.sampler import Sampled, Sampler
 from gpu_service.engine.step_outputs import Logprobs, StepOutputs
 from gpu_service.engine.token_pool import TokenPool
 from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.placement.recorder import ExpertRecorder
 
 # Rows of prompt logits alive at once: 64 rows of a 150 k vocabulary are 38 MB.
 _PROMPT_ROWS = 64
@@ -52,6 +54,9 @@ class ModelRunner:
         experts: ExpertClient | None,
         token_pool: TokenPool,
         sampler: Sampler,
+        *,
+        resident: ResidentExperts | None = None,
+        recorder: ExpertRecorder | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
@@ -59,9 +64,12 @@ class ModelRunner:
         self.experts = experts
         self.token_pool = token_pool
         self.sampler = sampler
+        self.resident = resident
+        self.recorder = recorder
 
     def run(self, plan: StepPlan) -> StepOutputs:
         """Runs the step. Raises what the expert client raises."""
+        self.begin_step()
         self.upload(plan.uploads)
         hidden_states = self.forward(self._inputs(plan))
         prompt_logprobs = [self._score_prompt(wanted, hidden_states) for wanted in plan.prompt_logprobs]
@@ -69,6 +77,11 @@ class ModelRunner:
         if plan.sampling is not None:
             sampled = self.sample(plan, self.model.compute_logits(hidden_states[plan.logits_indices]))
         return StepOutputs(sampled, prompt_logprobs)
+
+    def begin_step(self) -> None:
+        """Before every step, replayed or not: experts move between the device and expert servers."""
+        if self.resident is not None:
+            self.resident.begin_step()
 
     def upload(self, uploads: list[SlotUpload]) -> None:
         """Known tokens of requests that were given a slot."""
@@ -84,7 +97,14 @@ class ModelRunner:
 
     def context(self, inputs: ForwardInputs) -> ForwardContext:
         """What the model's layers may touch in this step."""
-        return ForwardContext(inputs, self.kv_cache, self.attention, self.experts)
+        return ForwardContext(
+            inputs,
+            self.kv_cache,
+            self.attention,
+            self.experts,
+            resident=self.resident,
+            recorder=self.recorder,
+        )
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         """Draws from float32 `[S, V]` logits, and puts the tokens where the next step reads them."""
