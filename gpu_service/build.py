@@ -19,9 +19,7 @@ from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import RequestCache
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.outputs import OutputDelta
-from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.stream import CpuStream, InlineStream
 from gpu_service.engine.stream_runner import StreamRunner
 from gpu_service.engine.token_pool import TokenPool
@@ -30,6 +28,8 @@ from gpu_service.experts.factory import make_expert_client
 from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.registry import build_model
+from gpu_service.parallel.group import RankGroup
+from gpu_service.parallel.join import join_group
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
@@ -49,6 +49,7 @@ class Built:
     """Everything `main` serves and closes; filled by `build_engine`."""
 
     engine: Engine
+    group: RankGroup
     experts: ExpertClient | None
     model_config: ModelConfig
     num_pages: int
@@ -61,22 +62,24 @@ def build_engine(
     """Loads the model and waits for the expert servers. The engine thread is not started yet."""
     device = _device(config.gpu)
     _set_threads(config.gpu)
+    group = join_group(config, device)
     overrides = ModelOverrides(config.model.top_k, config.model.max_model_len, config.model.dtype)
     model_config = ModelConfig.from_dir(config.model.model, overrides)
-    model = build_model(model_config, device=device)
+    model = build_model(model_config, device=device, parallel=group.parallel)
     load_weights(model, config.model.model)
     dtype = model_config.torch_dtype
-    num_pages = _num_pages(config.gpu, model_config, dtype)
+    rank_config = model.rank_config
+    num_pages = group.minimum("num_pages", _num_pages(config.gpu, rank_config, dtype))
     limits = _limits(config.gpu, model_config, num_pages)
-    kv_cache = KVCache(model_config, num_pages, config.gpu.page_size, dtype, device)
-    experts = _experts(config, model_config)
-    runner = ModelRunner(
+    kv_cache = KVCache(rank_config, num_pages, config.gpu.page_size, dtype, device)
+    experts = group.experts(_experts(config, model_config), config.experts.expert_transport != "mailbox")
+    runner = group.model_runner(
         model,
         kv_cache,
-        make_attention(model_config, kv_cache, device),
+        make_attention(rank_config, kv_cache, device),
         experts,
         TokenPool(limits.max_num_seqs, limits.context_limit + 1, device),
-        Sampler(model_config.vocab_size, device),
+        group.sampler(model_config.vocab_size, device),
     )
     stream = CpuStream() if config.gpu.overlap_scheduling else InlineStream()
     tree = RadixCache(config.gpu.page_size)
@@ -84,13 +87,14 @@ def build_engine(
     engine = Engine(
         Scheduler(limits, cache),
         InputBuilder(limits, config.gpu.page_size),
-        StreamRunner(runner, stream, config.experts.expert_recovery_s),
+        group.guard(StreamRunner(runner, stream, config.experts.expert_recovery_s)),
         on_output,
         observer=telemetry,
         overlap=config.gpu.overlap_scheduling,
         max_waiting=config.gpu.max_waiting_requests,
+        inbox=group.inbox(),
     )
-    return Built(engine, experts, model_config, num_pages, limits.context_limit)
+    return Built(engine, group, experts, model_config, num_pages, limits.context_limit)
 
 
 def warm_up(engine: Engine, vocab_size: int) -> Request:

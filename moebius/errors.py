@@ -13,3 +13,7 @@ class ConfigError(UserError):
 
 class StartupError(UserError):
     """A process of the system did not become ready; the message names it and repeats its last words."""
+
+
+PEER_LOST_EXIT = 75
+"""Exit status of an engine process that ended because another rank of its group did (EX_TEMPFAIL)."""

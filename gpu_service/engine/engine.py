@@ -55,6 +55,7 @@ class Engine:
         observer: EngineObserver | None = None,
         overlap: bool = True,
         max_waiting: int = 1024,
+        inbox: Inbox | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.load = EngineLoad(usable_pages=scheduler.cache.pool.usable)
@@ -63,7 +64,7 @@ class Engine:
         self._on_output = on_output
         self._observer = observer or NullObserver()
         self._max_waiting = max_waiting
-        self._inbox = Inbox()
+        self._inbox = inbox or Inbox()
         self._stopping = False
         self._in_flight = 0
         loop = overlap_loop if overlap else synchronous_loop

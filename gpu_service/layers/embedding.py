@@ -26,7 +26,7 @@ class Embedding(nn.Module):
         self._parallel = parallel
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """int64 `[T]` to `[T, hidden_size]`: each id's row from the rank that has it, zeros from the others."""
+        """int64 `[T]` to `[T, hidden_size]`: each id's row from the rank that has it, zeros from others."""
         if self._parallel.tp_size == 1:
             return functional.embedding(input_ids, self.weight)
         rows = input_ids - self._span.begin

@@ -25,7 +25,7 @@ class GatedMLP(nn.Module):
         parallel: ParallelContext = SOLO,
         reduce: bool = True,
     ) -> None:
-        """`intermediate_size` is the whole model's. `reduce=False` leaves the sum over ranks to the caller."""
+        """`intermediate_size` is the model's. `reduce=False` leaves the sum over ranks to the caller."""
         super().__init__()
         neurons = even_span(intermediate_size, parallel.tp_rank, parallel.tp_size)
         parts = {"gate_proj": neurons, "up_proj": neurons}

@@ -25,7 +25,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, destination: int) -> None:
-        """Gives a tensor to the group's rank `destination`, which must `receive` one of its shape and dtype."""
+        """Gives a tensor to the group's rank `destination`, which must `receive` one of its shape."""
 
     @abstractmethod
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:

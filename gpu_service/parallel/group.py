@@ -1,0 +1,197 @@
+"""Several ranks as one engine: what each part of a rank's engine is given instead of its solo form.
+
+Life of a rank: `join_group` (meet, make process groups), load its part of the model, `minimum` (pages that
+all ranks have room for), run; at the end `close`, after the captured graphs are gone: a graph holds NCCL's
+communicators, and destroying those under it hangs or crashes.
+
+With pipeline stages the devices take turns, while the host loop stays as it is without them:
+
+    stage 0 | embed, layers, send N |       wait for tokens N        | embed (tokens N), layers, send N+1 | …
+    stage 1 |     receive N         | layers, norm, head, sample N, broadcast |      receive N+1 …
+    hosts   | schedule and launch N+1 while the devices are at N, commit N, …
+
+Token ids of step N+1 are gathered from each rank's own token pool, which the broadcast of step N filled:
+stream order is all the synchronisation there is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from gpu_service.engine.inbox import Inbox
+from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.sampler import Sampler
+from gpu_service.engine.step_runner import StepRunner
+from gpu_service.experts.client import ExpertClient
+from gpu_service.parallel.collectives import TorchCollectives
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.control import RankControl
+from gpu_service.parallel.experts import RankExperts
+from gpu_service.parallel.guard import GuardedRunner
+from gpu_service.parallel.model_runner import RankModelRunner
+from gpu_service.parallel.rank_inbox import FollowerInbox, LeaderInbox
+from gpu_service.parallel.sampler import RankSampler
+
+
+class RankGroup(ABC):
+    """What `build` asks for the parts in which ranks differ from an engine alone."""
+
+    parallel: ParallelContext
+    # What runs a rank's part of a step; it is given this group's sampler and experts.
+    model_runner: type[ModelRunner] = ModelRunner
+
+    @abstractmethod
+    def inbox(self) -> Inbox:
+        """Where the engine's messages come from."""
+
+    @abstractmethod
+    def sampler(self, vocab_size: int, device: torch.device, num_slots: int = 0) -> Sampler:
+        """Draws the same tokens on all ranks."""
+
+    @abstractmethod
+    def experts(self, client: ExpertClient | None, divides_rows: bool) -> ExpertClient | None:
+        """A client whose answers are this rank's part of the sum; see `RankExperts` for `divides_rows`."""
+
+    @abstractmethod
+    def guard(self, runner: StepRunner) -> StepRunner:
+        """A runner whose errors end the group, unless all ranks have them alike."""
+
+    @abstractmethod
+    def minimum(self, what: str, value: int) -> int:
+        """The smallest of all ranks' values; a barrier, too. All ranks call it with the same `what`."""
+
+    @abstractmethod
+    def fail(self, reason: str) -> None:
+        """This rank can not go on: ends the group, and this process."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves in order. Captured graphs must be gone."""
+
+
+class SoloGroup(RankGroup):
+    """The null object: one rank, nothing is exchanged."""
+
+    parallel = SOLO
+
+    def inbox(self) -> Inbox:
+        """See the base class."""
+        return Inbox()
+
+    def sampler(self, vocab_size: int, device: torch.device, num_slots: int = 0) -> Sampler:
+        """See the base class."""
+        return Sampler(vocab_size, device, num_slots)
+
+    def experts(self, client: ExpertClient | None, divides_rows: bool) -> ExpertClient | None:
+        """See the base class."""
+        return client
+
+    def guard(self, runner: StepRunner) -> StepRunner:
+        """See the base class."""
+        return runner
+
+    def minimum(self, what: str, value: int) -> int:
+        """See the base class."""
+        return value
+
+    def fail(self, reason: str) -> None:
+        """Nobody else is concerned."""
+        raise RuntimeError(reason)
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class ProcessRankGroup(RankGroup):
+    """A rank among others, each a process."""
+
+    model_runner = RankModelRunner
+
+    def __init__(self, parallel: ParallelContext, control: RankControl, agreement: dist.ProcessGroup) -> None:
+        self.parallel = parallel
+        self._control = control
+        # Of its own, because it is used from another thread than the step's collectives.
+        self._agreement = agreement
+
+    def inbox(self) -> Inbox:
+        """See the base class."""
+        return LeaderInbox(self._control) if self.parallel.rank == 0 else FollowerInbox(self._control)
+
+    def sampler(self, vocab_size: int, device: torch.device, num_slots: int = 0) -> Sampler:
+        """See the base class."""
+        return RankSampler(vocab_size, device, num_slots, self.parallel)
+
+    def experts(self, client: ExpertClient | None, divides_rows: bool) -> ExpertClient | None:
+        """See the base class."""
+        if client is None:
+            return None
+        return RankExperts(client, self.parallel, self._largest, divides_rows)
+
+    def guard(self, runner: StepRunner) -> StepRunner:
+        """See the base class."""
+        return GuardedRunner(runner, self.fail)
+
+    def minimum(self, what: str, value: int) -> int:
+        """See the base class. Waits for the slowest rank: loading takes as long as it takes."""
+        return min(self._control.exchange(what, value))
+
+    def fail(self, reason: str) -> None:
+        """See the base class."""
+        self._control.fail(reason)
+
+    def close(self) -> None:
+        """See the base class."""
+        self._control.close()
+        dist.destroy_process_group()
+
+    def _largest(self, value: int) -> int:
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._agreement)
+        return int(tensor)
+
+
+def make_process_groups(
+    parallel: ParallelContext, store: TCPStore, device: torch.device, timeout_s: float
+) -> tuple[ParallelContext, dist.ProcessGroup]:
+    """The context with its collectives, and a CPU group for agreements. All ranks call it at once."""
+    timeout = timedelta(seconds=timeout_s)
+    is_cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if is_cuda else "gloo",
+        store=store,
+        rank=parallel.rank,
+        world_size=parallel.size,
+        timeout=timeout,
+        # Makes the communicator now, rather than inside the first step.
+        device_id=device if is_cuda else None,
+    )
+    world = TorchCollectives(_default_group(), parallel.size)
+    tensor_group: TorchCollectives | None = None
+    for stage in range(parallel.num_stages):
+        ranks = list(range(stage * parallel.tp_size, (stage + 1) * parallel.tp_size))
+        # Every rank makes every group, or none would be whole.
+        group = dist.new_group(ranks, timeout=timeout)
+        if stage == parallel.stage:
+            tensor_group = TorchCollectives(group, parallel.tp_size)
+    assert tensor_group is not None
+    agreement = dist.new_group(backend="gloo", timeout=timeout)
+    context = ParallelContext(
+        tp_rank=parallel.tp_rank,
+        tp_size=parallel.tp_size,
+        stage=parallel.stage,
+        num_stages=parallel.num_stages,
+        tensor_group=tensor_group if parallel.tp_size > 1 else SOLO.tensor_group,
+        world_group=world,
+    )
+    return context, agreement
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group

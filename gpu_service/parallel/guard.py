@@ -1,0 +1,52 @@
+"""A step that fails on one rank has failed for all: the others wait for it in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpu_service.engine.input_builder import StepPlan
+from gpu_service.engine.step_runner import Pending, StepResult, StepRunner
+from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
+
+# All ranks raise these alike (`RankExperts.failure`), so their engines go on alike.
+_AGREED = (ExpertUnavailable, ExpertComputeFailed)
+
+
+class GuardedRunner(StepRunner):
+    """Passes steps on; an error that is this rank's own ends the group through `fail`."""
+
+    def __init__(self, inner: StepRunner, fail: Callable[[str], None]) -> None:
+        self._inner = inner
+        self._fail = fail
+
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        """See the base class."""
+        try:
+            return _GuardedPending(self._inner.launch(plan), self._fail)
+        except Exception as error:
+            self._fail(f"launching a step failed: {error!r}")
+            raise
+
+    def zero_pages(self, pages: list[int]) -> None:
+        """See the base class."""
+        self._inner.zero_pages(pages)
+
+    def close(self) -> None:
+        """See the base class."""
+        self._inner.close()
+
+
+class _GuardedPending(Pending[StepResult]):
+    def __init__(self, inner: Pending[StepResult], fail: Callable[[str], None]) -> None:
+        self._inner = inner
+        self._fail = fail
+
+    def wait(self) -> StepResult:
+        """See the base class."""
+        try:
+            return self._inner.wait()
+        except _AGREED:
+            raise
+        except Exception as error:
+            self._fail(f"a step failed: {error!r}")
+            raise
