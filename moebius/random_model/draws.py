@@ -57,7 +57,8 @@ def _float8_table() -> NDArray[np.uint8]:
     middles = (values[1:] + values[:-1]) / 2
     wanted = _quantiles() * FLOAT8_STD
     nearest = np.searchsorted(middles, np.abs(wanted)).astype(np.uint8)
-    return nearest | ((wanted < 0).astype(np.uint8) << 7)
+    codes_of: NDArray[np.uint8] = nearest | ((wanted < 0).astype(np.uint8) << 7)
+    return codes_of
 
 
 def _indices(rng: np.random.Generator, count: int) -> NDArray[np.uint16]:
@@ -81,4 +82,5 @@ def int4_words(rng: np.random.Generator, rows: int, cols: int) -> NDArray[np.int
     words = rng.integers(0, 2**64, (2, -(-count // 2)), np.uint64)
     # Sums of 0..7 and 0..7 and 1 stay within their four bits.
     summed = (words[0] & _LOW_BITS) + (words[1] & _LOW_BITS) + _ONES
-    return summed.view(np.int32)[:count].reshape(rows, -1)
+    codes: NDArray[np.int32] = summed.view(np.int32)[:count].reshape(rows, -1)
+    return codes

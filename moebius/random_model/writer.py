@@ -124,7 +124,7 @@ def _write(entry: _Placed) -> int:
         for spec, offset, array in zip(entry.group.tensors, entry.offsets, arrays, strict=True):
             if array.nbytes != spec.nbytes:
                 raise ValueError(f"{spec.name}: {array.nbytes} bytes were drawn, {spec.nbytes} are declared")
-            data = memoryview(np.ascontiguousarray(array)).cast("B")
+            data = np.ascontiguousarray(array).data.cast("B")
             begin = 0
             while begin < len(data):
                 begin += os.pwrite(file, data[begin : begin + _PIECE], offset + begin)

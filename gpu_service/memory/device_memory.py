@@ -1,0 +1,89 @@
+"""What a device says of its memory; the one place that asks torch for it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# torch leaves these untyped.
+_cuda: Any = torch.cuda
+
+
+def gib(nbytes: int) -> str:
+    """For messages and tables."""
+    return f"{nbytes / 2**30:.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """A snapshot, in bytes; filled by `DeviceMemory.use`."""
+
+    # Of the whole device, and what no process holds.
+    total: int
+    free: int
+    # Of this process: in living tensors, and the most there was since `reset_peak`.
+    allocated: int
+    peak: int
+    # Held by torch's allocator for tensors, living or to come.
+    reserved: int
+    # Times the allocator asked the driver for memory since the start.
+    device_allocations: int
+
+    @property
+    def outside(self) -> int:
+        """Held outside torch's allocator: CUDA context, modules, libraries, and other processes."""
+        return self.total - self.free - self.reserved
+
+
+class DeviceMemory(ABC):
+    """The memory of one device."""
+
+    @abstractmethod
+    def use(self) -> MemoryUse:
+        """What is used now. Waits for what was launched."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """`peak` counts from here."""
+
+    @abstractmethod
+    def release_cache(self) -> None:
+        """Gives reserved memory that no tensor lives in back to the device."""
+
+
+class CudaMemory(DeviceMemory):
+    """Of a CUDA device, by the driver and torch's caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def use(self) -> MemoryUse:
+        """See the base class."""
+        torch.cuda.synchronize(self._device)
+        free, total = _cuda.mem_get_info(self._device)
+        statistics = _cuda.memory_stats(self._device)
+        return MemoryUse(
+            total=int(total),
+            free=int(free),
+            allocated=int(statistics.get("allocated_bytes.all.current", 0)),
+            peak=int(statistics.get("allocated_bytes.all.peak", 0)),
+            reserved=int(statistics.get("reserved_bytes.all.current", 0)),
+            device_allocations=int(statistics.get("num_device_alloc", 0)),
+        )
+
+    def reset_peak(self) -> None:
+        """See the base class."""
+        _cuda.reset_peak_memory_stats(self._device)
+
+    def release_cache(self) -> None:
+        """See the base class."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+
+def make_device_memory(device: torch.device) -> DeviceMemory | None:
+    """None for a CPU, whose memory is shared with the expert servers and not ours to divide."""
+    return CudaMemory(device) if device.type == "cuda" else None

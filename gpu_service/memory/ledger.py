@@ -1,0 +1,81 @@
+"""Keeps the plan beside what each phase really took, and watches that nothing is allocated afterwards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import structlog
+
+from gpu_service.memory.device_memory import DeviceMemory, MemoryUse, gib
+from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, GIB, MemoryPlan
+from gpu_service.memory.table import render
+from moebius.errors import UserError
+
+_log = structlog.get_logger(__name__)
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class MemoryLedger:
+    """Of one rank's device. `reached` is called after each phase, `seal` before readiness."""
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        memory: DeviceMemory,
+        before: MemoryUse,
+        show: Callable[[str], None] = _to_stderr,
+    ) -> None:
+        """`before`: the device as `plan_memory` saw it. Prints the plan."""
+        self.plan = plan
+        self.measured: dict[str, int] = {}
+        self._memory = memory
+        self._last = before
+        self._show = show
+        self._sealed: MemoryUse | None = None
+        show(f"GPU memory, before loading\n{render(plan)}")
+
+    def reached(self, part: str) -> None:
+        """What was allocated since the last call belongs to `part`."""
+        now = self._memory.use()
+        self.measured[part] = self.measured.get(part, 0) + now.allocated - self._last.allocated
+        self._last = now
+        planned = self.plan.of(part)
+        _log.info(
+            "GPU memory",
+            part=part,
+            gib=round(self.measured[part] / GIB, 3),
+            planned_gib=round(planned / GIB, 3),
+            free_gib=round(now.free / GIB, 3),
+        )
+
+    def activations(self, nbytes: int) -> None:
+        """What `profile_activations` measured: no tensor of it lives, but its blocks stay reserved."""
+        self.measured[ACTIVATIONS] = nbytes
+        self._last = self._memory.use()
+
+    def seal(self) -> None:
+        """Everything that lives as long as the process has been allocated: print what it took.
+
+        Raises UserError when it is more than the budget: then a later step could run out of memory.
+        """
+        now = self._memory.use()
+        self.measured[CONTEXT] = max(0, now.outside)
+        self._sealed = now
+        self._show(f"GPU memory, before serving\n{render(self.plan, self.measured)}")
+        used = now.total - now.free
+        if used > self.plan.budget:
+            raise UserError(
+                f"GPU memory: {gib(used)} GiB are used before serving, {gib(used - self.plan.budget)} GiB "
+                f"more than the {gib(self.plan.budget)} GiB planned with; a smaller num_pages, kv_cache_gib "
+                "or gpu_memory_utilization leaves room"
+            )
+
+    def late_allocations(self) -> int:
+        """How often memory was asked of the device since `seal`: 0 unless a step exceeded the plan."""
+        if self._sealed is None:
+            return 0
+        return self._memory.use().device_allocations - self._sealed.device_allocations

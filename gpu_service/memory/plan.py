@@ -1,0 +1,150 @@
+"""The plan of one rank's memory, made before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from gpu_service.memory.advice import advice
+from gpu_service.memory.device_memory import MemoryUse, gib
+from gpu_service.memory.estimate import (
+    ALLOCATOR_SLACK,
+    CUDA_CONTEXT,
+    StepSize,
+    activation_bytes,
+    graph_bytes,
+    parameter_bytes,
+    workspace_bytes,
+)
+from gpu_service.model_config import ModelConfig
+from gpu_service.parallel.context import SOLO, ParallelContext
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+
+GIB = 2**30
+DENSE, RESIDENT, RING = "dense weights", "resident experts", "expert streaming ring"
+GRAPHS, WORKSPACE, ACTIVATIONS = "CUDA graphs", "workspaces", "activations"
+CONTEXT, SLACK, KV = "CUDA context", "allocator slack", "KV cache"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLine:
+    """One part of the plan, bytes."""
+
+    part: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Filled by `plan_memory`, bytes; the line of the KV cache is what the others leave."""
+
+    total: int
+    # gpu_memory_utilization of `total`, or what other processes leave of it.
+    budget: int
+    lines: tuple[MemoryLine, ...]
+    # One page over all layers of this rank.
+    page_bytes: int
+
+    def of(self, part: str) -> int:
+        """Bytes of a part; 0 for one that the plan does not name."""
+        return sum(line.nbytes for line in self.lines if line.part == part)
+
+    @property
+    def kv_bytes(self) -> int:
+        """For the KV cache."""
+        return self.of(KV)
+
+    @property
+    def fixed(self) -> int:
+        """Everything but the KV cache."""
+        return sum(line.nbytes for line in self.lines if line.part != KV)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMemory:
+    """Of the routed experts on this rank's GPU; filled by whoever places them."""
+
+    # Experts over all layers, and bytes of one of them in the form the GPU holds.
+    count: int = 0
+    bytes_each: int = 0
+    # Buffers through which experts of the CPU pass the GPU.
+    ring_bytes: int = 0
+
+
+def plan_memory(
+    config: MoebiusConfig,
+    model_config: ModelConfig,
+    model: nn.Module,
+    use: MemoryUse,
+    page_bytes: int,
+    experts: ExpertMemory | None = None,
+    parallel: ParallelContext = SOLO,
+) -> MemoryPlan:
+    """The plan of this rank. `model` is its part, memory or not; `use` the device before loading.
+
+    The KV cache gets num_pages or kv_cache_gib where one is set, else all that is left. Raises UserError
+    when the parts do not fit the budget, naming the numbers and what would fit.
+    """
+    experts = experts or ExpertMemory()
+    step, has_resident = StepSize.largest(config.gpu), experts.count > 0
+    lines = (
+        MemoryLine(DENSE, parameter_bytes(model)),
+        MemoryLine(RESIDENT, experts.count * experts.bytes_each),
+        MemoryLine(RING, experts.ring_bytes),
+        MemoryLine(GRAPHS, graph_bytes(model_config, config.gpu, parallel, has_resident)),
+        MemoryLine(WORKSPACE, workspace_bytes(parallel)),
+        MemoryLine(ACTIVATIONS, activation_bytes(model_config, step, parallel, has_resident)),
+        MemoryLine(CONTEXT, CUDA_CONTEXT),
+        MemoryLine(SLACK, ALLOCATOR_SLACK),
+    )
+    plan = MemoryPlan(use.total, _budget(config, use), lines, page_bytes)
+    half = StepSize(step.tokens // 2, step.sequences)
+    halved = activation_bytes(model_config, half, parallel, has_resident)
+    token_bytes = (plan.of(ACTIVATIONS) - halved) / (step.tokens - half.tokens)
+    return _with_kv(plan, config, experts, _needed_pages(config, model_config), token_bytes)
+
+
+def _budget(config: MoebiusConfig, use: MemoryUse) -> int:
+    """Raises UserError when other processes hold so much that nothing could be planned with."""
+    wanted = int(config.gpu.gpu_memory_utilization * use.total)
+    # What is used already is partly this process's own context, which the plan counts as well.
+    others = max(0, use.total - use.free - use.reserved - CUDA_CONTEXT)
+    return min(wanted, use.total - others)
+
+
+def _needed_pages(config: MoebiusConfig, model_config: ModelConfig) -> int:
+    """The dummy page, and one step's tokens: fewer could never run the step that was planned."""
+    tokens = min(config.gpu.max_num_batched_tokens, model_config.max_model_len)
+    return 1 + -(-tokens // config.gpu.page_size)
+
+
+def wanted_kv_bytes(config: MoebiusConfig, page_bytes: int) -> int | None:
+    """What the settings ask for; None: all that is left."""
+    if config.gpu.num_pages is not None:
+        return config.gpu.num_pages * page_bytes
+    return None if config.gpu.kv_cache_gib is None else int(config.gpu.kv_cache_gib * GIB)
+
+
+def _with_kv(
+    plan: MemoryPlan, config: MoebiusConfig, experts: ExpertMemory, needed_pages: int, token_bytes: float
+) -> MemoryPlan:
+    left = plan.budget - plan.fixed
+    wanted = wanted_kv_bytes(config, plan.page_bytes)
+    needed = needed_pages * plan.page_bytes if wanted is None else wanted
+    if left < needed:
+        parts = ", ".join(f"{line.part} {gib(line.nbytes)}" for line in plan.lines if line.nbytes)
+        raise UserError(
+            f"GPU memory: {parts}: {gib(plan.fixed)} GiB together, and a KV cache of {gib(needed)} GiB or "
+            f"more, do not fit the {gib(plan.budget)} GiB planned with ({_share(plan, config)}); "
+            f"{gib(needed - left)} GiB are missing. What would fit: "
+            + advice(config, plan.lines, needed - left, experts.bytes_each, experts.count, token_bytes)
+        )
+    return replace(plan, lines=(*plan.lines, MemoryLine(KV, left if wanted is None else wanted)))
+
+
+def _share(plan: MemoryPlan, config: MoebiusConfig) -> str:
+    utilization = config.gpu.gpu_memory_utilization
+    text = f"gpu_memory_utilization {utilization:g} of {gib(plan.total)} GiB"
+    return text if plan.budget >= int(utilization * plan.total) else f"{text}, less what other processes hold"

@@ -1,0 +1,89 @@
+"""Measures what the largest step needs, by running one, before the KV pool takes the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from gpu_service.attention.base import AttentionBackend
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.kv_cache import KVCache
+from gpu_service.context import ForwardContext
+from gpu_service.experts.client import ExpertClient
+from gpu_service.memory.device_memory import DeviceMemory
+from gpu_service.memory.estimate import StepSize
+from gpu_service.memory.null_experts import NullExpertClient
+from moebius.checkpoint.moe_config import MoeGeometry
+
+
+class ProfiledModel(Protocol):
+    """What is profiled; `models.common.CausalLM` is the real one."""
+
+    def forward(self, context: ForwardContext) -> torch.Tensor:
+        """Hidden states `[T, H]`."""
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[L, H]` to float32 `[L, V]`."""
+
+
+def profile_activations(
+    model: ProfiledModel,
+    make_cache: Callable[[int], KVCache],
+    make_attention: Callable[[KVCache], AttentionBackend],
+    geometry: MoeGeometry | None,
+    step: StepSize,
+    page_size: int,
+    memory: DeviceMemory | None,
+    sample: Callable[[torch.Tensor], object] = lambda logits: logits.softmax(-1).sort(-1),
+) -> int:
+    """Most bytes of tensors alive during one step of `step.tokens` tokens, weights and cache not counted.
+
+    The step is a prefill of one request on a cache of its own (`make_cache(pages)`), with experts that
+    answer zeros, and `sample` is given `step.sequences` rows of logits. Its blocks stay reserved by the
+    allocator, so that steps in service find them. 0 where there is no `memory` to ask.
+    """
+    if memory is None:
+        return 0
+    cache = make_cache(1 + -(-step.tokens // page_size))
+    attention = make_attention(cache)
+    experts = NullExpertClient(geometry) if geometry is not None else None
+    memory.reset_peak()
+    before = memory.use().allocated
+    _run(model, cache, attention, experts, step, sample)
+    peak = memory.use().peak
+    return max(0, peak - before)
+
+
+@torch.inference_mode()
+def _run(
+    model: ProfiledModel,
+    cache: KVCache,
+    attention: AttentionBackend,
+    experts: ExpertClient | None,
+    step: StepSize,
+    sample: Callable[[torch.Tensor], object],
+) -> None:
+    inputs = profile_inputs(step, cache)
+    attention.plan(inputs)
+    hidden_states = model.forward(ForwardContext(inputs, cache, attention, experts))
+    sample(model.compute_logits(hidden_states[inputs.logits_indices]))
+
+
+def profile_inputs(step: StepSize, cache: KVCache) -> ForwardInputs:
+    """One request of `step.tokens` tokens in pages 1, 2, …; logits of as many rows as may be sampled."""
+    tokens, device = step.tokens, cache.device
+    pages = -(-tokens // cache.page_size)
+    positions = torch.arange(tokens, device=device)
+    return ForwardInputs(
+        input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+        positions=positions,
+        slot_mapping=positions + cache.page_size,
+        block_table=torch.arange(1, pages + 1, dtype=torch.int32, device=device)[None],
+        query_start_loc=[0, tokens],
+        seq_lens=[tokens],
+        logits_indices=positions[-min(step.sequences, tokens) :],
+        query_start_loc_tensor=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        seq_lens_tensor=torch.tensor([tokens], dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,42 @@
+"""A device's memory by numbers: what a test says is allocated, and what the driver then has left."""
+
+from __future__ import annotations
+
+from gpu_service.memory.device_memory import DeviceMemory, MemoryUse
+
+GIB = 2**30
+
+
+class FakeMemory(DeviceMemory):
+    """`context` bytes lie outside the allocator; freed tensors stay reserved, as in torch's allocator."""
+
+    def __init__(self, total: int, context: int = 0) -> None:
+        self.total = total
+        self.context = context
+        self.allocated = self.peak = self.reserved = self.device_allocations = 0
+
+    def allocate(self, nbytes: int) -> None:
+        """A tensor; asks the device for what is not reserved yet."""
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
+        if self.allocated > self.reserved:
+            self.reserved = self.allocated
+            self.device_allocations += 1
+        assert self.reserved + self.context <= self.total, "out of memory"
+
+    def free(self, nbytes: int) -> None:
+        """The end of a tensor."""
+        self.allocated -= nbytes
+
+    def use(self) -> MemoryUse:
+        """See the base class."""
+        free = self.total - self.context - self.reserved
+        return MemoryUse(self.total, free, self.allocated, self.peak, self.reserved, self.device_allocations)
+
+    def reset_peak(self) -> None:
+        """See the base class."""
+        self.peak = self.allocated
+
+    def release_cache(self) -> None:
+        """See the base class."""
+        self.reserved = self.allocated

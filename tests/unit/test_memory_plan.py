@@ -1,0 +1,161 @@
+"""Guards the VRAM plan: it names every part, gives the KV cache the rest, and refuses what can not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_service.cache.kv_cache import bytes_per_page
+from gpu_service.memory.device_memory import MemoryUse
+from gpu_service.memory.estimate import StepSize, activation_bytes, graph_bytes, parameter_bytes
+from gpu_service.memory.kv_pool import size_kv_pool, useful_pages
+from gpu_service.memory.plan import (
+    ACTIVATIONS,
+    DENSE,
+    GRAPHS,
+    KV,
+    RESIDENT,
+    ExpertMemory,
+    MemoryPlan,
+    plan_memory,
+)
+from gpu_service.model_config import ModelConfig
+from gpu_service.models.common import CausalLM
+from gpu_service.models.registry import build_model
+from gpu_service.parallel.context import SOLO, ParallelContext
+from moebius.config import MoebiusConfig
+from moebius.config_loader import load_config
+from moebius.errors import UserError
+from moebius.random_model.shapes import parse_shape
+from tests.helpers.fake_memory import GIB, FakeMemory
+
+H200 = 140 * GIB
+# Of Qwen3-30B-A3B as int4 in groups of 32.
+INT4_EXPERT = 3 * 2048 * 768 * 9 // 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    """The full shape, composed on the meta device."""
+    directory = tmp_path_factory.mktemp("shape")
+    (directory / "config.json").write_text(json.dumps(parse_shape("qwen3-30b-a3b", 0).hf_config(None)))
+    return build_model(ModelConfig.from_dir(directory))
+
+
+def settings(**flags: Any) -> MoebiusConfig:
+    return load_config(None, {"max_num_batched_tokens": 2048, **flags})
+
+
+def plan(
+    model: CausalLM,
+    config: MoebiusConfig,
+    memory: FakeMemory | None = None,
+    experts: ExpertMemory | None = None,
+    parallel: ParallelContext = SOLO,
+) -> MemoryPlan:
+    use = (memory or FakeMemory(H200)).use()
+    page = bytes_per_page(model.config, config.gpu.page_size, torch.bfloat16)
+    return plan_memory(config, model.config, model, use, page, experts, parallel)
+
+
+def test_the_parts_make_up_the_budget(model: CausalLM) -> None:
+    """Dense weights as the checkpoint has them; the KV cache is exactly what all other parts leave."""
+    found = plan(model, settings())
+    assert found.budget == int(0.9 * H200)
+    assert sum(line.nbytes for line in found.lines) == found.budget
+    head_and_embedding = 2 * 151936 * 2048
+    attention = 48 * 2 * (4096 + 512) * 2048
+    router = 48 * 128 * 2048
+    assert found.of(DENSE) == pytest.approx(2 * (head_and_embedding + attention + router), rel=1e-3)
+    assert found.of(RESIDENT) == 0
+
+
+def test_resident_experts_are_counted(model: CausalLM) -> None:
+    """Every expert on the GPU: their bytes leave the KV cache, the ring and nothing else changes."""
+    alone, held = (
+        plan(model, settings(), experts=ExpertMemory(count, INT4_EXPERT)) for count in (0, 48 * 128)
+    )
+    assert held.of(RESIDENT) == 48 * 128 * INT4_EXPERT
+    assert alone.kv_bytes - held.kv_bytes >= held.of(RESIDENT)
+    assert held.of(ACTIVATIONS) > alone.of(ACTIVATIONS)
+
+
+def test_what_can_not_fit_is_refused_with_what_would(model: CausalLM) -> None:
+    """On 20 GiB not all experts fit; each proposal, followed, makes a plan."""
+    small = FakeMemory(20 * GIB)
+    experts = ExpertMemory(48 * 128, INT4_EXPERT)
+    with pytest.raises(UserError, match=r"resident experts 15\.19.*GiB are missing") as caught:
+        plan(model, settings(), small, experts)
+    message = str(caught.value)
+    kept = re.search(r"at most (\d+) experts on the GPU", message)
+    assert kept is not None, message
+    assert plan(model, settings(), small, ExpertMemory(int(kept[1]), INT4_EXPERT)).kv_bytes > 0
+    with pytest.raises(UserError, match="GiB are missing"):
+        plan(model, settings(), small, ExpertMemory(int(kept[1]) + 300, INT4_EXPERT))
+
+
+def test_smaller_steps_are_proposed(model: CausalLM) -> None:
+    """Activations of 256 k tokens do not fit on 20 GiB; the number proposed does."""
+    small = FakeMemory(20 * GIB)
+    with pytest.raises(UserError, match="max_num_batched_tokens") as caught:
+        plan(model, settings(max_num_batched_tokens=262144), small)
+    proposed = re.search(r"max_num_batched_tokens (\d+) instead of 262144", str(caught.value))
+    assert proposed is not None
+    assert plan(model, settings(max_num_batched_tokens=int(proposed[1])), small).kv_bytes > 0
+
+
+def test_other_processes_are_respected(model: CausalLM) -> None:
+    """What others hold is not planned with, and the message says so."""
+    crowded = FakeMemory(H200, context=138 * GIB)
+    with pytest.raises(UserError, match="less what other processes hold"):
+        plan(model, settings(), crowded)
+    half = FakeMemory(H200, context=70 * GIB)
+    assert plan(model, settings(), half).budget <= H200 - 69 * GIB
+
+
+def test_a_wanted_pool_is_given_or_refused(model: CausalLM) -> None:
+    """kv_cache_gib and num_pages are promises, not limits."""
+    page = bytes_per_page(model.config, 16, torch.bfloat16)
+    assert plan(model, settings(kv_cache_gib=7.0)).kv_bytes == 7 * GIB
+    assert plan(model, settings(num_pages=1000)).of(KV) == 1000 * page
+    with pytest.raises(UserError, match=r"KV cache of 200\.00 GiB.*kv_cache_gib"):
+        plan(model, settings(kv_cache_gib=200.0))
+
+
+def test_ranks_divide_what_is_divided(model: CausalLM) -> None:
+    """Activations of sharded parts shrink with ranks, the residual stream does not; graphs are optional."""
+    step = StepSize(2048, 64)
+    one, four = (activation_bytes(model.config, step, ParallelContext(tp_size=size), True) for size in (1, 4))
+    assert 0.3 * one < four < one
+    assert graph_bytes(model.config, settings(cuda_graphs=False).gpu, SOLO, False) == 0
+    assert graph_bytes(model.config, settings().gpu, SOLO, False) > 0
+    assert parameter_bytes(model) == sum(p.numel() * 2 for p in model.parameters()) + sum(
+        b.numel() * b.element_size() for b in model.buffers()
+    )
+
+
+def test_pool_takes_what_was_measured(model: CausalLM) -> None:
+    """Weights 20 GiB, profile 5, context 1: the rest but graphs and slack, in whole pages."""
+    config = settings(max_num_seqs=4096)
+    planned = plan(model, config)
+    use = MemoryUse(H200, H200 - 26 * GIB, 20 * GIB, 25 * GIB, 25 * GIB, 3)
+    pages = size_kv_pool(planned, config, model.config, use)
+    left = int(0.9 * H200) - 26 * GIB - planned.of(GRAPHS) - planned.of("allocator slack")
+    assert left - planned.page_bytes < pages * planned.page_bytes <= left
+    few = settings(max_num_seqs=1, max_model_len=1024)
+    assert size_kv_pool(planned, few, model.config, use) == useful_pages(few, model.config)
+
+
+def test_pool_is_refused_when_too_little_is_left(model: CausalLM) -> None:
+    """Both for the rest and for a size that was asked for."""
+    config = settings()
+    planned = plan(model, config)
+    full = MemoryUse(H200, 14 * GIB, 120 * GIB, 125 * GIB, 125 * GIB, 3)
+    with pytest.raises(UserError, match=r"0\.00 GiB of the 126\.00 GiB planned with are left; the KV cache"):
+        size_kv_pool(planned, config, model.config, full)
+    with pytest.raises(UserError, match=r"kv_cache_gib asks for takes 9\.00 GiB, but after loading"):
+        size_kv_pool(planned, settings(kv_cache_gib=9.0), model.config, full)
