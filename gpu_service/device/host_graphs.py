@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_leaves
 
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 
@@ -29,23 +30,22 @@ class _Recorder(_DispatchMode):  # type: ignore[misc]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        returns = func._schema.returns
-        outputs = list(result) if isinstance(result, (tuple, list)) else [result]
-        # What aliases an argument is a view or written in place; only new tensors are to be refilled.
-        fresh = [
-            output
-            for index, output in enumerate(outputs)
-            if isinstance(output, torch.Tensor)
-            and returns[min(index, len(returns) - 1)].alias_info is None
-            and not _is_view(func)
-        ]
+        outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
+        memory = {
+            _memory(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)
+        }
+        # What shares memory with an argument is a view or was written in place; a replay refills the others.
+        fresh = [output for output in outputs if _memory(output) not in memory]
+        if len(fresh) not in (0, len(outputs)):
+            raise NotImplementedError(f"{func} returns new tensors and old ones")
         if fresh or func._schema.is_mutable:
             self.calls.append((func, args, kwargs, fresh))
         return result
 
 
-def _is_view(func: Any) -> bool:
-    return bool(func.is_view) and not func._schema.is_mutable
+def _memory(tensor: torch.Tensor) -> int:
+    # Packed weights have no storage to show, and no views.
+    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
 
 
 class _Recording(CapturedGraph):
@@ -55,9 +55,7 @@ class _Recording(CapturedGraph):
     def replay(self) -> None:
         for func, args, kwargs, outputs in self._calls:
             result = func(*args, **kwargs)
-            if not outputs:
-                continue
-            again = list(result) if isinstance(result, (tuple, list)) else [result]
+            again = tree_leaves(result) if outputs else []
             new = [tensor for tensor in again if isinstance(tensor, torch.Tensor)]
             for output, tensor in zip(outputs, new, strict=True):
                 output.copy_(tensor)

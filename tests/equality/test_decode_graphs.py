@@ -1,0 +1,115 @@
+"""Guards captured decode steps on real tiny models: a replay gives the tokens of the eager step.
+
+The host's recording replays operations, not Python, so what a graph must not see (lengths and lists of the
+captured step) would show here as it would on a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_service.device.host_graphs import RecordedOperations
+from gpu_service.device.stream import HostDeviceStream
+from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
+from gpu_service.engine.input_builder import StepPlan
+from gpu_service.models.common import CausalLM
+from gpu_service.request import Request, SamplingParams
+from tests.helpers.capturable_attention import CapturableAttention
+from tests.helpers.device_experts import DenseExperts
+from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
+from tests.helpers.tiny_models import make_tiny_model
+
+HOST = torch.device("cpu")
+Tiny = tuple[CausalLM, DenseExperts]
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.7, "logprobs": 2}
+
+
+@pytest.fixture(scope="module", params=[("qwen3_moe", 7), ("glm4_moe", 10)], ids=lambda p: str(p[0]))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A model and its experts."""
+    name, num_experts = request.param
+    directory: Path = tmp_path_factory.mktemp(name)
+    make_tiny_model(name, directory)
+    return tiny_model(directory, HOST), DenseExperts(directory, num_experts)
+
+
+def requests(count: int, params: dict[str, Any]) -> list[Request]:
+    """Prompts and outputs of different lengths: batches shrink as they end."""
+    return [
+        Request(
+            f"r{i}",
+            [3 + (i * 37 + k * k * 5 + k) % 200 for k in range(3 + 5 * i)],
+            SamplingParams(seed=i, max_tokens=6 + 4 * i, ignore_eos=True, **params),
+        )
+        for i in range(count)
+    ]
+
+
+def run(tiny: Tiny, setup: Setup, wanted: list[Request]) -> list[list[int]]:
+    """All at once in an engine on the host's twins of stream and graphs."""
+    model, experts = tiny
+    with tiny_engine(
+        model, experts, HostDeviceStream(), CapturableAttention, setup, RecordedOperations()
+    ) as engine:
+        return engine.run(wanted)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_replayed_equals_eager(tiny: Tiny, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch size from five down to one, exact and padded; other sampling runs on the graph's logits."""
+    eager = run(tiny, Setup(), requests(5, params))
+    replayed: list[tuple[int, int]] = []
+    original = DecodeGraphs.replay
+
+    def replay(graphs: DecodeGraphs, graph: DecodeGraph, plan: StepPlan) -> Any:
+        replayed.append((plan.num_requests, graph.size))
+        return original(graphs, graph, plan)
+
+    monkeypatch.setattr(DecodeGraphs, "replay", replay)
+    wanted = requests(5, params)
+    assert run(tiny, Setup(largest_graph=6), wanted) == eager
+    assert {(5, 6), (3, 4), (2, 2), (1, 1)} <= set(replayed)
+    if params == SAMPLED:
+        assert all(len(request.output_logprobs) == len(request.output_token_ids) for request in wanted)
+
+
+def test_batches_above_the_largest_graph_run_eagerly(tiny: Tiny) -> None:
+    """Nothing is lost where graphs end."""
+    assert run(tiny, Setup(largest_graph=2), requests(4, GREEDY)) == run(tiny, Setup(), requests(4, GREEDY))
+
+
+def test_preempted_equals_not(tiny: Tiny) -> None:
+    """Requests leave graphs for the queue and come back to other slots and pages."""
+    wanted = requests(4, GREEDY)
+    tight = run(tiny, Setup(largest_graph=4, num_pages=14), wanted)
+    assert sum(request.num_preemptions for request in wanted) > 0, "the scenario must preempt"
+    assert tight == run(tiny, Setup(), requests(4, GREEDY))
+
+
+def test_padding_touches_no_page_and_no_expert(tiny: Tiny) -> None:
+    """Rows of padding write to the dummy page only, and choose no experts."""
+    model, experts = tiny
+    with tiny_engine(
+        model, experts, HostDeviceStream(), CapturableAttention, Setup(largest_graph=4), RecordedOperations()
+    ) as engine:
+        assert all(not engine.kv_cache.pages(layer)[1:].any() for layer in range(engine.kv_cache.num_layers))
+        experts.submitted_ids.clear()
+        assert engine.graphs is not None
+        engine.graphs.capture_all()
+        padded = [ids for ids in experts.submitted_ids if ids.shape[0] == 4]
+        assert padded
+        assert all(bool((ids == -1).all()) for ids in padded)
+
+
+def test_sizes() -> None:
+    """Powers of two, then steps of eight; the limit is always one of them."""
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(6) == [1, 2, 4, 6]
+    assert graph_sizes(8) == [1, 2, 4, 8]
+    assert graph_sizes(32) == [1, 2, 4, 8, 16, 24, 32]
+    assert graph_sizes(50) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 50]

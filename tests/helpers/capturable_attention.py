@@ -1,0 +1,49 @@
+"""The torch reference, and for captured decode steps a dense form that looks at tensors only."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_service.attention.torch_reference import TorchReferenceAttention
+from gpu_service.batch import ForwardInputs
+
+
+class CapturableAttention(TorchReferenceAttention):
+    """In a captured step every request attends to its whole block table, masked by its length."""
+
+    captures = True
+    _captured: ForwardInputs | None = None
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """See the base class."""
+        self._captured = None
+        super().plan(inputs)
+
+    def plan_capture(self, inputs: ForwardInputs) -> None:
+        """See the base class."""
+        self._captured = inputs
+
+    def plan_replay(self, inputs: ForwardInputs) -> None:
+        """Checks what a backend that plans on the host relies on."""
+        assert inputs.seq_lens == inputs.seq_lens_tensor.tolist()
+        assert inputs.query_start_loc == inputs.query_start_loc_tensor.tolist()
+        assert all(length >= 1 for length in inputs.seq_lens)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_id: int
+    ) -> torch.Tensor:
+        """See the base class."""
+        inputs = self._captured
+        if inputs is None:
+            return super().forward(query, key, value, layer_id)
+        kv_heads, (rows, heads, head_dim) = self.kv_cache.num_kv_heads, query.shape
+        self.kv_cache.append(layer_id, key, value, inputs.slot_mapping)
+        history = self.kv_cache.pages(layer_id)[inputs.block_table.long()]
+        history = history.reshape(rows, -1, 2 * kv_heads, head_dim)
+        keys, values = history[:, :, :kv_heads], history[:, :, kv_heads:]
+        grouped = query.view(rows, kv_heads, heads // kv_heads, head_dim)
+        scores = torch.einsum("rkgd,rtkd->rkgt", grouped, keys) * self.config.softmax_scale
+        positions = torch.arange(history.shape[1], device=query.device)
+        future = positions >= inputs.seq_lens_tensor[:, None]
+        weights = scores.masked_fill(future[:, None, None], float("-inf")).softmax(dim=-1)
+        return torch.einsum("rkgt,rtkd->rkgd", weights, values).reshape(rows, -1)

@@ -1,0 +1,128 @@
+"""The whole engine on a tiny model with the device runner: graphs or none, on the host or on a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_service.attention.base import AttentionBackend
+from gpu_service.cache.kv_cache import KVCache
+from gpu_service.cache.page_pool import PagePool
+from gpu_service.cache.radix_cache import RadixCache
+from gpu_service.cache.request_cache import RequestCache
+from gpu_service.device.graphs import GraphBackend
+from gpu_service.device.stream import DeviceStream
+from gpu_service.device.transfer import Uploader
+from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
+from gpu_service.engine.device_runner import DeviceRunner
+from gpu_service.engine.engine import Engine
+from gpu_service.engine.input_builder import InputBuilder
+from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.outputs import OutputDelta
+from gpu_service.engine.sampler import Sampler
+from gpu_service.engine.token_pool import TokenPool
+from gpu_service.loader.load import load_weights
+from gpu_service.model_config import ModelConfig, ModelOverrides
+from gpu_service.models.common import CausalLM
+from gpu_service.models.registry import build_model
+from gpu_service.request import Request
+from gpu_service.scheduler.limits import SchedulerLimits
+from gpu_service.scheduler.scheduler import Scheduler
+
+PAGE_SIZE = 4
+CONTEXT_LIMIT = 96
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the engine runs; `largest_graph` 0: none is captured."""
+
+    largest_graph: int = 0
+    overlap: bool = True
+    num_pages: int = 256
+    max_num_seqs: int = 8
+    budget: int = 32
+
+
+@dataclass
+class TinyEngine:
+    """A running engine and what is behind it."""
+
+    engine: Engine
+    graphs: DecodeGraphs | None
+    kv_cache: KVCache
+    _ended: threading.Semaphore
+
+    def run(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Submits all; the tokens of each once all have ended well."""
+        for request in requests:
+            self.engine.submit([request])
+        for _ in requests:
+            assert self._ended.acquire(timeout=120)
+        assert [request.error_message for request in requests] == [""] * len(requests)
+        return [request.output_token_ids for request in requests]
+
+
+def tiny_model(directory: Path, device: torch.device, dtype: str = "float32") -> CausalLM:
+    """The checkpoint's model without its routed experts."""
+    model = build_model(ModelConfig.from_dir(directory, ModelOverrides(dtype=dtype)), device=device)
+    load_weights(model, directory)
+    return model
+
+
+@contextmanager
+def tiny_engine(
+    model: CausalLM,
+    experts: Any,
+    stream: DeviceStream,
+    attention: type[AttentionBackend],
+    setup: Setup,
+    backend: GraphBackend | None = None,
+) -> Iterator[TinyEngine]:
+    """Runs an engine; at the end stops it and checks its books."""
+    limits = SchedulerLimits(setup.max_num_seqs, setup.budget, CONTEXT_LIMIT, 1, frozenset())
+    cache = RequestCache(PagePool(setup.num_pages), RadixCache(PAGE_SIZE), True)
+    kv_cache = KVCache(model.config, setup.num_pages, PAGE_SIZE, model.dtype, stream.device)
+    runner = ModelRunner(
+        model,
+        kv_cache,
+        attention(model.config, kv_cache),
+        experts,
+        TokenPool(setup.max_num_seqs, CONTEXT_LIMIT + 1, stream.device),
+        Sampler(model.config.vocab_size, stream.device, setup.max_num_seqs),
+    )
+    uploader = Uploader(stream)
+    graphs = None
+    if setup.largest_graph:
+        assert backend is not None
+        graphs = DecodeGraphs(
+            runner,
+            backend,
+            uploader,
+            sizes=graph_sizes(setup.largest_graph),
+            max_pages=-(-CONTEXT_LIMIT // PAGE_SIZE),
+            vocab_size=model.config.vocab_size,
+        )
+    steps = DeviceRunner(runner, stream, uploader=uploader, graphs=graphs, recovery_timeout_s=60)
+    steps.prepare()
+    ended = threading.Semaphore(0)
+
+    def on_output(deltas: list[OutputDelta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                ended.release()
+
+    scheduler = Scheduler(limits, cache)
+    engine = Engine(scheduler, InputBuilder(limits, PAGE_SIZE), steps, on_output, overlap=setup.overlap)
+    engine.start()
+    try:
+        yield TinyEngine(engine, graphs, kv_cache, ended)
+    finally:
+        engine.stop()
+    scheduler.check_integrity()
