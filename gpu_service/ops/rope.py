@@ -18,6 +18,10 @@ class RopeTable(NamedTuple):
     cos: torch.Tensor  # [T, 1, rotary_dim], each angle at both elements of its pair
     sin: torch.Tensor  # [T, 1, rotary_dim], negative at the first element of each pair
     interleaved: bool
+    # Only where FlashInfer rotates: float32 [T, rotary_dim], cosines of all pairs, then their sines; and
+    # int32 [T], the row of each token in it.
+    cos_sin: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
 
 def _default(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
@@ -83,7 +87,7 @@ def apply_rope(heads: torch.Tensor, table: RopeTable) -> torch.Tensor:
     heads `[T, num_heads, head_dim]` (any strides). Returns the same tensor. With (a, b) the elements of
     a pair: a' = a cos - b sin, b' = b cos + a sin; the table's signs turn that into two products.
     """
-    cos, sin, interleaved = table
+    cos, sin, interleaved = table.cos, table.sin, table.interleaved
     rotary_dim = cos.shape[-1]
     rotated = heads if rotary_dim == heads.shape[-1] else heads[..., :rotary_dim]
     if interleaved:

@@ -1,0 +1,179 @@
+"""Which implementation of every op a device runs: decided once, at start, and said in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import structlog
+import torch
+
+from gpu_service.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from gpu_service.ops.examples import EXAMPLES
+from gpu_service.ops.implementation import Implementation
+from gpu_service.ops.kv import append_kv
+from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
+from gpu_service.ops.registry import Op
+from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
+from gpu_service.ops.router import route
+from gpu_service.ops.sampling import argmax_and_finite, truncate_probabilities
+
+_log = structlog.get_logger(__name__)
+
+# The table of rotations comes before what reads it.
+OPS: tuple[Op[..., Any], ...] = (
+    rms_norm,
+    fused_add_rms_norm,
+    rope_table,
+    apply_rope,
+    qk_norm_rope,
+    silu_and_mul,
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    append_kv,
+    route,
+    argmax_and_finite,
+    truncate_probabilities,
+)
+# The setting `attention_backend` -> libraries to look in, best first; torch is what is left.
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "auto": ("flashinfer", "triton"),
+    "flashinfer": ("flashinfer", "triton"),
+    "triton": ("triton",),
+    "torch": (),
+}
+_TABLES = {"flashinfer": "gpu_service.ops.flashinfer.table", "triton": "gpu_service.ops.triton.table"}
+# FlashInfer's cache write and rotation take page tables and float32 tables, whose making costs more
+# launches in every layer or step than they save; they serve where there is no Triton.
+_TRITON_FIRST = frozenset({"append_kv", "rope_table", "apply_rope"})
+
+Tables = Mapping[str, Mapping[str, Implementation]]
+
+
+def install(
+    device: torch.device, backend: str = "auto", dtype: torch.dtype = torch.bfloat16
+) -> dict[str, str]:
+    """Choose for a device and for activations of a dtype; afterwards every op dispatches there.
+
+    Every implementation is called once with small arguments (which also compiles it): one that fails, or
+    a library that is missing, costs a warning and leaves its ops to the next. Returns op name ->
+    libraries in use, most wanted first. On a CPU nothing is to choose: the references stay, and nothing
+    of a GPU is imported.
+    """
+    if device.type != "cuda":
+        return {}
+    return install_tables(device, load_tables(BACKENDS[backend]), dtype)
+
+
+def install_tables(device: torch.device, tables: Tables, dtype: torch.dtype) -> dict[str, str]:
+    """The same from tables already loaded, in order of preference, and for a device of any type."""
+    chosen, failures = {}, _Failures()
+    for op in OPS:
+        op.use(device.type, None)
+        chain = _usable(op, tables, device, dtype, failures)
+        if chain:
+            op.use(device.type, _joined([implementation for _, implementation in chain], op.reference))
+        names = [name for name, _ in chain]
+        complete = bool(chain) and chain[-1][1].supports is None
+        chosen[op.name] = " > ".join(names if complete else [*names, "torch"])
+    failures.report()
+    _log.info("implementations of the ops are chosen", device=str(device), **chosen)
+    return chosen
+
+
+def uninstall(device_type: str) -> None:
+    """The references again."""
+    for op in OPS:
+        op.use(device_type, None)
+
+
+def load_tables(names: Sequence[str]) -> dict[str, Mapping[str, Implementation]]:
+    """Import libraries; one warning for each that can not be used here."""
+    tables: dict[str, Mapping[str, Implementation]] = {}
+    for name in names:
+        try:
+            tables[name] = import_module(_TABLES[name]).IMPLEMENTATIONS
+        # Libraries check versions, compilers and drivers when imported, each with exceptions of its own.
+        except Exception as error:
+            _log.warning("a library of GPU kernels can not be used", library=name, error=_brief(error))
+    return tables
+
+
+class _Failures:
+    """Collects what did not work, so that each library is complained about once."""
+
+    def __init__(self) -> None:
+        self._ops: dict[str, list[str]] = {}
+        self._first: dict[str, str] = {}
+
+    def add(self, library: str, op: str, error: Exception) -> None:
+        self._ops.setdefault(library, []).append(op)
+        self._first.setdefault(library, _brief(error))
+
+    def report(self) -> None:
+        for library, ops in self._ops.items():
+            _log.warning(
+                "a library of GPU kernels failed; these ops use the next one",
+                library=library,
+                ops=ops,
+                error=self._first[library],
+            )
+
+
+def _usable(
+    op: Op[..., Any], tables: Tables, device: torch.device, dtype: torch.dtype, failures: _Failures
+) -> list[tuple[str, Implementation]]:
+    """This op's implementations that work, best first, up to one that takes everything."""
+    names = list(tables)
+    if op.name in _TRITON_FIRST:
+        names.sort(key=lambda name: name != "triton")
+    chain: list[tuple[str, Implementation]] = []
+    for name in names:
+        implementation = tables[name].get(op.name)
+        if implementation is None:
+            continue
+        try:
+            if not _works(op, implementation, device, dtype):
+                continue
+        # A compiler, a driver or a kernel may raise anything.
+        except Exception as error:
+            failures.add(name, op.name, error)
+            continue
+        chain.append((name, implementation))
+        if implementation.supports is None:
+            break
+    return chain
+
+
+def _works(
+    op: Op[..., Any], implementation: Implementation, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """False: not made for this dtype. Raises what the library raises."""
+    arguments = EXAMPLES[op.name](device, dtype)
+    if implementation.supports is not None and not implementation.supports(*arguments):
+        return False
+    implementation.function(*arguments)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return True
+
+
+def _joined(chain: Sequence[Implementation], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The first of the chain that supports the arguments, else the reference."""
+    first, *rest = chain
+    if first.supports is None:
+        return first.function
+    function, supports = first.function, first.supports
+    otherwise = _joined(rest, reference) if rest else reference
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if supports(*args, **kwargs) else otherwise)(*args, **kwargs)
+
+    return call
+
+
+def _brief(error: Exception) -> str:
+    """Type and first line: compilers write pages."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

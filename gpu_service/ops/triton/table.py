@@ -1,0 +1,26 @@
+"""What Triton offers: one launch for each op (two for the greedy choice), any shape, dtype and stride."""
+
+from __future__ import annotations
+
+from gpu_service.ops.implementation import Implementation
+from gpu_service.ops.triton.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from gpu_service.ops.triton.kv import append_kv
+from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
+from gpu_service.ops.triton.qk_norm_rope import qk_norm_rope
+from gpu_service.ops.triton.rope import apply_rope, rope_table
+from gpu_service.ops.triton.router import route
+from gpu_service.ops.triton.sampling import argmax_and_finite
+
+IMPLEMENTATIONS = {
+    "rms_norm": Implementation(rms_norm),
+    "fused_add_rms_norm": Implementation(fused_add_rms_norm),
+    "rope_table": Implementation(rope_table),
+    "apply_rope": Implementation(apply_rope),
+    "qk_norm_rope": Implementation(qk_norm_rope),
+    "silu_and_mul": Implementation(silu_and_mul),
+    "gelu_and_mul": Implementation(gelu_and_mul),
+    "gelu_tanh_and_mul": Implementation(gelu_tanh_and_mul),
+    "append_kv": Implementation(append_kv),
+    "route": Implementation(route),
+    "argmax_and_finite": Implementation(argmax_and_finite),
+}

@@ -1,0 +1,156 @@
+"""FlashInfer's functions as its documentation states them, in torch: the adapters' logic runs on a CPU.
+
+Signatures are those of 0.6.13, so that an argument of another name or kind fails here already. What the
+real library refuses (dtypes, sizes, strides) is refused too.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch.nn import functional
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def rmsnorm(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> torch.Tensor:
+    assert input.dtype in _HALVES
+    assert input.dim() in (2, 3)
+    assert input.stride(-1) == 1
+    out = torch.empty_like(input) if out is None else out
+    scale = (input.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    return out.copy_(input.float() * scale * weight.float())
+
+
+def fused_add_rmsnorm(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    total = input.float() + residual.float()
+    residual.copy_(total)
+    input.copy_(total * (total.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float())
+
+
+def silu_and_mul(
+    input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
+) -> torch.Tensor:
+    assert input.is_contiguous()
+    gate, up = input.float().chunk(2, -1)
+    return (functional.silu(gate) * up).to(input.dtype)
+
+
+def gelu_and_mul(
+    input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
+) -> torch.Tensor:
+    gate, up = input.float().chunk(2, -1)
+    return (functional.gelu(gate) * up).to(input.dtype)
+
+
+def gelu_tanh_and_mul(
+    input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
+) -> torch.Tensor:
+    gate, up = input.float().chunk(2, -1)
+    return (functional.gelu(gate, approximate="tanh") * up).to(input.dtype)
+
+
+def apply_rope_with_cos_sin_cache_inplace(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool = True,
+) -> None:
+    assert cos_sin_cache.dtype == torch.float32
+    assert cos_sin_cache.is_contiguous()
+    cos, sin = cos_sin_cache[positions.long()].unsqueeze(1).chunk(2, -1)
+    num_pairs = cos.shape[-1]
+    for heads in (query, key):
+        heads = heads.view(heads.shape[0], -1, head_size)
+        rotated = heads[..., : 2 * num_pairs]
+        first, second = (
+            (rotated[..., :num_pairs], rotated[..., num_pairs:])
+            if is_neox
+            else (rotated[..., ::2], rotated[..., 1::2])
+        )
+        a, b = first.float(), second.float()
+        first.copy_(a * cos - b * sin)
+        second.copy_(b * cos + a * sin)
+
+
+def append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    keys, values = paged_kv_cache
+    assert keys.stride() == values.stride()
+    assert kv_indptr.shape[0] == kv_last_page_len.shape[0] + 1
+    page_size = keys.shape[1]
+    for row, (request, position) in enumerate(zip(batch_indices.tolist(), positions.tolist(), strict=True)):
+        page = kv_indices[kv_indptr[request] + position // page_size]
+        keys[page, position % page_size] = append_key[row]
+        values[page, position % page_size] = append_value[row]
+
+
+def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
+    assert isinstance(top_k, torch.Tensor)
+    ordered = probs.sort(-1, descending=True).values
+    pivot = ordered.gather(1, top_k.long().clamp(max=probs.shape[1]).unsqueeze(1) - 1)
+    kept = torch.where(probs >= pivot, probs, 0.0)
+    return kept / kept.sum(-1, keepdim=True).clamp_min(1e-8)
+
+
+def top_p_renorm_probs(
+    probs: torch.Tensor, top_p: torch.Tensor | float, is_deterministic: bool = False
+) -> torch.Tensor:
+    assert isinstance(top_p, torch.Tensor)
+    ordered = probs.sort(-1, descending=True).values.double()
+    reached = ordered.cumsum(-1) >= top_p.double().unsqueeze(1) * ordered.sum(-1, keepdim=True)
+    pivot = ordered.gather(1, reached.int().argmax(-1, keepdim=True))
+    kept = torch.where(probs >= pivot, probs, 0.0)
+    return kept / kept.sum(-1, keepdim=True).clamp_min(1e-8)
+
+
+_MODULES = {
+    "norm": (rmsnorm, fused_add_rmsnorm),
+    "activation": (silu_and_mul, gelu_and_mul, gelu_tanh_and_mul),
+    "rope": (apply_rope_with_cos_sin_cache_inplace,),
+    "page": (append_paged_kv_cache,),
+    "sampling": (top_k_renorm_probs, top_p_renorm_probs),
+}
+
+
+def install_fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import flashinfer` gives this until the test ends; adapters imported with it are forgotten then."""
+    package = ModuleType("flashinfer")
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    for name, functions in _MODULES.items():
+        module = ModuleType(f"flashinfer.{name}")
+        for function in functions:
+            setattr(module, function.__name__, function)
+        setattr(package, name, module)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for adapter in ("table", "rope", "kv", "sampling"):
+        monkeypatch.delitem(sys.modules, f"gpu_service.ops.flashinfer.{adapter}", raising=False)
+        # So that undoing removes what the test imports.
+        monkeypatch.setitem(sys.modules, f"gpu_service.ops.flashinfer.{adapter}", ModuleType("unset"))
+        del sys.modules[f"gpu_service.ops.flashinfer.{adapter}"]

@@ -1,0 +1,152 @@
+"""Invariant: ops run on the best library that works; what is missing costs one warning and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from gpu_service.ops import backends
+from gpu_service.ops.activation import silu_and_mul
+from gpu_service.ops.backends import OPS, install, install_tables, load_tables, uninstall
+from gpu_service.ops.examples import EXAMPLES
+from gpu_service.ops.implementation import Implementation
+from gpu_service.ops.kv import append_kv
+from gpu_service.ops.norm import rms_norm
+from tests.helpers.fake_flashinfer import install_fake_flashinfer
+from tests.helpers.ops import assert_same_op, example
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles where a GPU is")
+
+
+@pytest.fixture(autouse=True)
+def _references_afterwards() -> Iterator[None]:
+    yield
+    uninstall("cpu")
+
+
+def _warnings(logs: list[Any]) -> list[Any]:
+    return [log for log in logs if log["log_level"] == "warning"]
+
+
+def test_a_cpu_keeps_the_references_and_imports_no_gpu_library() -> None:
+    program = (
+        "import sys, torch, gpu_service.ops.backends as b\n"
+        "assert b.install(torch.device('cpu')) == {}\n"
+        "sys.exit(bool({'triton', 'flashinfer'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+    assert install(CPU, "triton") == {}
+
+
+def test_every_op_has_an_example_and_tables_name_ops_only() -> None:
+    names = [op.name for op in OPS]
+    assert len(set(names)) == len(names)
+    assert set(EXAMPLES) == set(names)
+    assert set(load_tables(["triton"])["triton"]) <= set(names)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_triton_in_use_is_the_reference(op: Any) -> None:
+    """Through the op's own dispatch, as a layer calls it."""
+    install_tables(CPU, load_tables(["triton"]), torch.float32)
+    assert_same_op(op, op, example(op, CPU, torch.float32), torch.float32)
+
+
+def test_triton_takes_all_ops_but_the_truncation() -> None:
+    with capture_logs() as logs:
+        chosen = install_tables(CPU, load_tables(["triton"]), torch.float32)
+    assert not _warnings(logs)
+    assert {name for name, libraries in chosen.items() if libraries != "triton"} == {"truncate_probabilities"}
+    (line,) = [log for log in logs if "chosen" in log["event"]]
+    assert {name: line[name] for name in chosen} == chosen
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("order", [["flashinfer", "triton"], ["flashinfer"]])
+def test_flashinfer_adapters_pass_what_flashinfer_documents(
+    op: Any, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_fake_flashinfer(monkeypatch)
+    with capture_logs() as logs:
+        chosen = install_tables(CPU, load_tables(order), torch.float16)
+    assert not _warnings(logs)
+    assert chosen["rms_norm"].startswith("flashinfer > ")
+    assert chosen["append_kv"].startswith(order[-1])
+    assert_same_op(op, op, example(op, CPU, torch.float16), torch.float16)
+
+
+def test_arguments_beyond_a_library_go_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer takes 16-bit types and aligned rows; here neither is given."""
+    install_fake_flashinfer(monkeypatch)
+    install_tables(CPU, load_tables(["flashinfer"]), torch.float16)
+    x, weight = torch.randn(3, 12), torch.randn(12)
+    assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm.reference(x, weight, 1e-6))
+    odd = torch.randn(3, 7).half()
+    assert torch.equal(
+        rms_norm(odd, weight[:7].half(), 1e-6), rms_norm.reference(odd, weight[:7].half(), 1e-6)
+    )
+    slots = torch.zeros(4, 2, 64).to(torch.float8_e4m3fn)
+    row = torch.full((1, 1, 64), 3.0).half()
+    append_kv(slots, row, row, torch.tensor([2]), key_scale=2.0, value_scale=0.5)
+    assert slots[2, 0, 0].float() == 1.5
+    assert slots[2, 1, 0].float() == 6.0
+
+
+def test_interleaved_rotation_through_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_flashinfer(monkeypatch)
+    install_tables(CPU, load_tables(["flashinfer"]), torch.float16)
+    from gpu_service.ops.rope import apply_rope, inverse_frequencies, rope_table
+
+    positions, frequencies = torch.tensor([0, 9, 5000]), inverse_frequencies(1e4, 32, "default", {})
+    table = rope_table(positions, frequencies, torch.float16, True)
+    heads = torch.randn(3, 5, 64).half()
+    expected = apply_rope.reference(heads.clone(), table)
+    torch.testing.assert_close(apply_rope(heads, table), expected, rtol=4e-3, atol=4e-3)
+
+
+def test_missing_libraries_cost_one_warning_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        backends, "_TABLES", {"flashinfer": "gpu_service.ops.no_such", "triton": "gpu_service.ops.nor_this"}
+    )
+    with capture_logs() as logs:
+        chosen = install_tables(CPU, load_tables(backends.BACKENDS["auto"]), torch.float32)
+    assert [log["library"] for log in _warnings(logs)] == ["flashinfer", "triton"]
+    assert "no_such" in _warnings(logs)[0]["error"]
+    assert set(chosen.values()) == {"torch"}
+    gate_up = torch.randn(2, 6)
+    assert torch.equal(silu_and_mul(gate_up.clone()), silu_and_mul.reference(gate_up.clone()))
+
+
+def test_a_library_that_fails_is_named_once_and_the_next_takes_its_ops() -> None:
+    """A compiler that is missing shows at the first launch only."""
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no compiler\n" + "a page of output\n" * 50)
+
+    tables = {
+        "flashinfer": {"rms_norm": Implementation(broken), "silu_and_mul": Implementation(broken)},
+        "triton": {"rms_norm": Implementation(lambda x, weight, eps: "next")},
+    }
+    with capture_logs() as logs:
+        chosen = install_tables(CPU, tables, torch.float32)
+    (warning,) = _warnings(logs)
+    assert warning["library"] == "flashinfer"
+    assert warning["ops"] == ["rms_norm", "silu_and_mul"]
+    assert warning["error"] == "RuntimeError: no compiler"
+    assert (chosen["rms_norm"], chosen["silu_and_mul"]) == ("triton", "torch")
+    assert rms_norm(torch.zeros(1, 2), torch.zeros(2), 1e-6) == "next"
+
+
+def test_installing_again_replaces_the_earlier_choice() -> None:
+    install_tables(CPU, {"triton": {"rms_norm": Implementation(lambda *args: "fast")}}, torch.float32)
+    install_tables(CPU, {}, torch.float32)
+    assert isinstance(rms_norm(torch.ones(1, 2), torch.ones(2), 1e-6), torch.Tensor)
