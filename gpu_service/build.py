@@ -19,7 +19,7 @@ from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import RequestCache
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.outputs import OutputDelta
+from gpu_service.engine.outputs import EngineObserver, OutputDelta
 from gpu_service.engine.stream import CpuStream, InlineStream
 from gpu_service.engine.stream_runner import StreamRunner
 from gpu_service.engine.token_pool import TokenPool
@@ -33,7 +33,6 @@ from gpu_service.parallel.join import join_group
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
-from gpu_service.telemetry import EngineTelemetry
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
@@ -55,9 +54,16 @@ class Built:
     num_pages: int
     context_limit: int
 
+    def close(self) -> None:
+        """Ends every request, then the engine, its experts and its rank's part in the group, in order."""
+        self.engine.stop()
+        if self.experts is not None:
+            self.experts.close()
+        self.group.close()
+
 
 def build_engine(
-    config: MoebiusConfig, telemetry: EngineTelemetry, on_output: Callable[[list[OutputDelta]], None]
+    config: MoebiusConfig, observer: EngineObserver, on_output: Callable[[list[OutputDelta]], None]
 ) -> Built:
     """Loads the model and waits for the expert servers. The engine thread is not started yet."""
     device = _device(config.gpu)
@@ -89,7 +95,7 @@ def build_engine(
         InputBuilder(limits, config.gpu.page_size),
         group.guard(StreamRunner(runner, stream, config.experts.expert_recovery_s)),
         on_output,
-        observer=telemetry,
+        observer=observer,
         overlap=config.gpu.overlap_scheduling,
         max_waiting=config.gpu.max_waiting_requests,
         inbox=group.inbox(),

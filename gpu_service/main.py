@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from gpu_service.build import Built, WarmUpGate, build_engine, model_info
 from gpu_service.metrics import EngineMetrics
 from gpu_service.output_router import OutputRouter
+from gpu_service.parallel.follower import run_follower
 from gpu_service.server import EngineServicer, Service
 from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds
@@ -39,6 +40,8 @@ def run(config: MoebiusConfig) -> int:
     tracing = configure_tracing(config.telemetry, "moebius-gpu")
     metrics = start_metrics_server(config.gpu.gpu_metrics_port)
     try:
+        if config.parallel.rank > 0:
+            return run_follower(config)
         return asyncio.run(_serve(config))
     except (UserError, ValueError, OSError) as error:
         _log.error("gpu_service can not start", error=str(error))
@@ -118,7 +121,7 @@ async def _serve(config: MoebiusConfig) -> int:
     servicer.draining = True
     await report.set(False)
     await server.stop(config.supervisor.stop_timeout_s / 2)
-    await asyncio.to_thread(_close, built)
+    await asyncio.to_thread(built.close)
     return 0
 
 
@@ -163,9 +166,3 @@ def _load(config: MoebiusConfig) -> tuple[Built, WarmUpGate, EngineTelemetry]:
     gate.run(built.engine, built.model_config.vocab_size, config.supervisor.ready_timeout_s)
     telemetry.enabled = True
     return built, gate, telemetry
-
-
-def _close(built: Built) -> None:
-    built.engine.stop()
-    if built.experts is not None:
-        built.experts.close()

@@ -62,3 +62,6 @@ OP_ROUNDINGS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2
 
 # Attention of random normal inputs in float16 against float64 (the largest seen is 1.5e-3).
 ATTENTION_FLOAT16 = 4e-3
+
+# Log-probabilities of the same float32 model on one rank and on several, whose partial sums are added.
+LOGITS_FLOAT32_RANKS = 5e-5

@@ -126,11 +126,15 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
 
 def make_tiny_model(name: str, directory: Path) -> Any:
     """Write the checkpoint into `directory` and return transformers' own float32 model of it."""
-    tiny = TINY_MODELS[name]
+    return write_tiny_model(TINY_MODELS[name], directory, seed=sum(name.encode()))
+
+
+def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int) -> Any:
+    """The same for any configuration."""
     config_class, model_class = _classes(tiny.model_type)
     config = config_class(**(_COMMON | tiny.changes))
     model = model_class(config).eval()
-    _randomize(model, seed=sum(name.encode()))
+    _randomize(model, seed=seed)
     if tiny.shard_bytes is None:
         model.save_pretrained(directory)
     else:

@@ -1,0 +1,85 @@
+"""Guards that dividing a model over ranks never shows: TP 2, TP 4, PP 2 and TP 2 × PP 2 equal one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.rank_group import Outcome, rank_config, run_group
+from tests.helpers.tiny_models import TinyModel, write_tiny_model
+from tests.tolerances import LOGITS_FLOAT32_RANKS
+
+# Eight query heads over two KV heads: with four ranks each KV head is held twice. 211 tokens divide by
+# neither two nor four.
+MODELS = {
+    "qwen3_bias_tied": TinyModel(
+        "qwen3_moe",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "num_attention_heads": 8,
+            "attention_bias": True,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4_shared": TinyModel(
+        "glm4_moe",
+        {
+            "n_routed_experts": 6,
+            "num_mtp_layers": 0,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "norm_topk_prob": True,
+        },
+    ),
+}
+Truth = Callable[[str], tuple[Path, dict[str, list[Outcome]]]]
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    """A model's directory, and what one rank says."""
+
+    @cache
+    def make(name: str) -> tuple[Path, dict[str, list[Outcome]]]:
+        directory = tmp_path_factory.mktemp(name)
+        write_tiny_model(MODELS[name], directory, seed=11)
+        return directory, run_group(rank_config(directory, 1, 1))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp", "overlap"),
+    [
+        ("qwen3_bias_tied", 2, 1, True),
+        ("qwen3_bias_tied", 4, 1, True),
+        ("qwen3_bias_tied", 1, 2, True),
+        ("qwen3_bias_tied", 2, 2, False),
+        ("glm4_shared", 2, 2, True),
+    ],
+    ids=lambda value: str(value),
+)
+def test_ranks_do_not_show(truth: Truth, name: str, tp: int, pp: int, overlap: bool) -> None:
+    """Chunked batches, prefix hits, sampling with penalties, scores, aborts and flushes: as on one rank."""
+    directory, expected = truth(name)
+    found = run_group(rank_config(directory, tp, pp, overlap_scheduling=overlap))
+    assert list(found) == list(expected)
+    for case, outcomes in expected.items():
+        for index, (ours, theirs) in enumerate(zip(found[case], outcomes, strict=True)):
+            where = f"{case}[{index}]"
+            assert ours.token_ids == theirs.token_ids, where
+            assert (ours.finish_reason, ours.cached_len) == (theirs.finish_reason, theirs.cached_len), where
+            for kind in ("logprobs", "prompt_logprobs"):
+                expected_scores = pytest.approx(getattr(theirs, kind), abs=LOGITS_FLOAT32_RANKS)
+                assert getattr(ours, kind) == expected_scores, f"{where}.{kind}"
+    assert any(outcome.cached_len for outcome in expected["prefix"])
+    assert expected["aborted"][0].finish_reason == "abort"

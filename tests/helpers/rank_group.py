@@ -1,0 +1,178 @@
+"""Groups of real rank processes on the CPU, and the script that rank 0 of each runs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import socket
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from gpu_service.build import Built, WarmUpGate, build_engine
+from gpu_service.engine.outputs import OutputDelta
+from gpu_service.metrics import EngineMetrics
+from gpu_service.parallel.follower import run_follower
+from gpu_service.request import Request, SamplingParams
+from gpu_service.telemetry import EngineTelemetry
+from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig, ParallelConfig
+
+# Forked from a process that has imported torch: a fresh interpreter would take seconds per rank.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.helpers.rank_group"])
+WAIT_S = 60.0
+LENGTHS = (5, 33, 18, 12)
+
+
+@dataclass
+class Outcome:
+    """What one request gave."""
+
+    token_ids: list[int]
+    finish_reason: str
+    cached_len: int
+    logprobs: list[float | None] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+
+
+def rank_config(directory: Path, tp: int, pp: int, **gpu: Any) -> MoebiusConfig:
+    """A small pool, chunked prompts, experts in process; ranks meet at a free port."""
+    defaults: dict[str, Any] = {
+        "num_pages": 64,
+        "page_size": 4,
+        "gpu_threads": 1,
+        "max_num_batched_tokens": 16,
+        "device": "cpu",
+    }
+    return MoebiusConfig(
+        model=ModelConfigSection(model=str(directory), dtype="float32"),
+        gpu=GpuConfig(**(defaults | gpu)),
+        experts=ExpertConfig(expert_transport="local"),
+        parallel=ParallelConfig(
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=pp,
+            rank_address=f"127.0.0.1:{free_port()}",
+            rank_timeout_s=30,
+        ),
+    )
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def with_rank(config: MoebiusConfig, rank: int) -> MoebiusConfig:
+    """The same settings for one rank."""
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"rank": rank})})
+
+
+class Script:
+    """A running engine of rank 0, and requests through it."""
+
+    def __init__(self, config: MoebiusConfig) -> None:
+        gate = WarmUpGate()
+        telemetry = EngineTelemetry(EngineMetrics("ranks", CollectorRegistry()))
+        self._changed = threading.Condition()
+        self._told: dict[str, int] = {}
+        self._ended: set[str] = set()
+        self.built: Built = build_engine(config, telemetry, gate.on_output)
+        self.vocab_size = self.built.model_config.vocab_size
+        self.built.engine.start()
+        gate.run(self.built.engine, self.vocab_size, WAIT_S)
+        gate.open(self._on_output)
+
+    def _on_output(self, deltas: list[OutputDelta]) -> None:
+        with self._changed:
+            for delta in deltas:
+                self._told[delta.request.key] = delta.num_output_tokens
+                if delta.finish_reason is not None:
+                    self._ended.add(delta.request.key)
+            self._changed.notify_all()
+
+    def submit(self, name: str, prompt: list[int], **params: Any) -> Request:
+        """Starts a request."""
+        request = Request(name, prompt, SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | params)))
+        self.built.engine.submit([request])
+        return request
+
+    def wait(self, requests: list[Request], tokens: int | None = None) -> list[Outcome]:
+        """Until each has ended, or told so many tokens."""
+
+        def done() -> bool:
+            keys = [request.key for request in requests]
+            return all(key in self._ended or (tokens and self._told.get(key, 0) >= tokens) for key in keys)
+
+        with self._changed:
+            assert self._changed.wait_for(done, WAIT_S), "requests did not end"
+        return [_outcome(request) for request in requests]
+
+    def run_cases(self) -> dict[str, list[Outcome]]:
+        """Mixed chunked batches, prefix hits, seeds and penalties, log-probabilities, an abort, a flush."""
+        prompts = [
+            [(i * 37 + k * k * 5 + k) % (self.vocab_size - 3) + 3 for k in range(n)]
+            for i, n in enumerate(LENGTHS)
+        ]
+        cases = {"chunked": self.wait([self.submit(f"a{i}", p) for i, p in enumerate(prompts)])}
+        cases["prefix"] = self.wait([self.submit(f"b{i}", p + [5, 6]) for i, p in enumerate(prompts)])
+        sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.3}
+        sampled |= {"frequency_penalty": 0.3, "logit_bias": ((9, 2.0),), "min_tokens": 3}
+        cases["sampled"] = self.wait(
+            [self.submit(f"c{i}", p, seed=i + 1, **sampled) for i, p in enumerate(prompts)]
+        )
+        scored = [self.submit(f"d{i}", p, logprobs=2, prompt_logprobs=1) for i, p in enumerate(prompts[:2])]
+        cases["scored"] = self.wait(scored)
+        long = self.submit("long", prompts[0], max_tokens=200, ignore_eos=True)
+        beside = self.submit("beside", prompts[3], ignore_eos=True)
+        self.wait([long], tokens=3)
+        self.built.engine.abort("long")
+        aborted = self.wait([long])[0]
+        cases["aborted"] = [Outcome([], aborted.finish_reason, 0), *self.wait([beside])]
+        assert self.built.engine.flush().result(WAIT_S) > 0
+        cases["flushed"] = self.wait([self.submit(f"e{i}", p) for i, p in enumerate(prompts)])
+        return cases
+
+    def close(self) -> None:
+        """Ends the group in order."""
+        self.built.close()
+        self.built.engine.scheduler.check_integrity()
+
+
+def _outcome(request: Request) -> Outcome:
+    assert not request.error_message, request.error_message
+    return Outcome(
+        list(request.output_token_ids),
+        request.finish_reason.value if request.finish_reason else "",
+        request.cached_len,
+        [record.logprob for record in request.output_logprobs],
+        [record.logprob for record in request.prompt_logprobs],
+    )
+
+
+def _rank_zero(config: MoebiusConfig, results: multiprocessing.connection.Connection) -> None:
+    script = Script(config)
+    results.send(script.run_cases())
+    script.close()
+
+
+def run_group(config: MoebiusConfig) -> dict[str, list[Outcome]]:
+    """All cases on a group of fresh processes; every rank must end in order."""
+    size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+    receiving, sending = _CONTEXT.Pipe(duplex=False)
+    ranks = [_CONTEXT.Process(target=_rank_zero, args=(config, sending))]
+    ranks += [_CONTEXT.Process(target=run_follower, args=(with_rank(config, r),)) for r in range(1, size)]
+    for rank in ranks:
+        rank.start()
+    sending.close()
+    try:
+        cases: dict[str, list[Outcome]] = receiving.recv()
+    finally:
+        for rank in ranks:
+            rank.join(WAIT_S)
+            rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0] * size
+    return cases
