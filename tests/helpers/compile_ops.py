@@ -1,0 +1,40 @@
+"""Compiles every Triton kernel of the ops for sm_90; a program of its own, see `compile_triton`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from gpu_service.model_config import RouterConfig
+from gpu_service.ops.examples import EXAMPLES
+from gpu_service.ops.triton.table import IMPLEMENTATIONS
+from tests.helpers.compile_triton import launches_compile
+
+
+def main() -> None:
+    """Prints a line per kernel: its name and the bytes of its machine code."""
+    device = torch.device("cpu")
+    with launches_compile() as compiled:
+        for dtype in (torch.bfloat16, torch.float32):
+            for name, implementation in IMPLEMENTATIONS.items():
+                implementation.function(*EXAMPLES[name](device, dtype))
+        slots, key, value, mapping = EXAMPLES["append_kv"](device, torch.bfloat16)
+        fp8 = slots.to(torch.float8_e4m3fn)
+        IMPLEMENTATIONS["append_kv"].function(fp8, key, value, mapping, 0.5, 2.0)
+        # One key head, one router group, one chunk of logits, heads shared by a program.
+        table = IMPLEMENTATIONS["rope_table"].function(torch.arange(64), torch.rand(1), torch.bfloat16, True)
+        heads, weight = torch.zeros(64, 2, 4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bfloat16)
+        IMPLEMENTATIONS["qk_norm_rope"].function(heads, weight, weight, 1e-6, 1, table)
+        IMPLEMENTATIONS["apply_rope"].function(heads[:, :1], table)
+        logits = torch.zeros(2, 128, dtype=torch.bfloat16)
+        for score, post in (("softmax", "renormalize"), ("none", "softmax")):
+            IMPLEMENTATIONS["route"].function(logits, None, RouterConfig(128, 8, score, post=post))
+        IMPLEMENTATIONS["argmax_and_finite"].function(torch.zeros(1, 7))
+    for kernel in compiled:
+        print(kernel.metadata.name, len(kernel.asm["cubin"]))
+    sys.exit(0 if compiled else 1)
+
+
+if __name__ == "__main__":
+    main()
