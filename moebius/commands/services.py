@@ -28,9 +28,9 @@ def register(app: typer.Typer) -> None:
         raise typer.Exit(run(config))
 
     @app.command()
-    @with_settings("model", "gpu", "experts", "telemetry")
+    @with_settings("model", "gpu", "experts", "parallel", "telemetry")
     def gpu(config: MoebiusConfig, show_config: ShowConfig = True) -> None:
-        """Run the engine process alone; expert servers are reached as --expert-transport says."""
+        """Run one engine process (of several ranks: --rank); --expert-transport says how it reaches experts."""
         config = _prepared(config, show_config)
         from gpu_service.main import run
 

@@ -52,6 +52,11 @@ class ManagedProcess:
         return self._popen.poll() if self._popen is not None else None
 
     @property
+    def noted_exit(self) -> bool:
+        """Whether it has ended, `note_exit` was called, and it was not started again."""
+        return self._popen is None
+
+    @property
     def last_words(self) -> str:
         """The last line it logged that is not empty."""
         if self._forwarder is not None:

@@ -22,6 +22,8 @@ class ProcessSpec:
     stop_stage: int
     # CPUs the process may run on; empty: those of the supervisor.
     cpus: tuple[int, ...] = ()
+    # Processes of the same group are restarted together; empty: alone.
+    group: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,15 @@ from typing import Literal
 
 import structlog
 
-from moebius.errors import StartupError
+from moebius.errors import PEER_LOST_EXIT, StartupError
 from moebius.supervisor.process import ManagedProcess
+from moebius.supervisor.restart_group import RestartGroup
 from moebius.supervisor.runfile import RunDirectory
 from moebius.supervisor.spec import Plan, Timing
 
 POLL_S = 0.05
+# How long a process that ended because of another one is kept from being blamed.
+CULPRIT_WAIT_S = 2.0
 State = Literal["starting", "ready", "died", "stopped"]
 EventCallback = Callable[[str, State], None]
 """Called as `callback(process_name, state)` from the main thread."""
@@ -40,6 +43,11 @@ class Supervisor:
         self._previous_handlers: dict[int, object] = {}
         first, longest = timing.restart_backoff_s, timing.restart_backoff_max_s
         self.processes = [ManagedProcess(spec, first, longest, plan.json_logs) for spec in plan.processes]
+        self._groups = {
+            name: RestartGroup([process for process in self.processes if process.spec.group == name])
+            for name in {spec.group for spec in plan.processes if spec.group}
+        }
+        self._first_exit_at: float | None = None
 
     @property
     def stopping(self) -> bool:
@@ -75,12 +83,8 @@ class Supervisor:
         """
         end = time.monotonic() + self._timing.ready_timeout_s
         while not self.stopping:
+            self._refuse_exits()
             for process in self.processes:
-                if process.exit_code is not None:
-                    raise StartupError(
-                        f"{process.spec.name} ended before it was ready ({_how(process.exit_code)}): "
-                        f"{process.last_words}"
-                    )
                 if process.check_ready():
                     self._on_event(process.spec.name, "ready")
             if all(process.ready for process in self.processes):
@@ -112,16 +116,39 @@ class Supervisor:
             self._record()
             self._on_event(process.spec.name, "starting")
 
+    def _refuse_exits(self) -> None:
+        """Raises StartupError for a process that has ended; those that only follow another one come last."""
+        ended = [process for process in self.processes if process.exit_code is not None]
+        if not ended:
+            return
+        culprits = [process for process in ended if process.exit_code != PEER_LOST_EXIT]
+        now = time.monotonic()
+        self._first_exit_at = self._first_exit_at or now
+        if not culprits and now < self._first_exit_at + CULPRIT_WAIT_S:
+            return
+        blamed = (culprits or ended)[0]
+        assert blamed.exit_code is not None
+        raise StartupError(
+            f"{blamed.spec.name} ended before it was ready ({_how(blamed.exit_code)}): {blamed.last_words}"
+        )
+
     def _watch(self, process: ManagedProcess, now: float) -> None:
         """One look at one process: note its death, restart it, or see that it is ready again."""
         name = process.spec.name
+        group = self._groups.get(process.spec.group)
+        if group is not None:
+            group.enforce(now)
         code = process.exit_code
         if code is not None:
+            if group is not None:
+                group.note_death(now)
             pause = process.note_exit(now)
             log.warning("process ended; restarting", name=name, how=_how(code), pause_s=round(pause, 3))
             self._record()
             self._on_event(name, "died")
-        elif process.restart_if_due(now):
+        elif (group is None or group.may_restart(name)) and process.restart_if_due(now):
+            if group is not None:
+                group.note_start(name)
             self._record()
             self._on_event(name, "starting")
         elif process.check_ready():

@@ -118,7 +118,7 @@ class Script:
             for i, n in enumerate(LENGTHS)
         ]
         cases = {"chunked": self.wait([self.submit(f"a{i}", p) for i, p in enumerate(prompts)])}
-        cases["prefix"] = self.wait([self.submit(f"b{i}", p + [5, 6]) for i, p in enumerate(prompts)])
+        cases["prefix"] = self.wait([self.submit(f"b{i}", [*p, 5, 6]) for i, p in enumerate(prompts)])
         sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.3}
         sampled |= {"frequency_penalty": 0.3, "logit_bias": ((9, 2.0),), "min_tokens": 3}
         cases["sampled"] = self.wait(

@@ -1,0 +1,58 @@
+"""The engine processes of one model: one per rank, each with its GPU's neighbouring CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moebius.config import MoebiusConfig
+from moebius.errors import ConfigError
+from moebius.supervisor.gpus import Gpu
+
+
+@dataclass(frozen=True)
+class RankPlacement:
+    """One engine process; filled by `place_ranks`."""
+
+    rank: int
+    # Empty: those of the supervisor.
+    cpus: tuple[int, ...]
+    # torch threads when the device is a CPU; 0: the engine decides.
+    threads: int
+
+    @property
+    def name(self) -> str:
+        """The process's name: rank 0, which serves requests, is the engine to everybody else."""
+        return f"gpu-{self.rank}" if self.rank else "gpu"
+
+
+def place_ranks(
+    config: MoebiusConfig, gpus: Sequence[Gpu], node_cpus: Mapping[int, Sequence[int]]
+) -> tuple[RankPlacement, ...]:
+    """One placement per rank; `node_cpus` maps NUMA node -> CPUs we may use there.
+
+    Raises ConfigError when there are more ranks than GPUs.
+    """
+    settings = config.parallel
+    count = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    on_gpus = config.gpu.device == "cuda" or (config.gpu.device == "auto" and bool(gpus))
+    if on_gpus and gpus and count > len(gpus):
+        raise ConfigError(
+            f"tensor_parallel_size {settings.tensor_parallel_size} × pipeline_parallel_size "
+            f"{settings.pipeline_parallel_size} are {count} ranks, but there are {len(gpus)} GPUs; "
+            f"allowed: at most {len(gpus)} ranks"
+        )
+    if not on_gpus:
+        usable = sum(len(cpus) for cpus in node_cpus.values())
+        # Ranks on CPUs share the machine; alone, the engine leaves a core to its other threads itself.
+        threads = config.gpu.gpu_threads or (max(1, usable // count) if count > 1 else 0)
+        return tuple(RankPlacement(rank, (), threads) for rank in range(count))
+    threads = config.gpu.gpu_threads
+    return tuple(RankPlacement(rank, _near(rank, gpus, node_cpus), threads) for rank in range(count))
+
+
+def _near(rank: int, gpus: Sequence[Gpu], node_cpus: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    """All CPUs of the GPU's node, where that leaves any out."""
+    node = gpus[rank].numa_node if rank < len(gpus) else -1
+    near = tuple(sorted(node_cpus.get(node, ())))
+    return near if len(node_cpus) > 1 else ()
