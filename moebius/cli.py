@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from moebius.commands import bench, chat, demo, random_model, serve, services, topology, version
+from moebius.commands import bench, bench_engine, chat, demo, random_model, serve, services, topology, version
 from moebius.errors import UserError
 
 EXIT_USER_ERROR = 2
@@ -35,6 +35,7 @@ app = typer.Typer(
 )
 for module in (serve, services, chat, demo, topology, version):
     module.register(app)
+bench_engine.register(bench.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(random_model.app, name="models")
 

@@ -1,4 +1,4 @@
-"""`moebius bench mailbox|decode|kernels`."""
+"""`moebius bench mailbox|decode|kernels|quota|load`; those on an engine are in `bench_engine`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""`moebius bench engine`: the engine in this process, expert servers beside it, and what bounds a step."""

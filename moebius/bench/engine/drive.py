@@ -1,0 +1,119 @@
+"""Drives an engine without HTTP or gRPC: submits requests, notes when which tokens came."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+
+if TYPE_CHECKING:
+    from gpu_service.build import Built
+    from gpu_service.engine.outputs import OutputDelta
+
+STEP_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """New tokens of one stream; filled by `EngineUnderTest`. Seconds on the clock of time.perf_counter."""
+
+    at: float
+    stream: int
+    tokens: int
+    ended: bool
+
+
+@dataclass
+class Streams:
+    """Requests in flight together; events are appended by the engine's thread."""
+
+    submitted: float
+    count: int
+    events: list[TokenEvent] = field(default_factory=list)
+    error: str = ""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def wait(self, minimum: int) -> float:
+        """Until every stream has `minimum` tokens or has ended; returns when the last one had. UserError."""
+        end = time.perf_counter() + STEP_TIMEOUT_S
+        with self.changed:
+            while self._reached(minimum) < self.count:
+                if self.error:
+                    raise UserError(f"a request failed: {self.error}")
+                if not self.changed.wait(max(0.0, end - time.perf_counter())):
+                    raise UserError(f"no token within {STEP_TIMEOUT_S:.0f} s")
+            if self.error:
+                raise UserError(f"a request failed: {self.error}")
+            return self.events[-1].at
+
+    def _reached(self, minimum: int) -> int:
+        tokens = dict.fromkeys(range(self.count), 0)
+        for event in self.events:
+            tokens[event.stream] += minimum if event.ended else event.tokens
+        return sum(found >= minimum for found in tokens.values())
+
+
+class EngineUnderTest:
+    """A built, warm engine. One set of streams at a time."""
+
+    def __init__(self, built: Built) -> None:
+        self.built = built
+        self._streams: Streams | None = None
+        self._numbers: dict[str, int] = {}
+        self._runs = 0
+
+    def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float) -> Streams:
+        """Starts one stream per prompt; they never end early."""
+        from gpu_service.request import Request, SamplingParams
+
+        self._runs += 1
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+        requests = [
+            Request(f"bench-{self._runs}-{number}", list(prompt), params, cache_namespace=str(self._runs))
+            for number, prompt in enumerate(prompts)
+        ]
+        self._numbers = {request.key: number for number, request in enumerate(requests)}
+        self._streams = Streams(time.perf_counter(), len(requests))
+        streams = self._streams
+        for request in requests:
+            self.built.engine.submit([request])
+        return streams
+
+    def on_output(self, deltas: list[OutputDelta]) -> None:
+        """Called by the engine's thread."""
+        now, streams = time.perf_counter(), self._streams
+        if streams is None:
+            return
+        with streams.changed:
+            for delta in deltas:
+                number = self._numbers.get(delta.request.key)
+                if number is None:
+                    continue
+                streams.error = streams.error or delta.error_message
+                ended = delta.finish_reason is not None
+                streams.events.append(TokenEvent(now, number, len(delta.token_ids), ended))
+            streams.changed.notify_all()
+
+
+@contextlib.contextmanager
+def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
+    """Loads, warms up, and closes at the end. Raises what `moebius gpu` would end with."""
+    from gpu_service.build import WarmUpGate, build_engine
+    from gpu_service.engine.outputs import NullObserver
+
+    gate = WarmUpGate()
+    built = build_engine(config, NullObserver(), gate.on_output)
+    built.engine.start()
+    try:
+        gate.run(built.engine, built.model_config.vocab_size, config.supervisor.ready_timeout_s)
+        engine = EngineUnderTest(built)
+        gate.open(engine.on_output)
+        yield engine
+    finally:
+        built.close()

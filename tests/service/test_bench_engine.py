@@ -1,0 +1,33 @@
+"""Guards `moebius bench engine`: a whole run on a small random model, with real expert servers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moebius.random_model import RandomModelOptions, write_random_model
+
+
+def test_engine_bench_end_to_end(tmp_path: Path) -> None:
+    """Rows for 1 and 3 streams; one stream touches exactly top_k experts a layer, three touch more."""
+    model, target = tmp_path / "model", tmp_path / "out.json"
+    write_random_model(model, RandomModelOptions("tiny", "int4_g32"))
+    command = [sys.executable, "-m", "moebius", "bench", "engine", str(model), "--streams", "1,3"]
+    command += ["--prompt-len", "8", "--max-tokens", "24", "--prefill", "40", "--probe-mib", "16"]
+    command += ["--expert-servers", "1", "--no-calibrate-kernels", "--device", "cpu", "--json", str(target)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    document = json.loads(target.read_text())
+    one, three = document["decode"]
+    assert (one["streams"], three["streams"]) == (1, 3)
+    assert one["cpu_experts_per_layer"] == pytest.approx(2.0)
+    assert 2.0 < three["cpu_experts_per_layer"] <= 6.0
+    # int4 in groups of 32: 4.5 bits a weight, three matrices of 64 x 64; two experts in each of two layers.
+    assert one["cpu_expert_bytes_per_step"] == pytest.approx(2 * 2 * 3 * 64 * 64 * 4.5 / 8, rel=0.3)
+    assert one["tokens_per_second"] > 0
+    assert document["prefill"][0]["prompt_len"] == 40
+    assert "experts/layer" in ended.stdout

@@ -1,0 +1,121 @@
+"""Guards the arithmetic of `moebius bench engine`: windows, experts touched, bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from moebius.bench.engine.bounds import Bandwidths, StepTraffic, bound_of, expected_distinct
+from moebius.bench.engine.drive import Streams, TokenEvent
+from moebius.bench.engine.measure import Setting, random_prompts, touched
+from moebius.bench.engine.run import EngineBenchOptions, with_room
+from moebius.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
+from moebius.bench.engine.window import decode_window
+from moebius.bench.weights import WeightBytes
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.config import MoebiusConfig
+from moebius.config_loader import load_config
+from moebius.errors import UserError
+
+GEOMETRY = MoeGeometry("qwen3_moe", 8, 3, (1, 2), 10, 2, 4, "silu", "bfloat16")
+
+
+def setting(split: str, infos: list[ServerInfo]) -> Setting:
+    config = load_config(None, {"expert_split": split})
+    weights = WeightBytes(0, 0, 10, 2)
+    servers = ExpertServers(config)
+    return Setting(GEOMETRY, weights, Bandwidths(1, None), servers, infos, 0, 100, 0.0, False)
+
+
+def counters(calls: int, experts: int) -> ServerCounters:
+    return ServerCounters(dict.fromkeys((1, 2), calls), dict.fromkeys((1, 2), experts), 0.0, {})
+
+
+def test_window_is_when_all_streams_decode() -> None:
+    """Stream 1 begins at 2 s, stream 0 ends at 5 s: tokens after 2 s up to 5 s count, those of 2 s do not."""
+    events = [TokenEvent(1.0, 0, 1, False), TokenEvent(2.0, 0, 1, False), TokenEvent(2.0, 1, 1, False)]
+    events += [
+        TokenEvent(float(at), stream, 1, at == 5 and stream == 0) for at in (3, 4, 5) for stream in (0, 1)
+    ]
+    events += [TokenEvent(6.0, 1, 1, True)]
+    window = decode_window(events, 2)
+    assert (window.seconds, window.tokens, window.steps) == (3.0, 6, 3)
+    assert window.tokens_per_second == 2.0
+
+
+def test_streams_that_never_meet_are_refused() -> None:
+    """One ends before the other begins: there is no speed of two streams."""
+    with pytest.raises(ValueError, match="never decoded together"):
+        decode_window([TokenEvent(1.0, 0, 1, True), TokenEvent(2.0, 1, 1, True)], 2)
+
+
+def test_waiting_counts_streams_and_tells_errors() -> None:
+    """All streams have to reach the count, or to have ended; a failed request is no token."""
+    streams = Streams(0.0, 2)
+    streams.events += [TokenEvent(1.0, 0, 2, False), TokenEvent(1.5, 1, 1, True)]
+    assert streams.wait(2) == 1.5
+    streams.error = "no memory"
+    with pytest.raises(UserError, match="no memory"):
+        streams.wait(2)
+
+
+def test_touched_experts_of_divided_experts() -> None:
+    """Two servers hold half of every expert each: both count the same experts, the bytes add up."""
+    infos = [ServerInfo(2000, 1, "scalar", 10), ServerInfo(1000, 1, "scalar", 10)]
+    before, after = [counters(5, 10)] * 2, [counters(15, 45)] * 2
+    found, nbytes = touched(before, after, setting("tensor", infos))
+    assert found == 3.5
+    assert nbytes == pytest.approx(3.5 * 2 * (2000 + 1000) / 20)
+
+
+def test_touched_experts_of_whole_experts() -> None:
+    """Servers hold different experts: what they count adds up to the layer's."""
+    infos = [ServerInfo(1200, 1, "scalar", 6), ServerInfo(800, 1, "scalar", 4)]
+    before = [counters(0, 0), counters(0, 0)]
+    after = [counters(10, 20), counters(10, 5)]
+    found, nbytes = touched(before, after, setting("expert", infos))
+    assert found == 2.5
+    assert nbytes == pytest.approx(2 * (2 * 100 + 0.5 * 100))
+
+
+def test_layers_without_calls_read_nothing() -> None:
+    """Whole layers on the GPU never call a server; the mean is over all MoE layers."""
+    infos = [ServerInfo(2000, 1, "scalar", 10)]
+    before = [ServerCounters({1: 0}, {1: 0}, 0.0, {})]
+    after = [ServerCounters({1: 10}, {1: 40}, 0.0, {})]
+    found, nbytes = touched(before, after, setting("tensor", infos))
+    assert found == 2.0
+    assert nbytes == pytest.approx(4 * 100)
+
+
+def test_bounds_add_what_follows_and_overlap_what_does_not() -> None:
+    """Dense work comes before the experts; resident experts are computed beside the servers' ones."""
+    traffic = StepTraffic(cpu_experts=100.0, gpu_experts=3000.0, dense=2000.0)
+    assert bound_of(traffic, Bandwidths(100.0, 1000.0)).step == 2.0 + 3.0
+    assert bound_of(replace(traffic, gpu_experts=0.0), Bandwidths(100.0, 1000.0)).step == 2.0 + 1.0
+    assert bound_of(traffic, Bandwidths(100.0, None)).step == pytest.approx(51.0)
+
+
+def test_expected_distinct_experts() -> None:
+    """One row touches top_k, very many all of them."""
+    assert expected_distinct(128, 8, 1) == pytest.approx(8)
+    assert expected_distinct(128, 8, 10_000) == pytest.approx(128)
+
+
+def test_prompts_share_no_prefix() -> None:
+    """Random, different from stream to stream and run to run, without special ids."""
+    prompts = random_prompts(4, 32, 512, 1)
+    assert len({tuple(prompt[:4]) for prompt in prompts + random_prompts(4, 32, 512, 2)}) == 8
+    assert min(map(min, prompts)) >= 3
+
+
+def test_room_for_all_streams() -> None:
+    """Slots and graphs are enlarged, never reduced."""
+    options = EngineBenchOptions(streams=(1, 100))
+    gpu = with_room(MoebiusConfig(), options).gpu
+    assert (gpu.max_num_seqs, gpu.cuda_graph_max_batch_size) == (100, 100)
+    assert with_room(MoebiusConfig(), EngineBenchOptions(streams=(1,))).gpu == MoebiusConfig().gpu
+    with pytest.raises(UserError, match="--max-tokens: 4"):
+        with_room(MoebiusConfig(), cast("EngineBenchOptions", replace(options, max_tokens=4)))
