@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gpu_service.build import Built, WarmUpGate, build_engine, model_info
+from gpu_service.memory.metrics import export
 from gpu_service.metrics import EngineMetrics
 from gpu_service.output_router import OutputRouter
 from gpu_service.parallel.follower import run_follower
@@ -163,6 +164,10 @@ def _load(config: MoebiusConfig) -> tuple[Built, WarmUpGate, EngineTelemetry]:
     built = build_engine(config, telemetry, gate.on_output)
     metrics.describe_cache(config.gpu.page_size, built.num_pages, config.gpu.prefix_caching)
     built.engine.start()
-    gate.run(built.engine, built.model_config.vocab_size, config.supervisor.ready_timeout_s)
+    timeout_s = config.supervisor.ready_timeout_s
+    gate.run(built.engine, built.model_config.vocab_size, timeout_s, built.warm_up_tokens)
+    built.memory.seal()
+    if built.memory.ledger is not None:
+        export(built.memory.ledger, name)
     telemetry.enabled = True
     return built, gate, telemetry

@@ -4,13 +4,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 from tests.helpers.checkpoints import TinyMoe
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
 def test_refused_device_is_one_line(tmp_path: Path) -> None:
-    """A device without backend: exit status 1, one line that names the value and what is allowed."""
+    """A GPU where there is none: exit status 1, one line that names the value and what is allowed."""
     model = TinyMoe(family="qwen3_moe").write(tmp_path / "model")
     command = [sys.executable, "-m", "moebius", "gpu", str(model), "--no-show-config"]
     command += [

@@ -1,0 +1,35 @@
+"""What an assembled engine process holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpu_service.assembly.kv_memory import KvMemory
+from gpu_service.engine.engine import Engine
+from gpu_service.experts.client import ExpertClient
+from gpu_service.model_config import ModelConfig
+from gpu_service.parallel.group import RankGroup
+from gpu_service.placement.recorder import ExpertRecorder
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Everything `main` serves and closes; filled by `build_engine`."""
+
+    engine: Engine
+    group: RankGroup
+    experts: ExpertClient | None
+    recorder: ExpertRecorder | None
+    memory: KvMemory
+    model_config: ModelConfig
+    num_pages: int
+    context_limit: int
+    # Length of the warm-up's longest prompt.
+    warm_up_tokens: int
+
+    def close(self) -> None:
+        """Ends every request, then the engine, its experts and its rank's part in the group, in order."""
+        self.engine.stop()
+        if self.experts is not None:
+            self.experts.close()
+        self.group.close()

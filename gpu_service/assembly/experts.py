@@ -1,0 +1,86 @@
+"""Who computes routed experts: the device those that live on it, expert servers all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gpu_service.device.stream import DeviceStream
+from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.factory import make_expert_client
+from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
+from gpu_service.memory.plan import ExpertMemory
+from gpu_service.model_config import ModelConfig
+from gpu_service.parallel.group import RankGroup
+from gpu_service.parallel.partition import stage_layers
+from gpu_service.placement.make import make_placement
+from gpu_service.placement.recorder import ExpertRecorder
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.config import MoebiusConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankMoe:
+    """Routed experts as this rank sees them; filled by `rank_moe`."""
+
+    geometry: MoeGeometry
+    layers: tuple[int, ...]  # the rank's decoder layers that have routed experts
+
+
+def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> RankMoe | None:
+    """None for a model without MoE layers."""
+    if not model.moe_layer_ids:
+        return None
+    geometry = MoeGeometry.from_config(config.model.model, config.model.top_k)
+    held = stage_layers(model, group.parallel)
+    return RankMoe(geometry, tuple(layer for layer in geometry.moe_layers if layer in held))
+
+
+def expert_memory(
+    config: MoebiusConfig, moe: RankMoe | None, dtype: torch.dtype, group: RankGroup
+) -> ExpertMemory:
+    """What resident experts will take, before any is read."""
+    if moe is None:
+        return ExpertMemory()
+    total = resident_bytes(config, moe.geometry, dtype, group.parallel, moe.layers)
+    placed = make_placement(config.placement, moe.geometry).resident
+    count = sum(len(placed.get(layer, ())) for layer in moe.layers)
+    return ExpertMemory(count, total // count) if count else ExpertMemory()
+
+
+def load_resident(
+    config: MoebiusConfig, moe: RankMoe | None, device: torch.device, dtype: torch.dtype, group: RankGroup
+) -> ResidentExperts | None:
+    """Experts on this rank's device; None: there are none."""
+    if moe is None:
+        return None
+    return make_resident_experts(config, moe.geometry, device, dtype, group.parallel, moe.layers)
+
+
+def connect_experts(config: MoebiusConfig, moe: RankMoe | None, group: RankGroup) -> ExpertClient | None:
+    """A client whose servers are ready; None where no layer of any rank needs one.
+
+    Ranks decide alike: they agree on failures through their clients, so all have one or none.
+    """
+    if moe is None:
+        return None
+    placed = make_placement(config.placement, moe.geometry).resident
+    if all(len(placed.get(layer, ())) == moe.geometry.num_experts for layer in moe.geometry.moe_layers):
+        return None
+    client = make_expert_client(config, moe.geometry)
+    experts = group.experts(client, divides_rows=config.experts.expert_transport != "mailbox")
+    assert experts is not None
+    experts.wait_ready(config.supervisor.ready_timeout_s)
+    return experts
+
+
+def make_recorder(config: MoebiusConfig, moe: RankMoe | None, stream: DeviceStream) -> ExpertRecorder | None:
+    """Ready to be started; started already where the settings say so, before graphs are captured."""
+    if moe is None or not moe.layers:
+        return None
+    recorder = ExpertRecorder(moe.geometry, stream, config.gpu.max_num_batched_tokens, moe.layers)
+    if config.placement.expert_recorder != "off":
+        recorder.start(config.placement.expert_recorder)
+    return recorder

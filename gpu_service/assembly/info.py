@@ -1,0 +1,37 @@
+"""What clients may know of the served model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from gpu_service.assembly.built import Built
+from moebius.config import MoebiusConfig
+from protos import engine_pb2 as pb
+
+
+def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
+    """Static facts for clients."""
+    directory = Path(config.model.model)
+    model = built.model_config
+    raw = json.loads((directory / "config.json").read_text())
+    defaults = directory / "generation_config.json"
+    generation = json.loads(defaults.read_text()) if defaults.exists() else {}
+    kept = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    sampling = {key: generation[key] for key in kept if generation.get(key) is not None}
+    pad = raw.get("pad_token_id")
+    return pb.GetModelInfoResponse(
+        model_path=str(directory),
+        is_generation=True,
+        max_context_length=built.context_limit,
+        vocab_size=model.vocab_size,
+        served_model_name=config.model.served_model_name or directory.resolve().name,
+        tokenizer_path=str(directory),
+        model_type=model.model_type,
+        architectures=raw.get("architectures") or [],
+        eos_token_ids=model.eos_token_ids,
+        pad_token_id=-1 if pad is None else pad,
+        bos_token_id=-1 if model.bos_token_id is None else model.bos_token_id,
+        max_req_input_len=built.context_limit - 1,
+        default_sampling_params_json=json.dumps(sampling),
+    )

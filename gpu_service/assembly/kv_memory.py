@@ -1,0 +1,156 @@
+"""How many KV pages an engine gets: planned and measured on a GPU, a fixed size beside expert servers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from gpu_service.attention.registry import make_attention
+from gpu_service.cache.fp8 import E4M3
+from gpu_service.cache.kv_cache import KVCache, bytes_per_page
+from gpu_service.memory.device_memory import make_device_memory
+from gpu_service.memory.estimate import StepSize
+from gpu_service.memory.kv_pool import size_kv_pool, useful_pages
+from gpu_service.memory.ledger import MemoryLedger
+from gpu_service.memory.plan import ExpertMemory, plan_memory
+from gpu_service.memory.profile import profile_activations
+from gpu_service.model_config import ModelConfig
+from gpu_service.models.common import CausalLM
+from gpu_service.scheduler.limits import SchedulerLimits
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.config import GpuConfig, MoebiusConfig
+from moebius.errors import UserError
+
+_log = structlog.get_logger(__name__)
+# A CPU shares its memory with the expert servers, so the pool does not take what is left.
+_CPU_KV_CACHE_GIB = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Form of this rank's KV pages; filled by `cache_shape`."""
+
+    config: ModelConfig  # the rank's own
+    page_size: int
+    dtype: torch.dtype
+    storage_dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def page_bytes(self) -> int:
+        """One page over all layers."""
+        return bytes_per_page(self.config, self.page_size, self.storage_dtype)
+
+    def make(self, num_pages: int) -> KVCache:
+        """A cache of so many pages."""
+        return KVCache(
+            self.config, num_pages, self.page_size, self.dtype, self.device, storage_dtype=self.storage_dtype
+        )
+
+
+def cache_shape(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> CacheShape:
+    """What the settings ask for."""
+    dtype = rank_config.torch_dtype
+    storage = E4M3 if gpu.kv_cache_dtype == "fp8_e4m3" else dtype
+    return CacheShape(rank_config, gpu.page_size, dtype, storage, device)
+
+
+class KvMemory(ABC):
+    """Accompanies loading; `num_pages` is asked once everything else that lives for ever is loaded."""
+
+    # None where memory is not ours to divide.
+    ledger: MemoryLedger | None = None
+
+    def reached(self, part: str) -> None:
+        """A phase of loading has ended."""
+        if self.ledger is not None:
+            self.ledger.reached(part)
+
+    def seal(self) -> None:
+        """Everything is allocated. Raises UserError when it is more than was planned with."""
+        if self.ledger is not None:
+            self.ledger.seal()
+
+    @abstractmethod
+    def num_pages(self, model: CausalLM, geometry: MoeGeometry | None) -> int:
+        """Pages of the pool. Raises UserError when there is no room for two."""
+
+
+class SharedKvMemory(KvMemory):
+    """On a CPU: as much as the settings say, or a modest default."""
+
+    def __init__(self, config: MoebiusConfig, shape: CacheShape) -> None:
+        self._config = config
+        self._shape = shape
+
+    def num_pages(self, model: CausalLM, geometry: MoeGeometry | None) -> int:
+        """See the base class."""
+        gpu = self._config.gpu
+        if gpu.num_pages is not None:
+            return gpu.num_pages
+        per_page = self._shape.page_bytes
+        kv_cache_gib = _CPU_KV_CACHE_GIB if gpu.kv_cache_gib is None else gpu.kv_cache_gib
+        pages = min(int(kv_cache_gib * 2**30) // per_page, useful_pages(self._config, model.config))
+        if pages < 2:
+            raise UserError(f"kv_cache_gib: {kv_cache_gib} is too small; two pages take {2 * per_page} bytes")
+        return pages
+
+
+class DeviceKvMemory(KvMemory):
+    """On a GPU: what the plan and a profiled step leave."""
+
+    def __init__(self, config: MoebiusConfig, shape: CacheShape, ledger: MemoryLedger) -> None:
+        self._config = config
+        self._shape = shape
+        self.ledger: MemoryLedger = ledger
+
+    def num_pages(self, model: CausalLM, geometry: MoeGeometry | None) -> int:
+        """See the base class. Runs the largest step."""
+        config, shape = self._config, self._shape
+        memory = make_device_memory(shape.device)
+        assert memory is not None
+        measured = profile_activations(
+            model,
+            shape.make,
+            lambda cache: make_attention(shape.config, cache, shape.device, config.gpu.attention_backend),
+            geometry,
+            StepSize.largest(config.gpu),
+            shape.page_size,
+            memory,
+        )
+        self.ledger.activations(measured)
+        return size_kv_pool(self.ledger.plan, config, model.config, memory.use())
+
+
+def make_kv_memory(
+    config: MoebiusConfig, shape: CacheShape, model: CausalLM, experts: ExpertMemory
+) -> KvMemory:
+    """Before anything is loaded: `model` is on the meta device. Raises UserError when it can not fit."""
+    memory = make_device_memory(shape.device)
+    if memory is None:
+        return SharedKvMemory(config, shape)
+    before = memory.use()
+    plan = plan_memory(config, model.config, model, before, shape.page_bytes, experts, model.parallel)
+    return DeviceKvMemory(config, shape, MemoryLedger(plan, memory, before))
+
+
+def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> SchedulerLimits:
+    """What a pool of so many pages can serve."""
+    pool_tokens = (num_pages - 1) * gpu.page_size
+    context_limit = min(model.max_model_len, pool_tokens)
+    if context_limit < model.max_model_len:
+        _log.warning(
+            "the KV pool is smaller than one context of the model; longer requests are refused",
+            context_limit=context_limit,
+            max_model_len=model.max_model_len,
+        )
+    return SchedulerLimits(
+        max_num_seqs=gpu.max_num_seqs,
+        max_num_batched_tokens=gpu.max_num_batched_tokens,
+        context_limit=context_limit,
+        watermark_pages=max(1, num_pages // 100),
+        eos_token_ids=frozenset(model.eos_token_ids),
+    )
