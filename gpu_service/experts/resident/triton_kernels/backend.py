@@ -1,0 +1,208 @@
+"""`ResidentKernels` by Triton: launches only, with shapes known on the host."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_service.experts.resident.kernels import ResidentKernels
+from gpu_service.experts.resident.slots import LayerSlots
+from gpu_service.experts.resident.triton_kernels import launch, routing, rows, tiles
+from gpu_service.ops.triton.jit import next_power_of_2
+from moebius.checkpoint.moe_config import MoeGeometry
+
+_IDS_BLOCK = 256
+_COMBINE_BLOCK = 512
+_CHUNK = 1024
+
+
+class TritonResidentKernels(ResidentKernels):
+    """Few rows: three launches. More: six, through blocks of pairs that share an expert."""
+
+    captures = True
+
+    def __init__(self, geometry: MoeGeometry, few_rows: int = launch.FEW_ROWS) -> None:
+        self._geometry = geometry
+        self._few_rows = few_rows
+
+    def cpu_ids(self, slots: LayerSlots, topk_ids: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        output, count = torch.empty_like(topk_ids), topk_ids.numel()
+        if count:
+            grid = (-(-count // _IDS_BLOCK),)
+            routing.cpu_ids_kernel[grid](
+                topk_ids.contiguous(), slots.slot_of_expert, output, count, BLOCK=_IDS_BLOCK, num_warps=1
+            )
+        return output
+
+    def forward(
+        self,
+        slots: LayerSlots,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See the base class."""
+        num_rows, hidden = hidden_states.shape
+        in_place = partial is not None and partial.dtype == torch.float32
+        result = partial if in_place else hidden_states.new_empty((num_rows, hidden), dtype=torch.float32)
+        assert result is not None
+        if num_rows == 0:
+            return result
+        hidden_states, topk_ids = hidden_states.contiguous(), topk_ids.contiguous()
+        pairs = topk_ids.numel()
+        neurons = hidden_states.new_empty((pairs, slots.kind.neuron_columns))
+        outputs = hidden_states.new_empty((pairs, hidden), dtype=torch.float32)
+        if num_rows <= self._few_rows:
+            self._by_rows(slots, hidden_states, topk_ids, neurons, outputs)
+        else:
+            self._by_tiles(slots, hidden_states, topk_ids, neurons, outputs)
+        block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
+        routing.combine[(num_rows, -(-hidden // block))](
+            outputs,
+            result if partial is None else partial,
+            result,
+            topk_ids,
+            slots.slot_of_expert,
+            topk_weights.contiguous(),
+            TOP_K=topk_ids.shape[1],
+            HIDDEN=hidden,
+            HAS_PARTIAL=partial is not None,
+            BLOCK=block,
+        )
+        return result
+
+    def _by_rows(
+        self,
+        slots: LayerSlots,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        neurons: torch.Tensor,
+        outputs: torch.Tensor,
+    ) -> None:
+        kind, pairs = slots.kind, topk_ids.numel()
+        gate_up, down = slots.gate_up, slots.down
+        rows.gate_up_rows[(pairs, kind.layout.intermediate_blocks)](
+            hidden_states,
+            gate_up.words,
+            gate_up.scales,
+            gate_up.bytes,
+            gate_up.floats,
+            topk_ids,
+            slots.slot_of_expert,
+            neurons,
+            self._geometry.alpha,
+            self._geometry.limit,
+            TOP_K=topk_ids.shape[1],
+            EXPERT_BYTES=kind.expert_bytes,
+            NEURON_COLUMNS=kind.neuron_columns,
+            PANEL=kind.gate_up,
+            ACTIVATION=self._geometry.activation,
+            LINES=launch.lines(kind.gate_up),
+            num_warps=launch.warps(launch.lines(kind.gate_up)),
+        )
+        rows.down_rows[(pairs, kind.layout.down_panels)](
+            neurons,
+            down.words,
+            down.scales,
+            down.bytes,
+            down.floats,
+            topk_ids,
+            slots.slot_of_expert,
+            outputs,
+            EXPERT_BYTES=kind.expert_bytes,
+            DOWN_AT=kind.layout.down_offset,
+            HIDDEN=kind.hidden_size,
+            NEURON_COLUMNS=kind.neuron_columns,
+            PANEL=kind.down,
+            LINES=launch.lines(kind.down),
+            num_warps=launch.warps(launch.lines(kind.down)),
+        )
+
+    def _by_tiles(
+        self,
+        slots: LayerSlots,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        neurons: torch.Tensor,
+        outputs: torch.Tensor,
+    ) -> None:
+        kind, count = slots.kind, topk_ids.numel()
+        gate_up, down = slots.gate_up, slots.down
+        tile = launch.tile(count, self._geometry.num_experts)
+        pairs, block_slots = align(slots, topk_ids, tile.rows)
+        type_, precision = launch.multiplies_in(kind.gate_up, hidden_states.dtype)
+        tiles.gate_up_tiles[(block_slots.shape[0], -(-kind.neuron_columns // tile.columns))](
+            hidden_states,
+            gate_up.words,
+            gate_up.scales,
+            gate_up.bytes,
+            gate_up.floats,
+            pairs,
+            block_slots,
+            neurons,
+            count,
+            self._geometry.alpha,
+            self._geometry.limit,
+            TOP_K=topk_ids.shape[1],
+            EXPERT_BYTES=kind.expert_bytes,
+            NEURON_COLUMNS=kind.neuron_columns,
+            PANEL=kind.gate_up,
+            ACTIVATION=self._geometry.activation,
+            M=tile.rows,
+            N=tile.columns,
+            TYPE=type_,
+            PRECISION=precision,
+            num_warps=tile.warps,
+        )
+        type_, precision = launch.multiplies_in(kind.down, hidden_states.dtype)
+        tiles.down_tiles[(block_slots.shape[0], -(-kind.hidden_size // tile.columns))](
+            neurons,
+            down.words,
+            down.scales,
+            down.bytes,
+            down.floats,
+            pairs,
+            block_slots,
+            outputs,
+            count,
+            EXPERT_BYTES=kind.expert_bytes,
+            DOWN_AT=kind.layout.down_offset,
+            HIDDEN=kind.hidden_size,
+            NEURON_COLUMNS=kind.neuron_columns,
+            PANEL=kind.down,
+            M=tile.rows,
+            N=tile.columns,
+            TYPE=type_,
+            PRECISION=precision,
+            num_warps=tile.warps,
+        )
+
+
+def align(
+    slots: LayerSlots, topk_ids: torch.Tensor, rows_per_block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs by slot, each slot's padded to whole blocks; int32 `[blocks * rows_per_block]` and `[blocks]`.
+
+    A pair is row * K + choice; padding is their number, a block without a slot -1.
+    """
+    count = topk_ids.numel()
+    blocks = launch.max_blocks(count, slots.count, rows_per_block)
+    pairs = topk_ids.new_full((blocks * rows_per_block,), count)
+    block_slots = topk_ids.new_full((blocks,), -1)
+    counts = topk_ids.new_empty((slots.count,))
+    grid = (slots.count,)
+    routing.count_pairs[grid](topk_ids, slots.slot_of_expert, counts, count, CHUNK=_CHUNK)
+    routing.place_pairs[grid](
+        topk_ids,
+        slots.slot_of_expert,
+        counts,
+        pairs,
+        block_slots,
+        count,
+        SLOTS=slots.count,
+        SLOTS_POW2=next_power_of_2(slots.count),
+        BLOCK=rows_per_block,
+        CHUNK=_CHUNK,
+    )
+    return pairs, block_slots

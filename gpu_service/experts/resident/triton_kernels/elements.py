@@ -1,0 +1,91 @@
+"""Elements, scales and columns of packed panels in registers; `PANEL` is a `PanelFormat`.
+
+Whole numbers become floats by setting them into the mantissa of a float whose exponent is known, and small
+floats by shifting their bits into place and multiplying by a power of two: both exact, both of full rate.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from gpu_service.ops.triton.jit import jit
+
+
+@jit
+def element_shift(i, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First bit of element i of a word: nibbles alternate between the word's halves."""
+    return (i % 2) * 16 + (i // 2) * 4 if PANEL.bits == 4 else i * PANEL.bits
+
+
+@jit
+def small_float(bits):  # type: ignore[no-untyped-def]
+    """float32 of e4m3fn, whose bits are the lowest eight: bias 7 becomes 127 by a factor of 2^120."""
+    placed = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
+    value = placed.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+
+
+@jit
+def element(words, shift, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 of the elements at bit `shift` of int32 words; int4 as its code, 0 to 15."""
+    if PANEL.code == "float32":
+        value = words.to(tl.float32, bitcast=True)
+    elif PANEL.code == "bfloat16":
+        value = ((words >> shift) << 16).to(tl.float32, bitcast=True)
+    elif PANEL.code == "float16":
+        value = (words >> shift).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif PANEL.code == "float8":
+        value = small_float(words >> shift)
+    elif PANEL.code == "int8":
+        value = ((words << (24 - shift)) >> 24).to(tl.float32)
+    elif PANEL.code == "int4":
+        value = (((words >> shift) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    else:
+        # e2m1: bias 1 becomes 127 by a factor of 2^126.
+        code = words >> shift
+        placed = ((code & 7) << 22) | ((code & 8) << 28)
+        value = placed.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return value
+
+
+@jit
+def load_scales(scales, index, mask, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 of group scales; `scales` points to the scale type, or to its bits."""
+    raw = tl.load(scales + index, mask=mask, other=0)
+    if PANEL.scale == "e8m0":
+        bits = raw.to(tl.int32)
+        # 2^-127 is no normal float32.
+        value = tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)
+        value = tl.where(bits == 255, float("nan"), value)
+    elif PANEL.scale == "e4m3":
+        value = small_float(raw.to(tl.int32))
+    else:
+        value = raw.to(tl.float32)
+    return value
+
+
+@jit
+def scale_index(panel, group, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the scale of a group and column lies, in elements; `panel`: the panel's first byte."""
+    if PANEL.scale == "float32":
+        begin = (panel + PANEL.scales_at) // 4
+    elif PANEL.scale == "bfloat16" or PANEL.scale == "float16":
+        begin = (panel + PANEL.scales_at) // 2
+    else:
+        begin = panel + PANEL.scales_at
+    return begin + group if PANEL.panel_scale else begin + group * 16 + column
+
+
+@jit
+def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What `gpu_service.experts.activation` says, in float32."""
+    if ACTIVATION == "silu":
+        value = gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "silu_clamped":
+        gate = tl.minimum(gate, limit)
+        value = gate * tl.sigmoid(gate) * tl.minimum(tl.maximum(up, -limit), limit)
+    else:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        value = (up + 1) * gate * tl.sigmoid(alpha * gate)
+    return value

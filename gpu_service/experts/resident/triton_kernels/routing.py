@@ -1,0 +1,90 @@
+"""Which (row, choice) pairs belong to which slot, and the sum of a row's choices.
+
+`align` orders pairs by slot and pads each slot's to whole blocks of BLOCK pairs, so that a tile product reads
+one expert only. Everything stays on the device and has a size known on the host; the order of a slot's pairs
+is theirs, so results do not depend on timing.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from gpu_service.experts.resident.triton_kernels.rows import slot_of
+from gpu_service.ops.triton.jit import jit
+
+
+@jit
+def cpu_ids_kernel(ids, slot_of_expert, output, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """output = ids, -1 where the expert is in a slot."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = pair < count
+    expert = tl.load(ids + pair, mask=held, other=-1)
+    slot = tl.load(slot_of_expert + tl.maximum(expert, 0), mask=held, other=0)
+    tl.store(output + pair, tl.where(slot >= 0, -1, expert), mask=held)
+
+
+@jit
+def _slots_of(ids, slot_of_expert, pair, count):  # type: ignore[no-untyped-def]
+    held = pair < count
+    expert = tl.load(ids + pair, mask=held, other=-1)
+    return tl.load(slot_of_expert + tl.maximum(expert, 0), mask=held & (expert >= 0), other=-1)
+
+
+@jit
+def count_pairs(ids, slot_of_expert, counts, count, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Program (slot): int32 counts[slot], its pairs."""
+    slot = tl.program_id(0)
+    total = tl.zeros([CHUNK], tl.int32)
+    for begin in range(0, count, CHUNK):
+        found = _slots_of(ids, slot_of_expert, begin + tl.arange(0, CHUNK), count)
+        total += (found == slot).to(tl.int32)
+    tl.store(counts + slot, tl.sum(total, 0))
+
+
+@jit
+def place_pairs(  # type: ignore[no-untyped-def]
+    ids, slot_of_expert, counts, pairs, block_slots, count, SLOTS: tl.constexpr, SLOTS_POW2: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program (slot): writes its pairs, in their order, and which slot each of its blocks belongs to.
+
+    `pairs` must hold `count` (no pair) and `block_slots` -1 (no slot) everywhere.
+    """
+    slot = tl.program_id(0)
+    every = tl.arange(0, SLOTS_POW2)
+    blocks = (tl.load(counts + every, mask=every < SLOTS, other=0) + BLOCK - 1) // BLOCK
+    first_block = tl.sum(tl.where(every < slot, blocks, 0), 0)
+    own_blocks = tl.sum(tl.where(every == slot, blocks, 0), 0)
+    for block in range(own_blocks):
+        tl.store(block_slots + first_block + block, slot)
+    done = first_block * BLOCK
+    for begin in range(0, count, CHUNK):
+        pair = begin + tl.arange(0, CHUNK)
+        chosen = _slots_of(ids, slot_of_expert, pair, count) == slot
+        one = chosen.to(tl.int32)
+        tl.store(pairs + done + tl.cumsum(one, 0) - 1, pair, mask=chosen)
+        done += tl.sum(one, 0)
+
+
+@jit
+def combine(  # type: ignore[no-untyped-def]
+    outputs, partial, result, ids, slot_of_expert, weights,
+    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, HAS_PARTIAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row, block of columns): result = partial + sum over resident choices of weight * output."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = column < HIDDEN
+    place = row.to(tl.int64) * HIDDEN + column
+    if HAS_PARTIAL:
+        total = tl.load(partial + place, mask=held, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        pair = row * TOP_K + choice
+        slot = slot_of(ids, slot_of_expert, pair)
+        weight = tl.load(weights + pair)
+        # What was not computed is never read: it may hold anything.
+        output = tl.load(outputs + pair.to(tl.int64) * HIDDEN + column, mask=held & (slot >= 0), other=0.0)
+        total += weight * output
+    tl.store(result + place, total, mask=held)
