@@ -24,7 +24,10 @@ class ResidualStream:
         self._pending: torch.Tensor | None = None
 
     def add(self, update: torch.Tensor) -> None:
-        """`update` `[T, H]` becomes part of the sum; its memory is the stream's from now on."""
+        """`update` `[T, H]` becomes part of the sum; its memory is the stream's from now on.
+
+        Float32 beside a 16-bit stream is welcome: it saves a cast and a rounding.
+        """
         self.sum()
         self._pending = update
 

@@ -26,7 +26,9 @@ def fused_add_rms_norm(
 ) -> torch.Tensor:
     """`residual += update`, then `rms_norm(residual)`: the two halves of a pre-norm layer's seam.
 
-    update and residual `[T, N]`, weight `[N]`, same dtype, rows contiguous. The residual is increased in
-    place; the update may be overwritten. Returns the normed `[T, N]`, which may be the update's memory.
+    update and residual `[T, N]`, rows contiguous; weight `[N]` of the residual's dtype. The update may be
+    float32 beside 16-bit others: then it is rounded after the addition only. The residual is increased in
+    place, the update may be overwritten. Returns the normed `[T, N]` in the residual's dtype; it may be
+    the update's memory.
     """
     return rms_norm.reference(residual.add_(update), weight, eps)

@@ -94,6 +94,16 @@ def test_norms(
     _compare(tables, library, "rms_norm", lambda: (fused()[0], *fused()[2:]), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_float32_update(dtype: torch.dtype, device: torch.device, tables: dict[str, Any]) -> None:
+    def arguments() -> tuple[Any, ...]:
+        update = _random(device, torch.float32, 33, 2048)
+        residual, weight = _random(device, dtype, 33, 2048, seed=1), _random(device, dtype, 2048, seed=2)
+        return update, residual, weight, 1e-6
+
+    _compare(tables, "triton", "fused_add_rms_norm", arguments, dtype)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norm_of_heads_in_the_fused_product(

@@ -65,6 +65,20 @@ def test_fused_add_rms_norm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.testing.assert_close(output, expected, rtol=OP_ROUNDINGS[dtype], atol=1e-6)
 
 
+def test_a_float32_update_is_rounded_after_the_addition() -> None:
+    """As a mixture of experts sums in float32: no kernel of its own for the cast, and no second rounding."""
+    residual, weight = torch.full((2, 8), 1024.0).half(), torch.ones(8).half()
+    update = torch.full((2, 8), 1.5001)
+    wanted_residual = residual.clone()
+    expected = norm.fused_add_rms_norm.reference(update.clone(), wanted_residual, weight, 1e-6)
+    output = triton_norm.fused_add_rms_norm(update, residual, weight, 1e-6)
+    assert output.dtype == expected.dtype == torch.float16
+    assert torch.equal(residual, wanted_residual)
+    # 1025.5 lies between 1025 and 1026; rounding 1.5001 to a half first would make it a tie.
+    assert residual.unique().tolist() == [1026.0]
+    torch.testing.assert_close(output, expected, rtol=2e-3, atol=0)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_rope_table(interleaved: bool, tokens: int) -> None:

@@ -45,18 +45,20 @@ def fused_add_rms_norm_kernel(
     update_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    output_ptr: tl.tensor,
     update_stride: int,
     residual_stride: int,
+    output_stride: int,
     size: int,
     eps: float,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The sum replaces the residual, its norm replaces the update."""
+    """The sum replaces the residual; its norm may replace the update, which a program reads before."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
-    update_row = update_ptr + row * update_stride + column
     residual_row = residual_ptr + row * residual_stride + column
+    update_row = update_ptr + row * update_stride + column
     update = tl.load(update_row, mask=mask, other=0.0).to(tl.float32)
     residual = tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
@@ -64,7 +66,7 @@ def fused_add_rms_norm_kernel(
     total = (update + residual).to(dtype)
     tl.store(residual_row, total, mask=mask)
     normalized = _normalized(total.to(tl.float32), weight, size, eps, dtype)
-    tl.store(update_row, normalized, mask=mask)
+    tl.store(output_ptr + row * output_stride + column, normalized, mask=mask)
 
 
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -97,17 +99,20 @@ def fused_add_rms_norm(
 ) -> torch.Tensor:
     """See `ops.norm.fused_add_rms_norm`."""
     rows, size = update.shape
+    output = update if update.dtype == residual.dtype else torch.empty_like(residual)
     block = next_power_of_2(size)
     if rows:
         fused_add_rms_norm_kernel[(rows,)](
             update,
             residual,
             weight,
+            output,
             update.stride(0),
             residual.stride(0),
+            output.stride(0),
             size,
             eps,
             BLOCK=block,
             num_warps=num_warps(block),
         )
-    return update
+    return output
