@@ -32,13 +32,16 @@ def _mask_groups(choice: torch.Tensor, config: RouterConfig) -> torch.Tensor:
 
 @Op
 def route(
-    router_logits: torch.Tensor, correction_bias: torch.Tensor | None, config: RouterConfig
+    router_logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    config: RouterConfig,
+    valid_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose `top_k` experts per token.
 
     router_logits `[T, E]`; correction_bias float32 `[E]` or None. Returns weights float32 `[T, top_k]`
     and ids int32 `[T, top_k]`; the order within a row is not defined. The bias decides who is chosen,
-    never how much they weigh.
+    never how much they weigh. Rows where bool `[T]` valid_rows is False (padding) choose nobody: id -1.
     """
     scores = _scores(router_logits, config)
     choice = scores if correction_bias is None else scores + correction_bias
@@ -52,4 +55,7 @@ def route(
         weights = weights.softmax(dim=-1)
     if config.scale != 1.0:
         weights = weights * config.scale
-    return weights, ids.int()
+    ids = ids.int()
+    if valid_rows is not None:
+        ids.masked_fill_(~valid_rows.unsqueeze(1), -1)
+    return weights, ids

@@ -31,7 +31,8 @@ def main() -> None:
         IMPLEMENTATIONS["apply_rope"].function(heads[:, :1], table)
         logits = torch.zeros(2, 128, dtype=torch.bfloat16)
         for score, post in (("softmax", "renormalize"), ("none", "softmax")):
-            IMPLEMENTATIONS["route"].function(logits, None, RouterConfig(128, 8, score, post=post))
+            config = RouterConfig(128, 8, score, post=post)
+            IMPLEMENTATIONS["route"].function(logits, None, config, logits[:, 0] > 0)
         IMPLEMENTATIONS["argmax_and_finite"].function(torch.zeros(1, 7))
     for kernel in compiled:
         print(kernel.metadata.name, len(kernel.asm["cubin"]))

@@ -80,6 +80,18 @@ def test_ids_of_broken_logits_are_valid_and_distinct(score: str, groups: tuple[i
     assert weights[0].isnan().all()
 
 
+def test_rows_of_padding_choose_nobody() -> None:
+    """In both implementations, and the other rows keep their choice."""
+    logits, valid = torch.randn(5, 9), torch.tensor([True, False, True, False, False])
+    config = RouterConfig(9, 3, "softmax")
+    for implementation in (route.reference, triton_route):
+        _, everyone = implementation(logits, None, config)
+        weights, ids = implementation(logits, None, config, valid)
+        assert torch.equal(ids[valid], everyone[valid])
+        assert (ids[~valid] == -1).all()
+        assert weights.isfinite().all()
+
+
 def test_rows_of_a_wider_product() -> None:
     wide = torch.randn(4, 20)
     config = RouterConfig(9, 3, "sigmoid")

@@ -75,6 +75,7 @@ def _finished(
 def route_kernel(
     logits_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    valid_rows_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     row_stride: int,
@@ -85,6 +86,7 @@ def route_kernel(
     SCORE: tl.constexpr,
     POST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_VALID_ROWS: tl.constexpr,
     LIMITS_GROUPS: tl.constexpr,
     SUM_OF_TWO: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -124,12 +126,17 @@ def route_kernel(
         flat = tl.where(entry == best, float("-inf"), flat)
     used = rank < TOP_K
     weights = _finished(weights, used, epsilon, scale, POST)
+    if HAS_VALID_ROWS:
+        ids = tl.where(tl.load(valid_rows_ptr + token) != 0, ids, -1)
     tl.store(weights_ptr + token * TOP_K + rank, weights, mask=used)
     tl.store(ids_ptr + token * TOP_K + rank, ids, mask=used)
 
 
 def route(
-    router_logits: torch.Tensor, correction_bias: torch.Tensor | None, config: RouterConfig
+    router_logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    config: RouterConfig,
+    valid_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.router.route`."""
     logits = router_logits if router_logits.stride(-1) == 1 else router_logits.contiguous()
@@ -146,6 +153,7 @@ def route(
         route_kernel[(tokens,)](
             logits,
             logits if correction_bias is None else correction_bias,
+            logits if valid_rows is None else valid_rows,
             weights,
             ids,
             logits.stride(0),
@@ -156,6 +164,7 @@ def route(
             SCORE=_SCORES[config.score],
             POST=_POSTS[config.post],
             HAS_BIAS=correction_bias is not None,
+            HAS_VALID_ROWS=valid_rows is not None,
             LIMITS_GROUPS=limits_groups,
             SUM_OF_TWO=config.group_score == "top2_sum",
             TOP_GROUPS=config.top_groups,
