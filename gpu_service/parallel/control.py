@@ -21,6 +21,8 @@ from gpu_service.parallel.wire import Connection, Kind, WireError
 
 # Heartbeats in the time after which a silent rank is given up.
 _BEATS = 4
+# An error may be the echo of another rank's death, which is told within this time.
+_ECHO_S = 1.0
 
 
 class GroupLost(RuntimeError):
@@ -49,6 +51,7 @@ class RankControl:
         self._lost: str | None = None
         self._losing = threading.Lock()
         self._closing = threading.Event()
+        self._ended = threading.Event()
         # None wakes whoever waits when the group is lost.
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._values: dict[int, queue.SimpleQueue[Any]] = {peer: queue.SimpleQueue() for peer in connections}
@@ -85,7 +88,8 @@ class RankControl:
         return [int(number) for number in values]
 
     def fail(self, reason: str) -> None:
-        """This rank can not go on: tells all others, then `on_lost`."""
+        """This rank can not go on: tells all others, then `on_lost`; unless another rank was first."""
+        self._ended.wait(_ECHO_S)
         self._lose(f"rank {self.rank}: {reason}", own=True)
 
     def close(self) -> None:
@@ -160,6 +164,7 @@ class RankControl:
                 return
             self._lost = reason
         self._closing.set()
+        self._ended.set()
         for connection in self._connections.values():
             _try_send(connection, Kind.FATAL, json.dumps(reason).encode())
         self._messages.put(None)

@@ -26,17 +26,15 @@ class RankSampler(Sampler):
         self._device = device
         self.parallel = parallel
 
+    def greedy(self, logits: torch.Tensor) -> Sampled:
+        """See the base class."""
+        own = super().greedy(logits) if self.parallel.is_last_stage else None
+        return Sampled(*self._share(own, logits.shape[0]), None)
+
     def sample(self, logits: torch.Tensor, plan: SamplingPlan) -> Sampled:
         """See the base class; `logits` is `[R, 0]` on stages without a head."""
-        own: Sampled | None = None
-        # Token ids, and whether the logits were finite.
-        shared = torch.zeros((logits.shape[0], 2), dtype=torch.int64, device=self._device)
-        if self.parallel.is_last_stage:
-            own = super().sample(logits, plan)
-            shared[:, 0] = own.token_ids
-            shared[:, 1] = own.finite
-        self.parallel.world_group.broadcast(shared, self.parallel.sampling_rank)
-        token_ids = shared[:, 0].contiguous()
+        own = super().sample(logits, plan) if self.parallel.is_last_stage else None
+        token_ids, finite = self._share(own, logits.shape[0])
         if plan.penalties is not None and self.parallel.rank != self.parallel.sampling_rank:
             if own is not None:
                 self.penalties.retract(plan.penalties, own.token_ids)
@@ -45,7 +43,16 @@ class RankSampler(Sampler):
         if plan.logprob_rows:
             mine = None if own is None else own.logprobs
             logprobs = self.share_logprobs(mine, len(plan.logprob_rows), plan.num_top_logprobs)
-        return Sampled(token_ids, shared[:, 1].bool(), logprobs)
+        return Sampled(token_ids, finite, logprobs)
+
+    def _share(self, own: Sampled | None, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sampling rank's token ids int64 `[R]`, and whether their logits were finite, bool `[R]`."""
+        shared = torch.zeros((rows, 2), dtype=torch.int64, device=self._device)
+        if own is not None:
+            shared[:, 0] = own.token_ids
+            shared[:, 1] = own.finite
+        self.parallel.world_group.broadcast(shared, self.parallel.sampling_rank)
+        return shared[:, 0].contiguous(), shared[:, 1].bool()
 
     def share_logprobs(self, own: Logprobs | None, rows: int, num_top: int) -> Logprobs:
         """Log-probabilities of `rows` rows from the sampling rank; `own` is None on stages without a head."""

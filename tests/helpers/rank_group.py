@@ -21,8 +21,8 @@ from gpu_service.telemetry import EngineTelemetry
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig, ParallelConfig
 
 # Forked from a process that has imported torch: a fresh interpreter would take seconds per rank.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.helpers.rank_group"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.helpers.rank_group"])
 WAIT_S = 60.0
 LENGTHS = (5, 33, 18, 12)
 
@@ -162,9 +162,9 @@ def _rank_zero(config: MoebiusConfig, results: multiprocessing.connection.Connec
 def run_group(config: MoebiusConfig) -> dict[str, list[Outcome]]:
     """All cases on a group of fresh processes; every rank must end in order."""
     size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-    receiving, sending = _CONTEXT.Pipe(duplex=False)
-    ranks = [_CONTEXT.Process(target=_rank_zero, args=(config, sending))]
-    ranks += [_CONTEXT.Process(target=run_follower, args=(with_rank(config, r),)) for r in range(1, size)]
+    receiving, sending = CONTEXT.Pipe(duplex=False)
+    ranks = [CONTEXT.Process(target=_rank_zero, args=(config, sending))]
+    ranks += [CONTEXT.Process(target=run_follower, args=(with_rank(config, r),)) for r in range(1, size)]
     for rank in ranks:
         rank.start()
     sending.close()

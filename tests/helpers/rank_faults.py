@@ -1,0 +1,147 @@
+"""Groups of rank processes that something happens to."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_service.experts.client import ExpertUnavailable, Ticket
+from gpu_service.experts.local_client import LocalExpertClient
+from gpu_service.models.common import CausalLM
+from gpu_service.parallel.follower import run_follower
+from moebius.config import MoebiusConfig, TelemetryConfig
+from moebius.telemetry import configure_logging
+from tests.helpers.rank_group import CONTEXT, WAIT_S, Script, rank_config, with_rank
+
+PROMPT = list(range(5, 17))
+
+
+@dataclass
+class StartedGroup:
+    """Rank processes that are decoding; `results` brings the tokens of rank 0, if it gets so far."""
+
+    processes: list[Any]
+    logs: Path
+    results: multiprocessing.connection.Connection
+
+    def pid(self, rank: int) -> int:
+        """Of a rank's process."""
+        return int(self.processes[rank].pid)
+
+    def kill(self, rank: int, number: int) -> None:
+        """Sends a signal."""
+        os.kill(self.pid(rank), number)
+
+    def exit_codes(self, but: int | None = None) -> list[int | None]:
+        """How all ended, or all but one, once those that still run had time to."""
+        waited = [process for rank, process in enumerate(self.processes) if rank != but]
+        for process in waited:
+            process.join(WAIT_S / 4)
+        return [process.exitcode for process in waited]
+
+    def log(self, rank: int) -> str:
+        """What a rank wrote to its standard error."""
+        return (self.logs / f"{rank}.log").read_text()
+
+    def tokens(self) -> list[int]:
+        """What rank 0's request gave."""
+        assert self.results.poll(WAIT_S), "no result came"
+        tokens: list[int] = self.results.recv()
+        return tokens
+
+
+def _log_to(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(descriptor, sys.stderr.fileno())
+    configure_logging(TelemetryConfig(), "gpu")
+
+
+def _break_model(after: int) -> None:
+    """From the `after`-th step on this process's model fails."""
+    forward, steps = CausalLM.forward, iter(range(10**6))
+
+    def broken(self: CausalLM, context: Any) -> torch.Tensor:
+        if next(steps) >= after:
+            raise ValueError("broken weights")
+        return forward(self, context)
+
+    CausalLM.forward = broken  # type: ignore[method-assign]
+
+
+def _lose_experts(call: int) -> None:
+    """The `call`-th layer this process collects is lost once; the servers are back at once."""
+    collect, calls = LocalExpertClient.collect, iter(range(10**6))
+
+    def flaky(self: LocalExpertClient, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
+        if next(calls) == call:
+            raise ExpertUnavailable(0, "killed by the test")
+        return collect(self, ticket, partial)
+
+    LocalExpertClient.collect = flaky  # type: ignore[method-assign]
+
+
+def _run(
+    config: MoebiusConfig,
+    logs: Path,
+    faults: tuple[int | None, tuple[int, ...], int | None],
+    results: multiprocessing.connection.Connection,
+) -> None:
+    failing_rank, flaky, max_tokens = faults
+    rank = config.parallel.rank
+    _log_to(logs / f"{rank}.log")
+    if failing_rank == rank:
+        _break_model(after=6)
+    if flaky:
+        _lose_experts(flaky[rank])
+    if rank:
+        sys.exit(run_follower(config))
+    script = Script(config)
+    request = script.submit("r", PROMPT, max_tokens=max_tokens or 400, ignore_eos=True)
+    script.wait([request], tokens=3)
+    results.send("decoding")
+    results.send(script.wait([request])[0].token_ids)
+    script.close()
+
+
+@contextmanager
+def started_group(
+    model: Path,
+    directory: Path,
+    *,
+    tp: int,
+    pp: int,
+    timeout_s: float,
+    failing_rank: int | None = None,
+    flaky: tuple[int, ...] | None = None,
+) -> Iterator[StartedGroup]:
+    """A group in the middle of a request; a long one, unless `flaky` says which layer each rank loses."""
+    config = rank_config(model, tp, pp, num_pages=128)
+    config = config.model_copy(
+        update={"parallel": config.parallel.model_copy(update={"rank_timeout_s": timeout_s})}
+    )
+    faults = (failing_rank, flaky or (), None if flaky is None else 24)
+    receiving, sending = CONTEXT.Pipe(duplex=False)
+    processes = [
+        CONTEXT.Process(target=_run, args=(with_rank(config, rank), directory, faults, sending))
+        for rank in range(tp * pp)
+    ]
+    for process in processes:
+        process.start()
+    sending.close()
+    try:
+        if failing_rank is None:
+            assert receiving.poll(WAIT_S), "the group did not start"
+            assert receiving.recv() == "decoding"
+        yield StartedGroup(processes, directory, receiving)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
