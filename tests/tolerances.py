@@ -65,3 +65,13 @@ ATTENTION_FLOAT16 = 4e-3
 
 # Log-probabilities of the same float32 model on one rank and on several, whose partial sums are added.
 LOGITS_FLOAT32_RANKS = 5e-5
+
+# Latent attention in float32 against plain attention in float64; latents pass two more products.
+MLA_FLOAT32 = 5e-5
+
+# Resident experts by Triton kernels in float32 against the torch reference, over the largest magnitude.
+RESIDENT_FLOAT32 = 2e-6
+
+# The same with bfloat16 rows on a GPU, against the reference in float32 on the same rows: the root mean
+# square of the error over that of the wanted values. Neurons are rounded to bfloat16 once.
+RESIDENT_BFLOAT16 = 5e-3

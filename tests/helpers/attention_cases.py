@@ -177,10 +177,10 @@ def naive(case: Case) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-def as_capturable(case: Case) -> ForwardInputs:
+def as_capturable(inputs: ForwardInputs) -> ForwardInputs:
     """The step with every tensor copied, as a graph's own memory would be."""
     names = ("slot_mapping", "block_table", "seq_lens_tensor", "query_start_loc_tensor")
-    return replace(case.inputs, **{name: getattr(case.inputs, name).clone() for name in names})
+    return replace(inputs, **{name: getattr(inputs, name).clone() for name in names})
 
 
 def refill(static: ForwardInputs, inputs: ForwardInputs) -> ForwardInputs:

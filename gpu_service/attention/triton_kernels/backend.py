@@ -8,15 +8,12 @@ import torch
 
 from gpu_service.attention.base import AttentionBackend, check_step
 from gpu_service.attention.triton_kernels.decode import MIN_SPLIT, decode
+from gpu_service.attention.triton_kernels.partial import Partial, PartialResults
 from gpu_service.attention.triton_kernels.prefill import prefill
-from gpu_service.attention.triton_kernels.shapes import num_splits
+from gpu_service.attention.triton_kernels.shapes import num_splits, streaming_multiprocessors
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.model_config import ModelConfig
-
-Partial = tuple[torch.Tensor, torch.Tensor]
-# Where no GPU is (Triton's interpreter): as many multiprocessors as an H200 has.
-_DEFAULT_SMS = 132
 
 
 class TritonAttention(AttentionBackend):
@@ -31,14 +28,12 @@ class TritonAttention(AttentionBackend):
     def __init__(self, config: ModelConfig, kv_cache: KVCache, min_split: int = MIN_SPLIT) -> None:
         super().__init__(config, kv_cache)
         self._min_split = min_split
-        self._num_sms = _DEFAULT_SMS
-        if kv_cache.device.type == "cuda":
-            self._num_sms = torch.cuda.get_device_properties(kv_cache.device).multi_processor_count
+        self._num_sms = streaming_multiprocessors(kv_cache.device)
         self._inputs: ForwardInputs | None = None
         self._partial: Partial | None = None
         self._has_decodes = self._has_chunks = False
-        # By shape, and never freed: captured graphs write there. At most two programs per multiprocessor.
-        self._partials: dict[tuple[int, int], Partial] = {}
+        group = config.num_heads // kv_cache.num_kv_heads
+        self._partials = PartialResults(group, config.head_dim, kv_cache.device)
 
     def plan(self, inputs: ForwardInputs) -> None:
         """See the base class."""
@@ -85,14 +80,4 @@ class TritonAttention(AttentionBackend):
         splits = num_splits(
             num_requests, self.kv_cache.num_kv_heads, max_length, self._min_split, self._num_sms
         )
-        self._partial = self._partial_for(num_requests, splits) if splits > 1 else None
-
-    def _partial_for(self, num_requests: int, splits: int) -> Partial:
-        found = self._partials.get((num_requests, splits))
-        if found is None:
-            shape = (num_requests, self.config.num_heads, splits)
-            device = self.kv_cache.device
-            results = torch.empty((*shape, self.config.head_dim), dtype=torch.float32, device=device)
-            found = results, torch.empty(shape, dtype=torch.float32, device=device)
-            self._partials[num_requests, splits] = found
-        return found
+        self._partial = self._partials.take(num_requests, self.config.num_heads, splits)

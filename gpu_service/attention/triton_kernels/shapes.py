@@ -11,6 +11,10 @@ from gpu_service.ops.triton.jit import next_power_of_2
 # A product on tensor cores has at least this many rows.
 MIN_ROWS = 16
 MAX_SPLITS = 64
+# Splits are handed out while there are fewer than two programs per multiprocessor; rounding up twice (to a
+# whole number, to a power of two) can make four times as many of them.
+WANTED_PROGRAMS_PER_SM = 2
+MAX_PROGRAMS_PER_SM = 4 * WANTED_PROGRAMS_PER_SM
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,19 @@ def prefill_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
     return Tile(max(MIN_ROWS, rows, next_power_of_2(group)), keys, width, num_warps, _precision(dtype))
 
 
+def streaming_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; where there is none (Triton's interpreter), as many as an H200 has."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def num_splits(num_requests: int, num_kv_heads: int, max_length: int, min_split: int, num_sms: int) -> int:
     """Programs per request and KV head: enough for two per multiprocessor, as far as lengths allow.
 
     A power of two, so that few variants are compiled. Each program finds its share of keys on the device.
     """
-    wanted = -(-2 * num_sms // (num_requests * num_kv_heads))
+    wanted = -(-WANTED_PROGRAMS_PER_SM * num_sms // (num_requests * num_kv_heads))
     possible = -(-max_length // min_split)
     return next_power_of_2(max(1, min(wanted, possible, MAX_SPLITS)))
 

@@ -1,0 +1,113 @@
+"""The contract of a backend for multi-head latent attention."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.mla_cache import MlaCache
+
+
+@dataclass(frozen=True, slots=True)
+class MlaDimensions:
+    """Sizes of one rank's attention; filled by the model family from its configuration."""
+
+    num_heads: int  # of this rank
+    latent_dim: int  # kv_lora_rank
+    nope_dim: int  # qk_nope_head_dim
+    rope_dim: int  # qk_rope_head_dim
+    value_dim: int  # v_head_dim
+    # (nope_dim + rope_dim) ** -0.5, times what a family's rotary scaling adds.
+    softmax_scale: float
+
+
+class MlaAttentionBackend(ABC):
+    """Causal latent attention over pages, for any mixture of prefill chunks and decodes.
+
+    Absorbed, every head's queries are carried into the latent space, where all heads share one key (the
+    latent and the rotated part) and one value (the latent): `absorption.py` has the algebra. `plan`,
+    `plan_capture`, `plan_replay` and streams are as in `AttentionBackend`.
+    """
+
+    captures = False
+
+    def __init__(self, dimensions: MlaDimensions, cache: MlaCache) -> None:
+        if (dimensions.latent_dim, dimensions.rope_dim) != (cache.latent_dim, cache.rope_dim):
+            raise ValueError(
+                f"attention over latents of {dimensions.latent_dim} + {dimensions.rope_dim} elements got a "
+                f"cache of {cache.latent_dim} + {cache.rope_dim}"
+            )
+        self.dimensions = dimensions
+        self.cache = cache
+        # Whether the planned step takes `forward_expanded`, else `forward`; filled by `plan`.
+        self.expands = False
+
+    @classmethod
+    def unsupported(cls, dimensions: MlaDimensions, cache: MlaCache) -> str:
+        """Why this backend can not serve these sizes on this machine; empty: it can."""
+        return ""
+
+    @abstractmethod
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Prepare what all layers of this step share. Raises ValueError on contradicting inputs."""
+
+    def plan_capture(self, inputs: ForwardInputs) -> None:
+        """As `AttentionBackend.plan_capture`."""
+        raise NotImplementedError(f"{type(self).__name__} can not be captured in a graph")
+
+    def plan_replay(self, inputs: ForwardInputs) -> None:
+        """As `AttentionBackend.plan_replay`."""
+        raise NotImplementedError(f"{type(self).__name__} can not be captured in a graph")
+
+    @abstractmethod
+    def forward(
+        self,
+        query_latent: torch.Tensor,
+        query_rope: torch.Tensor,
+        latent: torch.Tensor,
+        key_rope: torch.Tensor,
+        layer_id: int,
+    ) -> torch.Tensor:
+        """Store the new latents of this layer, then attend in the latent space.
+
+        query_latent `[T, num_heads, latent_dim]` (queries after absorbing the key projection); query_rope
+        `[T, num_heads, rope_dim]`; latent `[T, latent_dim]` (normed); key_rope `[T, rope_dim]`; rotary
+        embedding already applied, all of the cache's `dtype`. Returns `[T, num_heads, latent_dim]`, to be
+        carried through the value projection.
+        """
+
+    @abstractmethod
+    def forward_expanded(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        latent: torch.Tensor,
+        key_rope: torch.Tensor,
+        layer_id: int,
+    ) -> torch.Tensor:
+        """The same for a step of first chunks only, with keys and values of each head written out.
+
+        Fewer operations than `forward` while nothing earlier is attended to; taken where `expands`.
+        query, key `[T, num_heads, nope_dim + rope_dim]`; value `[T, num_heads, value_dim]`. Returns
+        `[T, num_heads, value_dim]`: what `forward` gives after the value projection.
+        """
+
+    def _require_expands(self) -> None:
+        if not self.expands:
+            raise ValueError(
+                "keys are written out only in steps of first chunks; ask `expands` after planning"
+            )
+
+
+def has_only_first_chunks(inputs: ForwardInputs) -> bool:
+    """Whether no request attends to anything earlier than this step, and some compute several tokens."""
+    starts = inputs.query_start_loc
+    first = all(
+        end - begin == length
+        for begin, end, length in zip(starts[:-1], starts[1:], inputs.seq_lens, strict=True)
+    )
+    return first and not inputs.is_uniform_decode

@@ -1,0 +1,32 @@
+"""Which backend of latent attention a device gets, by the same setting and rules as `attention.registry`."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions
+from gpu_service.attention.registry import ATTENTION_BACKENDS, BackendEntry, choose_backend
+from gpu_service.cache.mla_cache import MlaCache
+
+
+def _entry(name: str, module: str, class_name: str) -> BackendEntry:
+    """The same package is needed as for grouped-query attention."""
+    base = ATTENTION_BACKENDS[name]
+    path = f"gpu_service.attention.mla.{module}"
+    return BackendEntry(path, class_name, base.package, base.install, base.needs_cuda)
+
+
+MLA_BACKENDS: dict[str, BackendEntry] = {
+    "flashinfer": _entry("flashinfer", "flashinfer_backend", "FlashInferMlaAttention"),
+    "triton": _entry("triton", "triton_backend", "TritonMlaAttention"),
+    "torch": _entry("torch", "torch_reference", "TorchMlaAttention"),
+}
+
+
+def make_mla_attention(
+    dimensions: MlaDimensions, cache: MlaCache, device: torch.device | str, name: str = "auto"
+) -> MlaAttentionBackend:
+    """As `attention.registry.make_attention`."""
+    backend = choose_backend(MLA_BACKENDS, dimensions, cache, torch.device(device), name)
+    chosen: MlaAttentionBackend = backend(dimensions, cache)
+    return chosen

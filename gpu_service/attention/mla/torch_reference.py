@@ -1,0 +1,104 @@
+"""Latent attention in plain torch: the oracle of the other backends, and what a machine without GPU runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from gpu_service.attention.base import check_step
+from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions, has_only_first_chunks
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.mla_cache import MlaCache
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The rows of one request; filled by `plan`."""
+
+    rows: slice
+    pages: torch.Tensor  # int64 [P]
+    kv_len: int
+    mask: torch.Tensor | None  # [n, kv_len], 0 or -inf; None: a single row, which sees everything
+
+
+class TorchMlaAttention(MlaAttentionBackend):
+    """Gather a request's latents, then torch's scaled dot-product attention with one shared key head."""
+
+    def __init__(self, dimensions: MlaDimensions, cache: MlaCache) -> None:
+        super().__init__(dimensions, cache)
+        self._spans: list[_Span] = []
+        self._slot_mapping = torch.empty(0, dtype=torch.int64)
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """See the base class."""
+        check_step(inputs, self.cache.page_size)
+        self._slot_mapping = inputs.slot_mapping
+        self.expands = not self.cache.is_quantised and has_only_first_chunks(inputs)
+        starts, table = inputs.query_start_loc, inputs.block_table.long()
+        self._spans = [
+            self._span(slice(starts[i], starts[i + 1]), kv_len, table[i])
+            for i, kv_len in enumerate(inputs.seq_lens)
+        ]
+
+    def _span(self, rows: slice, kv_len: int, pages: torch.Tensor) -> _Span:
+        num_new, mask = rows.stop - rows.start, None
+        if num_new > 1:
+            mask = torch.full((num_new, kv_len), float("-inf"), dtype=self.cache.dtype, device=pages.device)
+            mask.triu_(diagonal=kv_len - num_new + 1)
+        return _Span(rows, pages[: -(-kv_len // self.cache.page_size)], kv_len, mask)
+
+    def forward(
+        self,
+        query_latent: torch.Tensor,
+        query_rope: torch.Tensor,
+        latent: torch.Tensor,
+        key_rope: torch.Tensor,
+        layer_id: int,
+    ) -> torch.Tensor:
+        """See the base class."""
+        self.cache.append(layer_id, latent, key_rope, self._slot_mapping)
+        query = torch.cat((query_latent, query_rope), dim=-1)
+        output = torch.empty_like(query_latent)
+        for span in self._spans:
+            keys = self.cache.gather(layer_id, span.pages)[: span.kv_len]
+            # A single row's heads stand in the place of positions: one product for all of them.
+            rows = query[span.rows] if span.mask is None else query[span.rows].transpose(0, 1)
+            shared = keys.expand(rows.shape[0], -1, -1)
+            attended = scaled_dot_product_attention(
+                rows,
+                shared,
+                shared[..., : self.dimensions.latent_dim],
+                attn_mask=span.mask,
+                scale=self.dimensions.softmax_scale,
+            )
+            output[span.rows] = attended if span.mask is None else attended.transpose(0, 1)
+        return output
+
+    def forward_expanded(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        latent: torch.Tensor,
+        key_rope: torch.Tensor,
+        layer_id: int,
+    ) -> torch.Tensor:
+        """See the base class."""
+        self._require_expands()
+        self.cache.append(layer_id, latent, key_rope, self._slot_mapping)
+        starts = [span.rows.start for span in self._spans] + [query.shape[0]]
+        return attend_first_chunks(query, key, value, starts, self.dimensions.softmax_scale)
+
+
+def attend_first_chunks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: list[int], scale: float
+) -> torch.Tensor:
+    """Plain causal attention of each request to itself: rows `starts[i]` to `starts[i + 1]`, heads second."""
+    output = torch.empty_like(value, memory_format=torch.contiguous_format)
+    for begin, end in pairwise(starts):
+        q, k, v = (part[begin:end].transpose(0, 1) for part in (query, key, value))
+        output[begin:end] = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
+    return output

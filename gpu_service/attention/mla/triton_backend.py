@@ -1,0 +1,93 @@
+"""The Triton backend of latent attention: nothing planned on the host, any step captured."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_service.attention.base import check_step
+from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions, has_only_first_chunks
+from gpu_service.attention.mla.torch_reference import attend_first_chunks
+from gpu_service.attention.mla.triton_decode import mla_attention, mla_tile
+from gpu_service.attention.triton_kernels.decode import MIN_SPLIT
+from gpu_service.attention.triton_kernels.partial import Partial, PartialResults
+from gpu_service.attention.triton_kernels.shapes import num_splits, streaming_multiprocessors
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.mla_cache import MlaCache
+
+
+class TritonMlaAttention(MlaAttentionBackend):
+    """Indices are read from the step's device tensors. First chunks take torch's attention, head by head."""
+
+    captures = True
+
+    def __init__(self, dimensions: MlaDimensions, cache: MlaCache, min_split: int = MIN_SPLIT) -> None:
+        super().__init__(dimensions, cache)
+        self._min_split = min_split
+        self._num_sms = streaming_multiprocessors(cache.device)
+        self._inputs: ForwardInputs | None = None
+        self._partial: Partial | None = None
+        heads = min(dimensions.num_heads, mla_tile(cache.dtype).rows)
+        self._partials = PartialResults(heads, dimensions.latent_dim, cache.device)
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """See the base class."""
+        check_step(inputs, self.cache.page_size)
+        self._prepare(inputs, max(inputs.seq_lens, default=1))
+        self.expands = not self.cache.is_quantised and has_only_first_chunks(inputs)
+
+    def plan_capture(self, inputs: ForwardInputs) -> None:
+        """See the base class. Splits are chosen for the longest sequence that the block table can hold."""
+        check_step(inputs, self.cache.page_size)
+        self._prepare(inputs, inputs.block_table.shape[1] * self.cache.page_size)
+        self.expands = False
+
+    def plan_replay(self, inputs: ForwardInputs) -> None:
+        """See the base class: the recorded kernels find all they need in the refilled tensors."""
+
+    def forward(
+        self,
+        query_latent: torch.Tensor,
+        query_rope: torch.Tensor,
+        latent: torch.Tensor,
+        key_rope: torch.Tensor,
+        layer_id: int,
+    ) -> torch.Tensor:
+        """See the base class."""
+        inputs, scale = self._inputs, self.cache.scales[layer_id]
+        assert inputs is not None, "plan comes first"
+        self.cache.append(layer_id, latent, key_rope, inputs.slot_mapping)
+        return mla_attention(
+            query_latent,
+            query_rope,
+            self.cache.pages(layer_id),
+            self._partial,
+            inputs.block_table,
+            inputs.seq_lens_tensor,
+            inputs.query_start_loc_tensor,
+            self.dimensions.softmax_scale * scale,
+            scale,
+            self._min_split,
+        )
+
+    def forward_expanded(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        latent: torch.Tensor,
+        key_rope: torch.Tensor,
+        layer_id: int,
+    ) -> torch.Tensor:
+        """See the base class."""
+        inputs = self._inputs
+        assert inputs is not None, "plan comes first"
+        self._require_expands()
+        self.cache.append(layer_id, latent, key_rope, inputs.slot_mapping)
+        return attend_first_chunks(query, key, value, inputs.query_start_loc, self.dimensions.softmax_scale)
+
+    def _prepare(self, inputs: ForwardInputs, max_length: int) -> None:
+        self._inputs = inputs
+        num_rows, heads = inputs.query_start_loc[-1], self.dimensions.num_heads
+        blocks = -(-heads // mla_tile(self.cache.dtype).rows)
+        splits = num_splits(num_rows, blocks, max_length, self._min_split, self._num_sms)
+        self._partial = self._partials.take(num_rows, heads, splits)

@@ -1,0 +1,148 @@
+"""Latent attention as Triton kernels: a program serves a block of heads of one row over a share of its keys.
+
+A latent is read once and serves as key and as value. Rows of chunks are served like decodes, one by one:
+right for any mixture, fast for decodes; long prompts belong to `forward_expanded` or to FlashInfer.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from gpu_service.attention.triton_kernels.decode import LOG2_E, MIN_SPLIT, keys_per_split
+from gpu_service.attention.triton_kernels.shapes import Tile
+from gpu_service.ops.triton.jit import jit, next_power_of_2
+
+
+@jit
+def _mla_kernel(  # type: ignore[no-untyped-def]
+    q_latent, q_rope, cache, output, partial_output, partial_lse, block_table, seq_lens, query_starts,
+    num_requests, table_stride, num_splits, score_scale, value_scale,
+    NUM_HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    MINIMUM: tl.constexpr, SINGLE_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (row, block of heads, split); queries are contiguous."""
+    row, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    low, high = 0, num_requests
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) <= row:
+            low = middle + 1
+        else:
+            high = middle
+    request = low - 1
+    length = tl.load(seq_lens + request) - (tl.load(query_starts + request + 1) - 1 - row)
+    share = keys_per_split(length, num_splits, MINIMUM, BLOCK_N)
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    head = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    at_latent, at_rope = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
+    in_latent, in_rope, in_head = at_latent < LATENT, at_rope < ROPE, head < NUM_HEADS
+    first_query = row * NUM_HEADS + head[:, None]
+    held = in_head[:, None] & in_latent[None, :]
+    query = tl.load(q_latent + first_query * LATENT + at_latent[None, :], mask=held, other=0.0)
+    rotated_query = tl.load(q_rope + first_query * ROPE + at_rope[None, :],
+                            mask=in_head[:, None] & in_rope[None, :], other=0.0)  # fmt: skip
+    maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    weighted = tl.zeros([BLOCK_H, BLOCK_L], tl.float32)
+    for first in range(begin, end, BLOCK_N):
+        position = first + tl.arange(0, BLOCK_N)
+        seen = position < end
+        page = tl.load(block_table + request * table_stride + position // PAGE_SIZE, mask=seen, other=0)
+        slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+        at = cache + slot[:, None] * (LATENT + ROPE)
+        latent = tl.load(at + at_latent[None, :], mask=seen[:, None] & in_latent[None, :], other=0.0)
+        rotated = tl.load(at + LATENT + at_rope[None, :], mask=seen[:, None] & in_rope[None, :], other=0.0)
+        latent, rotated = latent.to(query.dtype), rotated.to(query.dtype)
+        scores = tl.dot(query, tl.trans(latent), input_precision=PRECISION)
+        scores += tl.dot(rotated_query, tl.trans(rotated), input_precision=PRECISION)
+        scores = tl.where(seen[None, :], scores * score_scale, float("-inf"))
+        highest = tl.maximum(maximum, tl.max(scores, 1))
+        shrink = tl.exp2(maximum - highest)
+        weights = tl.exp2(scores - highest[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        products = tl.dot(weights.to(query.dtype), latent, input_precision=PRECISION)
+        weighted = weighted * shrink[:, None] + products
+        maximum = highest
+    if SINGLE_SPLIT:
+        result = weighted / total[:, None] * value_scale
+        at_output = output + first_query * LATENT + at_latent[None, :]
+        tl.store(at_output, result.to(output.dtype.element_ty), mask=held)
+    else:
+        # A split without keys counts for nothing: its weight is 2 to the minus infinity.
+        total = tl.where(begin >= end, 1.0, total)
+        result = weighted / total[:, None] * value_scale
+        lse = maximum + tl.log2(total)
+        part = (row * NUM_HEADS + head) * num_splits + split
+        tl.store(partial_output + part[:, None] * LATENT + at_latent[None, :], result, mask=held)
+        tl.store(partial_lse + part, lse, mask=in_head)
+
+
+@jit
+def _mla_combine_kernel(  # type: ignore[no-untyped-def]
+    output, partial_output, partial_lse, num_splits,
+    LATENT: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Program (row and head): the splits' results by how much of the softmax each holds."""
+    row = tl.program_id(0)
+    split, dim = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_L)
+    lse = tl.load(partial_lse + row * num_splits + split, mask=split < num_splits, other=float("-inf"))
+    highest = tl.max(lse, 0)
+    total = tl.sum(tl.exp2(lse - highest), 0)
+    weighted = tl.zeros([BLOCK_L], tl.float32)
+    for index in range(num_splits):
+        part = row * num_splits + index
+        weight = tl.exp2(tl.load(partial_lse + part) - highest)
+        value = tl.load(partial_output + part * LATENT + dim, mask=dim < LATENT, other=0.0)
+        weighted += weight * value
+    result = (weighted / total).to(output.dtype.element_ty)
+    tl.store(output + row * LATENT + dim, result, mask=dim < LATENT)
+
+
+def mla_tile(dtype: torch.dtype) -> Tile:
+    """For latents of 512 elements: 16 heads, 32 keys (16 where there are no tensor cores)."""
+    wide = dtype == torch.float32
+    return Tile(16, 16 if wide else 32, 512, 8, "ieee" if wide else "tf32")
+
+
+def mla_attention(
+    query_latent: torch.Tensor,
+    query_rope: torch.Tensor,
+    pages: torch.Tensor,
+    partial: tuple[torch.Tensor, torch.Tensor] | None,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    score_scale: float,
+    value_scale: float,
+    min_split: int = MIN_SPLIT,
+) -> torch.Tensor:
+    """Absorbed attention of every row; returns `[T, num_heads, latent_dim]`.
+
+    query_latent, query_rope as in `MlaAttentionBackend.forward`; pages `[num_pages, page_size, latent_dim +
+    rope_dim]`; partial: float32 `[T, num_heads, num_splits, latent_dim]` and `[T, num_heads, num_splits]`,
+    or None for one split; the rest int32 as in `ForwardInputs`.
+    """
+    num_rows, num_heads, latent_dim = query_latent.shape
+    rope_dim, page_size = query_rope.shape[2], pages.shape[1]
+    tile = mla_tile(query_latent.dtype)
+    num_splits = partial[0].shape[2] if partial else 1
+    output = torch.empty_like(query_latent, memory_format=torch.contiguous_format)
+    partial_output, partial_lse = partial or (output, output)
+    _mla_kernel[(num_rows, -(-num_heads // tile.rows), num_splits)](
+        query_latent.contiguous(), query_rope.contiguous(), pages, output, partial_output, partial_lse,
+        block_table, seq_lens, query_starts, seq_lens.shape[0], block_table.stride(0), num_splits,
+        score_scale * LOG2_E, value_scale,
+        NUM_HEADS=num_heads, LATENT=latent_dim, ROPE=rope_dim, PAGE_SIZE=page_size, BLOCK_H=tile.rows,
+        BLOCK_L=max(16, next_power_of_2(latent_dim)), BLOCK_R=max(16, next_power_of_2(rope_dim)),
+        BLOCK_N=tile.keys, MINIMUM=min_split, SINGLE_SPLIT=partial is None, PRECISION=tile.precision,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    if partial is not None:
+        _mla_combine_kernel[(num_rows * num_heads,)](
+            output, partial_output, partial_lse, num_splits,
+            LATENT=latent_dim, BLOCK_L=next_power_of_2(latent_dim), BLOCK_S=next_power_of_2(num_splits),
+        )  # fmt: skip
+    return output

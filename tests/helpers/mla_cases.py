@@ -1,0 +1,137 @@
+"""Steps for backends of latent attention, with plain attention over written-out keys as the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from gpu_service.attention.mla.absorption import absorb_query, expand, project_values
+from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.mla_cache import MlaCache
+from tests.helpers.attention_cases import Shape, make_inputs
+
+LAYER = 1
+TINY = MlaDimensions(num_heads=5, latent_dim=24, nope_dim=12, rope_dim=8, value_dim=20, softmax_scale=0.25)
+DEEPSEEK = MlaDimensions(
+    16, latent_dim=512, nope_dim=128, rope_dim=64, value_dim=128, softmax_scale=192**-0.5
+)
+
+
+@dataclass
+class MlaCase:
+    """A cache that holds all earlier latents, one step, and a layer's projections; filled by the maker."""
+
+    dimensions: MlaDimensions
+    cache: MlaCache
+    inputs: ForwardInputs
+    query_nope: torch.Tensor
+    query_rope: torch.Tensor
+    latent: torch.Tensor
+    key_rope: torch.Tensor
+    key_weight: torch.Tensor
+    value_weight: torch.Tensor
+
+    def fresh_cache(self) -> MlaCache:
+        """A copy of the cache as it was before the step."""
+        cache = self.cache
+        other = MlaCache(
+            cache.num_layers,
+            cache.latent_dim,
+            cache.rope_dim,
+            cache.num_pages,
+            cache.page_size,
+            cache.dtype,
+            cache.device,
+            cache.storage_dtype,
+        )
+        for layer in range(cache.num_layers):
+            other.pages(layer).view(torch.uint8).copy_(cache.pages(layer).view(torch.uint8))
+        other.scales = list(cache.scales)
+        return other
+
+
+def make_mla_case(
+    dimensions: MlaDimensions,
+    shape: Shape,
+    page_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    storage_dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    spare_pages: int = 1,
+) -> MlaCase:
+    """Random latents, queries and projections; pages scattered over the pool."""
+    generator = torch.Generator().manual_seed(len(shape))
+    d, counts = dimensions, [-(-(old + new) // page_size) for old, new in shape]
+    cache = MlaCache(2, d.latent_dim, d.rope_dim, sum(counts) + 1, page_size, dtype, device, storage_dtype)
+    order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+    table = torch.zeros(len(shape), max(counts) + spare_pages, dtype=torch.int32)
+    old_slots, new_slots = [], []
+    for row, (old, new) in enumerate(shape):
+        pages = torch.tensor([order.pop() for _ in range(counts[row])])
+        table[row, : counts[row]] = pages
+        positions = torch.arange(old + new)
+        slots = pages[positions // page_size] * page_size + positions % page_size
+        old_slots.append(slots[:old])
+        new_slots.append(slots[old:])
+
+    def random(*sizes: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*sizes, generator=generator) * scale).to(device, dtype)
+
+    earlier, total = torch.cat(old_slots).to(device), sum(new for _, new in shape)
+    cache.append(LAYER, random(len(earlier), d.latent_dim), random(len(earlier), d.rope_dim), earlier)
+    return MlaCase(
+        dimensions,
+        cache,
+        make_inputs(shape, table.to(device), torch.cat(new_slots).to(device)),
+        random(total, d.num_heads, d.nope_dim),
+        random(total, d.num_heads, d.rope_dim),
+        random(total, d.latent_dim),
+        random(total, d.rope_dim),
+        random(d.num_heads, d.nope_dim, d.latent_dim, scale=d.latent_dim**-0.5),
+        random(d.num_heads, d.value_dim, d.latent_dim, scale=d.latent_dim**-0.5),
+    )
+
+
+def run_absorbed(case: MlaCase, backend: MlaAttentionBackend, planned: bool = False) -> torch.Tensor:
+    """The step in the latent space; `[T, H, value_dim]`."""
+    if not planned:
+        backend.plan(case.inputs)
+    query_latent = absorb_query(case.query_nope, case.key_weight)
+    attended = backend.forward(query_latent, case.query_rope, case.latent, case.key_rope, LAYER)
+    return project_values(attended, case.value_weight)
+
+
+def run_expanded(case: MlaCase, backend: MlaAttentionBackend) -> torch.Tensor:
+    """The step with keys written out; `[T, H, value_dim]`."""
+    backend.plan(case.inputs)
+    assert backend.expands
+    key, value = expand(case.latent, case.key_rope, case.key_weight, case.value_weight)
+    query = torch.cat((case.query_nope, case.query_rope), dim=-1)
+    return backend.forward_expanded(query, key, value, case.latent, case.key_rope, LAYER)
+
+
+def naive_mla(case: MlaCase) -> torch.Tensor:
+    """Plain attention in float64 over keys and values written out from the cache; `[T, H, value_dim]`."""
+    cache, inputs, d = case.fresh_cache(), case.inputs, case.dimensions
+    cache.append(LAYER, case.latent, case.key_rope, inputs.slot_mapping)
+    stored = cache.pages(LAYER).double().flatten(0, 1) * cache.scales[LAYER]
+    query = torch.cat((case.query_nope, case.query_rope), dim=-1).double()
+    outputs = []
+    for request, (begin, end) in enumerate(pairwise(inputs.query_start_loc)):
+        positions = torch.arange(inputs.seq_lens[request], device=stored.device)
+        pages = inputs.block_table[request].long()[positions // cache.page_size]
+        rows = stored[pages * cache.page_size + positions % cache.page_size]
+        key, value = expand(
+            rows[:, : d.latent_dim],
+            rows[:, d.latent_dim :],
+            case.key_weight.double(),
+            case.value_weight.double(),
+        )
+        scores = torch.einsum("qhd,khd->hqk", query[begin:end], key) * d.softmax_scale
+        hidden = positions[None, :] > positions[-(end - begin) :, None]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, value))
+    return torch.cat(outputs)

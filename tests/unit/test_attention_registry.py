@@ -1,0 +1,107 @@
+"""Invariant: a device gets the best backend that is there; one asked for by name and missing is an error."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import structlog.testing
+import torch
+
+from gpu_service.attention import registry
+from gpu_service.attention.mla.registry import MLA_BACKENDS
+from gpu_service.attention.registry import ATTENTION_BACKENDS, BackendEntry, choose_backend, make_attention
+from gpu_service.attention.torch_reference import TorchReferenceAttention
+from moebius.errors import UserError
+from tests.helpers.attention_cases import Geometry, make_case
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+THIS = __name__
+
+
+class Able:
+    @classmethod
+    def unsupported(cls, config: Any, cache: Any) -> str:
+        return ""
+
+
+class Unable:
+    @classmethod
+    def unsupported(cls, config: Any, cache: Any) -> str:
+        return "head_dim 80 has no kernel"
+
+
+FIRST = BackendEntry(THIS, "Able", "json", "install json", needs_cuda=True)
+LAST = BackendEntry(THIS, "Able")
+
+
+def choose(entries: dict[str, BackendEntry], name: str = "auto", device: torch.device = CUDA) -> Any:
+    return choose_backend(entries, None, None, device, name)
+
+
+def test_the_first_installed_is_taken_without_a_word() -> None:
+    with structlog.testing.capture_logs() as logs:
+        assert choose({"first": FIRST, "last": replace(LAST, class_name="Unable")}) is Able
+    assert logs == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (
+            replace(FIRST, package="not_there_at_all"),
+            "package 'not_there_at_all' is not installed; install json",
+        ),
+        (replace(FIRST, module="tests.no_such_module"), "can not be imported"),
+        (replace(FIRST, class_name="Unable"), "head_dim 80 has no kernel"),
+    ],
+)
+def test_what_falls_out_costs_one_warning_or_an_error_by_name(broken: BackendEntry, reason: str) -> None:
+    entries = {"first": broken, "second": replace(broken, class_name="Unable"), "last": LAST}
+    with structlog.testing.capture_logs() as logs:
+        assert choose(entries) is Able
+    assert [log["log_level"] for log in logs] == ["warning"]
+    assert logs[0]["backend"] == "last"
+    assert f"first: {reason}" in logs[0]["because"].replace("package 'json' ", "")
+    assert "second: " in logs[0]["because"]
+    with pytest.raises(UserError, match="attention_backend: 'first' can not be used"):
+        choose(entries, "first")
+
+
+def test_a_cpu_gets_the_reference_in_silence() -> None:
+    case = make_case(Geometry(), [(3, 1)])
+    with structlog.testing.capture_logs() as logs:
+        chosen = make_attention(case.geometry.config(), case.cache, "cpu")
+    assert isinstance(chosen, TorchReferenceAttention)
+    assert logs == []
+    for name in ("flashinfer", "triton"):
+        with pytest.raises(UserError, match="needs a CUDA device, this one is 'cpu'"):
+            make_attention(case.geometry.config(), case.cache, "cpu", name)
+
+
+def test_unknown_and_impossible_choices_are_refused() -> None:
+    with pytest.raises(UserError, match="'fast' is unknown; allowed: auto, flashinfer, triton, torch"):
+        choose(ATTENTION_BACKENDS, "fast")
+    with pytest.raises(UserError, match="no attention backend can serve this model: only: head_dim 80"):
+        choose({"only": replace(LAST, class_name="Unable")})
+
+
+def test_without_flashinfer_a_gpu_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        registry.importlib.util, "find_spec", lambda name: None if name == "flashinfer" else find(name)
+    )
+    case = make_case(Geometry(), [(3, 1)])
+    with structlog.testing.capture_logs() as logs:
+        chosen = choose_backend(ATTENTION_BACKENDS, case.geometry.config(), case.cache, CUDA, "auto")
+    assert chosen.__name__ == "TritonAttention"
+    assert len(logs) == 1
+    assert "pip install 'moebius[gpu]'" in logs[0]["because"]
+
+
+def test_every_entry_names_a_class() -> None:
+    for entries in (ATTENTION_BACKENDS, MLA_BACKENDS):
+        for name, entry in entries.items():
+            assert entry.load().__name__.lower().startswith(name), name

@@ -1,0 +1,120 @@
+"""Invariant: attention in the latent space is plain attention over written-out keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tests.helpers.triton_interpreter  # noqa: F401
+from gpu_service.attention.mla.base import MlaAttentionBackend
+from gpu_service.attention.mla.registry import make_mla_attention
+from gpu_service.attention.mla.torch_reference import TorchMlaAttention
+from gpu_service.attention.mla.triton_backend import TritonMlaAttention
+from gpu_service.cache.fp8 import E4M3
+from gpu_service.cache.mla_cache import MlaCache, mla_bytes_per_page
+from tests.helpers.attention_cases import MIXTURES, as_capturable, refill
+from tests.helpers.mla_cases import (
+    DEEPSEEK,
+    LAYER,
+    TINY,
+    MlaCase,
+    make_mla_case,
+    naive_mla,
+    run_absorbed,
+    run_expanded,
+)
+from tests.tolerances import ATTENTION_FLOAT16, MLA_FLOAT32
+
+FIRST_CHUNKS = ("first chunk", "first chunks")
+
+
+def backend_for(case: MlaCase, name: str) -> MlaAttentionBackend:
+    if name == "torch":
+        return TorchMlaAttention(case.dimensions, case.cache)
+    return TritonMlaAttention(case.dimensions, case.cache, min_split=16)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("storage", [None, E4M3])
+@pytest.mark.parametrize("mixture", sorted(MIXTURES))
+def test_absorbed_is_plain_attention(mixture: str, storage: torch.dtype | None, name: str) -> None:
+    case = make_mla_case(TINY, MIXTURES[mixture], storage_dtype=storage)
+    case.cache.scales[LAYER] = 0.5 if storage else 1.0
+    expected = naive_mla(case)
+    output = run_absorbed(case, backend_for(case, name))
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=MLA_FLOAT32)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("mixture", FIRST_CHUNKS)
+def test_written_out_keys_give_the_same(mixture: str, name: str) -> None:
+    """Both ways leave the same latents behind, so that later steps do not see which was taken."""
+    case = make_mla_case(TINY, MIXTURES[mixture])
+    expected, absorbed = naive_mla(case), replace(case, cache=case.fresh_cache())
+    output = run_expanded(case, backend_for(case, name))
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=MLA_FLOAT32)
+    run_absorbed(absorbed, TorchMlaAttention(absorbed.dimensions, absorbed.cache))
+    assert torch.equal(absorbed.cache.pages(LAYER), case.cache.pages(LAYER))
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_the_sizes_of_deepseek(name: str) -> None:
+    case = make_mla_case(DEEPSEEK, [(40, 1), (3, 2)], page_size=64, dtype=torch.float16)
+    output = run_absorbed(case, backend_for(case, name))
+    torch.testing.assert_close(output.double(), naive_mla(case), rtol=0, atol=ATTENTION_FLOAT16)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_keys_are_written_out_only_where_nothing_earlier_is_attended_to(name: str) -> None:
+    for mixture, shape in MIXTURES.items():
+        case = make_mla_case(TINY, shape)
+        backend = backend_for(case, name)
+        backend.plan(case.inputs)
+        assert backend.expands == (mixture in FIRST_CHUNKS)
+    query = torch.zeros(1, 5, 20)
+    with pytest.raises(ValueError, match="first chunks"):
+        backend.forward_expanded(query, query, query, case.latent, case.key_rope, LAYER)
+    quantised = make_mla_case(TINY, MIXTURES["first chunk"], storage_dtype=E4M3)
+    backend = backend_for(quantised, name)
+    backend.plan(quantised.inputs)
+    assert not backend.expands, "what is stored must not depend on how a prompt was cut"
+
+
+def test_a_captured_step_follows_its_refilled_tensors() -> None:
+    case = make_mla_case(TINY, [(0, 1)] * 3, spare_pages=60)
+    attention = TritonMlaAttention(TINY, case.cache, min_split=16)
+    static = as_capturable(case.inputs)
+    attention.plan_capture(static)
+    later = make_mla_case(TINY, [(90, 1), (7, 1), (0, 1)])
+    expected = naive_mla(later)
+    attention.cache = later.fresh_cache()
+    attention.plan_replay(refill(static, later.inputs))
+    output = run_absorbed(later, attention, planned=True)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=MLA_FLOAT32)
+
+
+def test_cache_arithmetic_and_refusals() -> None:
+    cache = MlaCache(3, 24, 8, 5, 4, torch.bfloat16)
+    assert cache.nbytes == 5 * mla_bytes_per_page(3, 24, 8, 4, torch.bfloat16)
+    with pytest.raises(ValueError, match="page 0 is the dummy"):
+        MlaCache(3, 24, 8, 1, 4, torch.bfloat16)
+    with pytest.raises(ValueError, match="float16 are not supported"):
+        MlaCache(3, 24, 8, 5, 4, torch.bfloat16, storage_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"24 \+ 8 elements got a cache of 24 \+ 16"):
+        TorchMlaAttention(TINY, MlaCache(3, 24, 16, 5, 4, torch.float32))
+
+
+def test_cleared_pages_hold_nothing() -> None:
+    case = make_mla_case(TINY, [(4, 1), (5, 1)], storage_dtype=E4M3)
+    page = int(case.inputs.block_table[0, 1])
+    case.cache.pages(LAYER)[page] = float("nan")
+    case.cache.zero_pages([page])
+    output = run_absorbed(case, TorchMlaAttention(TINY, case.cache))
+    assert output.isfinite().all()
+
+
+def test_a_cpu_gets_the_reference() -> None:
+    case = make_mla_case(TINY, [(4, 1)])
+    assert isinstance(make_mla_attention(TINY, case.cache, "cpu"), TorchMlaAttention)
