@@ -1,0 +1,94 @@
+"""One layer of packed random experts, some of them in slots, with routing to try it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_service.experts.resident.panels import layer_format
+from gpu_service.experts.resident.slots import LayerSlots, make_slots
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.kernels import ExpertEngine
+
+ALL_FORMATS = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "fp8_block",
+    "fp8_channel",
+    "int8",
+    "int4_g32",
+    "int4_g64_zeros_f16",
+    "int4_g128_zeros",
+    "mxfp4",
+    "nvfp4",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that are multiples of nothing by default, so that padding is met everywhere."""
+
+    hidden: int = 100
+    intermediate: int = 40
+    experts: int = 5
+    top_k: int = 2
+    activation: str = "silu"
+    has_bias: bool = False
+
+    @property
+    def geometry(self) -> MoeGeometry:
+        """One layer, number 0."""
+        return MoeGeometry(
+            "qwen3_moe",
+            self.hidden,
+            1,
+            (0,),
+            self.experts,
+            self.top_k,
+            self.intermediate,
+            self.activation,
+            "float32",
+        )
+
+
+def resident_layer(
+    shape: Shape, weight_format: str, experts: tuple[int, ...], device: str = "cpu"
+) -> LayerSlots:
+    """Random weights of a packed format; `experts` in slots, in that order, and one empty slot."""
+    engine = ExpertEngine(
+        shape.hidden,
+        shape.intermediate,
+        shape.experts,
+        1,
+        weight_format=weight_format,
+        activation=shape.activation,
+        has_bias=shape.has_bias,
+        num_threads=1,
+    )
+    engine.fill_random(0, 3)
+    kind = layer_format(weight_format, weight_format, shape.hidden, shape.intermediate, shape.has_bias)
+    slots = make_slots(kind, len(experts) + 1, shape.experts, torch.device(device))
+    for slot, expert in enumerate(experts):
+        slots.put(slot, expert, torch.from_numpy(np.array(engine.packed_expert(0, expert))))
+    return slots
+
+
+def routed(
+    shape: Shape, rows: int, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, ids (a tenth of them -1) and weights of random rows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def put(tensor: torch.Tensor) -> Any:
+        return tensor.to(device)
+
+    order = torch.rand(rows, shape.experts, generator=generator).argsort(dim=1)
+    ids = order[:, : shape.top_k].int()
+    ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
+    hidden_states = torch.randn(rows, shape.hidden, generator=generator).to(dtype)
+    weights = torch.rand(ids.shape, generator=generator)
+    return put(hidden_states), put(ids.contiguous()), put(weights)

@@ -1,0 +1,150 @@
+"""Invariant: resident experts' Triton kernels compute what the torch reference says, for every packed format.
+
+They run in Triton's interpreter here, in float32; tests/gpu repeats this on a device in bfloat16.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tests.helpers.triton_interpreter  # noqa: F401
+from gpu_service.experts.resident.kernels import ResidentKernels, TorchResidentKernels
+from gpu_service.experts.resident.slots import LayerSlots
+from gpu_service.experts.resident.triton_kernels import launch
+from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels, align
+from gpu_service.experts.resident.unpack import unpack_expert
+from moebius.packed_layout import unpack_expert as unpack_with_numpy
+from moebius.weight_formats import WEIGHT_FORMATS
+from tests import tolerances
+from tests.helpers.resident_layers import ALL_FORMATS, Shape, resident_layer, routed
+
+ROOT = Path(__file__).resolve().parents[2]
+# Row kernels, then tiles.
+FEW, MANY = 100, 0
+
+
+def error(kernels: ResidentKernels, shape: Shape, slots: LayerSlots, rows: int) -> float:
+    """Largest difference from the reference over the largest wanted magnitude."""
+    hidden_states, ids, weights = routed(shape, rows)
+    partial = torch.randn(rows, shape.hidden)
+    reference = TorchResidentKernels(shape.geometry)
+    assert torch.equal(kernels.cpu_ids(slots, ids), reference.cpu_ids(slots, ids))
+    expected = reference.forward(slots, hidden_states, ids, weights, partial.clone())
+    found = partial.clone()
+    assert kernels.forward(slots, hidden_states, ids, weights, found) is found
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("few_rows", [FEW, MANY], ids=["rows", "tiles"])
+@pytest.mark.parametrize("weight_format", ALL_FORMATS)
+def test_every_format(weight_format: str, few_rows: int) -> None:
+    """Sizes with padding in every dimension; ids of resident, other and no experts."""
+    shape = Shape()
+    slots = resident_layer(shape, weight_format, (4, 1, 2))
+    kernels = TritonResidentKernels(shape.geometry, few_rows)
+    assert error(kernels, shape, slots, 2) < tolerances.RESIDENT_FLOAT32
+
+
+@pytest.mark.parametrize("few_rows", [FEW, MANY], ids=["rows", "tiles"])
+@pytest.mark.parametrize(("activation", "bias"), [("silu_clamped", False), ("gpt_oss", True), ("silu", True)])
+def test_activations_and_biases(activation: str, bias: bool, few_rows: int) -> None:
+    """Clamped and gpt-oss activations, each at values beyond the clamp; biases of all three matrices."""
+    shape = Shape(hidden=96, intermediate=48, activation=activation, has_bias=bias)
+    slots = resident_layer(shape, "int4_g32", (0, 3))
+    kernels = TritonResidentKernels(shape.geometry, few_rows)
+    assert error(kernels, shape, slots, 2) < tolerances.RESIDENT_FLOAT32
+
+
+@pytest.mark.parametrize("few_rows", [FEW, MANY], ids=["rows", "tiles"])
+def test_partial_sums_of_any_kind(few_rows: int) -> None:
+    """None counts as zeros; bfloat16 is widened and left alone; no rows and no resident choice are fine."""
+    shape = Shape(hidden=64, intermediate=32)
+    slots = resident_layer(shape, "bfloat16", (2,))
+    kernels = TritonResidentKernels(shape.geometry, few_rows)
+    hidden_states, ids, weights = routed(shape, 4)
+    zeros = torch.zeros(4, shape.hidden)
+    added = kernels.forward(slots, hidden_states, ids, weights, zeros)
+    assert torch.equal(kernels.forward(slots, hidden_states, ids, weights, None), added)
+    empty = kernels.forward(slots, hidden_states[:0], ids[:0], weights[:0], None)
+    assert empty.shape == (0, shape.hidden)
+    nobody = torch.full_like(ids, -1)
+    partial = torch.randn(4, shape.hidden)
+    assert torch.equal(kernels.forward(slots, hidden_states, nobody, weights, partial.clone()), partial)
+
+
+def test_rows_do_not_depend_on_their_batch() -> None:
+    """Each way of computing gives a row the same bits alone and among others."""
+    shape = Shape(hidden=64, intermediate=32)
+    slots = resident_layer(shape, "int4_g32", (0, 1, 2, 3))
+    hidden_states, ids, weights = routed(shape, 5)
+    for few_rows in (FEW, MANY):
+        kernels = TritonResidentKernels(shape.geometry, few_rows)
+        whole = kernels.forward(slots, hidden_states, ids, weights, None)
+        alone = kernels.forward(slots, hidden_states[3:4], ids[3:4], weights[3:4], None)
+        assert torch.equal(whole[3:4], alone)
+
+
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("rows", [1, 37])
+def test_pairs_are_grouped_by_slot(rows: int, block: int) -> None:
+    """Every resident pair stands once, in a block of its slot, in order; the rest is padding."""
+    shape = Shape(experts=9, top_k=3)
+    slots = resident_layer(shape, "int4_g32", (7, 0, 3, 5))
+    _, ids, _ = routed(shape, rows, seed=2)
+    pairs, block_slots = align(slots, ids, block)
+    map_, flat = slots.slot_of_expert.tolist(), ids.flatten().tolist()
+    wanted: dict[int, list[int]] = {}
+    for pair, expert in enumerate(flat):
+        if expert >= 0 and map_[expert] >= 0:
+            wanted.setdefault(map_[expert], []).append(pair)
+    found: dict[int, list[int]] = {}
+    for place, slot in enumerate(block_slots.tolist()):
+        held = [pair for pair in pairs[place * block : (place + 1) * block].tolist() if pair < len(flat)]
+        assert (slot >= 0) == bool(held)
+        if held:
+            found.setdefault(slot, []).extend(held)
+    assert found == wanted
+    assert block_slots.shape[0] == launch.max_blocks(len(flat), slots.count, block)
+
+
+def test_replacing_a_slot_is_seen_at_once() -> None:
+    """The same tensors serve before and after: what a captured graph relies on."""
+    shape = Shape(hidden=64, intermediate=32)
+    slots = resident_layer(shape, "int4_g32", (0, 1))
+    pointers = [slots.weights.data_ptr(), slots.slot_of_expert.data_ptr()]
+    other = resident_layer(shape, "int4_g32", (4,))
+    slots.put(1, 4, other.weights[0])
+    assert [slots.weights.data_ptr(), slots.slot_of_expert.data_ptr()] == pointers
+    assert slots.experts == (0, 4)
+    kernels = TritonResidentKernels(shape.geometry, FEW)
+    assert error(kernels, shape, slots, 2) < tolerances.RESIDENT_FLOAT32
+
+
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
+def test_reference_unpacks_bit_by_bit(weight_format: str) -> None:
+    """The torch unpacking gives the weights and biases that the documented layout means."""
+    for shape in (Shape(hidden=96, intermediate=160), Shape(has_bias=True)):
+        slots = resident_layer(shape, weight_format, (1,))
+        packed = slots.weights[0]
+        plain = unpack_with_numpy(slots.kind.layout, packed.numpy())
+        for found, expected in zip(unpack_expert(slots.kind, packed), plain, strict=True):
+            np.testing.assert_array_equal(found.weight.numpy(), expected)
+            assert (found.bias is not None) == shape.has_bias
+
+
+def test_kernels_compile_for_sm_90(tmp_path: Path) -> None:
+    """In a process of its own: the interpreter is chosen when a kernel's module is imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    program = [sys.executable, "-m", "tests.helpers.compile_resident"]
+    run = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    names = {line.split()[0] for line in run.stdout.splitlines()}
+    assert names >= {"gate_up_rows", "down_rows", "gate_up_tiles", "down_tiles", "combine", "place_pairs"}
