@@ -21,7 +21,6 @@ from gpu_service.device.transfer import Uploader, packed_offsets
 from gpu_service.engine.input_builder import StepPlan
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.sampler import Sampled
-from gpu_service.ops.sampling import argmax_and_finite
 
 _log = structlog.get_logger(__name__)
 # Runs before a capture: the first compiles and loads, the second finds everything in place.
@@ -57,7 +56,7 @@ class GraphOutputs:
 
     token_ids: torch.Tensor  # int64 [N]
     finite: torch.Tensor  # bool [N]
-    logits: torch.Tensor  # float32 [N, V]
+    logits: torch.Tensor  # float32 [N, V]; V = 0 on a pipeline stage without the head
 
 
 def graph_sizes(max_batch_size: int) -> list[int]:
@@ -111,6 +110,7 @@ class DecodeGraphs:
         max_pages: int,
         vocab_size: int,
     ) -> None:
+        """`vocab_size`: columns of the logits that `runner.model` computes."""
         self._runner = runner
         self._backend = backend
         self._uploader = uploader
@@ -144,6 +144,9 @@ class DecodeGraphs:
     def graph_for(self, plan: StepPlan) -> DecodeGraph | None:
         """The graph that fits a step best; None: it has to run eagerly."""
         if not self._graphs or not plan.is_sampling_decode or plan.num_requests > self._sizes[-1]:
+            return None
+        recorder = self._runner.recorder
+        if recorder is not None and recorder.needs_eager_steps:
             return None
         return self._graphs[self._sizes[bisect.bisect_left(self._sizes, plan.num_requests)]]
 
@@ -206,11 +209,11 @@ class DecodeGraphs:
         if self._is_ever_padded(size):
             context = replace(context, valid_rows=rows.valid_rows)
         logits = runner.model.compute_logits(runner.model.forward(context))
-        token_ids, finite = argmax_and_finite(logits)
-        runner.token_pool.scatter(rows.sample_slots, rows.sample_positions, token_ids)
+        sampled = runner.sampler.greedy(logits)
+        runner.token_pool.scatter(rows.sample_slots, rows.sample_positions, sampled.token_ids)
         out.logits[:size].copy_(logits)
-        out.token_ids[:size].copy_(token_ids)
-        out.finite[:size].copy_(finite)
+        out.token_ids[:size].copy_(sampled.token_ids)
+        out.finite[:size].copy_(sampled.finite)
 
     def _is_ever_padded(self, size: int) -> bool:
         """Whether smaller batches use this graph; where none does, masking would waste a kernel a layer."""

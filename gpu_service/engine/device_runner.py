@@ -120,6 +120,7 @@ class DeviceRunner(StepRunner):
     ) -> tuple[StepPlan, StepOutputs]:
         assert plan.sampling is not None
         is_greedy = plan.sampling.takes_argmax
+        self._runner.begin_step()
         staged = plan if is_greedy and not plan.uploads else self._stage(plan)
         self._runner.upload(staged.uploads)
         logits, sampled = graphs.replay(graph, plan)

@@ -17,8 +17,10 @@ def token_logprobs(
     """
     normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
     chosen = logits.gather(1, token_ids.unsqueeze(1)) - normaliser
-    values, ids = torch.topk(logits, min(num_top, logits.shape[-1]), dim=-1)
-    return chosen.squeeze(1), ids, values - normaliser
+    top = min(num_top, logits.shape[-1])
+    # At least one: not every device takes an empty selection.
+    values, ids = torch.topk(logits, max(top, 1), dim=-1)
+    return chosen.squeeze(1), ids[:, :top], (values - normaliser)[:, :top]
 
 
 def to_records(

@@ -14,6 +14,7 @@ import torch
 from gpu_service.engine.logprobs import token_logprobs
 from gpu_service.engine.penalties import PenaltyCounts
 from gpu_service.engine.sampling_plan import SamplingPlan
+from gpu_service.ops.sampling import argmax_and_finite, truncate_probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,22 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device, num_slots: int = 0) -> None:
         self.penalties = PenaltyCounts(vocab_size, device, num_slots)
 
+    def greedy(self, logits: torch.Tensor) -> Sampled:
+        """The likeliest token of each row of float32 `[R, V]` logits; may be captured in a graph."""
+        token_ids, finite = argmax_and_finite(logits)
+        return Sampled(token_ids, finite, None)
+
     def sample(self, logits: torch.Tensor, plan: SamplingPlan) -> Sampled:
         """Draws a token for each row of float32 `[R, V]` logits, which are not changed.
 
         Order: logit bias, penalties, min_tokens mask, temperature, min_p, top_k, top_p, draw; that is
         vLLM's order, so that equal parameters mean equal distributions.
         """
-        finite = torch.isfinite(logits).all(dim=-1)
         adjusted = self._adjust(logits, plan)
-        token_ids = adjusted.argmax(dim=-1)
+        token_ids, finite = argmax_and_finite(logits)
+        if adjusted is not logits:
+            # Not finite by intention where tokens are banned.
+            token_ids, _ = argmax_and_finite(adjusted)
         if plan.random_rows.numel():
             token_ids[plan.random_rows] = self._draw(adjusted, plan)
         if plan.penalties is not None:
@@ -73,34 +81,11 @@ class Sampler:
         probabilities = torch.softmax(logits, dim=-1).nan_to_num_(0.0)
         floor = probabilities.amax(dim=-1, keepdim=True) * plan.min_p.unsqueeze(1)
         probabilities = torch.where(probabilities >= floor, probabilities, 0.0)
-        if plan.truncated.numel() == 0:
-            return _inverse_cdf(probabilities, plan.uniform)
-        drawn = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        plain, cut = plan.untruncated, plan.truncated
-        drawn[plain] = _inverse_cdf(probabilities[plain], plan.uniform[plain])
-        drawn[cut] = _draw_truncated(probabilities[cut], plan.top_k[cut], plan.top_p[cut], plan.uniform[cut])
-        return drawn
-
-
-def _draw_truncated(
-    probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor
-) -> torch.Tensor:
-    """Keeps the `top_k` likeliest tokens, then the fewest of those whose share reaches `top_p`; draws.
-
-    Equal probabilities keep the order of their ids. The likeliest token is always kept.
-    """
-    ordered, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-    vocab_size = ordered.shape[-1]
-    limit = torch.where(top_k > 0, top_k, vocab_size).unsqueeze(1)
-    rank = torch.arange(vocab_size, device=ordered.device)
-    ordered = torch.where(rank < limit, ordered, 0.0)
-    share = ordered.double()
-    before = share.cumsum(dim=-1) - share
-    reached = before >= top_p.unsqueeze(1) * share.sum(dim=-1, keepdim=True)
-    reached &= top_p.unsqueeze(1) < 1.0
-    reached[:, 0] = False
-    ordered = torch.where(reached, 0.0, ordered)
-    return ids.gather(1, _inverse_cdf(ordered, uniform).unsqueeze(1)).squeeze(1)
+        cut = plan.truncated
+        if cut.numel():
+            kept = truncate_probabilities(probabilities[cut], plan.top_k[cut], plan.top_p[cut])
+            probabilities[cut] = kept
+        return _inverse_cdf(probabilities, plan.uniform)
 
 
 def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -43,9 +43,7 @@ class SamplingPlan:
     top_k: torch.Tensor  # int64 [N]; 0 keeps all
     top_p: torch.Tensor  # float64 [N]
     min_p: torch.Tensor  # float32 [N]
-    # Which of the N rows have neither top-k nor top-p, and which have; known to the host, so that a device
-    # need not be asked how many there are.
-    untruncated: torch.Tensor  # int64 [N - C]
+    # Which of the N rows have top-k or top-p; known to the host, so that no device need be asked.
     truncated: torch.Tensor  # int64 [C]
     bias: SparseBias | None
     banned: SparseBias | None  # values are -inf
@@ -69,7 +67,6 @@ def build_sampling_plan(
     random_rows = [row for row, p in enumerate(params) if not p.is_greedy]
     chosen = [params[row] for row in random_rows]
     logprob_rows = [row for row, p in enumerate(params) if p.logprobs is not None]
-    truncates = [p.top_k > 0 or p.top_p < 1.0 for p in chosen]
     return SamplingPlan(
         temperature=torch.tensor([0.0 if p.is_greedy else p.temperature for p in params]),
         random_rows=_index(random_rows),
@@ -79,8 +76,7 @@ def build_sampling_plan(
         top_k=torch.tensor([p.top_k for p in chosen], dtype=torch.int64),
         top_p=torch.tensor([p.top_p for p in chosen], dtype=torch.float64),
         min_p=torch.tensor([p.min_p for p in chosen], dtype=torch.float32),
-        untruncated=_index([row for row, cut in enumerate(truncates) if not cut]),
-        truncated=_index([row for row, cut in enumerate(truncates) if cut]),
+        truncated=_index([row for row, p in enumerate(chosen) if p.top_k > 0 or p.top_p < 1.0]),
         bias=_sparse([(row, *pair) for row, p in enumerate(params) for pair in p.logit_bias]),
         banned=_banned(requests, positions, limits),
         penalties=_penalties(requests),
