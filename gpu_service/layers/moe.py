@@ -48,9 +48,7 @@ class MoE(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]` in the same dtype; the sum is taken in float32."""
-        topk_weights, topk_ids = self.gate(hidden_states)
-        if context.valid_rows is not None:
-            topk_ids = torch.where(context.valid_rows.unsqueeze(1), topk_ids, -1)
+        topk_weights, topk_ids = self.gate(hidden_states, context.valid_rows)
         if context.recorder is not None:
             context.recorder.record(self.layer_id, topk_ids)
         resident = context.resident

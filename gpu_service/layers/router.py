@@ -27,7 +27,9 @@ class Router(nn.Module):
         )
         self._config = config
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`."""
+    def forward(
+        self, hidden_states: torch.Tensor, valid_rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`; -1 where not valid."""
         logits = functional.linear(hidden_states.to(self.weight.dtype), self.weight)
-        return route(logits, self.e_score_correction_bias, self._config)
+        return route(logits, self.e_score_correction_bias, self._config, valid_rows)
