@@ -1,4 +1,4 @@
-"""`moebius bench engine`: on an engine in this process."""
+"""`moebius bench engine|placement|steps`: on an engine in this process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from moebius.cli_options import with_settings
 from moebius.commands.models import with_checkpoint
 from moebius.config import MoebiusConfig
+from moebius.errors import UserError
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the results there as JSON, too")
@@ -19,10 +20,13 @@ PromptLen = Annotated[int, typer.Option(min=1, help="Tokens of each stream's pro
 MaxTokens = Annotated[int, typer.Option(min=16, help="Tokens computed per stream")]
 Temperature = Annotated[float, typer.Option(min=0, help="0: greedy; random weights then repeat themselves")]
 
+ProbeMib = Annotated[int, typer.Option(min=0, help="Buffer for measuring bandwidth; 0: several caches")]
+
 
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
-    app.command(name="engine")(engine)
+    for command in (engine, placement, steps):
+        app.command()(command)
 
 
 @with_settings("model", "gpu", "experts", "parallel", "placement")
@@ -33,7 +37,7 @@ def engine(
     max_tokens: MaxTokens = 96,
     prefill: Annotated[str, typer.Option(help="Prompt lengths whose prefill is timed; 0: none")] = "512,2048",
     temperature: Temperature = 1.0,
-    probe_mib: Annotated[int, typer.Option(min=0, help="Buffer for bandwidth; 0: several caches")] = 0,
+    probe_mib: ProbeMib = 0,
     json_file: JsonFile = None,
 ) -> None:
     """Decode and prefill speed of the engine, beside the bound of what its experts really read."""
@@ -50,6 +54,62 @@ def engine(
         probe_bytes=probe_mib * 2**20,
     )
     run(with_checkpoint(config), options, json_file)
+
+
+@with_settings("model", "gpu", "experts", "parallel", "placement")
+def placement(
+    config: MoebiusConfig,
+    strategies: Annotated[
+        str, typer.Option(help="Static strategies, comma separated")
+    ] = "uniform,frequency,front-loading,random",
+    ratios: Annotated[
+        str, typer.Option(help="Percent of experts on the GPU, comma separated")
+    ] = "0,10,20,30,40,50,60,70,80,90,100",
+    streams: Streams = "1",
+    prompt_len: PromptLen = 64,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 1.0,
+    probe_mib: ProbeMib = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Decode speed by share of experts on the GPU, for each static placement strategy."""
+    from moebius.bench.engine.run import EngineBenchOptions
+    from moebius.bench.kernels_shapes import parse_counts
+    from moebius.bench.placement import PlacementOptions, run
+
+    _quiet()
+    percent = ratios.split(",")
+    if not all(part.isdecimal() for part in percent):
+        raise UserError(
+            f"--ratios: {ratios!r} is not allowed; allowed: percentages 0 to 100, comma separated"
+        )
+    options = PlacementOptions(
+        tuple(strategies.split(",")),
+        tuple(map(int, percent)),
+        EngineBenchOptions(
+            parse_counts(streams, "--streams"), prompt_len, max_tokens, (), temperature, probe_mib * 2**20
+        ),
+    )
+    run(with_checkpoint(config), options, json_file)
+
+
+@with_settings("model", "gpu", "experts", "parallel", "placement")
+def steps(
+    config: MoebiusConfig,
+    streams: Annotated[int, typer.Option(min=1, help="Concurrent streams")] = 1,
+    count: Annotated[int, typer.Option("--steps", min=1, help="Decode steps that are looked at")] = 10,
+    prompt_len: PromptLen = 64,
+    temperature: Temperature = 1.0,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep the profiler's trace there")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """What the GPU and the host do in decode steps: kernels, gaps between graphs, host functions."""
+    from moebius.bench.steps.run import StepsOptions, run
+
+    _quiet()
+    run(with_checkpoint(config), StepsOptions(streams, count, prompt_len, temperature, trace), json_file)
 
 
 def _quiet() -> None:

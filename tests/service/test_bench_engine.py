@@ -1,4 +1,4 @@
-"""Guards `moebius bench engine`: a whole run on a small random model, with real expert servers."""
+"""Guards `moebius bench engine` and `placement`: whole runs on a small random model with real servers."""
 
 from __future__ import annotations
 
@@ -31,3 +31,41 @@ def test_engine_bench_end_to_end(tmp_path: Path) -> None:
     assert one["tokens_per_second"] > 0
     assert document["prefill"][0]["prompt_len"] == 40
     assert "experts/layer" in ended.stdout
+
+
+def test_placement_bench_end_to_end(tmp_path: Path) -> None:
+    """Several engines in turn on the same servers; at 50 % half of the experts chosen are the device's."""
+    model, target = tmp_path / "model", tmp_path / "out.json"
+    write_random_model(model, RandomModelOptions("tiny", "bfloat16", skew="zipf:1.2"))
+    command = [sys.executable, "-m", "moebius", "bench", "placement", str(model), "--ratios", "0,50,100"]
+    command += ["--strategies", "uniform,frequency", "--prompt-len", "8", "--max-tokens", "24"]
+    command += ["--probe-mib", "16", "--streams", "2", "--expert-servers", "1", "--no-calibrate-kernels"]
+    command += ["--device", "cpu", "--json", str(target)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    points = {
+        (point["strategy"], point["ratio_percent"]): point["decode"]
+        for point in json.loads(target.read_text())["points"]
+    }
+    assert len(points) == 6
+    assert points["uniform", 0] == points["frequency", 0]
+    assert points["uniform", 0]["gpu_experts_per_layer"] == 0
+    assert points["uniform", 100]["cpu_experts_per_layer"] == 0
+    assert points["uniform", 100]["gpu_experts_per_layer"] > 2
+    # The four of eight experts that a skewed router likes best are chosen more often than the other four.
+    assert (
+        points["frequency", 50]["cpu_experts_per_layer"] < points["uniform", 0]["cpu_experts_per_layer"] / 2
+    )
+    assert "| 50 % |" in ended.stdout
+
+
+def test_steps_bench_needs_a_gpu(tmp_path: Path) -> None:
+    """On a CPU the command says so, in one line, before anything starts."""
+    model = tmp_path / "model"
+    write_random_model(model, RandomModelOptions("tiny"))
+    command = [sys.executable, "-m", "moebius", "bench", "steps", str(model), "--device", "cpu"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.strip().splitlines() == [
+        "moebius: error: moebius bench steps looks at a GPU's work; there is none here, or device is 'cpu'"
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -107,13 +108,25 @@ def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
     from gpu_service.build import WarmUpGate, build_engine
     from gpu_service.engine.outputs import NullObserver
 
+    forget_predecessor()
     gate = WarmUpGate()
     built = build_engine(config, NullObserver(), gate.on_output)
     built.engine.start()
     try:
-        gate.run(built.engine, built.model_config.vocab_size, config.supervisor.ready_timeout_s)
+        vocab_size, seconds = built.model_config.vocab_size, config.supervisor.ready_timeout_s
+        gate.run(built.engine, vocab_size, seconds, built.warm_up_tokens)
+        built.memory.seal()
         engine = EngineUnderTest(built)
         gate.open(engine.on_output)
         yield engine
     finally:
         built.close()
+
+
+def forget_predecessor() -> None:
+    """Frees what an earlier engine of this process held: its mailbox is one's own until it is collected."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

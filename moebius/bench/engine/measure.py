@@ -16,6 +16,8 @@ from moebius.bench.weights import WeightBytes
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
 
+_RECORDED_STEPS = 24
+
 
 @dataclass(frozen=True)
 class DecodeResult:
@@ -26,7 +28,7 @@ class DecodeResult:
     step_seconds: float
     # Different experts per MoE layer and step whose weights the expert servers read, measured.
     cpu_experts_per_layer: float
-    # The same of the GPU; estimated (rows that choose evenly) beyond one stream.
+    # The same of the GPU: all that a recorded run chose, less those.
     gpu_experts_per_layer: float
     cpu_expert_bytes_per_step: float
     dense_bytes_per_step: float
@@ -114,10 +116,10 @@ def measure_decode(
         raise UserError(f"{streams} streams: {error}; max_num_seqs and the KV pool must hold all") from None
     step = window.seconds / max(1, window.steps)
     cpu_experts, cpu_bytes = touched(before, after, setting)
-    top_k, experts = setting.geometry.top_k, setting.geometry.num_experts
-    # Rows of one stream touch top_k experts; of several, what is not counted can only be estimated.
-    total = float(top_k) if streams == 1 else expected_distinct(experts, top_k, streams)
-    gpu_experts = max(0.0, total - cpu_experts) if setting.has_resident_experts else 0.0
+    gpu_experts = 0.0
+    if setting.has_resident_experts:
+        chosen = recorded_experts(engine, setting, streams, prompt_len, temperature)
+        gpu_experts = max(0.0, chosen - cpu_experts)
     traffic = StepTraffic(
         cpu_bytes,
         gpu_experts * len(setting.geometry.moe_layers) * setting.expert_bytes,
@@ -157,6 +159,27 @@ def _result(
         fraction_of_expert_bound=speed / alone if alone else None,
         expert_busy=max(busy, default=0.0) / (steps * step) if steps else 0.0,
     )
+
+
+def recorded_experts(
+    engine: EngineUnderTest, setting: Setting, streams: int, prompt_len: int, temperature: float
+) -> float:
+    """Different experts per layer and step, wherever they are: of a run whose steps are recorded.
+
+    A run of its own, because recording takes time and steps that no captured graph holds.
+    """
+    recorder = engine.built.recorder
+    if recorder is None:
+        return expected_distinct(setting.geometry.num_experts, setting.geometry.top_k, streams)
+    prompts = random_prompts(streams, prompt_len, setting.vocab_size, 2)
+    running = engine.submit(prompts, _RECORDED_STEPS + 8, temperature)
+    running.wait(2)
+    recorder.start("stat")
+    running.wait(_RECORDED_STEPS)
+    recorder.stop()
+    running.wait(_RECORDED_STEPS + 8)
+    per_layer = recorder.dump().distinct_per_step()
+    return sum(per_layer.values()) / max(1, len(per_layer))
 
 
 def _steps(before: Sequence[ServerCounters], after: Sequence[ServerCounters]) -> float:
