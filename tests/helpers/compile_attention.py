@@ -1,0 +1,50 @@
+"""Compiles the attention kernels for sm_90 by planning and "running" steps; see `compile_triton`.
+
+Prints a line per kernel: its name and the bytes of shared memory it takes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_service.attention.flashinfer_backend.pages import list_pages
+from gpu_service.attention.mla.triton_backend import TritonMlaAttention
+from gpu_service.attention.triton_kernels.backend import TritonAttention
+from gpu_service.cache.fp8 import E4M3
+from tests.helpers.attention_cases import Geometry, Shape, make_case, run
+from tests.helpers.compile_triton import launches_compile
+from tests.helpers.mla_cases import DEEPSEEK, make_mla_case, run_absorbed
+
+# What a multiprocessor of an H100 or H200 lends to one program.
+SHARED_BYTES = 227 * 1024
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+GEOMETRIES = (
+    Geometry(32, 4, 128, 16, BF16),
+    Geometry(32, 4, 128, 16, BF16, E4M3),
+    Geometry(8, 2, 64, 16, FP32),
+    Geometry(16, 2, 256, 16, BF16),
+)
+# One request and several, in one piece and in splits, chunks and decodes.
+SHAPES: tuple[Shape, ...] = ([(900, 1)], [(900, 1), (3, 7)])
+
+
+def main() -> None:
+    """Every kernel at the sizes of real models."""
+    with launches_compile() as compiled:
+        for geometry in GEOMETRIES:
+            for shape in SHAPES:
+                case = make_case(geometry, shape)
+                run(case, TritonAttention(geometry.config(), case.cache))
+        for dtype, storage in ((BF16, None), (BF16, E4M3), (FP32, None)):
+            latent = make_mla_case(DEEPSEEK, [(900, 1)], 64, dtype, storage)
+            run_absorbed(latent, TritonMlaAttention(DEEPSEEK, latent.cache))
+        inputs = make_case(GEOMETRIES[0], SHAPES[1]).inputs
+        list_pages(inputs.block_table, inputs.seq_lens_tensor, torch.zeros(99, dtype=torch.int32), 16)
+    for kernel in compiled:
+        print(kernel.metadata.name, kernel.metadata.shared)
+        assert kernel.metadata.shared <= SHARED_BYTES, "more shared memory than there is"
+
+
+if __name__ == "__main__":
+    main()
