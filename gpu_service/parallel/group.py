@@ -17,6 +17,7 @@ stream order is all the synchronisation there is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -171,24 +172,32 @@ def make_process_groups(
         device_id=device if is_cuda else None,
     )
     world = TorchCollectives(_default_group(), parallel.size)
-    tensor_group: TorchCollectives | None = None
-    for stage in range(parallel.num_stages):
+    tensor_group = world
+    for stage in range(parallel.num_stages if parallel.num_stages > 1 else 0):
         ranks = list(range(stage * parallel.tp_size, (stage + 1) * parallel.tp_size))
         # Every rank makes every group, or none would be whole.
         group = dist.new_group(ranks, timeout=timeout)
         if stage == parallel.stage:
             tensor_group = TorchCollectives(group, parallel.tp_size)
-    assert tensor_group is not None
     agreement = dist.new_group(backend="gloo", timeout=timeout)
-    context = ParallelContext(
-        tp_rank=parallel.tp_rank,
-        tp_size=parallel.tp_size,
-        stage=parallel.stage,
-        num_stages=parallel.num_stages,
+    context = replace(
+        parallel,
         tensor_group=tensor_group if parallel.tp_size > 1 else SOLO.tensor_group,
         world_group=world,
     )
+    _touch(context, device)
     return context, agreement
+
+
+def _touch(parallel: ParallelContext, device: torch.device) -> None:
+    """Uses every connection once: libraries make them, and take memory for them, at first use."""
+    probe = torch.zeros(8, device=device)
+    parallel.tensor_group.all_gather(parallel.tensor_group.all_reduce(probe))
+    if not parallel.is_first_stage:
+        parallel.receive_from_previous_stage(probe)
+    if not parallel.is_last_stage:
+        parallel.send_to_next_stage(probe)
+    parallel.world_group.broadcast(probe, parallel.sampling_rank)
 
 
 def _default_group() -> dist.ProcessGroup:
