@@ -80,6 +80,6 @@ RESIDENT_BFLOAT16 = 5e-3
 # seen is 0.125, where few keys are attended to).
 ATTENTION_FP8 = 0.25
 
-# Mean KL divergence, nats, of next-token distributions with 8-bit KV pages from those with float32 pages. Tiny
-# random models are peaked and change experts at a touch: 0.002 to 0.093 were seen.
+# Mean KL divergence, nats, of next-token distributions with 8-bit KV pages from those with float32 pages.
+# Tiny random models are peaked and change experts at a touch: 0.002 to 0.093 were seen.
 LOGITS_FP8_KV_KL = 0.15
