@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo serve test setup kernels lint types unit protos clean
+.PHONY: demo serve test setup kernels lint types unit protos wheels-gpu clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo    answer one chat request on this machine, GPU or not"
@@ -40,6 +40,12 @@ unit: setup
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/engine.proto protos/expert.proto
+
+# Everything that an install on a CUDA machine without a network needs (docs/install-gpu.md), about 3 GB.
+WHEELS ?= wheels
+wheels-gpu:
+	$(PYTHON) -m pip wheel --wheel-dir $(WHEELS) '.[gpu]'
+	@du -sh $(WHEELS)
 
 clean:
 	rm -rf $(VENV) build
