@@ -89,12 +89,15 @@ def uninstall(device_type: str) -> None:
 
 
 def load_tables(names: Sequence[str]) -> dict[str, Mapping[str, Implementation]]:
-    """Import libraries; one warning for each that can not be used here."""
+    """Import libraries and let them compile; one warning for each that can not be used here."""
     tables: dict[str, Mapping[str, Implementation]] = {}
     for name in names:
         try:
-            tables[name] = import_module(_TABLES[name]).IMPLEMENTATIONS
-        # Libraries check versions, compilers and drivers when imported, each with exceptions of its own.
+            table = import_module(_TABLES[name])
+            if hasattr(table, "prepare"):
+                table.prepare()
+            tables[name] = table.IMPLEMENTATIONS
+        # Libraries check versions, compilers and drivers, each with exceptions of its own.
         except Exception as error:
             _log.warning("a library of GPU kernels can not be used", library=name, error=_brief(error))
     return tables

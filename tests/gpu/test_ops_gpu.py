@@ -21,8 +21,9 @@ from gpu_service.ops.sampling import truncate_probabilities
 from tests.helpers.ops import assert_same_op, example
 
 pytestmark = pytest.mark.gpu
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ROWS = [1, 33, 600]
+# The examples run in float16 too; each dtype, and each size that is new to a kernel, is compiled anew.
+DTYPES = [torch.bfloat16, torch.float32]
+ROWS = [1, 600]
 LIBRARIES = ["triton", "flashinfer"]
 BY_NAME = {op.name: op for op in OPS}
 
@@ -40,7 +41,15 @@ def _references_afterwards() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tables() -> dict[str, Any]:
-    return load_tables(LIBRARIES)
+    """With what FlashInfer's second choices need compiled beforehand, side by side."""
+    tables = load_tables(LIBRARIES)
+    if "flashinfer" in tables:
+        from flashinfer.jit import build_jit_specs
+        from flashinfer.jit.page import gen_page_module
+        from flashinfer.jit.rope import gen_rope_module
+
+        build_jit_specs([gen_page_module(), gen_rope_module()])
+    return tables
 
 
 def _implementation(tables: dict[str, Any], library: str, op: str) -> Implementation:
@@ -72,7 +81,7 @@ def _random(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 def test_examples(
     op: Any, library: str, dtype: torch.dtype, device: torch.device, tables: dict[str, Any]
 ) -> None:
@@ -81,7 +90,7 @@ def test_examples(
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [2048, 4096, 7168, 200])
+@pytest.mark.parametrize("size", [2048, 7168, 200])
 @pytest.mark.parametrize("rows", ROWS)
 def test_norms(
     library: str, dtype: torch.dtype, size: int, rows: int, device: torch.device, tables: dict[str, Any]
@@ -94,7 +103,7 @@ def test_norms(
     _compare(tables, library, "rms_norm", lambda: (fused()[0], *fused()[2:]), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
 def test_a_float32_update(dtype: torch.dtype, device: torch.device, tables: dict[str, Any]) -> None:
     def arguments() -> tuple[Any, ...]:
         update = _random(device, torch.float32, 33, 2048)
@@ -125,8 +134,7 @@ def _table(
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotary_dim", [128, 64])
+@pytest.mark.parametrize(("interleaved", "rotary_dim"), [(False, 128), (False, 64), (True, 64)])
 @pytest.mark.parametrize("rows", ROWS)
 def test_rotation(
     library: str,
@@ -172,7 +180,7 @@ def test_far_positions_keep_their_angles(
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"])
-@pytest.mark.parametrize("shape", [(1, 1536), (33, 10_944), (600, 28_672), (5, 14)])
+@pytest.mark.parametrize("shape", [(1, 1536), (33, 21_888), (5, 14)])
 def test_activations(
     library: str,
     dtype: torch.dtype,

@@ -51,20 +51,6 @@ def silu_and_mul(
     return (functional.silu(gate) * up).to(input.dtype)
 
 
-def gelu_and_mul(
-    input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
-) -> torch.Tensor:
-    gate, up = input.float().chunk(2, -1)
-    return (functional.gelu(gate) * up).to(input.dtype)
-
-
-def gelu_tanh_and_mul(
-    input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
-) -> torch.Tensor:
-    gate, up = input.float().chunk(2, -1)
-    return (functional.gelu(gate, approximate="tanh") * up).to(input.dtype)
-
-
 def apply_rope_with_cos_sin_cache_inplace(
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -130,17 +116,41 @@ def top_p_renorm_probs(
     return kept / kept.sum(-1, keepdim=True).clamp_min(1e-8)
 
 
+def gen_norm_module() -> str:
+    return "norm"
+
+
+def gen_sampling_module() -> str:
+    return "sampling"
+
+
+def gen_act_and_mul_module(act_func_name: str) -> str:
+    return act_func_name
+
+
+BUILT: list[str] = []
+
+
+def build_jit_specs(specs: list[str], verbose: bool = False, skip_prebuilt: bool = True) -> None:
+    BUILT.extend(specs)
+
+
 _MODULES = {
     "norm": (rmsnorm, fused_add_rmsnorm),
-    "activation": (silu_and_mul, gelu_and_mul, gelu_tanh_and_mul),
+    "activation": (silu_and_mul,),
     "rope": (apply_rope_with_cos_sin_cache_inplace,),
     "page": (append_paged_kv_cache,),
     "sampling": (top_k_renorm_probs, top_p_renorm_probs),
+    "jit": (build_jit_specs,),
+    "jit.norm": (gen_norm_module,),
+    "jit.activation": (gen_act_and_mul_module,),
+    "jit.sampling": (gen_sampling_module,),
 }
 
 
 def install_fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """`import flashinfer` gives this until the test ends; adapters imported with it are forgotten then."""
+    BUILT.clear()
     package = ModuleType("flashinfer")
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     for name, functions in _MODULES.items():

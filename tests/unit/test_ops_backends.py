@@ -19,7 +19,7 @@ from gpu_service.ops.examples import EXAMPLES
 from gpu_service.ops.implementation import Implementation
 from gpu_service.ops.kv import append_kv
 from gpu_service.ops.norm import rms_norm
-from tests.helpers.fake_flashinfer import install_fake_flashinfer
+from tests.helpers.fake_flashinfer import BUILT, install_fake_flashinfer
 from tests.helpers.ops import assert_same_op, example
 
 CPU = torch.device("cpu")
@@ -81,6 +81,7 @@ def test_flashinfer_adapters_pass_what_flashinfer_documents(
     assert not _warnings(logs)
     assert chosen["rms_norm"].startswith("flashinfer > ")
     assert chosen["append_kv"].startswith(order[-1])
+    assert BUILT == ["silu", "sampling", "norm"], "compiled together, and before the first call"
     assert_same_op(op, op, example(op, CPU, torch.float16), torch.float16)
 
 

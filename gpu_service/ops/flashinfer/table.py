@@ -1,13 +1,18 @@
 """What FlashInfer offers, and within which limits (16-bit types, aligned rows, some head sizes).
 
-Its functions are compiled for the device at first use, which takes a CUDA compiler and up to minutes;
-`ops.backends` calls each once before the service is ready.
+Its functions are compiled for the device at first use, which takes a CUDA compiler and up to minutes; so
+`prepare` is called, and each function once, before the service is ready. GELU is left to Triton, because no
+family has it and it would be compiled for nothing.
 """
 
 from __future__ import annotations
 
 import torch
 from flashinfer import activation, norm
+from flashinfer.jit import build_jit_specs
+from flashinfer.jit.activation import gen_act_and_mul_module
+from flashinfer.jit.norm import gen_norm_module
+from flashinfer.jit.sampling import gen_sampling_module
 
 from gpu_service.ops.flashinfer.kv import append_kv, can_append_kv
 from gpu_service.ops.flashinfer.rope import apply_rope, can_apply_rope, rope_table
@@ -75,16 +80,16 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `ops.activation.gelu_and_mul`."""
-    output: torch.Tensor = activation.gelu_and_mul(gate_up)
-    return output
+def prepare() -> None:
+    """Compiles side by side what the chosen ops need; one after the other would take the sum of the times.
 
-
-def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `ops.activation.gelu_tanh_and_mul`."""
-    output: torch.Tensor = activation.gelu_tanh_and_mul(gate_up)
-    return output
+    What was compiled before is only checked. Raises what FlashInfer raises without a CUDA compiler.
+    """
+    specs = [gen_act_and_mul_module("silu"), gen_sampling_module()]
+    # With its Python compiler installed the norms come from there, each in a second.
+    if getattr(norm, "_USE_CUDA_NORM", True):
+        specs.append(gen_norm_module())
+    build_jit_specs(specs)
 
 
 IMPLEMENTATIONS = {
@@ -93,8 +98,6 @@ IMPLEMENTATIONS = {
     "rope_table": Implementation(rope_table),
     "apply_rope": Implementation(apply_rope, can_apply_rope),
     "silu_and_mul": Implementation(silu_and_mul, can_gated),
-    "gelu_and_mul": Implementation(gelu_and_mul, can_gated),
-    "gelu_tanh_and_mul": Implementation(gelu_tanh_and_mul, can_gated),
     "append_kv": Implementation(append_kv, can_append_kv),
     "truncate_probabilities": Implementation(truncate_probabilities, can_truncate),
 }
