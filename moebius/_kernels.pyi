@@ -212,6 +212,7 @@ class MailboxServerState:
     heartbeat_age_s: float
     calls: int
     rows: int
+    busy_s: float
 
 class Mailbox:
     @staticmethod

@@ -108,6 +108,7 @@ class ServerState:
     heartbeat_age_s: float  # seconds since its last sign of life; -1 when absent
     calls: int  # requests answered by this generation
     rows: int  # token rows in them
+    busy_s: float  # seconds in its backend
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -116,10 +117,12 @@ SHARED_MEMORY = Path("/dev/shm")
 class Mailbox:
     """The launcher's and the client's side. Different slots may be used by different threads at once."""
 
-    def __init__(self, kernel: _kernels.Mailbox, name: str) -> None:
+    def __init__(self, kernel: _kernels.Mailbox, name: str, client: int = 0, group: int = 0) -> None:
         """Use `create` or `attach`."""
         self.kernel = kernel
         self.name = name
+        self.client = client
+        self.group = group
         self.geometry = MailboxGeometry.from_kernel(kernel.geometry)
 
     @classmethod
@@ -156,7 +159,9 @@ class Mailbox:
             ValueError: the segment has no such client.
         """
         wanted = expected.to_kernel() if expected else None
-        return cls(_kernels.Mailbox.attach(name, timeout_s, wanted, spin_ns, client, group), name)
+        return cls(
+            _kernels.Mailbox.attach(name, timeout_s, wanted, spin_ns, client, group), name, client, group
+        )
 
     @staticmethod
     def unlink(name: str) -> bool:
@@ -234,6 +239,7 @@ class Mailbox:
             heartbeat_age_s=found.heartbeat_age_s,
             calls=found.calls,
             rows=found.rows,
+            busy_s=found.busy_s,
         )
 
     def wait_servers_ready(self, timeout_s: float) -> None:

@@ -42,7 +42,7 @@ class ServerRecord(ctypes.LittleEndianStructure):
         ("error_layer", ctypes.c_uint32),
         ("error_code", ctypes.c_uint32),
         ("error_epoch", ctypes.c_uint64),
-        ("reserved0", ctypes.c_uint64),
+        ("busy_ns", ctypes.c_uint64),
         ("sleeping", ctypes.c_uint32),
         ("reserved1", ctypes.c_uint32 * 15),
     ]

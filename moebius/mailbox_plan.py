@@ -17,13 +17,24 @@ def activation_dtype(config: MoebiusConfig, model: MoeGeometry) -> Literal["floa
 
 
 def mailbox_geometry(config: MoebiusConfig, model: MoeGeometry) -> MailboxGeometry:
-    """One mailbox for all `split_count` servers of this model."""
+    """One mailbox for all `split_count` servers and all ranks of this model.
+
+    Tensor-parallel ranks fill the same slots together; each pipeline stage has slots of its own.
+    """
     return MailboxGeometry(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         top_k=config.model.top_k or model.top_k,
-        num_slots=config.experts.mailbox_slots,
+        num_slots=config.experts.mailbox_slots * config.parallel.pipeline_parallel_size,
         max_rows=config.experts.mailbox_rows,
         num_servers=config.experts.split_count,
         dtype=activation_dtype(config, model),
+        num_clients=config.parallel.tensor_parallel_size,
     )
+
+
+def slots_of(config: MoebiusConfig) -> range:
+    """The slots that this rank's pipeline stage uses."""
+    stage = config.parallel.rank // config.parallel.tensor_parallel_size
+    count = config.experts.mailbox_slots
+    return range(stage * count, (stage + 1) * count)

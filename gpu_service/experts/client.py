@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,13 @@ class ExpertClient(ABC):
         Raises ExpertUnavailable, or ExpertComputeFailed with the server's reason.
         """
 
+    def agree_with_ranks(self, agree: Callable[[int], int]) -> None:
+        """Several ranks drive clients of one mailbox: `agree` gives all of them the largest of their numbers.
+
+        Called by all ranks at once, before the first submission; later calls of `recover` agree, too.
+        """
+        return
+
     def begin_step(self) -> None:
         """Host work before a step is launched, such as waking idle servers."""
         return
@@ -129,18 +137,29 @@ def make_ticket(
 
     Raises ValueError naming what does not fit.
     """
-    if layer not in geometry.moe_layers:
-        raise ValueError(f"layer {layer} has no routed experts; layers {list(geometry.moe_layers)} have")
-    rows = hidden_states.shape[0]
-    _check("hidden_states", hidden_states, (rows, geometry.hidden_size), None)
-    _check("topk_ids", topk_ids, (rows, geometry.top_k), torch.int32)
-    _check("topk_weights", topk_weights, (rows, geometry.top_k), torch.float32)
+    check_submission(geometry, layer, hidden_states, topk_ids, topk_weights)
     return Ticket(
         layer,
         hidden_states.to(device="cpu", dtype=dtype).contiguous(),
         topk_ids.to("cpu").contiguous(),
         topk_weights.to("cpu").contiguous(),
     )
+
+
+def check_submission(
+    geometry: MoeGeometry,
+    layer: int,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> None:
+    """Raises ValueError naming what of a submission does not fit the model."""
+    if layer not in geometry.moe_layers:
+        raise ValueError(f"layer {layer} has no routed experts; layers {list(geometry.moe_layers)} have")
+    rows = hidden_states.shape[0]
+    _check("hidden_states", hidden_states, (rows, geometry.hidden_size), None)
+    _check("topk_ids", topk_ids, (rows, geometry.top_k), torch.int32)
+    _check("topk_weights", topk_weights, (rows, geometry.top_k), torch.float32)
 
 
 def _check(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype | None) -> None:

@@ -149,7 +149,8 @@ void bind_client(py::module_& m) {
       .def_readonly("generation", &ServerState::generation)
       .def_readonly("heartbeat_age_s", &ServerState::heartbeat_age_s)
       .def_readonly("calls", &ServerState::calls)
-      .def_readonly("rows", &ServerState::rows);
+      .def_readonly("rows", &ServerState::rows)
+      .def_readonly("busy_s", &ServerState::busy_s);
   py::class_<Mailbox> box(m, "Mailbox");
   bind_sharing(box);
   box.def_static(

@@ -60,6 +60,7 @@ inline std::map<std::string, size_t> mailbox_offsets() {
       MOEBIUS_FIELD(ServerRecord, error_layer),
       MOEBIUS_FIELD(ServerRecord, error_code),
       MOEBIUS_FIELD(ServerRecord, error_epoch),
+      MOEBIUS_FIELD(ServerRecord, busy_ns),
       MOEBIUS_FIELD(ServerRecord, sleeping),
       {"ReadyLine", sizeof(ReadyLine)},
       MOEBIUS_FIELD(ReadyLine, epoch),

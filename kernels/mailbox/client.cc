@@ -32,8 +32,9 @@ void Mailbox::claim(Driver driver) {
       shared(segment_.done(slot, s).clients_waiting).fetch_and(~(1u << id_.client), std::memory_order_relaxed);
     }
   }
-  // ... or its epochs may have come from a device, which does not keep next_epoch.
-  if (!is_client_) set_epoch(highest_epoch());
+  // ... or its epochs may have come from a device, which does not keep next_epoch. Clients that share slots
+  // have to agree on theirs instead: what one of them sees depends on what others have rung already.
+  if (!is_client_ && segment_.geometry().num_clients == 1) set_epoch(highest_epoch());
   is_client_ = true;
 }
 

@@ -97,7 +97,7 @@ struct ServerRecord {
   uint32_t error_layer;   // layer of the last failure; text in the response that carried it
   uint32_t error_code;    // Status of the last failure, 0: none in this generation
   uint64_t error_epoch;   // epoch of the last failure
-  uint64_t reserved0;     // 0
+  uint64_t busy_ns;       // in the backend, by this generation
   uint32_t sleeping;      // 1 while in a futex wait on the doorbell (sequentially consistent)
   uint32_t reserved1[15];
 };

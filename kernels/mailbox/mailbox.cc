@@ -213,6 +213,7 @@ ServerState Mailbox::server_state(uint32_t index) const {
   state.heartbeat_age_s = phase == 0 ? -1.0 : double(now > beat ? now - beat : 0) * 1e-9;
   state.calls = shared(record.calls).load(std::memory_order_relaxed);
   state.rows = shared(record.rows).load(std::memory_order_relaxed);
+  state.busy_s = double(shared(record.busy_ns).load(std::memory_order_relaxed)) * 1e-9;
   return state;
 }
 

@@ -19,6 +19,7 @@ struct ServerState {
   double heartbeat_age_s;  // seconds since its last sign of life; -1 when absent
   uint64_t calls;          // requests answered by this generation
   uint64_t rows;           // token rows in them
+  double busy_s;           // time in its backend
 };
 
 struct TraceContext {
@@ -79,7 +80,8 @@ class Mailbox {
 
   // --- clients that share a segment, or that a device drives (client.cc) ---
   ClientId id() const { return id_; }
-  // Becomes the client, or throws kMailbox when another process is it; clears what a predecessor reported.
+  // Becomes the client, or throws kMailbox when another process is it; clears what a predecessor reported. Where
+  // clients share slots, set_epoch must follow with the highest epoch any of them sees, unless the segment is new.
   void claim(Driver driver);
   // The highest epoch that any client has rung or that was given out, 0: none. Stable only while all rest.
   uint64_t highest_epoch() const;

@@ -48,6 +48,7 @@ void MailboxServer::claim() {
   record.error_code = 0;
   shared(record.calls).store(0, std::memory_order_relaxed);
   shared(record.rows).store(0, std::memory_order_relaxed);
+  shared(record.busy_ns).store(0, std::memory_order_relaxed);
   shared(record.sleeping).store(0, std::memory_order_relaxed);
   shared(record.pid).store(int32_t(getpid()), std::memory_order_relaxed);
   beat();
@@ -152,6 +153,7 @@ void MailboxServer::serve(uint32_t slot, uint64_t epoch) {
   }
   shared(record.calls).fetch_add(1, std::memory_order_relaxed);
   shared(record.rows).fetch_add(response.rows, std::memory_order_relaxed);
+  shared(record.busy_ns).fetch_add(response.compute_ns, std::memory_order_relaxed);
   beat();
   answer(slot, epoch, Status(response.status));
 }

@@ -69,6 +69,13 @@ uint64_t submit(Mailbox& mailbox, uint32_t slot, const Round& round) {
                         round.topk_weights.data(), round.rows);
 }
 
+bool any_gave_up(const Mailbox& mailbox) {
+  for (uint32_t c = 0; c < mailbox.segment().geometry().num_clients; ++c) {
+    if (mailbox.client_report(c).failure != ClientFailure::kNone) return true;
+  }
+  return false;
+}
+
 // Sees one request through to its answer, whatever dies on the way.
 void see_through(Mailbox& mailbox, uint32_t slot, Round& round, const StressOptions& options, std::mt19937_64& random,
                  StressResult& result) {
@@ -79,7 +86,11 @@ void see_through(Mailbox& mailbox, uint32_t slot, Round& round, const StressOpti
       return;
     } catch (const MailboxError& error) {
       if (error.failure == Failure::kStaleEpoch) ++result.stale;
-      if (error.failure != Failure::kServerLost) throw;
+      if (error.failure != Failure::kServerLost || any_gave_up(mailbox)) {
+        // Those who share the slots must not wait for this client for ever.
+        mailbox.report_failure({ClientFailure::kAbandoned, kMaxServers, round.layer, slot, epoch});
+        throw;
+      }
     }
     ++result.lost;
     // Both ways back are legal: anew at once, while the old answer may still arrive, or the same epoch. Clients

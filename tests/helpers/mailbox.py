@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +75,40 @@ def spawn_server(box: Mailbox, index: int, scale: float = 1.0) -> subprocess.Pop
     )
     arguments = [box.name, str(index), str(box.geometry.hidden_size), str(scale)]
     return subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=ROOT)
+
+
+class Killer(threading.Thread):
+    """Kills servers at random moments and starts successors, until enough have died."""
+
+    def __init__(self, box: Mailbox, crashes: int) -> None:
+        """Starts one process per server."""
+        super().__init__()
+        self.box, self.crashes, self.random, self.killed = box, crashes, random.Random(7), 0
+        self.enough = threading.Event()
+        self.servers = [self.spawn(index) for index in range(box.geometry.num_servers)]
+
+    def spawn(self, index: int) -> subprocess.Popen[bytes]:
+        """A server of the index."""
+        return spawn_server(self.box, index, scale=1.0 + index)
+
+    def run(self) -> None:
+        """One crash about every 0.15 s, over all phases of a round trip."""
+        while self.killed < self.crashes and not self.enough.is_set():
+            self.box.wait_servers_ready(30)
+            time.sleep(self.random.uniform(0.05, 0.25))
+            index = self.random.randrange(len(self.servers))
+            self.servers[index].kill()
+            self.servers[index].wait()
+            self.servers[index] = self.spawn(index)
+            self.killed += 1
+
+    def end(self) -> None:
+        """Leaves no process behind."""
+        self.enough.set()
+        self.join()
+        for server in self.servers:
+            server.kill()
+            server.wait()
 
 
 class Call:

@@ -2,61 +2,22 @@
 
 from __future__ import annotations
 
-import random
-import subprocess
-import threading
-import time
-
 import numpy as np
 import pytest
 
 from moebius import _kernels
-from moebius.mailbox import Mailbox, ServerLost
-from tests.helpers.mailbox import Call, geometry, new_mailbox, spawn_server
+from moebius.mailbox import ServerLost
+from tests.helpers.mailbox import Call, Killer, geometry, new_mailbox, spawn_server
 
 ROUNDS = 100_000
 CRASHES = 8
-
-
-class Killer(threading.Thread):
-    """Kills servers at random moments and starts successors, until enough have died."""
-
-    def __init__(self, box: Mailbox) -> None:
-        """Starts one process per server."""
-        super().__init__()
-        self.box, self.random, self.killed = box, random.Random(7), 0
-        self.enough = threading.Event()
-        self.servers = [self.spawn(index) for index in range(box.geometry.num_servers)]
-
-    def spawn(self, index: int) -> subprocess.Popen[bytes]:
-        """A server of the index."""
-        return spawn_server(self.box, index, scale=1.0 + index)
-
-    def run(self) -> None:
-        """One crash about every 0.15 s, over all phases of a round trip."""
-        while self.killed < CRASHES and not self.enough.is_set():
-            self.box.wait_servers_ready(30)
-            time.sleep(self.random.uniform(0.05, 0.25))
-            index = self.random.randrange(len(self.servers))
-            self.servers[index].kill()
-            self.servers[index].wait()
-            self.servers[index] = self.spawn(index)
-            self.killed += 1
-
-    def end(self) -> None:
-        """Leaves no process behind."""
-        self.enough.set()
-        self.join()
-        for server in self.servers:
-            server.kill()
-            server.wait()
 
 
 @pytest.mark.timeout(120)
 def test_hundred_thousand_rounds_with_crashes() -> None:
     """Every answer is the exact function of its own input, in spite of several SIGKILLs."""
     with new_mailbox(geometry(2, hidden_size=16, num_slots=3)) as box:
-        killer = Killer(box)
+        killer = Killer(box, CRASHES)
         killer.start()
         try:
             total = {"answered": 0, "wrong": 0, "lost": 0, "stale": 0, "resubmitted": 0}
