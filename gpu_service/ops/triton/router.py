@@ -20,12 +20,18 @@ _LOWEST = -3.0e38
 
 
 @jit
-def _scored(logits: tl.tensor, valid: tl.tensor, SCORE: tl.constexpr) -> tl.tensor:
-    """Score function over the whole tile, in float32; the padding's scores mean nothing."""
+def _softmax_bounds(logits: tl.tensor, valid: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The largest logit of the tile, and the sum of the powers relative to it."""
+    logits = tl.where(valid, logits, float("-inf"))
+    top = tl.max(tl.max(logits, axis=1), axis=0)
+    return top, tl.sum(tl.sum(tl.exp(logits - top), axis=1), axis=0)
+
+
+@jit
+def _score(logits: tl.tensor, top: tl.tensor, total: tl.tensor, SCORE: tl.constexpr) -> tl.tensor:
+    """Score function in float32."""
     if SCORE == 1:
-        logits = tl.where(valid, logits, float("-inf"))
-        powers = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
-        logits = powers / tl.sum(tl.sum(powers, axis=1), axis=0)
+        logits = tl.exp(logits - top) / total
     if SCORE == 2:
         logits = 1.0 / (1.0 + tl.exp(-logits))
     return logits
@@ -102,9 +108,12 @@ def route_kernel(
     place = tl.arange(0, BLOCK_EXPERTS)[None, :]
     expert = group * group_size + place
     valid = (group < num_groups) & (place < group_size)
-    logits = tl.load(logits_ptr + token * row_stride + expert, mask=valid, other=0.0).to(tl.float32)
-    scores = _scored(logits, valid, SCORE)
-    choice = scores
+    row = logits_ptr + token * row_stride
+    logits = tl.load(row + expert, mask=valid, other=0.0).to(tl.float32)
+    top, total = 0.0, 1.0
+    if SCORE == 1:
+        top, total = _softmax_bounds(logits, valid)
+    choice = _score(logits, top, total, SCORE)
     if HAS_BIAS:
         choice += tl.load(bias_ptr + expert, mask=valid, other=0.0)
     choice = tl.where(choice > LOWEST, choice, LOWEST)
@@ -113,19 +122,17 @@ def route_kernel(
         kept = _kept_groups(_group_scores(choice, SUM_OF_TWO), num_groups, TOP_GROUPS, LOWEST)
         choice = tl.where(valid & (kept[:, None] == 0), LOWEST, choice)
     flat = tl.reshape(choice, [BLOCK_GROUPS * BLOCK_EXPERTS])
-    flat_scores = tl.reshape(scores, [BLOCK_GROUPS * BLOCK_EXPERTS])
     entry = tl.arange(0, BLOCK_GROUPS * BLOCK_EXPERTS)
     rank = tl.arange(0, BLOCK_K)
-    weights = tl.zeros([BLOCK_K], dtype=tl.float32)
     ids = tl.zeros([BLOCK_K], dtype=tl.int32)
     for k in tl.static_range(TOP_K):
         best = tl.argmax(flat, axis=0)
-        score = tl.sum(tl.where(entry == best, flat_scores, 0.0), axis=0)
-        weights = tl.where(rank == k, score, weights)
         ids = tl.where(rank == k, best // BLOCK_EXPERTS * group_size + best % BLOCK_EXPERTS, ids)
         flat = tl.where(entry == best, float("-inf"), flat)
     used = rank < TOP_K
-    weights = _finished(weights, used, epsilon, scale, POST)
+    # Scoring the chosen again is cheaper than reducing a tile for each of them.
+    chosen = tl.load(row + ids, mask=used, other=0.0).to(tl.float32)
+    weights = _finished(_score(chosen, top, total, SCORE), used, epsilon, scale, POST)
     if HAS_VALID_ROWS:
         ids = tl.where(tl.load(valid_rows_ptr + token) != 0, ids, -1)
     tl.store(weights_ptr + token * TOP_K + rank, weights, mask=used)
