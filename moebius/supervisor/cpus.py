@@ -16,6 +16,16 @@ class ExpertPlacement:
     threads: int
 
 
+def usable_cpus() -> tuple[dict[int, tuple[int, ...]], float | None]:
+    """NUMA node -> CPUs we may use there (-1: the machine tells no nodes), and the cgroup's limit in CPUs."""
+    from moebius.topology import Topology
+
+    topology = Topology.detect()
+    nodes = {node.id: tuple(topology.usable_cpus(node.id)) for node in topology.nodes}
+    nodes = {node: cpus for node, cpus in nodes.items() if cpus} or {-1: tuple(topology.usable_cpus())}
+    return nodes, topology.cpu_quota
+
+
 def place_experts(
     node_cpus: Mapping[int, Sequence[int]], num_servers: int, quota: float | None
 ) -> tuple[ExpertPlacement, ...]:

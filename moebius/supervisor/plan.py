@@ -19,10 +19,10 @@ from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig, Section
 from moebius.config_loader import effective_config
 from moebius.errors import ConfigError, StartupError
-from moebius.supervisor.cpus import ExpertPlacement, place_experts
+from moebius.supervisor.cpus import ExpertPlacement, place_experts, usable_cpus
 from moebius.supervisor.gpus import find_gpus
 from moebius.supervisor.probes import GrpcProbe, HttpProbe, Probe
-from moebius.supervisor.ranks import RankPlacement, place_ranks
+from moebius.supervisor.ranks import RankPlacement, place_ranks, rank_address, rank_settings
 from moebius.supervisor.runfile import clean_up_stale
 from moebius.supervisor.spec import Plan, ProcessSpec, Segment, Timing
 
@@ -60,7 +60,7 @@ def make_plan(config: MoebiusConfig) -> ServePlan:
     directory = state_dir / f"serve-{config.gateway.port}"
     placements = _placements(config)
     config = _shared_settings(config, directory, len(placements))
-    members = _members(config, placements, _ranks(config))
+    members = _members(config, placements, place_ranks(config, find_gpus(), usable_cpus()[0]))
     host = _reachable(config.gateway.host)
     return ServePlan(
         plan=Plan(
@@ -105,7 +105,7 @@ def _members(
     engine_probe = GrpcProbe(config.gpu.gpu_address, ENGINE_HEALTH)
     group = "ranks" if len(ranks) > 1 else ""
     for placed in ranks:
-        own, stage = _rank_settings(config, placed), STOP_RANKS if placed.rank else STOP_GPU
+        own, stage = rank_settings(config, placed), STOP_RANKS if placed.rank else STOP_GPU
         members.append(_Member(placed.name, "gpu", own, engine_probe, stage, placed.cpus, group))
     http_probe = HttpProbe(_reachable(config.gateway.host), config.gateway.port, "/ready")
     return [
@@ -177,7 +177,7 @@ def _placements(config: MoebiusConfig) -> tuple[ExpertPlacement, ...]:
         )
     if experts.expert_transport == "local" or experts.expert_addresses:
         return ()
-    nodes, quota = _usable_cpus()
+    nodes, quota = usable_cpus()
     count = experts.expert_servers or len(nodes)
     if experts.split_shares and len(experts.split_shares) != count:
         raise ConfigError(
@@ -185,22 +185,6 @@ def _placements(config: MoebiusConfig) -> tuple[ExpertPlacement, ...]:
             "allowed: one share per server"
         )
     return place_experts(nodes, count, quota)
-
-
-def _usable_cpus() -> tuple[dict[int, tuple[int, ...]], float | None]:
-    """NUMA node -> CPUs we may use there, and the cgroup's limit in CPUs."""
-    from moebius.topology import Topology
-
-    topology = Topology.detect()
-    nodes = {node.id: tuple(topology.usable_cpus(node.id)) for node in topology.nodes}
-    nodes = {node: cpus for node, cpus in nodes.items() if cpus} or {-1: tuple(topology.usable_cpus())}
-    return nodes, topology.cpu_quota
-
-
-def _ranks(config: MoebiusConfig) -> tuple[RankPlacement, ...]:
-    """One placement per engine process."""
-    nodes, _ = _usable_cpus()
-    return place_ranks(config, find_gpus(), nodes)
 
 
 def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -> MoebiusConfig:
@@ -211,7 +195,7 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
     )
     gpu_address = _socket(directory, "gpu")
     config = _replace(config, "gpu", gpu_address=gpu_address)
-    config = _replace(config, "parallel", rank=0, rank_address=_rank_address(config))
+    config = _replace(config, "parallel", rank=0, rank_address=rank_address(config))
     config = _replace(config, "gateway", engine_address=gpu_address)
     addresses = tuple(_socket(directory, f"expert-{index}") for index in range(num_experts))
     addresses = addresses or config.experts.expert_addresses
@@ -225,23 +209,6 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
         expert_addresses=addresses,
         mailbox=mailbox if wants_mailbox else "",
     )
-
-
-def _rank_address(config: MoebiusConfig) -> str:
-    """Where the ranks meet: a free port of this machine, unless one is given."""
-    settings = config.parallel
-    alone = settings.tensor_parallel_size * settings.pipeline_parallel_size == 1
-    if settings.rank_address or alone:
-        return settings.rank_address
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def _rank_settings(config: MoebiusConfig, placed: RankPlacement) -> MoebiusConfig:
-    """The settings of one engine process."""
-    config = _replace(config, "parallel", rank=placed.rank)
-    metrics_port = config.gpu.gpu_metrics_port if placed.rank == 0 else 0
-    return _replace(config, "gpu", gpu_threads=placed.threads, gpu_metrics_port=metrics_port)
 
 
 def _expert_settings(config: MoebiusConfig, index: int, placement: ExpertPlacement) -> MoebiusConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,3 +57,22 @@ def _near(rank: int, gpus: Sequence[Gpu], node_cpus: Mapping[int, Sequence[int]]
     node = gpus[rank].numa_node if rank < len(gpus) else -1
     near = tuple(sorted(node_cpus.get(node, ())))
     return near if len(node_cpus) > 1 else ()
+
+
+def rank_address(config: MoebiusConfig) -> str:
+    """Where the ranks meet: a free port of this machine, unless one is given; empty for one rank."""
+    settings = config.parallel
+    alone = settings.tensor_parallel_size * settings.pipeline_parallel_size == 1
+    if settings.rank_address or alone:
+        return settings.rank_address
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def rank_settings(config: MoebiusConfig, placed: RankPlacement) -> MoebiusConfig:
+    """The settings of one engine process; only rank 0 has metrics."""
+    parallel = config.parallel.model_copy(update={"rank": placed.rank})
+    own: dict[str, object] = {"gpu_threads": placed.threads}
+    if placed.rank:
+        own["gpu_metrics_port"] = 0
+    return config.model_copy(update={"parallel": parallel, "gpu": config.gpu.model_copy(update=own)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,20 +59,23 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "pp", "overlap"),
+    ("name", "tp", "pp", "changes"),
     [
-        ("qwen3_bias_tied", 2, 1, True),
-        ("qwen3_bias_tied", 4, 1, True),
-        ("qwen3_bias_tied", 1, 2, True),
-        ("qwen3_bias_tied", 2, 2, False),
-        ("glm4_shared", 2, 2, True),
+        ("qwen3_bias_tied", 2, 1, {}),
+        ("qwen3_bias_tied", 4, 1, {"gpu_experts_ratio": 0.5}),
+        ("qwen3_bias_tied", 1, 2, {}),
+        ("qwen3_bias_tied", 2, 2, {"overlap_scheduling": False}),
+        ("glm4_shared", 2, 2, {"gpu_experts_ratio": 0.5}),
     ],
     ids=lambda value: str(value),
 )
-def test_ranks_do_not_show(truth: Truth, name: str, tp: int, pp: int, overlap: bool) -> None:
-    """Chunked batches, prefix hits, sampling with penalties, scores, aborts and flushes: as on one rank."""
+def test_ranks_do_not_show(truth: Truth, name: str, tp: int, pp: int, changes: dict[str, Any]) -> None:
+    """Chunked batches, prefix hits, sampling with penalties, scores, aborts and flushes: as on one rank.
+
+    Also where half of the experts are each rank's own device's.
+    """
     directory, expected = truth(name)
-    found = run_group(rank_config(directory, tp, pp, overlap_scheduling=overlap))
+    found = run_group(rank_config(directory, tp, pp, **changes))
     assert list(found) == list(expected)
     for case, outcomes in expected.items():
         for index, (ours, theirs) in enumerate(zip(found[case], outcomes, strict=True)):

@@ -18,7 +18,14 @@ from gpu_service.metrics import EngineMetrics
 from gpu_service.parallel.follower import run_follower
 from gpu_service.request import Request, SamplingParams
 from gpu_service.telemetry import EngineTelemetry
-from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig, ParallelConfig
+from moebius.config import (
+    ExpertConfig,
+    GpuConfig,
+    ModelConfigSection,
+    MoebiusConfig,
+    ParallelConfig,
+    PlacementConfig,
+)
 
 # Forked from a process that has imported torch: a fresh interpreter would take seconds per rank.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -38,7 +45,9 @@ class Outcome:
     prompt_logprobs: list[float | None] = field(default_factory=list)
 
 
-def rank_config(directory: Path, tp: int, pp: int, **gpu: Any) -> MoebiusConfig:
+def rank_config(
+    directory: Path, tp: int, pp: int, gpu_experts_ratio: float | None = None, **gpu: Any
+) -> MoebiusConfig:
     """A small pool, chunked prompts, experts in process; ranks meet at a free port."""
     defaults: dict[str, Any] = {
         "num_pages": 64,
@@ -57,6 +66,7 @@ def rank_config(directory: Path, tp: int, pp: int, **gpu: Any) -> MoebiusConfig:
             rank_address=f"127.0.0.1:{free_port()}",
             rank_timeout_s=30,
         ),
+        placement=PlacementConfig(gpu_experts_ratio=gpu_experts_ratio),
     )
 
 
