@@ -83,3 +83,12 @@ ATTENTION_FP8 = 0.25
 # Mean KL divergence, nats, of next-token distributions with 8-bit KV pages from those with float32 pages.
 # Tiny random models are peaked and change experts at a touch: 0.002 to 0.093 were seen.
 LOGITS_FP8_KV_KL = 0.15
+
+# Latent attention in bfloat16 against plain attention in float64: the absorbed query and the latent result
+# are rounded once more than plain queries and values.
+MLA_BFLOAT16 = 4e-2
+
+# Engine on a GPU in bfloat16 (tests/gpu/test_engine_gpu.py): natural log-probability that a greedy token may
+# lack, at its first difference, of the oracle's own. Tiny random models have logits up to 10, of which
+# bfloat16 keeps 8 bits through three layers.
+ENGINE_BFLOAT16_LOGPROB_GAP = 0.3

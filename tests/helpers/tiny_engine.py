@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,12 +57,17 @@ class TinyEngine:
     engine: Engine
     graphs: DecodeGraphs | None
     kv_cache: KVCache
+    stream: DeviceStream
     _ended: threading.Semaphore
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
         """Submits all; the tokens of each once all have ended well."""
         for request in requests:
             self.engine.submit([request])
+        return self.wait(requests)
+
+    def wait(self, requests: Sequence[Request]) -> list[list[int]]:
+        """The tokens of each once so many have ended, and well."""
         for _ in requests:
             assert self._ended.acquire(timeout=120)
         assert [request.error_message for request in requests] == [""] * len(requests)
@@ -81,7 +86,7 @@ def tiny_engine(
     model: CausalLM,
     experts: Any,
     stream: DeviceStream,
-    attention: type[AttentionBackend],
+    attention: Callable[[ModelConfig, KVCache], AttentionBackend],
     setup: Setup,
     backend: GraphBackend | None = None,
 ) -> Iterator[TinyEngine]:
@@ -109,6 +114,9 @@ def tiny_engine(
             max_pages=-(-CONTEXT_LIMIT // PAGE_SIZE),
             vocab_size=model.config.vocab_size,
         )
+    # What was made so far may be on its way on another stream.
+    if stream.device.type == "cuda":
+        torch.cuda.synchronize()
     steps = DeviceRunner(runner, stream, uploader=uploader, graphs=graphs, recovery_timeout_s=60)
     steps.prepare()
     ended = threading.Semaphore(0)
@@ -122,7 +130,7 @@ def tiny_engine(
     engine = Engine(scheduler, InputBuilder(limits, PAGE_SIZE), steps, on_output, overlap=setup.overlap)
     engine.start()
     try:
-        yield TinyEngine(engine, graphs, kv_cache, ended)
+        yield TinyEngine(engine, graphs, kv_cache, stream, ended)
     finally:
         engine.stop()
     scheduler.check_integrity()

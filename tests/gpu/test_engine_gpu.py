@@ -1,0 +1,234 @@
+"""Invariant: on a GPU the engine says what it says on a CPU, however it launches its steps.
+
+The CPU path is the oracle. In float32 tokens are compared, because tiny random models have clear winners; in
+bfloat16 the first token that differs must be one that the oracle finds nearly as likely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_service.attention.base import AttentionBackend
+from gpu_service.attention.registry import make_attention
+from gpu_service.attention.torch_reference import TorchReferenceAttention
+from gpu_service.cache.kv_cache import KVCache
+from gpu_service.device.graphs import CudaGraphs
+from gpu_service.device.stream import CudaDeviceStream, HostDeviceStream
+from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
+from gpu_service.engine.input_builder import StepPlan
+from gpu_service.model_config import ModelConfig
+from gpu_service.ops import backends
+from gpu_service.request import Request, SamplingParams
+from moebius.errors import UserError
+from tests.helpers.device_experts import DenseExperts
+from tests.helpers.tiny_engine import Setup, TinyEngine, tiny_engine, tiny_model
+from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
+from tests.tolerances import ENGINE_BFLOAT16_LOGPROB_GAP
+
+pytestmark = pytest.mark.gpu
+NUM_EXPERTS = 7
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.8,
+    "top_p": 0.9,
+    "top_k": 30,
+    "min_p": 0.01,
+    "presence_penalty": 0.7,
+    "repetition_penalty": 1.2,
+    "logit_bias": ((9, 1.0),),
+    "min_tokens": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose heads every backend can do."""
+    found = tmp_path_factory.mktemp("qwen3_moe")
+    tiny = TINY_MODELS["qwen3_moe"]
+    write_tiny_model(replace(tiny, changes=tiny.changes | {"head_dim": 64}), found, seed=5)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_reduced_precision() -> Iterator[None]:
+    """float32 products are float32 here."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def requests(count: int, params: dict[str, Any], max_tokens: int = 16) -> list[Request]:
+    """Prompts of different lengths, one of them longer than a step's budget."""
+    return [
+        Request(
+            f"r{i}",
+            [3 + (i * 37 + k * k * 5 + k) % 200 for k in range(3 + 9 * i)],
+            SamplingParams(seed=i, max_tokens=max_tokens + 3 * i, ignore_eos=True, **params),
+        )
+        for i in range(count)
+    ]
+
+
+@contextmanager
+def gpu_engine(
+    directory: Path, setup: Setup, *, dtype: str = "float32", attention: str = "auto"
+) -> Iterator[TinyEngine]:
+    """The engine on the GPU. Skips where the backend can not serve the model."""
+    device = torch.device("cuda")
+    stream = CudaDeviceStream(device)
+    backends.install(device, attention, getattr(torch, dtype))
+
+    def make(config: ModelConfig, cache: KVCache) -> AttentionBackend:
+        try:
+            return make_attention(config, cache, device, attention)
+        except UserError as error:
+            pytest.skip(str(error))
+
+    try:
+        with (
+            stream.active(),
+            tiny_engine(
+                tiny_model(directory, device, dtype),
+                DenseExperts(directory, NUM_EXPERTS, device),
+                stream,
+                make,
+                setup,
+                CudaGraphs(stream),
+            ) as engine,
+        ):
+            yield engine
+    finally:
+        backends.uninstall("cuda")
+
+
+def on_gpu(directory: Path, setup: Setup, wanted: list[Request], **kind: str) -> list[list[int]]:
+    """All tokens of the requests, on the GPU."""
+    with gpu_engine(directory, setup, **kind) as engine:
+        return engine.run(wanted)
+
+
+def on_cpu(directory: Path, wanted: list[Request]) -> list[list[int]]:
+    """All tokens of the requests, by the oracle in float32."""
+    device = torch.device("cpu")
+    experts = DenseExperts(directory, NUM_EXPERTS)
+    with tiny_engine(
+        tiny_model(directory, device), experts, HostDeviceStream(), TorchReferenceAttention, Setup()
+    ) as engine:
+        return engine.run(wanted)
+
+
+@pytest.mark.parametrize("attention", ["flashinfer", "triton", "torch"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_float32_tokens_are_those_of_the_cpu(directory: Path, attention: str, params: dict[str, Any]) -> None:
+    """Chunked prefills, mixed batches and decode steps, all launched eagerly."""
+    expected = on_cpu(directory, requests(5, params))
+    assert on_gpu(directory, Setup(), requests(5, params), attention=attention) == expected
+
+
+def assert_close(oracle: list[Request], found: list[Request], gap: float) -> None:
+    """Where a greedy token first differs, the oracle gives it nearly the probability of its own."""
+    for expected, ours in zip(oracle, found, strict=True):
+        for position, token in enumerate(ours.output_token_ids):
+            record = expected.output_logprobs[position]
+            if token == record.token_id:
+                continue
+            assert token in record.top_ids, (expected.key, position)
+            assert record.logprob is not None
+            lost = record.logprob - record.top_logprobs[record.top_ids.index(token)]
+            assert lost <= gap, (expected.key, position, lost)
+            break
+
+
+@pytest.mark.parametrize("attention", ["flashinfer", "triton"])
+@pytest.mark.parametrize("largest_graph", [0, 6], ids=["eager", "graphs"])
+def test_bfloat16_stays_close_to_the_cpu(directory: Path, attention: str, largest_graph: int) -> None:
+    """Only where the oracle itself hardly prefers one token may another be chosen."""
+    params = GREEDY | {"logprobs": 5}
+    oracle, found = requests(5, params), requests(5, params)
+    on_cpu(directory, oracle)
+    on_gpu(directory, Setup(largest_graph=largest_graph), found, dtype="bfloat16", attention=attention)
+    assert_close(oracle, found, ENGINE_BFLOAT16_LOGPROB_GAP)
+
+
+@pytest.mark.parametrize("attention", ["flashinfer", "triton"])
+def test_bfloat16_graphs_stay_close_to_eager(directory: Path, attention: str) -> None:
+    """A backend may split a sequence otherwise in a graph; more than rounding it must not change."""
+    params, kind = GREEDY | {"logprobs": 5}, {"dtype": "bfloat16", "attention": attention}
+    eager, replayed = requests(5, params), requests(5, params)
+    on_gpu(directory, Setup(), eager, **kind)
+    on_gpu(directory, Setup(largest_graph=6), replayed, **kind)
+    assert_close(eager, replayed, ENGINE_BFLOAT16_LOGPROB_GAP)
+
+
+@pytest.mark.parametrize("attention", ["flashinfer", "triton"])
+def test_padded_graphs_equal_eager(directory: Path, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches from five down to one in graphs of 1, 2, 4 and 6 rows, in float32 where it can be."""
+    replayed: list[tuple[int, int]] = []
+    original = DecodeGraphs.replay
+
+    def replay(graphs: DecodeGraphs, graph: DecodeGraph, plan: StepPlan) -> Any:
+        replayed.append((plan.num_requests, graph.size))
+        return original(graphs, graph, plan)
+
+    monkeypatch.setattr(DecodeGraphs, "replay", replay)
+    for params in (GREEDY, SAMPLED):
+        eager = on_gpu(directory, Setup(), requests(5, params), attention=attention)
+        assert on_gpu(directory, Setup(largest_graph=6), requests(5, params), attention=attention) == eager
+    assert {(5, 6), (3, 4), (2, 2), (1, 1)} <= set(replayed)
+
+
+@pytest.mark.parametrize("largest_graph", [0, 6], ids=["eager", "graphs"])
+def test_scheduling_does_not_show(directory: Path, largest_graph: int) -> None:
+    """Overlap = synchronous, batch 1 = batch 5, preempted = not."""
+    expected = on_cpu(directory, requests(5, SAMPLED))
+    with gpu_engine(directory, Setup(largest_graph=largest_graph)) as engine:
+        assert [engine.run([request])[0] for request in requests(5, SAMPLED)] == expected
+    synchronous = Setup(largest_graph=largest_graph, overlap=False)
+    assert on_gpu(directory, synchronous, requests(5, SAMPLED)) == expected
+    wanted = requests(5, SAMPLED)
+    assert on_gpu(directory, Setup(largest_graph=largest_graph, num_pages=24), wanted) == expected
+    assert sum(request.num_preemptions for request in wanted) > 0, "the scenario must preempt"
+
+
+@pytest.mark.parametrize("largest_graph", [0, 6], ids=["eager", "graphs"])
+@pytest.mark.parametrize("attention", ["flashinfer", "triton"])
+def test_no_step_makes_the_host_wait(directory: Path, largest_graph: int, attention: str) -> None:
+    """torch raises at every call that would synchronise; prefills, decode steps and all of the sampler."""
+    params = SAMPLED | {"logprobs": 3, "prompt_logprobs": 2}
+    setup = Setup(largest_graph=largest_graph)
+    with gpu_engine(directory, setup, dtype="bfloat16", attention=attention) as engine:
+        engine.run(requests(3, params))
+        engine.engine.flush().result(10)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            engine.run(requests(5, params))
+            engine.run(requests(2, GREEDY))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("largest_graph", [0, 6], ids=["eager", "graphs"])
+def test_the_host_runs_ahead_of_the_device(directory: Path, largest_graph: int) -> None:
+    """With the device held up, a step and the one behind it are launched before anything is computed."""
+    with gpu_engine(directory, Setup(largest_graph=largest_graph)) as engine:
+        engine.run(requests(1, GREEDY))
+        engine.engine.flush().result(10)
+        stream = engine.stream
+        with stream.active():
+            torch.cuda._sleep(4_000_000_000)
+            held = stream.record()
+        (request,) = requests(1, GREEDY)
+        engine.engine.submit([request])
+        launched = 0
+        while not held.query():
+            launched = max(launched, request.scheduled_len - request.prompt_len)
+        assert launched >= 1, "the step that samples the second token was not launched"
+        assert engine.wait([request]) == on_cpu(directory, requests(1, GREEDY))
