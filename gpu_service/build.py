@@ -78,7 +78,8 @@ def _assemble(
     memory.reached(RESIDENT)
     # Before the pool is sized: a CPU allocates counts at first use, a GPU all of them now.
     sampler = group.sampler(model_config.vocab_size, device, gpu.max_num_seqs if _is_gpu(device) else 0)
-    num_pages = group.minimum("num_pages", memory.num_pages(model, None if moe is None else moe.geometry))
+    geometry = None if moe is None else moe.geometry
+    num_pages = group.minimum("num_pages", memory.num_pages(model, geometry, resident))
     limits = scheduler_limits(gpu, model_config, num_pages)
     kv_cache = shape.make(num_pages)
     memory.reached(KV)

@@ -11,6 +11,7 @@ import torch
 from gpu_service.attention.registry import make_attention
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import KVCache, bytes_per_page
+from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.memory.device_memory import make_device_memory
 from gpu_service.memory.estimate import StepSize
 from gpu_service.memory.kv_pool import size_kv_pool, useful_pages
@@ -75,8 +76,10 @@ class KvMemory(ABC):
             self.ledger.seal()
 
     @abstractmethod
-    def num_pages(self, model: CausalLM, geometry: MoeGeometry | None) -> int:
-        """Pages of the pool. Raises UserError when there is no room for two."""
+    def num_pages(
+        self, model: CausalLM, geometry: MoeGeometry | None, resident: ResidentExperts | None
+    ) -> int:
+        """Pages of the pool, beside what is on the device already. UserError: there is no room for two."""
 
 
 class SharedKvMemory(KvMemory):
@@ -86,7 +89,9 @@ class SharedKvMemory(KvMemory):
         self._config = config
         self._shape = shape
 
-    def num_pages(self, model: CausalLM, geometry: MoeGeometry | None) -> int:
+    def num_pages(
+        self, model: CausalLM, geometry: MoeGeometry | None, resident: ResidentExperts | None
+    ) -> int:
         """See the base class."""
         gpu = self._config.gpu
         if gpu.num_pages is not None:
@@ -107,7 +112,9 @@ class DeviceKvMemory(KvMemory):
         self._shape = shape
         self.ledger: MemoryLedger = ledger
 
-    def num_pages(self, model: CausalLM, geometry: MoeGeometry | None) -> int:
+    def num_pages(
+        self, model: CausalLM, geometry: MoeGeometry | None, resident: ResidentExperts | None
+    ) -> int:
         """See the base class. Runs the largest step."""
         config, shape = self._config, self._shape
         memory = make_device_memory(shape.device)
@@ -120,6 +127,8 @@ class DeviceKvMemory(KvMemory):
             StepSize.largest(config.gpu),
             shape.page_size,
             memory,
+            resident=resident,
+            vocab_size=model.config.vocab_size,
         )
         self.ledger.activations(measured)
         return size_kv_pool(self.ledger.plan, config, model.config, memory.use())

@@ -11,7 +11,7 @@ from gpu_service.attention.base import AttentionBackend
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.context import ForwardContext
-from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.memory.device_memory import DeviceMemory
 from gpu_service.memory.estimate import StepSize
 from gpu_service.memory.null_experts import NullExpertClient
@@ -37,12 +37,14 @@ def profile_activations(
     page_size: int,
     memory: DeviceMemory | None,
     sample: Callable[[torch.Tensor], object] = lambda logits: logits.softmax(-1).sort(-1),
+    resident: ResidentExperts | None = None,
+    vocab_size: int = 1,
 ) -> int:
     """Most bytes of tensors alive during one step of `step.tokens` tokens, weights and cache not counted.
 
-    The step is a prefill of one request on a cache of its own (`make_cache(pages)`), with experts that
-    answer zeros, and `sample` is given `step.sequences` rows of logits. Its blocks stay reserved by the
-    allocator, so that steps in service find them. 0 where there is no `memory` to ask.
+    The step is a prefill of one request on a cache of its own (`make_cache(pages)`). Experts of servers
+    answer zeros, those in `resident` are computed, and `sample` is given `step.sequences` rows of logits.
+    Its blocks stay reserved by the allocator, so that steps in service find them. 0 without a `memory`.
     """
     if memory is None:
         return 0
@@ -51,33 +53,26 @@ def profile_activations(
     experts = NullExpertClient(geometry) if geometry is not None else None
     memory.reset_peak()
     before = memory.use().allocated
-    _run(model, cache, attention, experts, step, sample)
+    inputs = profile_inputs(step, cache, vocab_size)
+    _run(model, ForwardContext(inputs, cache, attention, experts, resident=resident), sample)
     peak = memory.use().peak
     return max(0, peak - before)
 
 
 @torch.inference_mode()
-def _run(
-    model: ProfiledModel,
-    cache: KVCache,
-    attention: AttentionBackend,
-    experts: ExpertClient | None,
-    step: StepSize,
-    sample: Callable[[torch.Tensor], object],
-) -> None:
-    inputs = profile_inputs(step, cache)
-    attention.plan(inputs)
-    hidden_states = model.forward(ForwardContext(inputs, cache, attention, experts))
-    sample(model.compute_logits(hidden_states[inputs.logits_indices]))
+def _run(model: ProfiledModel, context: ForwardContext, sample: Callable[[torch.Tensor], object]) -> None:
+    context.attention.plan(context.inputs)
+    hidden_states = model.forward(context)
+    sample(model.compute_logits(hidden_states[context.inputs.logits_indices]))
 
 
-def profile_inputs(step: StepSize, cache: KVCache) -> ForwardInputs:
+def profile_inputs(step: StepSize, cache: KVCache, vocab_size: int) -> ForwardInputs:
     """One request of `step.tokens` tokens in pages 1, 2, …; logits of as many rows as may be sampled."""
     tokens, device = step.tokens, cache.device
     pages = -(-tokens // cache.page_size)
     positions = torch.arange(tokens, device=device)
     return ForwardInputs(
-        input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+        input_ids=positions % vocab_size,
         positions=positions,
         slot_mapping=positions + cache.page_size,
         block_table=torch.arange(1, pages + 1, dtype=torch.int32, device=device)[None],
