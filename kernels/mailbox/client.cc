@@ -36,6 +36,7 @@ void Mailbox::claim(Driver driver) {
   // have to agree on theirs instead: what one of them sees depends on what others have rung already.
   if (!is_client_ && segment_.geometry().num_clients == 1) set_epoch(highest_epoch());
   is_client_ = true;
+  wake_servers();  // they wait otherwise for a device than for a host
 }
 
 uint64_t Mailbox::highest_epoch() const {

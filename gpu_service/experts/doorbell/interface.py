@@ -1,4 +1,4 @@
-"""What `doorbell.cu` and the host agree on: launch arguments, words in GPU memory, constants of the layout."""
+"""What `doorbell.cu` and the host agree on: launch arguments, words in GPU memory, the layout's constants."""
 
 from __future__ import annotations
 

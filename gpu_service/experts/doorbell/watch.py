@@ -1,0 +1,102 @@
+"""The host's eye on a device-driven step: who is dead, and what waits too long.
+
+A kernel that waits can read host memory, but not file locks: it would notice a server's death only by its
+deadline. And stream memory operations have no deadline at all. This thread looks at the mailbox every few
+milliseconds while requests are open and tells the device to give up; nothing else depends on it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from moebius.mailbox import Mailbox
+from moebius.mailbox_layout import MAX_SERVERS
+
+POLL_S = 0.01
+# Polls without an open request after which the thread sleeps until the next step.
+QUIET_POLLS = 100
+
+
+class Watch:
+    """Armed by each step; `reason` says why the device was told to give up."""
+
+    def __init__(self, mailbox: Mailbox, slots: range, deadline_ms: int, releases_waits: bool) -> None:
+        """`releases_waits`: also end stream memory operations, which can not look around themselves."""
+        self.reason = ""
+        self._mailbox = mailbox
+        self._slots = slots
+        self._deadline_ns = deadline_ms * 1_000_000
+        self._releases_waits = releases_waits
+        # By slot: the open epoch and when it was first seen there.
+        self._seen: dict[int, tuple[int, int]] = {}
+        # Requests up to this epoch were abandoned: nobody waits for them.
+        self._base = 0
+        self._lock = threading.Lock()
+        self._armed = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="doorbell-watch", daemon=True)
+        self._thread.start()
+
+    def arm(self) -> None:
+        """A step begins."""
+        self._armed.set()
+
+    def restart(self, base: int) -> None:
+        """Requests up to epoch `base` are forgotten, and so is why the last step was given up."""
+        with self._lock:
+            self._base = base
+            self._seen.clear()
+            self.reason = ""
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ended = True
+        self._armed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        quiet = 0
+        while True:
+            self._armed.wait()
+            if self._ended:
+                return
+            quiet = 0 if self.look() else quiet + 1
+            if quiet < QUIET_POLLS:
+                time.sleep(POLL_S)
+                continue
+            quiet = 0
+            self._armed.clear()
+
+    def look(self) -> bool:
+        """One look at all slots; whether any request is open."""
+        with self._lock:
+            is_open = False
+            for slot in self._slots:
+                epoch = self._mailbox.kernel.open_epoch(slot)
+                if epoch <= self._base:
+                    continue
+                is_open = True
+                now = time.monotonic_ns()
+                if self._seen.get(slot, (0, 0))[0] != epoch:
+                    self._seen[slot] = (epoch, now)
+                self._judge(slot, self._seen[slot][1])
+            return is_open
+
+    def _judge(self, slot: int, since_ns: int) -> None:
+        kernel = self._mailbox.kernel
+        found = kernel.overdue(slot, since_ns, self._deadline_ns)
+        if found is None and self._others_left():
+            found = (MAX_SERVERS, "another client of the mailbox gave up the step, or it is shut down")
+        if found is None and not self.reason:
+            return
+        if found is not None and not self.reason:
+            self.reason = found[1]
+            kernel.set_abandon(1 + found[0])
+        if self._releases_waits:
+            kernel.release_waits(self._slots.start, len(self._slots))
+
+    def _others_left(self) -> bool:
+        kernel, own = self._mailbox.kernel, self._mailbox.client
+        peers = (client for client in range(self._mailbox.geometry.num_clients) if client != own)
+        return kernel.is_shut_down or any(kernel.client_report(peer)[0] != 0 for peer in peers)

@@ -1,0 +1,236 @@
+"""Guards the doorbell kernels, run on the host from the very source that GPUs run, against real servers.
+
+Sums are exact, epochs come from device memory, and whatever breaks, a step ends with the failure named.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import pytest
+import torch
+
+from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
+from gpu_service.experts.doorbell.interface import Box, State
+from moebius.mailbox import EchoBackend, MailboxServer
+from moebius.mailbox_layout import offsets
+from tests.helpers.doorbell_host import doorbell_client, host_kernels
+from tests.helpers.doorbell_steps import MODEL, Layer
+from tests.helpers.mailbox import geometry, new_mailbox, served_mailbox, spawn_server
+
+
+def test_box_has_the_size_the_kernels_expect() -> None:
+    """The launch argument's mirror; its fields are all 64-bit words, so their order shows in every test."""
+    assert ctypes.sizeof(Box) == host_kernels().box_bytes()
+
+
+@pytest.mark.parametrize(("grid", "block"), [(1, 1), (3, 1), (1, 64), (2, 40)])
+@pytest.mark.parametrize(("source", "carried"), [("float32", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_answers_are_added_for_any_rows(
+    num_servers: int, source: str, carried: str, grid: int, block: int
+) -> None:
+    """No row, some, all that a slot holds, and more than all slots hold."""
+    with served_mailbox(geometry(num_servers, dtype=carried)) as box:
+        with doorbell_client(box, MODEL, grid=grid, block=block) as (client, _):  # noqa: SIM117
+            client.wait_ready(5)
+            for rows in (0, 1, 3, 7, 8, 40):
+                layer = Layer(rows, seed=rows, dtype=getattr(torch, source))
+                assert torch.equal(layer.run(client), layer.expected(num_servers))
+            assert client.failure() is None
+            assert client.stats().calls == 1 + 1 + 1 + 2 + 6
+
+
+@pytest.mark.parametrize(("source", "carried"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_hidden_states_are_converted_to_what_the_mailbox_carries(source: str, carried: str) -> None:
+    """Rounded to nearest even like torch's, widened exactly."""
+    with served_mailbox(geometry(2, dtype=carried)) as box, doorbell_client(box, MODEL) as (client, _):
+        client.wait_ready(5)
+        layer = Layer(5, dtype=getattr(torch, source))
+        layer.hidden_states = torch.randn(layer.hidden_states.shape).to(layer.hidden_states.dtype)
+        rounded = layer.hidden_states.to(getattr(torch, carried)).float()
+        got, routed = layer.run(client), layer.routed(2)
+        assert torch.equal(got, layer.partial + ((rounded + routed / 2) + (2 * rounded + routed / 2)))
+
+
+def test_replay_counts_on_in_device_memory() -> None:
+    """The same launches with new inputs in place, as a captured graph repeats them; epochs never repeat."""
+    with served_mailbox(geometry(2)) as box, doorbell_client(box, MODEL) as (client, host):
+        client.wait_ready(5)
+        layers = [Layer(rows, seed=rows, layer=rows % 5) for rows in (1, 4, 9)]
+        tickets = [(layer, layer.run(client)) for layer in layers]
+        first = int(host.state[State.EPOCH])
+        for step in range(1, 4):
+            for layer, output in tickets:
+                layer.redraw(seed=100 * step)
+                output.copy_(layer.partial)
+            client.begin_step()
+            host.replay()
+            assert client.failure() is None
+            assert int(host.state[State.EPOCH]) == first * (1 + step)
+            for layer, output in tickets:
+                assert torch.equal(output, layer.expected(2))
+
+
+def test_deadline_ends_the_step_and_recovery_replays_it() -> None:
+    """Without a server the first wait gives up, later launches do nothing, and after recovery all is well."""
+    with new_mailbox(geometry()) as box, doorbell_client(box, MODEL, deadline_ms=30) as (client, host):
+        MailboxServer(box.name, 0, EchoBackend(48)).start()  # leaves at once: nobody holds it
+        host.set_words(State.GENERATION, [0])
+        layer = Layer(40)
+        client.begin_step()
+        untouched = layer.run(client)
+        failure = client.failure()
+        assert isinstance(failure, ExpertUnavailable)
+        assert failure.server_index == 0
+        assert "30 ms" in failure.reason or "absent" in failure.reason
+        assert torch.equal(untouched, layer.partial)
+        given_out = int(host.state[State.EPOCH])
+        layer.run(client)
+        assert int(host.state[State.EPOCH]) == given_out
+        with pytest.raises(ExpertUnavailable, match="state is absent"):
+            client.recover(0.01)
+        server = MailboxServer(box.name, 0, EchoBackend(48))
+        server.start()
+        client.recover(5)
+        assert torch.equal(layer.run(client), layer.expected(1))
+        assert client.failure() is None
+        # What was abandoned is computed by nobody.
+        assert client.stats().calls == 6
+        server.stop()
+
+
+def test_stale_answer_is_named() -> None:
+    """An answer to a later epoch than the device's means that the counter was lost."""
+    with served_mailbox(geometry()) as box, doorbell_client(box, MODEL) as (client, host):
+        client.wait_ready(5)
+        layer = Layer(1)
+        layer.run(client)
+        host.set_words(State.EPOCH, [7])
+        outcome = ctypes.c_uint64.from_address(
+            box.kernel.address + host.box.done_lines + offsets()["DoneLine.outcome"]
+        )
+        outcome.value = 9 << 24
+        host.set_words(State.SLOT_EPOCH, [8])
+        host.launched[-1]()
+        failure = client.failure()
+        assert isinstance(failure, ExpertUnavailable)
+        assert "another request than epoch 8" in failure.reason
+
+
+def test_compute_failure_carries_the_servers_text() -> None:
+    """It is not retried; the client is usable after recovery."""
+    with served_mailbox(geometry(2), fail_layer=2) as box, doorbell_client(box, MODEL) as (client, _):
+        client.wait_ready(5)
+        Layer(3, layer=2).run(client)
+        failure = client.failure()
+        assert isinstance(failure, ExpertComputeFailed)
+        assert "layer 2" in str(failure)
+        assert "told to fail at layer 2" in str(failure)
+        client.recover(5)
+        layer = Layer(3, layer=1)
+        assert torch.equal(layer.run(client), layer.expected(2))
+
+
+@pytest.mark.parametrize("is_memops", [False, True])
+def test_killed_server_is_noticed_before_the_deadline_and_returns(is_memops: bool) -> None:
+    """The host's watch tells the device, which can not see file locks; the replayed step is right."""
+    with new_mailbox(geometry()) as box:
+        first = spawn_server(box, 0)
+        with doorbell_client(box, MODEL, deadline_ms=60_000, is_memops=is_memops) as (client, host):
+            client.wait_ready(30)
+            layer = Layer(5)
+            client.begin_step()
+            output = layer.run(client)
+            assert torch.equal(output, layer.expected(1))
+            first.kill()
+            first.wait()
+            output.copy_(layer.partial)
+            start = time.monotonic()
+            client.begin_step()
+            host.replay()
+            assert time.monotonic() - start < 30
+            failure = client.failure()
+            assert isinstance(failure, ExpertUnavailable)
+            assert "is gone" in failure.reason
+            second = spawn_server(box, 0)
+            try:
+                client.recover(30)
+                client.begin_step()
+                host.replay()
+                assert client.failure() is None
+                assert torch.equal(output, layer.expected(1))
+            finally:
+                second.kill()
+                second.wait()
+
+
+def test_restart_between_two_waits_is_noticed() -> None:
+    """An answer of another generation than the one that was ready is not trusted; the step runs again."""
+    with new_mailbox(geometry()) as box, doorbell_client(box, MODEL) as (client, _):
+        for expected in (False, True):
+            server = MailboxServer(box.name, 0, EchoBackend(48))
+            server.start()
+            if not expected:
+                client.wait_ready(5)
+            Layer(2).run(client)
+            assert (client.failure() is not None) is expected
+            if expected:
+                assert "restarted" in str(client.failure())
+                client.recover(5)
+                assert torch.equal((layer := Layer(2)).run(client), layer.expected(1))
+            server.stop()
+
+
+def test_memops_wait_for_constant_flags() -> None:
+    """Cleared before each ring and set by each answer, in any slot and replay."""
+    with served_mailbox(geometry(3)) as box, doorbell_client(box, MODEL, is_memops=True) as (client, host):
+        client.wait_ready(5)
+        layer = Layer(30)
+        output = layer.run(client)
+        for seed in range(3):
+            assert torch.equal(output, layer.expected(3))
+            layer.redraw(seed)
+            output.copy_(layer.partial)
+            host.replay()
+
+
+def test_memops_without_an_answer_are_released() -> None:
+    """They have no deadline of their own: the watch ends them."""
+    with new_mailbox(geometry()) as box:
+        server = MailboxServer(box.name, 0, EchoBackend(48))
+        with doorbell_client(box, MODEL, watch_ms=50, is_memops=True) as (client, _):
+            client.begin_step()
+            Layer(20).run(client)
+            failure = client.failure()
+            assert isinstance(failure, ExpertUnavailable)
+            assert "no answer within 50 ms" in failure.reason
+            server.start()
+            client.recover(5)
+            client.begin_step()
+            assert torch.equal((layer := Layer(20)).run(client), layer.expected(1))
+            server.stop()
+
+
+def test_shut_down_ends_a_step() -> None:
+    """The launcher's word is seen by a waiting kernel."""
+    with new_mailbox(geometry()) as box, doorbell_client(box, MODEL) as (client, _):
+        box.shut_down()
+        Layer(1).run(client)
+        assert "shut down" in str(client.failure())
+
+
+def test_bad_arguments_are_named() -> None:
+    """Shapes, types and a ticket from before a recovery."""
+    with served_mailbox(geometry()) as box, doorbell_client(box, MODEL) as (client, _):
+        client.wait_ready(5)
+        layer = Layer(2)
+        with pytest.raises(ValueError, match="allowed"):
+            client.submit(0, layer.hidden_states.half(), layer.topk_ids, layer.topk_weights)
+        ticket = layer.submit(client)
+        with pytest.raises(ValueError, match="contiguous float32"):
+            client.collect(ticket, torch.zeros(48, 2).T)
+        client.recover(5)
+        with pytest.raises(ValueError, match="since its last recovery"):
+            client.collect(ticket)
