@@ -117,13 +117,27 @@ async def _serve(config: MoebiusConfig) -> int:
     servicer.service = Service(built.engine, router, telemetry, bounds, info, config.gpu.page_size)
     await report.set(True)
     _log.info("ready", address=config.gpu.gpu_address, model=info.served_model_name)
-    await stopping
+    lost = asyncio.Event()
+    built.engine.on_lost = lambda reason: _set_from_thread(loop, lost)
+    losing = asyncio.create_task(lost.wait())
+    await asyncio.wait((stopping, losing), return_when=asyncio.FIRST_COMPLETED)
+    if lost.is_set():
+        await report.set(False)
+        await server.stop(1)
+        # Nothing of the device can be closed in order; whoever started this process starts it again.
+        return 1
+    losing.cancel()
     _log.info("draining")
     servicer.draining = True
     await report.set(False)
     await server.stop(config.supervisor.stop_timeout_s / 2)
     await asyncio.to_thread(built.close)
     return 0
+
+
+def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is gone when the process is stopping
+        loop.call_soon_threadsafe(event.set)
 
 
 def _start_loading(

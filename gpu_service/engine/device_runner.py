@@ -17,7 +17,7 @@ from gpu_service.engine.in_flight import StepsInFlight
 from gpu_service.engine.input_builder import StepPlan
 from gpu_service.engine.model_runner import ModelRunner, launching
 from gpu_service.engine.step_outputs import StepOutputs, to_result
-from gpu_service.engine.step_runner import Pending, StepResult, StepRunner
+from gpu_service.engine.step_runner import DeviceLost, Pending, StepResult, StepRunner
 from gpu_service.engine.tensor_tree import tensors_of, with_tensors
 
 
@@ -36,7 +36,10 @@ class LaunchedStep:
 
     def finish(self) -> StepResult:
         """See `in_flight.Launched`."""
-        self._download.event.wait()
+        try:
+            self._download.event.wait()
+        except RuntimeError as error:
+            raise DeviceLost(str(error)) from error
         result = to_result(self._plan, with_tensors(self._outputs, self._download.tensors))
         self._download.release()
         result.seconds = self._runner.time_of(self._started)
@@ -103,6 +106,12 @@ class DeviceRunner(StepRunner):
         return self._last_end - begin
 
     def _start(self, plan: StepPlan) -> LaunchedStep:
+        try:
+            return self._launch(plan)
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error)) from error
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         started = time.monotonic()
         if self._runner.experts is not None:
             self._runner.experts.begin_step()

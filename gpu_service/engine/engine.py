@@ -26,7 +26,7 @@ from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.loop import overlap_loop, synchronous_loop
 from gpu_service.engine.outputs import EngineLoad, EngineObserver, NullObserver, OutputDelta, delta_of
 from gpu_service.engine.row_results import row_results
-from gpu_service.engine.step_runner import Pending, StepResult, StepRunner
+from gpu_service.engine.step_runner import DeviceLost, Pending, StepResult, StepRunner
 from gpu_service.request import FinishReason, Request
 from gpu_service.scheduler.limits import QueueFull, refuse_impossible
 from gpu_service.scheduler.scheduler import Scheduler
@@ -66,6 +66,8 @@ class Engine:
         self._max_waiting = max_waiting
         self._inbox = inbox or Inbox()
         self._stopping = False
+        # Called once, by the engine thread, when every request has ended because no step can be computed.
+        self.on_lost: Callable[[str], None] = lambda reason: None
         self._in_flight = 0
         loop = overlap_loop if overlap else synchronous_loop
         self._thread = threading.Thread(target=loop, args=(self,), name="engine", daemon=True)
@@ -146,6 +148,10 @@ class Engine:
         try:
             result = step.pending.wait()
             self._in_flight -= 1
+        except DeviceLost as error:
+            self._in_flight -= 1
+            self._lose(str(error))
+            return
         except Exception as error:
             self._in_flight -= 1
             _log.exception("step failed", step=step.batch.step, requests=len(step.batch.requests))
@@ -192,6 +198,15 @@ class Engine:
         deltas = [delta_of(request) for request in failed]
         self._observer.committed(batch, None, deltas)
         self._tell(deltas)
+
+    def _lose(self, reason: str) -> None:
+        """Ends the engine, unless it has ended already."""
+        if self._stopping:
+            return
+        _log.error("the device is lost", reason=reason)
+        self._stopping = True
+        self._end_all(FinishReason.ERROR, f"the device is lost: {reason}")
+        self.on_lost(reason)
 
     def _end_all(self, reason: FinishReason, message: str) -> None:
         requests = [*self.scheduler.running, *self.scheduler.waiting]

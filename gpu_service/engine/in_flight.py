@@ -83,6 +83,8 @@ class StepsInFlight:
         self._experts = experts
         self._recovery_timeout_s = recovery_timeout_s
         self._steps: list[StepInFlight] = []
+        # A launch was broken off: a device-driven client may hold half of a layer.
+        self._broken_off = False
 
     def launch(self, plan: StepPlan) -> StepInFlight:
         """Starts a plan; behind a step that has lost its experts, only when that one is run again."""
@@ -112,9 +114,18 @@ class StepsInFlight:
 
     def _run(self, step: StepInFlight) -> None:
         try:
+            if self._broken_off:
+                self._clean_up()
             step.launched = self._start(step.plan)
         except Exception as error:  # it is raised again in whoever waits for this step
             step.error = error
+            self._broken_off = self._experts is not None and self._experts.is_device_driven
+
+    def _clean_up(self) -> None:
+        """Brings the client into order once nothing is in flight. Raises ExpertUnavailable."""
+        for step in list(self._steps):
+            self.settle(step)
+        self._recover(time.monotonic() + self._recovery_timeout_s)
 
     def _failure_of(self, step: StepInFlight) -> ExpertFailure | None:
         """What makes a step that has ended worthless; a later step's failure may show here already."""
@@ -172,4 +183,5 @@ class StepsInFlight:
         if remaining <= 0:
             raise ExpertUnavailable(-1, "an expert server was lost again and again until the time was up")
         self._experts.recover(remaining)
+        self._broken_off = False
         _log.info("expert servers are ready again")

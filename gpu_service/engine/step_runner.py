@@ -25,6 +25,10 @@ class StepResult:
     seconds: float = 0.0
 
 
+class DeviceLost(RuntimeError):
+    """The device can run nothing any more, for this process."""
+
+
 class Pending(ABC, Generic[Result]):
     """Something launched that has not ended, or has."""
 
@@ -38,7 +42,8 @@ class StepRunner(ABC):
 
     At most two steps are launched and not waited for. A step that fails does not stop later ones: the
     exception is delivered by its `Pending`. After ExpertUnavailable a step, and those launched behind it,
-    are run again inside `wait`, so the engine never sees it unless recovery fails.
+    are run again inside `wait`, so the engine never sees it unless recovery fails. After DeviceLost nothing
+    can be launched.
     """
 
     @abstractmethod

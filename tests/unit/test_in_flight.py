@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
+from gpu_service.engine.step_runner import DeviceLost
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.request import FinishReason, Request
+from gpu_service.scheduler.limits import QueueFull
 from tests.helpers.device_experts import DoomedExperts, DoomedModel, Failure
 from tests.helpers.engine_harness import Harness, make_request, prompt_of, running_engine
 
@@ -135,3 +137,46 @@ def test_a_refusal_met_by_the_step_behind_fails_that_one_only(undisturbed: list[
     tokens, _, requests = run(lambda step: REFUSED if step == 5 else None)
     assert tokens == undisturbed, "a refusal that does not come again is nobody's"
     assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}
+
+
+def test_a_launch_broken_off_leaves_the_client_in_order() -> None:
+    """An error of the host between a layer's submit and collect: the client starts over before the next."""
+    experts = DoomedExperts()
+    with running_engine(
+        overlap=True, device_runner=True, experts=experts, model=DoomedModel(experts)
+    ) as harness:
+        (expected,) = harness.run([make_request("before", prompt_of(4, 9))])
+        broken_call = harness.model.calls + 3
+
+        def before_forward(call: int) -> None:
+            if call == broken_call:
+                raise RuntimeError("boom")
+
+        harness.model.before_forward = before_forward
+        broken = make_request("broken", prompt_of(1, 9))
+        harness.run([broken])
+        assert broken.error_message == "RuntimeError: boom"
+        assert harness.run([make_request("after", prompt_of(4, 9))]) == [expected]
+        assert experts.recoveries == 1
+
+
+def test_a_lost_device_ends_the_engine_and_says_so() -> None:
+    """Nothing can be computed any more: every request is told, none is taken, our owner gets to know."""
+    experts, reasons = DoomedExperts(), list[str]()
+    with running_engine(
+        overlap=True, device_runner=True, experts=experts, model=DoomedModel(experts)
+    ) as harness:
+        harness.engine.on_lost = reasons.append
+
+        def before_forward(call: int) -> None:
+            if call >= 3:
+                raise DeviceLost("unspecified launch failure")
+
+        harness.model.before_forward = before_forward
+        requests = [make_request(f"r{i}", prompt_of(i, 9)) for i in range(3)]
+        harness.run(requests)
+        assert {request.finish_reason for request in requests} == {FinishReason.ERROR}
+        assert all("unspecified launch failure" in request.error_message for request in requests)
+        assert len(reasons) == 1
+        with pytest.raises(QueueFull):
+            harness.engine.submit([make_request("late", prompt_of(1, 9))])
