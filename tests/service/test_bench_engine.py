@@ -69,3 +69,23 @@ def test_steps_bench_needs_a_gpu(tmp_path: Path) -> None:
     assert ended.stderr.strip().splitlines() == [
         "moebius: error: moebius bench steps looks at a GPU's work; there is none here, or device is 'cpu'"
     ]
+
+
+def test_a_lost_server_ends_the_bench(tmp_path: Path) -> None:
+    """Nobody restarts it here: the process says who ended and leaves, even while its main thread waits."""
+    program = (
+        "import sys, time, psutil\n"
+        "from moebius.bench.engine.servers import running_servers\n"
+        "from moebius.config_loader import load_config\n"
+        "flags = {'model': sys.argv[1], 'expert_servers': 1, 'calibrate_kernels': False}\n"
+        "with running_servers(load_config(None, flags)):\n"
+        "    for child in psutil.Process().children():\n"
+        "        child.kill()\n"
+        "    time.sleep(30)\n"
+    )
+    model = tmp_path / "model"
+    write_random_model(model, RandomModelOptions("tiny"))
+    command = [sys.executable, "-c", program, str(model)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    assert ended.returncode == 1
+    assert "expert-0 ended: " in ended.stderr

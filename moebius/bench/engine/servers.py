@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,12 +14,15 @@ from typing import Any
 
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError
+from moebius.mailbox import Mailbox
 from moebius.supervisor.plan import make_plan
+from moebius.supervisor.process import ManagedProcess
 from moebius.supervisor.supervisor import Supervisor
 
 # What the engine in this process stands for: its own process in a plan, and the one in front of it.
 _NOT_STARTED = ("gateway", "gpu", "gpu-0")
 TIMEOUT_S = 10.0
+WATCH_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,32 @@ def running_servers(config: MoebiusConfig) -> Iterator[ExpertServers]:
             experts = [process for process in supervisor.processes if process.spec.name.startswith("expert")]
             if len(experts) == len(processes) and not supervisor.wait_ready():
                 raise StartupError("stopped by a signal while expert servers were loading")
-            yield ExpertServers(serve_plan.config)
+            with _watched(supervisor.processes, [segment.name for segment in plan.segments]):
+                yield ExpertServers(serve_plan.config)
+
+
+@contextlib.contextmanager
+def _watched(processes: Sequence[ManagedProcess], segments: Sequence[str]) -> Iterator[None]:
+    """Ends this process when one of the others ends: nobody restarts them, and an engine waits for long."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(WATCH_S):
+            for process in processes:
+                if process.exit_code is not None:
+                    print(f"{process.spec.name} ended: {process.last_words}", file=sys.stderr, flush=True)
+                    for name in segments:
+                        Mailbox.unlink(name)
+                    # The main thread may wait in a call that no signal reaches; children end with us.
+                    os._exit(1)
+
+    thread = threading.Thread(target=watch, name="watch-servers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _own_state(config: MoebiusConfig, directory: Path) -> MoebiusConfig:
