@@ -38,6 +38,7 @@ class RankExperts(ExpertClient):
     """
 
     def __init__(self, inner: ExpertClient, parallel: ParallelContext, agree: Agree, divides: bool) -> None:
+        """All ranks at once: a client that ranks share starts by agreeing."""
         self.geometry = inner.geometry
         self.is_device_driven = inner.is_device_driven
         self._inner = inner
@@ -46,6 +47,10 @@ class RankExperts(ExpertClient):
         self._divides = divides
         # What went wrong first in the current step, of a client that raises.
         self._raised: Failure | None = None
+        inner.agree_with_ranks(agree)
+
+    def agree_with_ranks(self, agree: Agree) -> None:
+        """See `ExpertClient.agree_with_ranks`; this face has told the client already."""
 
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor

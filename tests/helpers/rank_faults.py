@@ -121,9 +121,10 @@ def started_group(
     timeout_s: float,
     failing_rank: int | None = None,
     flaky: tuple[int, ...] | None = None,
+    **settings: Any,
 ) -> Iterator[StartedGroup]:
     """A group in the middle of a request; a long one, unless `flaky` says which layer each rank loses."""
-    config = rank_config(model, tp, pp, num_pages=128)
+    config = rank_config(model, tp, pp, **({"num_pages": 128} | settings))
     config = config.model_copy(
         update={"parallel": config.parallel.model_copy(update={"rank_timeout_s": timeout_s})}
     )

@@ -1,0 +1,198 @@
+"""Guards ranks on GPUs: NCCL inside graphs, two GPUs equal one, and a lost rank that hangs no GPU.
+
+The same engine as in `tests/equality/test_parallel_ranks.py`, with every expert on the GPUs, so that decode
+steps are captured whole.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.connection
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moebius.errors import PEER_LOST_EXIT
+from tests.helpers.rank_faults import started_group
+from tests.helpers.rank_group import CONTEXT, WAIT_S, Outcome, free_port, rank_config, run_group
+from tests.helpers.tiny_models import TinyModel, write_tiny_model
+from tests.tolerances import LOGPROBS_BFLOAT16_RANKS, LOGPROBS_FLOAT32_RANKS_GPU
+
+pytestmark = pytest.mark.multigpu
+ROOT = Path(__file__).resolve().parents[2]
+# Sizes that every library's kernels take, also when halved.
+MODEL = TinyModel(
+    "qwen3_moe",
+    {
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+)
+ON_GPUS: dict[str, Any] = {"device": "cuda", "gpu_experts_ratio": 1.0, "num_pages": 128, "page_size": 16}
+Cases = dict[str, list[Outcome]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny float32 checkpoint."""
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_model(MODEL, directory, seed=21)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def one_gpu(model: Path) -> Callable[[str], Cases]:
+    """What one GPU says, by dtype."""
+
+    @cache
+    def run(dtype: str) -> Cases:
+        return run_group(in_dtype(model, dtype, 1, 1))
+
+    return run
+
+
+def in_dtype(model: Path, dtype: str, tp: int, pp: int, **changes: Any) -> Any:
+    """Settings; float32 has Triton's attention, since FlashInfer computes in 16 bits only."""
+    backend = {"attention_backend": "triton" if dtype == "float32" else "auto"}
+    config = rank_config(model, tp, pp, **(ON_GPUS | backend | changes))
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
+def assert_close(found: Cases, expected: Cases, tolerance: float) -> None:
+    """Scores of all prompt tokens, and of the outputs as long as those are the same."""
+    for index, (ours, theirs) in enumerate(zip(found["scored"], expected["scored"], strict=True)):
+        assert ours.prompt_logprobs == pytest.approx(theirs.prompt_logprobs, abs=tolerance), index
+        same = next(
+            (
+                n
+                for n, pair in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True))
+                if len({*pair}) > 1
+            ),
+            len(theirs.token_ids),
+        )
+        assert ours.logprobs[:same] == pytest.approx(theirs.logprobs[:same], abs=tolerance), index
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_two_gpus_equal_one_in_float32(
+    model: Path, one_gpu: Callable[[str], Cases], tp: int, pp: int, graphs: bool
+) -> None:
+    """Every case gives the same tokens, captured or not."""
+    expected = one_gpu("float32")
+    found = run_group(in_dtype(model, "float32", tp, pp, cuda_graphs=graphs))
+    assert_close(found, expected, LOGPROBS_FLOAT32_RANKS_GPU)
+    for case, outcomes in expected.items():
+        assert [o.token_ids for o in found[case]] == [o.token_ids for o in outcomes], case
+        assert [o.cached_len for o in found[case]] == [o.cached_len for o in outcomes], case
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_two_gpus_are_close_to_one_in_bfloat16(
+    model: Path, one_gpu: Callable[[str], Cases], tp: int, pp: int
+) -> None:
+    """With the best backend there is; sums over ranks round in another order."""
+    assert_close(run_group(in_dtype(model, "bfloat16", tp, pp)), one_gpu("bfloat16"), LOGPROBS_BFLOAT16_RANKS)
+
+
+def _collectives(rank: int, store_port: int, results: multiprocessing.connection.Connection) -> None:
+    """One of two ranks: captures all collectives once, replays them on other values."""
+    from torch._C._distributed_c10d import TCPStore
+
+    from gpu_service.parallel.context import ParallelContext
+    from gpu_service.parallel.group import make_process_groups
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = TCPStore("127.0.0.1", store_port, 2, rank == 0, timedelta(seconds=30))
+    context, _ = make_process_groups(ParallelContext(tp_rank=rank, tp_size=2), store, device, 30.0)
+    group = context.world_group
+    summed, own = torch.zeros(3, 8, device=device), torch.zeros(3, 4, device=device)
+    told, passed = torch.zeros(5, device=device), torch.zeros(6, device=device)
+    gathered = torch.zeros(3, 8, device=device)
+
+    def step() -> None:
+        group.all_reduce(summed)
+        gathered.copy_(group.all_gather(own))
+        group.broadcast(told, 1)
+        if rank == 0:
+            group.send(passed, 1)
+        else:
+            group.receive(passed, 0)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            step()
+        seen = []
+        for value in (1.0, 10.0):
+            for tensor in (summed, own, told, passed):
+                tensor.fill_(value * (rank + 1))
+            graph.replay()
+            stream.synchronize()
+            seen.append([t.flatten()[[0, -1]].tolist() for t in (summed, gathered, told, passed)])
+    graph.reset()
+    torch.distributed.destroy_process_group()
+    results.send((rank, seen))
+
+
+def test_collectives_are_captured_in_graphs() -> None:
+    """All-reduce, all-gather, broadcast and send replay on new values, on both ranks alike."""
+    store_port = free_port()
+    receiving, sending = CONTEXT.Pipe(duplex=False)
+    ranks = [CONTEXT.Process(target=_collectives, args=(rank, store_port, sending)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    try:
+        seen = {}
+        for _ in ranks:
+            assert receiving.poll(WAIT_S), "a rank did not answer"
+            rank, values = receiving.recv()
+            seen[rank] = values
+    finally:
+        for process in ranks:
+            process.join(10)
+            process.kill()
+    expected = [[[3 * v, 3 * v], [v, 2 * v], [2 * v, 2 * v], [v, v]] for v in (1.0, 10.0)]
+    assert seen == {0: expected, 1: expected}
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_hangs_no_gpu(model: Path, tmp_path: Path, lost: int) -> None:
+    """The other rank's GPU waits inside NCCL; its process ends all the same, and says why."""
+    with started_group(model, tmp_path, tp=2, pp=1, timeout_s=30, **ON_GPUS) as group:
+        group.kill(lost, signal.SIGKILL)
+        assert group.exit_codes(but=lost) == [PEER_LOST_EXIT]
+        assert f"rank {lost}" in group.log(1 - lost)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_benchmark_runs_on_ranks(model: Path, tmp_path: Path, tp: int) -> None:
+    """Decode and prefill are measured through the same command as on one GPU."""
+    results = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "moebius", "bench", "engine", str(model), "--device", "cuda"]
+    command += ["--tensor-parallel-size", str(tp), "--gpu-experts-ratio", "1.0", "--dtype", "bfloat16"]
+    command += ["--streams", "1,4", "--prefill", "128", "--max-tokens", "32", "--json", str(results)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    print(done.stdout)
+    assert json.loads(results.read_text())
