@@ -54,26 +54,21 @@ def test_every_op_has_an_example_and_tables_name_ops_only() -> None:
     assert set(load_tables(["triton"])["triton"]) <= set(names)
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_triton_in_use_is_the_reference(op: Any) -> None:
-    """Through the op's own dispatch, as a layer calls it."""
-    install_tables(CPU, load_tables(["triton"]), torch.float32)
-    assert_same_op(op, op, example(op, CPU, torch.float32), torch.float32)
-
-
-def test_triton_takes_all_ops_but_the_truncation() -> None:
+def test_triton_takes_all_ops_but_the_truncation_and_is_the_reference() -> None:
+    """Through the ops' own dispatch, as layers call them."""
     with capture_logs() as logs:
         chosen = install_tables(CPU, load_tables(["triton"]), torch.float32)
     assert not _warnings(logs)
     assert {name for name, libraries in chosen.items() if libraries != "triton"} == {"truncate_probabilities"}
     (line,) = [log for log in logs if "chosen" in log["event"]]
     assert {name: line[name] for name in chosen} == chosen
+    for op in OPS:
+        assert_same_op(op, op, example(op, CPU, torch.float32), torch.float32)
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 @pytest.mark.parametrize("order", [["flashinfer", "triton"], ["flashinfer"]])
 def test_flashinfer_adapters_pass_what_flashinfer_documents(
-    op: Any, order: list[str], monkeypatch: pytest.MonkeyPatch
+    order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_fake_flashinfer(monkeypatch)
     with capture_logs() as logs:
@@ -82,7 +77,8 @@ def test_flashinfer_adapters_pass_what_flashinfer_documents(
     assert chosen["rms_norm"].startswith("flashinfer > ")
     assert chosen["append_kv"].startswith(order[-1])
     assert BUILT == ["silu", "sampling", "norm"], "compiled together, and before the first call"
-    assert_same_op(op, op, example(op, CPU, torch.float16), torch.float16)
+    for op in OPS:
+        assert_same_op(op, op, example(op, CPU, torch.float16), torch.float16)
 
 
 def test_arguments_beyond_a_library_go_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
