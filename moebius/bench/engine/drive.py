@@ -104,28 +104,23 @@ class EngineUnderTest:
 
 @contextlib.contextmanager
 def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
-    """Loads, warms up, and closes at the end; of several ranks the others are processes of their own.
-
-    Raises what `moebius gpu` would end with.
-    """
+    """Loads, warms up, and closes at the end. Raises what `moebius gpu` would end with."""
     from gpu_service.build import WarmUpGate, build_engine
     from gpu_service.engine.outputs import NullObserver
-    from moebius.supervisor.followers import started_followers
 
     forget_predecessor()
-    with started_followers(config) as config:
-        gate = WarmUpGate()
-        built = build_engine(config, NullObserver(), gate.on_output)
-        built.engine.start()
-        try:
-            vocab_size, seconds = built.model_config.vocab_size, config.supervisor.ready_timeout_s
-            gate.run(built.engine, vocab_size, seconds, built.warm_up_tokens)
-            built.memory.seal()
-            engine = EngineUnderTest(built)
-            gate.open(engine.on_output)
-            yield engine
-        finally:
-            built.close()
+    gate = WarmUpGate()
+    built = build_engine(config, NullObserver(), gate.on_output)
+    built.engine.start()
+    try:
+        vocab_size, seconds = built.model_config.vocab_size, config.supervisor.ready_timeout_s
+        gate.run(built.engine, vocab_size, seconds, built.warm_up_tokens)
+        built.memory.seal()
+        engine = EngineUnderTest(built)
+        gate.open(engine.on_output)
+        yield engine
+    finally:
+        built.close()
 
 
 def forget_predecessor() -> None:
