@@ -19,6 +19,8 @@ from opentelemetry.context import Context
 from gpu_service import responses
 from gpu_service.engine.engine import Engine
 from gpu_service.output_router import CallBuffer, OutputRouter
+from gpu_service.placement.recorder import ExpertRecorder
+from gpu_service.recorder_calls import dumped, recorder_errors
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import QueueFull, RequestRefused
 from gpu_service.telemetry import EngineTelemetry
@@ -41,6 +43,8 @@ class Service:
     bounds: Bounds
     info: pb.GetModelInfoResponse
     page_size: int
+    # None: the model has no MoE layers.
+    recorder: ExpertRecorder | None = None
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
@@ -130,6 +134,45 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         service = await self._ready(context)
         pages = await asyncio.wrap_future(service.engine.flush())
         return pb.FlushCacheResponse(success=True, freed_tokens=pages * service.page_size)
+
+    async def StartExpertRecorder(
+        self,
+        request: pb.StartExpertRecorderRequest,
+        context: grpc.aio.ServicerContext[pb.StartExpertRecorderRequest, pb.StartExpertRecorderResponse],
+    ) -> pb.StartExpertRecorderResponse:
+        """Counts from the next step on."""
+        recorder = await self._recorder(context)
+        async with recorder_errors(context, grpc.StatusCode.INVALID_ARGUMENT):
+            await asyncio.to_thread(recorder.start, request.mode or "stat")
+        return pb.StartExpertRecorderResponse()
+
+    async def StopExpertRecorder(
+        self,
+        request: pb.StopExpertRecorderRequest,
+        context: grpc.aio.ServicerContext[pb.StopExpertRecorderRequest, pb.StopExpertRecorderResponse],
+    ) -> pb.StopExpertRecorderResponse:
+        """Later steps do not count."""
+        await asyncio.to_thread((await self._recorder(context)).stop)
+        return pb.StopExpertRecorderResponse()
+
+    async def DumpExpertRecorder(
+        self,
+        request: pb.DumpExpertRecorderRequest,
+        context: grpc.aio.ServicerContext[pb.DumpExpertRecorderRequest, pb.DumpExpertRecorderResponse],
+    ) -> pb.DumpExpertRecorderResponse:
+        """Waits for the device, in a thread."""
+        recorder = await self._recorder(context)
+        async with recorder_errors(context, grpc.StatusCode.FAILED_PRECONDITION):
+            return await asyncio.to_thread(dumped, recorder, request.file_format)
+        raise AssertionError("abort returned")
+
+    async def _recorder(self, context: grpc.aio.ServicerContext[Any, Any]) -> ExpertRecorder:
+        recorder = (await self._ready(context)).recorder
+        if recorder is None:
+            reason = "this model has no experts to record"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
+            raise AssertionError("abort returned")
+        return recorder
 
     async def _ready(self, context: grpc.aio.ServicerContext[Any, Any]) -> Service:
         if self.service is None:

@@ -11,7 +11,18 @@ import sys
 
 import typer
 
-from moebius.commands import bench, bench_engine, chat, demo, random_model, serve, services, topology, version
+from moebius.commands import (
+    bench,
+    bench_engine,
+    chat,
+    demo,
+    experts,
+    random_model,
+    serve,
+    services,
+    topology,
+    version,
+)
 from moebius.errors import UserError
 
 EXIT_USER_ERROR = 2
@@ -38,6 +49,7 @@ for module in (serve, services, chat, demo, topology, version):
 bench_engine.register(bench.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(random_model.app, name="models")
+app.add_typer(experts.app, name="experts")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -259,3 +259,49 @@ class FlushCacheResponse(_message.Message):
     success: bool
     freed_tokens: int
     def __init__(self, success: _Optional[bool] = ..., freed_tokens: _Optional[int] = ...) -> None: ...
+
+class StartExpertRecorderRequest(_message.Message):
+    __slots__ = ("mode",)
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    def __init__(self, mode: _Optional[str] = ...) -> None: ...
+
+class StartExpertRecorderResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopExpertRecorderRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopExpertRecorderResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DumpExpertRecorderRequest(_message.Message):
+    __slots__ = ("file_format",)
+    FILE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    file_format: str
+    def __init__(self, file_format: _Optional[str] = ...) -> None: ...
+
+class DumpExpertRecorderResponse(_message.Message):
+    __slots__ = ("content", "mode", "steps", "tokens", "layers")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    content: bytes
+    mode: str
+    steps: int
+    tokens: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerExperts]
+    def __init__(self, content: _Optional[bytes] = ..., mode: _Optional[str] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ...) -> None: ...
+
+class LayerExperts(_message.Message):
+    __slots__ = ("layer", "distinct_per_step")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    DISTINCT_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    distinct_per_step: float
+    def __init__(self, layer: _Optional[int] = ..., distinct_per_step: _Optional[float] = ...) -> None: ...

@@ -59,6 +59,21 @@ class EngineStub:
                 request_serializer=protos_dot_engine__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=protos_dot_engine__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.StartExpertRecorder = channel.unary_unary(
+                '/moebius.engine.v1.Engine/StartExpertRecorder',
+                request_serializer=protos_dot_engine__pb2.StartExpertRecorderRequest.SerializeToString,
+                response_deserializer=protos_dot_engine__pb2.StartExpertRecorderResponse.FromString,
+                _registered_method=True)
+        self.StopExpertRecorder = channel.unary_unary(
+                '/moebius.engine.v1.Engine/StopExpertRecorder',
+                request_serializer=protos_dot_engine__pb2.StopExpertRecorderRequest.SerializeToString,
+                response_deserializer=protos_dot_engine__pb2.StopExpertRecorderResponse.FromString,
+                _registered_method=True)
+        self.DumpExpertRecorder = channel.unary_unary(
+                '/moebius.engine.v1.Engine/DumpExpertRecorder',
+                request_serializer=protos_dot_engine__pb2.DumpExpertRecorderRequest.SerializeToString,
+                response_deserializer=protos_dot_engine__pb2.DumpExpertRecorderResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -100,6 +115,27 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartExpertRecorder(self, request, context):
+        """Drops what was recorded of routing and counts chosen experts from the next step on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopExpertRecorder(self, request, context):
+        """Ends recording; what was recorded stays until the next start.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DumpExpertRecorder(self, request, context):
+        """What was recorded since the last start, running or stopped; FAILED_PRECONDITION before any start.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -127,6 +163,21 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=protos_dot_engine__pb2.FlushCacheRequest.FromString,
                     response_serializer=protos_dot_engine__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'StartExpertRecorder': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartExpertRecorder,
+                    request_deserializer=protos_dot_engine__pb2.StartExpertRecorderRequest.FromString,
+                    response_serializer=protos_dot_engine__pb2.StartExpertRecorderResponse.SerializeToString,
+            ),
+            'StopExpertRecorder': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopExpertRecorder,
+                    request_deserializer=protos_dot_engine__pb2.StopExpertRecorderRequest.FromString,
+                    response_serializer=protos_dot_engine__pb2.StopExpertRecorderResponse.SerializeToString,
+            ),
+            'DumpExpertRecorder': grpc.unary_unary_rpc_method_handler(
+                    servicer.DumpExpertRecorder,
+                    request_deserializer=protos_dot_engine__pb2.DumpExpertRecorderRequest.FromString,
+                    response_serializer=protos_dot_engine__pb2.DumpExpertRecorderResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -264,6 +315,87 @@ class Engine:
             '/moebius.engine.v1.Engine/FlushCache',
             protos_dot_engine__pb2.FlushCacheRequest.SerializeToString,
             protos_dot_engine__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartExpertRecorder(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moebius.engine.v1.Engine/StartExpertRecorder',
+            protos_dot_engine__pb2.StartExpertRecorderRequest.SerializeToString,
+            protos_dot_engine__pb2.StartExpertRecorderResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopExpertRecorder(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moebius.engine.v1.Engine/StopExpertRecorder',
+            protos_dot_engine__pb2.StopExpertRecorderRequest.SerializeToString,
+            protos_dot_engine__pb2.StopExpertRecorderResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DumpExpertRecorder(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moebius.engine.v1.Engine/DumpExpertRecorder',
+            protos_dot_engine__pb2.DumpExpertRecorderRequest.SerializeToString,
+            protos_dot_engine__pb2.DumpExpertRecorderResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         raise typer.Exit(run(config))
 
     @app.command()
-    @with_settings("model", "gpu", "experts", "parallel", "telemetry")
+    @with_settings("model", "gpu", "experts", "parallel", "placement", "telemetry")
     def gpu(config: MoebiusConfig, show_config: ShowConfig = True) -> None:
         """Run an engine process (of several ranks: --rank); experts are reached as --expert-transport says."""
         config = _prepared(config, show_config)
