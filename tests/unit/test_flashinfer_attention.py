@@ -15,6 +15,7 @@ import torch
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.attention.flashinfer_backend.backend import FlashInferAttention
 from gpu_service.attention.flashinfer_backend.pages import list_pages, page_bounds
+from gpu_service.attention.flashinfer_backend.sizes import captured_bytes, eager_bytes
 from gpu_service.attention.flashinfer_backend.staging import PlanStaging
 from gpu_service.attention.flashinfer_backend.support import unsupported_device, unsupported_types
 from gpu_service.attention.mla.flashinfer_backend import FlashInferMlaAttention
@@ -130,11 +131,28 @@ def test_one_buffer_would_be_overwritten() -> None:
 
 
 def test_another_names_for_the_plan_buffer_are_refused() -> None:
-    staging = PlanStaging(torch.device("cpu"), FakeEvent)
+    staging = PlanStaging(torch.device("cpu"), 16, FakeEvent)
     wrapper = PlanningWrapper(staging.results)
     del wrapper._pin_memory_int_workspace_buffer
     with pytest.raises(RuntimeError, match=r"supported: flashinfer-python >= 0\.6\.13"):
         staging.adopt(wrapper)
+
+
+def test_results_have_room_for_the_largest_plan() -> None:
+    """As `PrefillPlan` allocates them: tiles, rows of a tile, heads, a float32 per element and one more."""
+    device = torch.device("cpu")
+    assert eager_bytes(32, 4, 128, device) >= (2 * 132 // 4) * 128 * 32 * 129 * 4
+    assert eager_bytes(16, 2, 256, device) >= (2 * 132 // 2) * 64 * 16 * 257 * 4
+    assert eager_bytes(96, 8, 128, device) > 200 * 2**20
+    assert captured_bytes(64, 32, 4, 128) >= (32 + 63) * 16 * 32 * 129 * 4
+    assert captured_bytes(256, 96, 8, 128) > eager_bytes(96, 8, 128, device)
+    case = make_case(Geometry(num_heads=64, num_kv_heads=8, head_dim=16), [(0, 1)] * 4)
+    attention = attention_for(case)
+    before = attention._staging.results
+    attention._staging.reserve(before.nbytes + 1)
+    attention.plan_capture(case.inputs)
+    assert attention._captured[4]._float_workspace_buffer.nbytes == before.nbytes + 1
+    assert attention._paged._float_workspace_buffer is before, "an adopted wrapper's memory stays"
 
 
 def test_page_lists() -> None:

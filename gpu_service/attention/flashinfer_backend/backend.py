@@ -20,6 +20,7 @@ import torch
 
 from gpu_service.attention.base import AttentionBackend, check_step
 from gpu_service.attention.flashinfer_backend.pages import PageBounds, list_pages, page_bounds
+from gpu_service.attention.flashinfer_backend.sizes import captured_bytes, eager_bytes
 from gpu_service.attention.flashinfer_backend.staging import PlanStaging, host_int32
 from gpu_service.attention.flashinfer_backend.support import unsupported_device, unsupported_types
 from gpu_service.batch import ForwardInputs
@@ -47,7 +48,8 @@ class FlashInferAttention(AttentionBackend):
         self._library: Any = flashinfer
         self._deterministic = deterministic
         self._group = config.num_heads // kv_cache.num_kv_heads
-        self._staging = PlanStaging(kv_cache.device, events)
+        self._sizes = config.num_heads, kv_cache.num_kv_heads, config.head_dim
+        self._staging = PlanStaging(kv_cache.device, eager_bytes(*self._sizes, kv_cache.device), events)
         self._indices = torch.zeros(1, dtype=torch.int32, device=kv_cache.device)
         results = self._staging.results
         self._decode = self._adopt(
@@ -139,6 +141,7 @@ class FlashInferAttention(AttentionBackend):
         def buffer(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
+        self._staging.reserve(captured_bytes(num_requests, *self._sizes))
         return self._adopt(
             self._library.BatchDecodeWithPagedKVCacheWrapper(
                 self._staging.results,

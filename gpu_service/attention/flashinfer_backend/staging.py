@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-# What FlashInfer's own constructors take for plans; results of split requests need far more.
+# What FlashInfer's own constructors take.
 PLAN_BYTES = 8 * 2**20
-RESULT_BYTES = 256 * 2**20
 NUM_BUFFERS = 2
 
 
@@ -34,10 +33,12 @@ class Event(Protocol):
 class PlanStaging:
     """Lends its buffers to one wrapper at a time, for one plan."""
 
-    def __init__(self, device: torch.device, make_event: Callable[[], Event] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, result_bytes: int, make_event: Callable[[], Event] | None = None
+    ) -> None:
         pinned = device.type == "cuda"
-        self.results = torch.zeros(RESULT_BYTES if pinned else 16, dtype=torch.uint8, device=device)
-        self.plans = torch.empty(PLAN_BYTES if pinned else 16, dtype=torch.uint8, device=device)
+        self.results = torch.zeros(result_bytes, dtype=torch.uint8, device=device)
+        self.plans = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=device)
         self._hosts = [
             torch.empty(self.plans.shape, dtype=torch.uint8, pin_memory=pinned) for _ in range(NUM_BUFFERS)
         ]
@@ -49,6 +50,11 @@ class PlanStaging:
     def nbytes(self) -> int:
         """Device memory held."""
         return self.results.nbytes + self.plans.nbytes
+
+    def reserve(self, result_bytes: int) -> None:
+        """Gives wrappers adopted from now on at least this much; earlier ones keep what they have."""
+        if self.results.nbytes < result_bytes:
+            self.results = torch.zeros(result_bytes, dtype=torch.uint8, device=self.results.device)
 
     def adopt(self, wrapper: Any) -> Any:
         """Makes a new wrapper use the shared buffers. Returns it.

@@ -14,6 +14,7 @@ import torch
 
 from gpu_service.attention.base import check_step
 from gpu_service.attention.flashinfer_backend.pages import list_pages, page_bounds
+from gpu_service.attention.flashinfer_backend.sizes import eager_bytes
 from gpu_service.attention.flashinfer_backend.staging import PlanStaging, host_int32
 from gpu_service.attention.flashinfer_backend.support import HALF_TYPES, unsupported_device
 from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions, has_only_first_chunks
@@ -36,7 +37,8 @@ class FlashInferMlaAttention(MlaAttentionBackend):
         import flashinfer
 
         self._library: Any = flashinfer
-        self._staging = PlanStaging(cache.device, events)
+        heads, expanded = dimensions.num_heads, dimensions.nope_dim + dimensions.rope_dim
+        self._staging = PlanStaging(cache.device, eager_bytes(heads, heads, expanded, cache.device), events)
         self._indices = torch.zeros(1, dtype=torch.int32, device=cache.device)
         results = self._staging.results
         self._absorbed = self._staging.adopt(flashinfer.mla.BatchMLAPagedAttentionWrapper(results))
