@@ -248,4 +248,24 @@ class BatchMLAPagedAttentionWrapper(PlanningWrapper):
         return out
 
 
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper, indptr: Any, indices: Any, last_page_len: Any,
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, *, q_data_type: torch.dtype,
+    kv_data_type: torch.dtype, sm_scale: float, disable_split_kv: bool = False,
+    global_override_indptr_cpu: torch.Tensor,
+) -> None:  # fmt: skip
+    """As FlashInfer: for a wrapper planned before; the caller has filled the device's copies."""
+    assert self.graph
+    assert self.num_plans > 0
+    assert len(last_page_len) == len(self._paged_kv_last_page_len_buf), "the batch size is frozen"
+    # The plan is made from the host's copy, the kernels read the device's: they must tell the same.
+    assert torch.equal(host(global_override_indptr_cpu), self._paged_kv_indptr_buf)
+    assert torch.equal(host(last_page_len), self._paged_kv_last_page_len_buf)
+    assert indices.data_ptr() == self._paged_kv_indices_buf.data_ptr()
+    assert self.types == (q_data_type, kv_data_type)
+    self.scale = sm_scale
+    self.write_plan()
+
+
+decode = SimpleNamespace(fast_decode_plan=fast_decode_plan)
 mla = SimpleNamespace(BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper)

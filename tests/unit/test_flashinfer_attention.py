@@ -163,6 +163,10 @@ def test_page_lists() -> None:
     indices = torch.zeros(8, dtype=torch.int32)
     list_pages(table, torch.tensor(lengths, dtype=torch.int32), indices, 4)
     assert indices.tolist() == [1, 2, 3, 5, 13, 0, 0, 0]
+    device = torch.full((5,), -1, dtype=torch.int32), torch.full((4,), -1, dtype=torch.int32)
+    list_pages(table, torch.tensor(lengths, dtype=torch.int32), indices, 4, device)
+    assert torch.equal(device[0], bounds.indptr)
+    assert torch.equal(device[1], bounds.last_page_len)
 
 
 def test_what_flashinfer_lacks_is_said() -> None:

@@ -95,20 +95,44 @@ class FlashInferAttention(AttentionBackend):
         """See the base class."""
         check_step(inputs, self.kv_cache.page_size)
         num_requests = len(inputs.seq_lens)
-        if num_requests not in self._captured:
-            self._captured[num_requests] = self._new_captured(num_requests, inputs.block_table.shape[1])
+        wrapper = self._captured.get(num_requests)
+        if wrapper is None:
+            wrapper = self._new_captured(num_requests, inputs.block_table.shape[1])
+            self._captured[num_requests] = wrapper
         self._inputs = inputs
-        self.plan_replay(inputs)
+        bounds = page_bounds(inputs.seq_lens, self.kv_cache.page_size, self.kv_cache.device)
+        self._plan_decode(wrapper, inputs, bounds, wrapper._paged_kv_indices_buf)
 
     def plan_replay(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
+        """See the base class.
+
+        What the graph reads of pages is written on the device; the rest of the plan is FlashInfer's own
+        shorter way for a wrapper that was planned before: no copies of indices, nothing asked of the device.
+        """
         wrapper = self._captured.get(len(inputs.seq_lens))
         if wrapper is None:
             raise ValueError(
                 f"no step of {len(inputs.seq_lens)} requests was captured; captured: {sorted(self._captured)}"
             )
-        bounds = page_bounds(inputs.seq_lens, self.kv_cache.page_size, self.kv_cache.device)
-        self._plan_decode(wrapper, inputs, bounds, wrapper._paged_kv_indices_buf)
+        page_size = self.kv_cache.page_size
+        bounds = page_bounds(inputs.seq_lens, page_size, self.kv_cache.device, pinned=False)
+        indices = wrapper._paged_kv_indices_buf
+        list_pages(
+            inputs.block_table,
+            inputs.seq_lens_tensor,
+            indices,
+            page_size,
+            (wrapper._paged_kv_indptr_buf, wrapper._paged_kv_last_page_len_buf),
+        )
+        self._staging.plan(
+            wrapper,
+            self._library.decode.fast_decode_plan,
+            wrapper,
+            *self._decode_arguments(bounds, indices),
+            global_override_indptr_cpu=bounds.indptr,
+            **self._decode_options(),
+        )
+        self._wrapper = wrapper
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_id: int
@@ -162,32 +186,30 @@ class FlashInferAttention(AttentionBackend):
         self, wrapper: Any, inputs: ForwardInputs, bounds: PageBounds, indices: torch.Tensor
     ) -> None:
         self._list_pages(inputs, indices)
-        options: dict[str, Any] = {"disable_split_kv": self._deterministic} if self._tensor_cores else {}
-        self._staging.plan(
-            wrapper,
-            bounds.indptr,
-            indices[: bounds.num_pages],
-            bounds.last_page_len,
-            self.config.num_heads,
-            self.kv_cache.num_kv_heads,
-            self.config.head_dim,
-            self.kv_cache.page_size,
-            **self._types(),
-            **options,
-        )
+        arguments = self._decode_arguments(bounds, indices)
+        self._staging.plan(wrapper, wrapper.plan, *arguments, **self._decode_options())
         self._wrapper = wrapper
+
+    def _decode_arguments(self, bounds: PageBounds, indices: torch.Tensor) -> tuple[Any, ...]:
+        pages = (bounds.indptr, indices[: bounds.num_pages], bounds.last_page_len)
+        return (*pages, *self._sizes, self.kv_cache.page_size)
+
+    def _decode_options(self) -> dict[str, Any]:
+        options = self._types()
+        if self._tensor_cores:
+            options["disable_split_kv"] = self._deterministic
+        return options
 
     def _plan_paged(self, inputs: ForwardInputs, bounds: PageBounds) -> None:
         self._list_pages(inputs, self._indices)
         self._staging.plan(
             self._paged,
+            self._paged.plan,
             host_int32(inputs.query_start_loc, self.kv_cache.device),
             bounds.indptr,
             self._indices[: bounds.num_pages],
             bounds.last_page_len,
-            self.config.num_heads,
-            self.kv_cache.num_kv_heads,
-            self.config.head_dim,
+            *self._sizes,
             self.kv_cache.page_size,
             causal=True,
             disable_split_kv=self._deterministic,
@@ -199,11 +221,10 @@ class FlashInferAttention(AttentionBackend):
         starts = host_int32(inputs.query_start_loc, self.kv_cache.device)
         self._staging.plan(
             self._ragged,
+            self._ragged.plan,
             starts,
             starts,
-            self.config.num_heads,
-            self.kv_cache.num_kv_heads,
-            self.config.head_dim,
+            *self._sizes,
             causal=True,
             disable_split_kv=self._deterministic,
             **self._types(),

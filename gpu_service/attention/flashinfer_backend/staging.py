@@ -71,13 +71,13 @@ class PlanStaging:
         wrapper._pin_memory_int_workspace_buffer = self._hosts[0]
         return wrapper
 
-    def plan(self, wrapper: Any, *args: Any, **options: Any) -> None:
-        """`wrapper.plan(...)` in the next free pinned buffer."""
+    def plan(self, wrapper: Any, planner: Callable[..., None], *args: Any, **options: Any) -> None:
+        """`planner(*args, **options)`, which plans for the wrapper, in the next free pinned buffer."""
         self._turn = (self._turn + 1) % NUM_BUFFERS
         event = self._events[self._turn]
         event.synchronize()
         wrapper._pin_memory_int_workspace_buffer = self._hosts[self._turn]
-        wrapper.plan(*args, **options)
+        planner(*args, **options)
         event.record()
 
 

@@ -149,6 +149,7 @@ class FlashInferMlaAttention(MlaAttentionBackend):
         list_pages(inputs.block_table, inputs.seq_lens_tensor, indices, cache.page_size)
         self._staging.plan(
             wrapper,
+            wrapper.plan,
             host_int32(inputs.query_start_loc, cache.device),
             bounds.indptr,
             indices[: bounds.num_pages],
@@ -168,6 +169,7 @@ class FlashInferMlaAttention(MlaAttentionBackend):
         starts, sizes = host_int32(inputs.query_start_loc, self.cache.device), self.dimensions
         self._staging.plan(
             self._ragged,
+            self._ragged.plan,
             starts,
             starts,
             sizes.num_heads,
