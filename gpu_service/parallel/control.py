@@ -93,7 +93,8 @@ class RankControl:
         self._lose(f"rank {self.rank}: {reason}", own=True)
 
     def close(self) -> None:
-        """Leaves in order: the others see no death in it."""
+        """Leaves in order: the others see no death in it, and nothing that follows is this rank's failure."""
+        self._lost = self._lost or f"rank {self.rank} has left"
         self._closing.set()
         for connection in self._connections.values():
             _try_send(connection, Kind.GOODBYE)
