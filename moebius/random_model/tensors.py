@@ -2,7 +2,7 @@
 
 With unit-variance inputs (RMSNorm gives them) a matrix of deviation 1 / sqrt(in) gives unit variance back.
 What is added to the residual stream is scaled down by sqrt(2 * layers), as GPT-2 initialises it
-(Radford et al. 2019, section 2.3), so the stream keeps about the size of the embedding through all layers.
+(Radford et al. 2019, section 2.3), so the stream's energy about doubles over all layers.
 Logits have deviation LOGIT_STD: sampling from them is neither flat nor always the same token.
 """
 
@@ -41,10 +41,9 @@ class ModelDraw:
         """Element 0 of every embedding."""
         return CONSTANT * math.sqrt(self.shape.hidden_size)
 
-    @property
-    def normed_constant(self) -> float:
-        """The same behind RMSNorm: the layers together add about half of an embedding's energy."""
-        return self.constant / math.sqrt(1.0 + CONSTANT**2 + 0.25)
+    def normed_constant(self, layer: int) -> float:
+        """The same behind a layer's RMSNorm: all layers together add about an embedding's energy."""
+        return self.constant / math.sqrt(1.0 + CONSTANT**2 + layer / self.shape.num_layers)
 
 
 def shards(draw: ModelDraw) -> list[list[TensorGroup]]:
@@ -118,7 +117,7 @@ def _gate(draw: ModelDraw, layer: int) -> list[Array]:
     rows = generator(draw.seed, 3, layer).standard_normal((shape.num_experts, shape.hidden_size), np.float32)
     rows *= SCORE_STD / math.sqrt(shape.hidden_size)
     biases = layer_biases(shape.num_experts, shape.top_k, draw.skew, layer, draw.seed)
-    rows[:, 0] = biases / draw.normed_constant
+    rows[:, 0] = biases / draw.normed_constant(layer)
     return [bfloat16_bits(rows)]
 
 
