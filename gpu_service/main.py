@@ -114,7 +114,9 @@ async def _serve(config: MoebiusConfig) -> int:
     gate.open(router.on_output)
     bounds = Bounds(built.model_config.vocab_size, built.context_limit, config.gpu.random_seed)
     info = model_info(config, built)
-    servicer.service = Service(built.engine, router, telemetry, bounds, info, config.gpu.page_size)
+    servicer.service = Service(
+        built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder
+    )
     await report.set(True)
     _log.info("ready", address=config.gpu.gpu_address, model=info.served_model_name)
     lost = asyncio.Event()
@@ -180,6 +182,9 @@ def _load(config: MoebiusConfig) -> tuple[Built, WarmUpGate, EngineTelemetry]:
     built.engine.start()
     timeout_s = config.supervisor.ready_timeout_s
     gate.run(built.engine, built.model_config.vocab_size, timeout_s, built.warm_up_tokens)
+    if built.recorder is not None and config.placement.expert_recorder != "off":
+        # What the warm-up chose is no request's.
+        built.recorder.start(config.placement.expert_recorder)
     built.memory.seal()
     if built.memory.ledger is not None:
         export(built.memory.ledger, name)
