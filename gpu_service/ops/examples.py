@@ -11,6 +11,8 @@ from gpu_service.model_config import RouterConfig
 from gpu_service.ops.rope import RopeTable, inverse_frequencies, rope_table
 
 _TOKENS, _QUERIES, _KEYS, _HEAD_DIM = 3, 4, 2, 64
+# A model's width, because libraries compile another kernel for a narrow one.
+_WIDTH = 2048
 
 
 def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -28,8 +30,8 @@ def _table(device: torch.device, dtype: torch.dtype) -> RopeTable:
 
 
 def _norm(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    rows, weight = _random(_TOKENS, 128, device=device, dtype=dtype), _random(128, device=device, dtype=dtype)
-    return rows, weight, 1e-6
+    rows = _random(_TOKENS, _WIDTH, device=device, dtype=dtype)
+    return rows, _random(_WIDTH, device=device, dtype=dtype), 1e-6
 
 
 def _fused_add(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:

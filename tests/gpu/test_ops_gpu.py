@@ -246,6 +246,16 @@ def test_routers(name: str, rows: int, device: torch.device, tables: dict[str, A
     _compare(tables, "triton", "route", arguments, torch.float32)
 
 
+def test_rows_of_padding_choose_nobody(device: torch.device, tables: dict[str, Any]) -> None:
+    route = _implementation(tables, "triton", "route").function
+    logits = _random(device, torch.float32, 8, 128)
+    valid = torch.arange(8, device=device) < 5
+    weights, ids = route(logits, None, ROUTERS["qwen3_moe"], valid)
+    assert torch.equal(ids[:5], route(logits[:5], None, ROUTERS["qwen3_moe"])[1])
+    assert (ids[5:] == -1).all()
+    assert weights.isfinite().all()
+
+
 @pytest.mark.parametrize("rows", [1, 5, 64])
 @pytest.mark.parametrize("size", [7, 4096, 151_936])
 def test_greedy_choice(rows: int, size: int, device: torch.device, tables: dict[str, Any]) -> None:
