@@ -112,7 +112,8 @@ def running_servers(config: MoebiusConfig) -> Iterator[ExpertServers]:
             experts = [process for process in supervisor.processes if process.spec.name.startswith("expert")]
             if len(experts) == len(processes) and not supervisor.wait_ready():
                 raise StartupError("stopped by a signal while expert servers were loading")
-            with _watched(supervisor.processes, [segment.name for segment in plan.segments]):
+            # A rank that ends is noticed by the others, and all end with the first one.
+            with _watched(experts, [segment.name for segment in plan.segments]):
                 yield ExpertServers(serve_plan.config)
 
 
