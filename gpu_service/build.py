@@ -35,6 +35,7 @@ from gpu_service.models.registry import build_model
 from gpu_service.ops import backends
 from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.join import join_group
+from gpu_service.recorder_calls import recorder_operations
 from gpu_service.scheduler.scheduler import Scheduler
 from moebius.config import MoebiusConfig
 
@@ -107,6 +108,7 @@ def _assemble(
         overlap=gpu.overlap_scheduling,
         max_waiting=gpu.max_waiting_requests,
         inbox=group.inbox(),
+        operations={} if recorder is None else recorder_operations(recorder),
     )
     longest = warm_up_tokens(device, gpu.max_num_batched_tokens, limits.context_limit)
     return Built(

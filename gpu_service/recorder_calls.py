@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, get_args
 
@@ -12,6 +12,13 @@ from gpu_service.placement.recorder import ExpertRecorder
 from gpu_service.placement.statistics import FileFormat
 from moebius.errors import UserError
 from protos import engine_pb2 as pb
+
+START, STOP = "start recorder", "stop recorder"
+
+
+def recorder_operations(recorder: ExpertRecorder) -> dict[str, Callable[[str], None]]:
+    """For `Engine.call`: recording may make steps run eagerly, which all ranks must do alike."""
+    return {START: recorder.start, STOP: lambda argument: recorder.stop()}
 
 
 def dumped(recorder: ExpertRecorder, file_format: str) -> pb.DumpExpertRecorderResponse:

@@ -20,7 +20,7 @@ from gpu_service import responses
 from gpu_service.engine.engine import Engine
 from gpu_service.output_router import CallBuffer, OutputRouter
 from gpu_service.placement.recorder import ExpertRecorder
-from gpu_service.recorder_calls import dumped, recorder_errors
+from gpu_service.recorder_calls import START, STOP, dumped, recorder_errors
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import QueueFull, RequestRefused
 from gpu_service.telemetry import EngineTelemetry
@@ -141,9 +141,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         context: grpc.aio.ServicerContext[pb.StartExpertRecorderRequest, pb.StartExpertRecorderResponse],
     ) -> pb.StartExpertRecorderResponse:
         """Counts from the next step on."""
-        recorder = await self._recorder(context)
+        await self._recorder(context)
         async with recorder_errors(context, grpc.StatusCode.INVALID_ARGUMENT):
-            await asyncio.to_thread(recorder.start, request.mode or "stat")
+            await self._call(context, START, request.mode or "stat")
         return pb.StartExpertRecorderResponse()
 
     async def StopExpertRecorder(
@@ -152,7 +152,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         context: grpc.aio.ServicerContext[pb.StopExpertRecorderRequest, pb.StopExpertRecorderResponse],
     ) -> pb.StopExpertRecorderResponse:
         """Later steps do not count."""
-        await asyncio.to_thread((await self._recorder(context)).stop)
+        await self._recorder(context)
+        await self._call(context, STOP)
         return pb.StopExpertRecorderResponse()
 
     async def DumpExpertRecorder(
@@ -165,6 +166,12 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         async with recorder_errors(context, grpc.StatusCode.FAILED_PRECONDITION):
             return await asyncio.to_thread(dumped, recorder, request.file_format)
         raise AssertionError("abort returned")
+
+    async def _call(
+        self, context: grpc.aio.ServicerContext[Any, Any], operation: str, argument: str = ""
+    ) -> None:
+        """Runs an operation of the engine on all ranks; returns when it has ended here. Raises its error."""
+        await asyncio.wrap_future((await self._ready(context)).engine.call(operation, argument))
 
     async def _recorder(self, context: grpc.aio.ServicerContext[Any, Any]) -> ExpertRecorder:
         recorder = (await self._ready(context)).recorder

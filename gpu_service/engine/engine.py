@@ -14,14 +14,14 @@ Invariants of overlapping (`overlap_loop`), with step N+1 launched before step N
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import structlog
 
 from gpu_service.batch import Batch
-from gpu_service.engine.inbox import Abort, Add, Flush, Inbox, Message, Stop
+from gpu_service.engine.inbox import Abort, Add, Call, Flush, Inbox, Message, Stop
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.loop import overlap_loop, synchronous_loop
 from gpu_service.engine.outputs import EngineLoad, EngineObserver, NullObserver, OutputDelta, delta_of
@@ -56,7 +56,9 @@ class Engine:
         overlap: bool = True,
         max_waiting: int = 1024,
         inbox: Inbox | None = None,
+        operations: Mapping[str, Callable[[str], None]] | None = None,
     ) -> None:
+        """`operations`: what `call` may run, by name; the same on every rank."""
         self.scheduler = scheduler
         self.load = EngineLoad(usable_pages=scheduler.cache.pool.usable)
         self._builder = builder
@@ -65,6 +67,7 @@ class Engine:
         self._observer = observer or NullObserver()
         self._max_waiting = max_waiting
         self._inbox = inbox or Inbox()
+        self._operations = dict(operations or {})
         self._stopping = False
         # Called once, by the engine thread, when every request has ended because no step can be computed.
         self.on_lost: Callable[[str], None] = lambda reason: None
@@ -107,6 +110,15 @@ class Engine:
         """Drops unheld prefixes before the next step; the future gets the number of pages freed."""
         done: Future[int] = Future()
         self._inbox.post(Flush(done))
+        return done
+
+    def call(self, operation: str, argument: str = "") -> Future[None]:
+        """Runs one of the `operations` between two steps, on every rank at the same place.
+
+        Whatever decides how a step is computed has to change this way. Its error goes to the future.
+        """
+        done: Future[None] = Future()
+        self._inbox.post(Call(operation, argument, done))
         return done
 
     # ---- used by the loops, in the engine thread ----
@@ -186,9 +198,19 @@ class Engine:
                 self._end([delta_of(request) for request in self.scheduler.abort(request_id)])
             case Flush(done):
                 done.set_result(self.scheduler.cache.flush())
+            case Call(operation, argument, ended):
+                self._operate(operation, argument, ended)
             case Stop():
                 self._stopping = True
         self._snapshot()
+
+    def _operate(self, operation: str, argument: str, ended: Future[None]) -> None:
+        try:
+            self._operations[operation](argument)
+        except Exception as error:  # it is the caller's, wherever that is
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
 
     def _fail(self, batch: Batch, message: str) -> None:
         """Ends the unfinished requests of a failed step; none of their uncommitted pages is kept."""

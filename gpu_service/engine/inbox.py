@@ -31,11 +31,20 @@ class Flush:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """Run a named operation between two steps, on every rank; the future gets its end on the caller's."""
+
+    operation: str
+    argument: str
+    done: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the engine thread."""
 
 
-Message = Add | Abort | Flush | Stop
+Message = Add | Abort | Flush | Call | Stop
 
 
 class Inbox:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_service.engine.inbox import Abort, Add, Flush, Message, Stop
+from gpu_service.engine.inbox import Abort, Add, Call, Flush, Message, Stop
 from gpu_service.request import Request, SamplingParams
 
 _LENGTH = struct.Struct("!I")
@@ -68,6 +68,8 @@ def _encode(message: Message, prompts: list[np.ndarray[Any, np.dtype[np.int32]]]
             return ["abort", request_id]
         case Flush():
             return ["flush"]
+        case Call(operation, argument):
+            return ["call", operation, argument]
         case Stop():
             return ["stop"]
 
@@ -80,6 +82,8 @@ def _decode(item: list[Any], prompts: _Prompts) -> Message:
             return Abort(request_id)
         case ["flush"]:
             return Flush(Future())
+        case ["call", str() as operation, str() as argument]:
+            return Call(operation, argument, Future())
         case ["stop"]:
             return Stop()
     raise ValueError(f"unknown message {item!r}")

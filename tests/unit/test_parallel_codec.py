@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_service.engine.inbox import Abort, Add, Flush, Message, Stop
+from gpu_service.engine.inbox import Abort, Add, Call, Flush, Message, Stop
 from gpu_service.parallel.codec import decode_messages, encode_messages
 from gpu_service.request import Request, SamplingParams
 
@@ -38,6 +38,7 @@ MESSAGES = (
     st.builds(Add, st.lists(REQUESTS, min_size=1, max_size=3).map(tuple))
     | st.builds(Abort, st.text(max_size=20))
     | st.builds(Flush, st.builds(Future))
+    | st.builds(Call, st.text(max_size=20), st.text(max_size=20), st.builds(Future))
     | st.builds(Stop)
 )
 FIELDS = ("request_id", "prompt_token_ids", "params", "index", "priority", "cache_namespace")
@@ -50,6 +51,8 @@ def facts(message: Message) -> object:
             return [[getattr(request, field) for field in FIELDS] for request in requests]
         case Abort(request_id):
             return request_id
+        case Call(operation, argument):
+            return operation, argument
     return type(message)
 
 
