@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -60,10 +61,16 @@ class CudaGraphs(GraphBackend):
         """See the base class."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        # Not torch's context manager: it gives the allocator's free blocks back to the device, and those are
+        # what later steps were promised. What is garbage must not be found while capturing.
+        gc.collect()
+        self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Threads that only watch the device (those of NCCL) may go on doing so: thread_local.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream.stream, capture_error_mode="thread_local"
-        ):
-            work()
+        with self._stream.active():
+            # Threads that only watch the device (those of NCCL) may go on doing so: thread_local.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         return _CudaGraph(graph)
