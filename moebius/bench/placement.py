@@ -52,7 +52,8 @@ def run(config: MoebiusConfig, options: PlacementOptions, json_file: Path | None
     from gpu_service.device.resolve import resolve_device
 
     config = with_room(config, options.engine)
-    bandwidths = measure_bandwidths(resolve_device(config.gpu), options.engine.probe_bytes)
+    device, ranks = resolve_device(config.gpu), config.parallel.tensor_parallel_size
+    bandwidths = measure_bandwidths(device, options.engine.probe_bytes, ranks)
     points: list[CurvePoint] = []
     with (
         tempfile.TemporaryDirectory(prefix="moebius-placement-") as directory,

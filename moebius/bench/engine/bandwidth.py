@@ -16,19 +16,20 @@ _GPU_BYTES = 2**30
 _GPU_PASSES = 10
 
 
-def measure_bandwidths(device: torch.device, cpu_bytes: int = 0) -> Bandwidths:
-    """Of all allowed CPUs, best of many ways to read; and of the GPU's memory. Prints both.
+def measure_bandwidths(device: torch.device, cpu_bytes: int = 0, gpus: int = 1) -> Bandwidths:
+    """Of all allowed CPUs, best of many ways to read; and of the memory of `gpus` GPUs. Prints both.
 
+    Tensor-parallel ranks read at once, stages one after another, so `gpus` is the number of the former.
     `cpu_bytes`: size of the buffer read; 0: several times the caches.
     """
     cpus = Topology.detect().usable_cpus()
     nbytes = cpu_bytes or probe_bytes(cache_bytes(cpus), available_memory())
     limit = BandwidthLimit("auto", list(cpus), nbytes)
     speed, pattern = limit.best
-    gpu = gpu_bandwidth(device) if device.type == "cuda" else None
+    gpu = gpus * gpu_bandwidth(device) if device.type == "cuda" else None
     print(f"memory read bandwidth of {len(cpus)} CPUs: {speed / 1e9:.1f} GB/s ({pattern})")
     if gpu is not None:
-        print(f"GPU memory bandwidth: {gpu / 1e9:.0f} GB/s (copying, bytes read and written)")
+        print(f"GPU memory bandwidth: {gpu / 1e9:.0f} GB/s (copying, read and written; {gpus} GPUs)")
     return Bandwidths(speed, gpu)
 
 

@@ -67,7 +67,7 @@ def run(config: MoebiusConfig, options: EngineBenchOptions, json_file: Path | No
 
     config = with_room(config, options)
     device = resolve_device(config.gpu)
-    bandwidths = measure_bandwidths(device, options.probe_bytes)
+    bandwidths = measure_bandwidths(device, options.probe_bytes, config.parallel.tensor_parallel_size)
     with running_servers(config) as servers, running_engine(servers.config) as engine:
         setting = make_setting(engine, servers, bandwidths)
         found = measure_all(engine, setting, options, str(device))
