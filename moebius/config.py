@@ -157,6 +157,11 @@ class ExpertConfig(Section):
         default="doorbell",
         description="How a GPU rings expert servers and waits: kernels, or stream memory operations",
     )
+    hand_off_copy_kib: int | None = Field(
+        default=None,
+        ge=0,
+        description="KiB of rows from which a GPU's copy engine moves them; unset: measured at start",
+    )
     mailbox_deadline_ms: int = Field(
         default=10000, ge=1, description="Longest wait for one expert answer, milliseconds"
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_service.device.resolve import resolve_device
 from gpu_service.device.stream import DeviceStream
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.factory import make_expert_client
@@ -69,7 +70,8 @@ def connect_experts(config: MoebiusConfig, moe: RankMoe | None, group: RankGroup
     placed = make_placement(config.placement, moe.geometry).resident
     if all(len(placed.get(layer, ())) == moe.geometry.num_experts for layer in moe.geometry.moe_layers):
         return None
-    client = make_expert_client(config, moe.geometry)
+    device = resolve_device(config.gpu, config.parallel.rank)
+    client = make_expert_client(config, moe.geometry, device)
     experts = group.experts(client, divides_rows=config.experts.expert_transport != "mailbox")
     assert experts is not None
     experts.wait_ready(config.supervisor.ready_timeout_s)

@@ -13,44 +13,76 @@ from gpu_service.experts.mailbox_client import MailboxExpertClient
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.mailbox import Mailbox, MailboxGeometry
-from moebius.mailbox_plan import activation_dtype, mailbox_geometry
+from moebius.mailbox_plan import activation_dtype, mailbox_geometry, slots_of
 
 ATTACH_TIMEOUT_S = 60.0
+CPU = torch.device("cpu")
 
 
-def make_expert_client(config: MoebiusConfig, geometry: MoeGeometry) -> ExpertClient:
+def make_expert_client(
+    config: MoebiusConfig, geometry: MoeGeometry, device: torch.device = CPU
+) -> ExpertClient:
     """A client of `config.experts.expert_transport`; servers need not be ready yet (`wait_ready`).
+
+    `device` is where its tensors are: on a GPU the mailbox is driven by kernels, the others by the host.
+    Of several ranks (`config.parallel`) each is another client of the mailbox; before the first submission
+    all must call `agree_with_ranks`.
 
     Raises ValueError naming a missing setting, MailboxError naming what does not fit, CheckpointError.
     """
-    return _TRANSPORTS[config.experts.expert_transport](config, geometry)
+    return _TRANSPORTS[config.experts.expert_transport](config, geometry, device)
 
 
 def _dtype(config: MoebiusConfig, geometry: MoeGeometry) -> torch.dtype:
     return torch.float32 if activation_dtype(config, geometry) == "float32" else torch.bfloat16
 
 
-def open_mailbox(name: str, geometry: MailboxGeometry) -> Mailbox:
+def open_mailbox(name: str, geometry: MailboxGeometry, client: int = 0, group: int = 0) -> Mailbox:
     """The supervisor's segment, or, where processes are started by hand, one made here.
 
     One made here stays when this process ends, so that a restarted engine finds the servers still
     attached; once nobody holds it any more, the next engine of that name replaces it.
     Raises MailboxError naming what does not fit.
     """
-    if Mailbox.is_stale(name) or not Mailbox.exists(name):
+    if (client, group) == (0, 0) and (Mailbox.is_stale(name) or not Mailbox.exists(name)):
         return Mailbox.create(name, geometry)
-    return Mailbox.attach(name, ATTACH_TIMEOUT_S, geometry)
+    return Mailbox.attach(name, ATTACH_TIMEOUT_S, geometry, client=client, group=group)
 
 
-def _mailbox(config: MoebiusConfig, geometry: MoeGeometry) -> ExpertClient:
+def _mailbox(config: MoebiusConfig, geometry: MoeGeometry, device: torch.device) -> ExpertClient:
     experts = config.experts
     if not experts.mailbox:
         raise ValueError("expert_transport is 'mailbox', but mailbox is empty: it names the shared memory")
-    mailbox = open_mailbox(experts.mailbox, mailbox_geometry(config, geometry))
-    return MailboxExpertClient(mailbox, geometry, experts.mailbox_deadline_ms)
+    stage, client = divmod(config.parallel.rank, config.parallel.tensor_parallel_size)
+    mailbox = open_mailbox(experts.mailbox, mailbox_geometry(config, geometry), client, stage)
+    if device.type == "cuda":
+        return _doorbell(config, geometry, device, mailbox)
+    return MailboxExpertClient(mailbox, geometry, experts.mailbox_deadline_ms, slots_of(config))
 
 
-def _grpc(config: MoebiusConfig, geometry: MoeGeometry) -> ExpertClient:
+def _doorbell(
+    config: MoebiusConfig, geometry: MoeGeometry, device: torch.device, mailbox: Mailbox
+) -> ExpertClient:
+    from gpu_service.experts.doorbell.client import DoorbellExpertClient
+    from gpu_service.experts.doorbell.cuda_launcher import CudaLauncher
+    from gpu_service.experts.doorbell.watch import Watch, watch_deadline_ms
+
+    experts, slots = config.experts, slots_of(config)
+    copy_kib = experts.hand_off_copy_kib
+    launcher = CudaLauncher(
+        mailbox,
+        device,
+        experts.mailbox_deadline_ms,
+        experts.signal,
+        None if copy_kib is None else copy_kib * 1024,
+        config.gpu.jit_cache_dir,
+    )
+    is_memops = experts.signal == "memops"
+    watch = Watch(mailbox, slots, watch_deadline_ms(experts.mailbox_deadline_ms, is_memops), is_memops)
+    return DoorbellExpertClient(mailbox, geometry, launcher, slots, experts.mailbox_deadline_ms, watch)
+
+
+def _grpc(config: MoebiusConfig, geometry: MoeGeometry, device: torch.device) -> ExpertClient:
     experts = config.experts
     if not experts.expert_addresses:
         raise ValueError("expert_transport is 'grpc', but expert_addresses is empty")
@@ -58,12 +90,12 @@ def _grpc(config: MoebiusConfig, geometry: MoeGeometry) -> ExpertClient:
     return GrpcExpertClient(experts.expert_addresses, geometry, dtype, experts.mailbox_deadline_ms)
 
 
-def _local(config: MoebiusConfig, geometry: MoeGeometry) -> ExpertClient:
+def _local(config: MoebiusConfig, geometry: MoeGeometry, device: torch.device) -> ExpertClient:
     dtype = _dtype(config, geometry)
     return LocalExpertClient(config.model.model, geometry, dtype, config.experts.expert_dtype)
 
 
-_TRANSPORTS: Mapping[str, Callable[[MoebiusConfig, MoeGeometry], ExpertClient]] = {
+_TRANSPORTS: Mapping[str, Callable[[MoebiusConfig, MoeGeometry, torch.device], ExpertClient]] = {
     "mailbox": _mailbox,
     "grpc": _grpc,
     "local": _local,

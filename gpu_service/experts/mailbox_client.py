@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +20,11 @@ from gpu_service.experts.client import (
 )
 from gpu_service.experts.trace_context import sampled_span_context
 from moebius.checkpoint.moe_config import MoeGeometry
-from moebius.mailbox import ExpertComputeError, Mailbox, ServerLost, ShutDown, StaleEpoch
+from moebius.mailbox import ExpertComputeError, Mailbox, MailboxError, ServerLost, ShutDown, StaleEpoch
+from moebius.mailbox_layout import MAX_SERVERS
 
+# `ClientFailure::kAbandoned` of layout.h: not the cause, which this client's own exception names.
+ABANDONED = 5
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -45,18 +49,42 @@ class MailboxTicket(Ticket):
 
 
 class MailboxExpertClient(ExpertClient):
-    """The mailbox's one client. More rows than a slot holds are pipelined over all slots."""
+    """One of the mailbox's clients. More rows than a slot holds are pipelined over all slots.
 
-    def __init__(self, mailbox: Mailbox, geometry: MoeGeometry, deadline_ms: int) -> None:
+    Several ranks are given the same submissions, and each brings and collects its own part of every slot's
+    rows. When one fails it tells its peers, whose waits end at once; all must then recover.
+    """
+
+    def __init__(
+        self, mailbox: Mailbox, geometry: MoeGeometry, deadline_ms: int, slots: range | None = None
+    ) -> None:
+        """`slots`: those of this client's group; None: all."""
         self.geometry = geometry
         self._mailbox = mailbox
         self._deadline_ms = deadline_ms
         self._dtype = TORCH_DTYPES[mailbox.geometry.dtype]
         self._max_rows = mailbox.geometry.max_rows
         self._generation = 0
-        self._free: deque[int] = deque(range(mailbox.geometry.num_slots))
+        self._slots = range(mailbox.geometry.num_slots) if slots is None else slots
+        self._free: deque[int] = deque(self._slots)
+        self._agree: Callable[[int], int] | None = None
         self._stats = ExpertClientStats()
         self._compute_ns = [0] * mailbox.geometry.num_servers
+
+    def agree_with_ranks(self, agree: Callable[[int], int]) -> None:
+        """See `ExpertClient.agree_with_ranks`."""
+        self._agree = agree
+        self._mailbox.kernel.claim(device=False)
+        self._start_over(agree)
+
+    def _start_over(self, agree: Callable[[int], int]) -> None:
+        """Epochs go on, on all ranks alike, beyond everything that any of them has rung."""
+        kernel = self._mailbox.kernel
+        if self._mailbox.client == 0:
+            kernel.abandon_requests(self._slots.start, len(self._slots))
+        # A barrier, too: until here a peer may still have had to be told that this rank gave up.
+        kernel.set_epoch(agree(kernel.highest_epoch()))
+        kernel.clear_failure()
 
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -97,7 +125,9 @@ class MailboxExpertClient(ExpertClient):
         if not isinstance(ticket, MailboxTicket) or ticket.generation != self._generation:
             raise ValueError("the ticket is not one of this client's since its last recovery")
         begin = time.perf_counter()
-        output = torch.empty((ticket.rows, self.geometry.hidden_size), dtype=torch.float32)
+        # Of several ranks each writes its own rows only.
+        make = torch.empty if self._mailbox.geometry.num_clients == 1 else torch.zeros
+        output = make((ticket.rows, self.geometry.hidden_size), dtype=torch.float32)
         collected = 0
         while collected < ticket.rows:
             if not ticket.chunks:
@@ -125,11 +155,21 @@ class MailboxExpertClient(ExpertClient):
                 chunk.slot, chunk.epoch, _address(output, chunk.begin), self._deadline_ms
             )
         except (ServerLost, StaleEpoch, ShutDown) as error:
+            self._tell_peers(error, chunk)
             raise ExpertUnavailable(error.server_index, str(error)) from error
         except ExpertComputeError as error:
+            self._tell_peers(error, chunk)
             raise ExpertComputeFailed(f"expert server {error.server_index}: {error}") from error
         for server, nanoseconds in enumerate(spent):
             self._compute_ns[server] += nanoseconds
+
+    def _tell_peers(self, error: MailboxError, chunk: Chunk) -> None:
+        """Ends the waits of ranks that share the slots: this one will not ring again in this step."""
+        if self._mailbox.geometry.num_clients == 1:
+            return
+        server = error.server_index if error.server_index >= 0 else MAX_SERVERS
+        layer = max(error.layer, 0)
+        self._mailbox.kernel.report_failure(ABANDONED, server, layer, chunk.slot, chunk.epoch)
 
     def wait_ready(self, timeout_s: float) -> None:
         """See `ExpertClient.wait_ready`."""
@@ -141,7 +181,9 @@ class MailboxExpertClient(ExpertClient):
     def recover(self, timeout_s: float) -> None:
         """See `ExpertClient.recover`. All slots are free afterwards: a new epoch overrides an old request."""
         self._generation += 1
-        self._free = deque(range(self._mailbox.geometry.num_slots))
+        self._free = deque(self._slots)
+        if self._agree is not None:
+            self._start_over(self._agree)
         self.wait_ready(timeout_s)
         self._stats.recoveries += 1
 

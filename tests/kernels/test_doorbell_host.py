@@ -32,14 +32,16 @@ def test_answers_are_added_for_any_rows(
     num_servers: int, source: str, carried: str, grid: int, block: int
 ) -> None:
     """No row, some, all that a slot holds, and more than all slots hold."""
-    with served_mailbox(geometry(num_servers, dtype=carried)) as box:
-        with doorbell_client(box, MODEL, grid=grid, block=block) as (client, _):  # noqa: SIM117
-            client.wait_ready(5)
-            for rows in (0, 1, 3, 7, 8, 40):
-                layer = Layer(rows, seed=rows, dtype=getattr(torch, source))
-                assert torch.equal(layer.run(client), layer.expected(num_servers))
-            assert client.failure() is None
-            assert client.stats().calls == 1 + 1 + 1 + 2 + 6
+    with (
+        served_mailbox(geometry(num_servers, dtype=carried)) as box,
+        doorbell_client(box, MODEL, grid=grid, block=block) as (client, _),
+    ):
+        client.wait_ready(5)
+        for rows in (0, 1, 3, 7, 8, 40):
+            layer = Layer(rows, seed=rows, dtype=getattr(torch, source))
+            assert torch.equal(layer.run(client), layer.expected(num_servers))
+        assert client.failure() is None
+        assert client.stats().calls == 1 + 1 + 1 + 2 + 6
 
 
 @pytest.mark.parametrize(("source", "carried"), [("float32", "bfloat16"), ("bfloat16", "float32")])

@@ -18,6 +18,15 @@ POLL_S = 0.01
 QUIET_POLLS = 100
 
 
+# A kernel has a deadline of its own, which should come first: it knows more.
+GRACE_MS = 1000
+
+
+def watch_deadline_ms(deadline_ms: int, is_memops: bool) -> int:
+    """What the watch allows where one answer may take `deadline_ms`."""
+    return deadline_ms if is_memops else deadline_ms + GRACE_MS
+
+
 class Watch:
     """Armed by each step; `reason` says why the device was told to give up."""
 

@@ -1,0 +1,206 @@
+"""Queues the doorbell kernels on torch's current CUDA stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from gpu_service.experts.doorbell import driver
+from gpu_service.experts.doorbell.compile import compiled
+from gpu_service.experts.doorbell.crossover import Crossover, measured_crossover
+from gpu_service.experts.doorbell.interface import (
+    PACK_CLEAR,
+    PACK_HIDDEN,
+    PACK_RING,
+    WAIT_ADD,
+    WAIT_ANSWERS,
+    Box,
+    State,
+    make_box,
+)
+from gpu_service.experts.doorbell.launcher import DoorbellLauncher
+from moebius.mailbox import Mailbox
+from moebius.mailbox_layout import offsets, row_begin
+
+U32, POINTER = ctypes.c_uint32, ctypes.c_uint64
+DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
+BLOCK = 512
+# Bytes that one block moves well: fewer blocks leave PCIe's latency uncovered, more only queue behind it.
+BLOCK_BYTES = 8192
+MAX_BLOCKS = 32
+
+# torch leaves these untyped.
+_cuda: Any = torch.cuda
+
+
+class CudaLauncher(DoorbellLauncher):
+    """Zero copy below a measured size, the copy engine from there on.
+
+    Everything a step will use is loaded and launched once here, so that nothing is loaded behind a wait.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        device: torch.device,
+        deadline_ms: int,
+        signal: Literal["doorbell", "memops"],
+        copy_bytes: int | None,
+        jit_cache_dir: str,
+    ) -> None:
+        """`copy_bytes`: from how many bytes of rows on the copy engine moves them; None: measured now.
+
+        Raises UserError when CUDA refuses the mailbox's memory, or NVRTC is missing.
+        """
+        self._device = device
+        self._mailbox = mailbox
+        self._is_memops = signal == "memops"
+        self._sizes = offsets()
+        _cuda.set_device(device)
+        self.state = torch.zeros(State.END, dtype=torch.int64, device=device)
+        major, minor = _cuda.get_device_capability(device)
+        module = driver.Module(compiled(f"sm_{major}{minor}", jit_cache_dir))
+        rows = (*(U32,) * 6,)
+        self._pack = module.kernel("pack_and_ring", Box, POINTER, POINTER, POINTER, *rows, U32)
+        self._add = module.kernel("wait_and_add", Box, POINTER, POINTER, *rows[:5])
+        self._memory = driver.RegisteredMemory(
+            mailbox.kernel.address, mailbox.nbytes, f"mailbox '{mailbox.name}'"
+        )
+        self.box = make_box(mailbox, self._memory.device_address, self.state.data_ptr(), deadline_ms)
+        geometry = mailbox.geometry
+        self._width = 2 if geometry.dtype == "bfloat16" else 4
+        most = row_begin(geometry.max_rows + geometry.num_clients - 1, 1, geometry.num_clients)
+        self._staged = torch.zeros(
+            (geometry.num_servers, most, geometry.hidden_size), dtype=torch.float32, device=device
+        )
+        self.crossover = Crossover(None, None)
+        self._touch_everything()
+        if copy_bytes is not None:
+            self.crossover = Crossover(copy_bytes, copy_bytes)
+        else:
+            self.crossover = measured_crossover(self, most)
+
+    def pack(
+        self,
+        slot: int,
+        layer: int,
+        rows: int,
+        begin: int,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ) -> None:
+        """See the base class."""
+        parts = PACK_RING | (PACK_CLEAR if self._is_memops else 0)
+        nbytes = hidden_states.numel() * self._width
+        if self.crossover.copies_request(nbytes) and hidden_states.element_size() == self._width:
+            self.copy_request(slot, begin, hidden_states)
+            nbytes = 0
+        else:
+            parts |= PACK_HIDDEN
+        self.launch_pack(slot, layer, rows, begin, hidden_states, topk_ids, topk_weights, parts, nbytes)
+
+    def launch_pack(
+        self,
+        slot: int,
+        layer: int,
+        rows: int,
+        begin: int,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        parts: int,
+        nbytes: int,
+    ) -> None:
+        """The kernel alone, sized for `nbytes`."""
+        pointers = (hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr())
+        code = DTYPE_CODES[hidden_states.dtype]
+        numbers = (code, slot, layer, rows, begin, hidden_states.shape[0], parts)
+        self._pack.launch(self._stream, _blocks(nbytes), BLOCK, self.box, *pointers, *numbers)
+
+    def copy_request(self, slot: int, begin: int, hidden_states: torch.Tensor) -> None:
+        """The hidden states by the copy engine; they have the mailbox's type."""
+        if hidden_states.numel() == 0:
+            return
+        row_bytes = self.box.hidden_size * self._width
+        place = self.box.requests + slot * self.box.request_stride + self._sizes["RequestHeader"]
+        target = self.box.base + place + begin * row_bytes
+        driver.copy(target, hidden_states.data_ptr(), hidden_states.shape[0] * row_bytes, self._stream)
+
+    def add(self, slot: int, layer: int, begin: int, partial: torch.Tensor) -> None:
+        """See the base class."""
+        if self._is_memops:
+            self._wait_for_flags(slot)
+        if not self.crossover.copies_response(partial.nbytes):
+            self.launch_add(slot, layer, begin, partial, WAIT_ANSWERS | WAIT_ADD, 0)
+            return
+        self.launch_add(slot, layer, begin, partial, WAIT_ANSWERS, 0)
+        self.copy_response(slot, begin, partial)
+        self.launch_add(slot, layer, begin, partial, WAIT_ADD, self._staged.data_ptr())
+
+    def launch_add(
+        self, slot: int, layer: int, begin: int, partial: torch.Tensor, parts: int, staged: int
+    ) -> None:
+        """The kernel alone."""
+        blocks = _blocks(partial.nbytes) if parts & WAIT_ADD else 1
+        numbers = (slot, layer, begin, partial.shape[0], parts)
+        self._add.launch(self._stream, blocks, BLOCK, self.box, partial.data_ptr(), staged, *numbers)
+
+    def copy_response(self, slot: int, begin: int, partial: torch.Tensor) -> None:
+        """Own rows of all servers' answers, by the copy engine, one after another into GPU memory."""
+        nbytes = partial.nbytes
+        first = (
+            self.box.base
+            + self.box.responses
+            + self._sizes["ResponseHeader"]
+            + begin * self.box.hidden_size * 4
+        )
+        for server in range(self.box.num_servers):
+            answer = first + (slot * self.box.num_servers + server) * self.box.response_stride
+            driver.copy(self._staged.data_ptr() + server * nbytes, answer, nbytes, self._stream)
+
+    def _wait_for_flags(self, slot: int) -> None:
+        flags = self.box.base + self.box.done_lines + self._sizes["DoneLine.answered"] + 4 * self.box.client
+        for server in range(self.box.num_servers):
+            line = (slot * self.box.num_servers + server) * self._sizes["DoneLine"]
+            driver.wait_until_equal(flags + line, 1, self._stream)
+
+    def set_words(self, first: int, values: Sequence[int]) -> None:
+        """See the base class; on the current stream."""
+        words = [value - 2**64 if value >= 2**63 else value for value in values]
+        self.state[first : first + len(words)].copy_(torch.tensor(words, dtype=torch.int64))
+
+    def synchronize(self) -> None:
+        """See the base class; all streams of the device."""
+        _cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """See the base class."""
+        self.synchronize()
+        self._memory.close()
+
+    @property
+    def scratch(self) -> torch.Tensor:
+        """float32 `[servers, rows, H]` that a step uses and measuring may."""
+        return self._staged
+
+    @property
+    def _stream(self) -> int:
+        return int(_cuda.current_stream(self._device).cuda_stream)
+
+    def _touch_everything(self) -> None:
+        """Launches each kernel with the error flag set, which makes it return at once."""
+        self.set_words(State.ERROR, [1])
+        rows = self._staged[0, :1]
+        routing = torch.zeros((1, self.box.top_k), dtype=torch.int32, device=self._device)
+        self.launch_pack(0, 0, 1, 0, rows, routing, routing, PACK_HIDDEN | PACK_RING, rows.nbytes)
+        self.launch_add(0, 0, 0, rows, WAIT_ANSWERS | WAIT_ADD, 0)
+        self.synchronize()
+        self.set_words(State.ERROR, [0])
+
+
+def _blocks(nbytes: int) -> int:
+    return min(max(-(-nbytes // BLOCK_BYTES), 1), MAX_BLOCKS)

@@ -1,0 +1,94 @@
+"""The few calls of CUDA's driver that torch does not offer; nothing here is imported without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from cuda.bindings import driver
+
+from moebius.errors import UserError
+
+
+class DriverError(RuntimeError):
+    """A call of CUDA's driver failed; the message names the call and CUDA's reason."""
+
+
+def checked(call: str, result: Any) -> Any:
+    """The values behind a call's status. Raises DriverError unless it succeeded."""
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise DriverError(f"{call}: {status.name}")
+    return values[0] if len(values) == 1 else None
+
+
+class RegisteredMemory:
+    """Host memory that the GPU reads and writes in place."""
+
+    def __init__(self, address: int, nbytes: int, what: str) -> None:
+        """Raises UserError with advice when CUDA refuses."""
+        flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        try:
+            checked("cuMemHostRegister", driver.cuMemHostRegister(address, nbytes, flags))
+        except DriverError as error:
+            raise UserError(
+                f"CUDA refuses to register {what} ({nbytes / 2**20:.0f} MiB): {error}. Allow locked memory"
+                " (ulimit -l unlimited; containers: --ulimit memlock=-1:-1), or take smaller mailbox_rows or"
+                " mailbox_slots, or expert_transport: grpc"
+            ) from error
+        self.address = address
+        self.device_address = int(
+            checked("cuMemHostGetDevicePointer", driver.cuMemHostGetDevicePointer(address, 0))
+        )
+
+    def close(self) -> None:
+        """No work that touches the memory may be under way."""
+        checked("cuMemHostUnregister", driver.cuMemHostUnregister(self.address))
+
+
+class Module:
+    """Compiled kernels in the current context, loaded completely: a first launch has nothing to load."""
+
+    def __init__(self, cubin: bytes) -> None:
+        self._module = checked("cuModuleLoadData", driver.cuModuleLoadData(cubin))
+
+    def kernel(self, name: str, *types: type[Any]) -> Kernel:
+        """A kernel whose parameters have these ctypes types."""
+        function = checked(
+            f"cuModuleGetFunction({name})", driver.cuModuleGetFunction(self._module, name.encode())
+        )
+        checked(f"cuFuncLoad({name})", driver.cuFuncLoad(function))
+        return Kernel(name, function, types)
+
+
+class Kernel:
+    """One function of a module."""
+
+    def __init__(self, name: str, function: Any, types: Sequence[type[Any]]) -> None:
+        self._name, self._function, self._types = name, function, types
+
+    def launch(self, stream: int, grid: int, block: int, *values: Any) -> None:
+        """Queues it; `values` in the order of its parameters, structures as they are, pointers as numbers."""
+        held = [
+            value if isinstance(value, kind) else kind(value)
+            for kind, value in zip(self._types, values, strict=True)
+        ]
+        pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
+        checked(
+            self._name,
+            driver.cuLaunchKernel(
+                self._function, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0
+            ),
+        )
+
+
+def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Queues a copy by the copy engine between registered host memory and GPU memory."""
+    checked("cuMemcpyAsync", driver.cuMemcpyAsync(target, source, nbytes, stream))
+
+
+def wait_until_equal(address: int, value: int, stream: int) -> None:
+    """Queues a stream memory operation: later work waits until the 32-bit word has the value. No deadline."""
+    flag = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+    checked("cuStreamWaitValue32", driver.cuStreamWaitValue32(stream, address, value, int(flag)))
