@@ -59,8 +59,10 @@ class MoE(nn.Module):
             partial = self.shared_experts(hidden_states, context)
         if resident is not None and share is not Share.NONE:
             partial = resident.forward(self.layer_id, hidden_states, topk_ids, topk_weights, partial)
+        # A client that the host drives may leave its answer there.
+        answer = collect(partial).to(hidden_states.device)
         # Every rank's answer has its own rows only, and what it computes itself its own neurons only.
-        return self._group.all_reduce(collect(partial)).to(hidden_states.dtype)
+        return self._group.all_reduce(answer).to(hidden_states.dtype)
 
     def _submit(
         self,
