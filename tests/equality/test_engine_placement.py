@@ -1,0 +1,124 @@
+"""Invariant: an engine's greedy tokens do not depend on where experts are, nor on their moving meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_service.experts.local_client import LocalExpertClient
+from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.experts.resident.make import make_resident_experts
+from moebius.config import ExpertConfig, MoebiusConfig, PlacementConfig
+from tests.equality.test_engine_real_model import config_for, engine_tokens, prompts
+from tests.helpers.expert_cluster import running_cluster
+from tests.helpers.tiny_models import TINY_MODELS, make_tiny_model
+
+MODEL = "glm4_moe"
+PLACEMENTS: list[dict[str, Any]] = [
+    {"gpu_experts": 3},
+    {"gpu_layers": "2"},
+    {"gpu_experts_ratio": 0.5, "placement_strategy": "random"},
+    {"gpu_experts_ratio": 0.7, "placement_strategy": "front-loading"},
+]
+
+
+def placed(config: MoebiusConfig, **placement: Any) -> MoebiusConfig:
+    """The configuration with some experts on the device."""
+    return config.model_copy(update={"placement": PlacementConfig(**placement)})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with shared experts and a dense first layer."""
+    directory = tmp_path_factory.mktemp("placement")
+    make_tiny_model(MODEL, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> list[list[int]]:
+    """Tokens with all experts on their servers."""
+    return engine_tokens(config_for(model), prompts(211))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: "-".join(map(str, p.values())))
+def test_tokens_are_the_same(model: Path, wanted: list[list[int]], placement: dict[str, Any]) -> None:
+    """Parts of layers, whole layers, anything between; the other part in process."""
+    assert engine_tokens(placed(config_for(model), **placement), prompts(211)) == wanted
+
+
+def test_everything_resident_needs_no_servers(model: Path, wanted: list[list[int]]) -> None:
+    """A plain engine: no expert transport is opened, so none need be there."""
+    config = config_for(model).model_copy(update={"experts": ExpertConfig(expert_transport="mailbox")})
+    assert engine_tokens(placed(config, gpu_experts_ratio=1.0), prompts(211)) == wanted
+
+
+def test_mailbox_servers_compute_the_rest(model: Path, wanted: list[list[int]], tmp_path: Path) -> None:
+    """The real servers, which never see a resident expert's id."""
+    with running_cluster(model, tmp_path, dtype="float32", split_count=2) as cluster:
+        experts = cluster.config.experts
+        config = config_for(model).model_copy(update={"experts": experts})
+        assert engine_tokens(placed(config, gpu_experts=5), prompts(211)) == wanted
+
+
+def test_experts_move_under_a_running_engine(
+    model: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots change before nearly every step; expert servers are asked for just what is not resident."""
+    made: list[ResidentExperts] = []
+
+    def noted(*arguments: Any) -> ResidentExperts:
+        resident = make_resident_experts(*arguments)
+        assert resident is not None
+        made.append(resident)
+        return resident
+
+    monkeypatch.setattr("gpu_service.assembly.experts.make_resident_experts", noted)
+    asked: set[tuple[int, int]] = set()
+    submit = LocalExpertClient.submit
+
+    def noting(self: Any, layer: int, hidden: Any, ids: Any, weights: Any) -> Any:
+        asked.update((layer, expert) for expert in ids.flatten().tolist() if expert >= 0)
+        assert not set(ids.flatten().tolist()) & set(made[0].experts(layer))
+        return submit(self, layer, hidden, ids, weights)
+
+    monkeypatch.setattr(LocalExpertClient, "submit", noting)
+    ended, moved = threading.Event(), 0
+
+    def moves() -> Iterator[tuple[int, int, int]]:
+        number = 0
+        while True:
+            for layer in (1, 2):
+                yield layer, number % 2, (number * 3 + 2 * (number % 2)) % 10
+            number += 1
+
+    def move() -> None:
+        nonlocal moved
+        for layer, slot, expert in moves():
+            if ended.is_set():
+                return
+            if not made:
+                ended.wait(0.01)
+                continue
+            done = made[0].schedule(layer, slot, expert)
+            while not done.done() and not ended.is_set():
+                ended.wait(0.001)
+            if done.done() and done.exception() is None:
+                moved += 1
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    try:
+        assert engine_tokens(placed(config_for(model), gpu_experts=2), prompts(211)) == wanted
+    finally:
+        ended.set()
+        mover.join()
+    made[0].check_integrity()
+    assert moved > 10
+    experts = int(TINY_MODELS[MODEL].changes["n_routed_experts"])
+    assert {layer for layer, _ in asked} == {1, 2}
+    assert all(expert < experts for _, expert in asked)
