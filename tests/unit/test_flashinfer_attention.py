@@ -18,6 +18,7 @@ from gpu_service.attention.flashinfer_backend.pages import list_pages, page_boun
 from gpu_service.attention.flashinfer_backend.sizes import captured_bytes, eager_bytes
 from gpu_service.attention.flashinfer_backend.staging import PlanStaging
 from gpu_service.attention.flashinfer_backend.support import unsupported_device, unsupported_types
+from gpu_service.attention.mla import flashinfer_backend as latent_backend
 from gpu_service.attention.mla.flashinfer_backend import FlashInferMlaAttention
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.fp8 import E4M3
@@ -220,3 +221,12 @@ def test_latent_pages_that_flashinfer_lacks_are_said() -> None:
     assert "(24, 8)" in FlashInferMlaAttention.unsupported(TINY, odd.cache)
     wide = make_mla_case(DEEPSEEK, [(1, 1)])
     assert "float32" in FlashInferMlaAttention.unsupported(DEEPSEEK, wide.cache)
+
+
+def test_a_newer_interface_of_latent_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.7 keeps the names but moved the memory that plans are staged in."""
+    case = make_mla_case(DEEPSEEK, [(1, 1)], dtype=torch.float16)
+    monkeypatch.setattr(latent_backend, "unsupported_device", lambda device: "")
+    assert FlashInferMlaAttention.unsupported(DEEPSEEK, case.cache) == ""
+    monkeypatch.setattr(fake_attention_library.mla, "MLAPlanMetadata", object, raising=False)
+    assert "supported: flashinfer-python 0.6.13" in FlashInferMlaAttention.unsupported(DEEPSEEK, case.cache)

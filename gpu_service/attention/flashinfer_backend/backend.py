@@ -28,24 +28,36 @@ from gpu_service.cache.kv_cache import KVCache
 from gpu_service.model_config import ModelConfig
 
 # FlashInfer's kernels for Ampere serve decode, paged and ragged steps from one compiled module; those for
-# Hopper ("fa3") are another minute of compiling, and pay only where long prompts dominate.
-KERNELS = "fa2"
+# Hopper ("fa3", chunks only) are another minute of compiling, and pay only where long prompts dominate.
+DECODE_KERNELS = "fa2"
+CHUNK_KERNELS = "fa2"
 # Query heads per KV head from which decode is faster on tensor cores; other sizes have no kernel without.
 _SCALAR_GROUPS = (1, 2, 3)
 
 
 class FlashInferAttention(AttentionBackend):
-    """See the module's docstring. `deterministic` keeps every request's keys in one piece."""
+    """See the module's docstring.
+
+    `deterministic` keeps every request's keys in one piece; `chunk_kernels` is "fa2" or "fa3" (Hopper);
+    `events` makes what `torch.cuda.Event` makes, for tests.
+    """
 
     captures = True
 
     def __init__(
-        self, config: ModelConfig, kv_cache: KVCache, deterministic: bool = False, events: Any = None
+        self,
+        config: ModelConfig,
+        kv_cache: KVCache,
+        deterministic: bool = False,
+        chunk_kernels: str = CHUNK_KERNELS,
+        events: Any = None,
     ) -> None:
         super().__init__(config, kv_cache)
         import flashinfer
 
         self._library: Any = flashinfer
+        # Kernels for Hopper never split keys and know no such option.
+        self._pieces = {"disable_split_kv": deterministic} if chunk_kernels == "fa2" else {}
         self._deterministic = deterministic
         self._group = config.num_heads // kv_cache.num_kv_heads
         self._sizes = config.num_heads, kv_cache.num_kv_heads, config.head_dim
@@ -54,14 +66,14 @@ class FlashInferAttention(AttentionBackend):
         results = self._staging.results
         self._decode = self._adopt(
             flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                results, "NHD", use_tensor_cores=self._tensor_cores, backend=KERNELS
+                results, "NHD", use_tensor_cores=self._tensor_cores, backend=DECODE_KERNELS
             )
         )
         self._paged = self._adopt(
-            flashinfer.BatchPrefillWithPagedKVCacheWrapper(results, "NHD", backend=KERNELS)
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper(results, "NHD", backend=chunk_kernels)
         )
         self._ragged = self._adopt(
-            flashinfer.BatchPrefillWithRaggedKVCacheWrapper(results, "NHD", backend=KERNELS)
+            flashinfer.BatchPrefillWithRaggedKVCacheWrapper(results, "NHD", backend=chunk_kernels)
         )
         self._captured: dict[int, Any] = {}
         self._wrapper: Any = None  # the one the last plan chose
@@ -175,7 +187,7 @@ class FlashInferAttention(AttentionBackend):
                 paged_kv_indptr_buffer=buffer(num_requests + 1),
                 paged_kv_indices_buffer=buffer(num_requests * max_pages),
                 paged_kv_last_page_len_buffer=buffer(num_requests),
-                backend=KERNELS,
+                backend=DECODE_KERNELS,
             )
         )
 
@@ -212,7 +224,7 @@ class FlashInferAttention(AttentionBackend):
             *self._sizes,
             self.kv_cache.page_size,
             causal=True,
-            disable_split_kv=self._deterministic,
+            **self._pieces,
             **self._types(),
         )
         self._wrapper = self._paged
@@ -226,7 +238,7 @@ class FlashInferAttention(AttentionBackend):
             starts,
             *self._sizes,
             causal=True,
-            disable_split_kv=self._deterministic,
+            **self._pieces,
             **self._types(),
         )
         self._wrapper = self._ragged

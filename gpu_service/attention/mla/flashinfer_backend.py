@@ -59,7 +59,7 @@ class FlashInferMlaAttention(MlaAttentionBackend):
             return f"FlashInfer's latent attention is not used with pages of {cache.storage_dtype}"
         if sizes != LATENT_DIMS:
             return f"FlashInfer has kernels for latents of {LATENT_DIMS} elements, not {sizes}"
-        return unsupported_device(cache.device)
+        return unsupported_device(cache.device) or _unsupported_interface()
 
     def plan(self, inputs: ForwardInputs) -> None:
         """See the base class."""
@@ -182,3 +182,11 @@ class FlashInferMlaAttention(MlaAttentionBackend):
             kv_data_type=self.cache.dtype,
         )
         self._wrapper = self._ragged
+
+
+def _unsupported_interface() -> str:
+    import flashinfer
+
+    if hasattr(flashinfer.mla, "MLAPlanMetadata"):
+        return "this FlashInfer plans latent attention in the way of 0.7; supported: flashinfer-python 0.6.13"
+    return ""
