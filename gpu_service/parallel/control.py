@@ -108,7 +108,7 @@ class RankControl:
     def _value(self, peer: int) -> Any:
         value = self._values[peer].get()
         if value is None:
-            raise GroupLost(self._lost)
+            raise GroupLost(self._lost or f"rank {peer} has left")
         return value
 
     def _send(self, peer: int, kind: Kind, payload: bytes) -> None:
@@ -129,7 +129,7 @@ class RankControl:
                     self._left(peer)
                     return
                 self._accept(peer, kind, payload)
-        except WireError as error:
+        except (WireError, ValueError) as error:
             if not self._closing.is_set():
                 self._lose(f"rank {peer}: {error}")
 
@@ -153,11 +153,14 @@ class RankControl:
                 _try_send(connection, Kind.HEARTBEAT)
 
     def _left(self, peer: int) -> None:
-        """A rank ended in order. Whoever still waits for something of it waits in vain."""
-        self._lost = self._lost or f"rank {peer} has left"
-        self._values[peer].put(None)
+        """A rank ended in order. Whoever still waits for something of it waits in vain.
+
+        For rank 0 that is no loss: it may still be telling the others to end, too.
+        """
         if peer == 0:
+            self._lost = self._lost or "rank 0 has left"
             self._messages.put(None)
+        self._values[peer].put(None)
 
     def _lose(self, reason: str, own: bool = False) -> None:
         with self._losing:

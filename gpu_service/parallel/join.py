@@ -21,11 +21,13 @@ from moebius.config import MoebiusConfig, ParallelConfig
 from moebius.errors import PEER_LOST_EXIT, ConfigError
 
 _log = structlog.get_logger(__name__)
+# Collectives wait this many times as long as heartbeats: a rank may compile kernels inside its first steps
+# while the others wait. That it is alive is the heartbeats' business.
+_COLLECTIVE_PATIENCE = 5
 # Settings that ranks of one group may differ in: a rank's own, and what only rank 0 uses.
 _OWN_LEAVES = {
     "parallel": {"rank"},
     "gpu": {"gpu_metrics_port", "gpu_address", "gpu_threads"},
-    "experts": {"mailbox"},
 }
 _OWN_SECTIONS = {"gateway", "supervisor", "telemetry"}
 
@@ -81,7 +83,9 @@ def join_group(
     connections, told = meet(meeting, welcome)
     control = RankControl(place.rank, place.size, connections, settings.rank_timeout_s, on_lost)
     store = _store(host, told["store_port"], place.size, listener, settings.rank_timeout_s)
-    parallel, agreement = make_process_groups(place, store, device, settings.rank_timeout_s)
+    parallel, agreement = make_process_groups(
+        place, store, device, settings.rank_timeout_s * _COLLECTIVE_PATIENCE
+    )
     _log.info("joined the group of ranks", rank=place.rank, ranks=place.size, device=str(device))
     return ProcessRankGroup(parallel, control, agreement)
 

@@ -16,6 +16,7 @@ from gpu_service.build import Built, WarmUpGate, build_engine
 from gpu_service.engine.outputs import OutputDelta
 from gpu_service.metrics import EngineMetrics
 from gpu_service.parallel.follower import run_follower
+from gpu_service.recorder_calls import START, STOP
 from gpu_service.request import Request, SamplingParams
 from gpu_service.telemetry import EngineTelemetry
 from moebius.config import (
@@ -122,7 +123,7 @@ class Script:
         return [_outcome(request) for request in requests]
 
     def run_cases(self) -> dict[str, list[Outcome]]:
-        """Mixed chunked batches, prefix hits, seeds and penalties, log-probabilities, an abort, a flush."""
+        """Mixed chunked batches, prefix hits, seeds and penalties, scores, an abort, a flush, a recording."""
         prompts = [
             [(i * 37 + k * k * 5 + k) % (self.vocab_size - 3) + 3 for k in range(n)]
             for i, n in enumerate(LENGTHS)
@@ -143,7 +144,11 @@ class Script:
         aborted = self.wait([long])[0]
         cases["aborted"] = [Outcome([], aborted.finish_reason, 0), *self.wait([beside])]
         assert self.built.engine.flush().result(WAIT_S) > 0
+        assert self.built.recorder is not None
+        self.built.engine.call(START, "stat").result(WAIT_S)
         cases["flushed"] = self.wait([self.submit(f"e{i}", p) for i, p in enumerate(prompts)])
+        self.built.engine.call(STOP).result(WAIT_S)
+        cases["recorded"] = [Outcome([self.built.recorder.dump().tokens], "", 0)]
         return cases
 
     def close(self) -> None:

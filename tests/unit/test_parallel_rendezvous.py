@@ -101,6 +101,16 @@ def test_leaving_in_order_is_no_loss(trio: Trio) -> None:
     assert all(lost.empty() for lost in told)
 
 
+def test_rank_zero_outlives_the_others(trio: Trio) -> None:
+    """A rank may have left after the last message while another is still to be sent it."""
+    controls, told = trio
+    controls[1].close()
+    time.sleep(0.1)
+    controls[0]._send(2, Kind.MESSAGES, b"the end")
+    assert controls[2].next_messages() == b"the end"
+    assert all(lost.empty() for lost in told)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
