@@ -34,7 +34,7 @@ def steps_trace(count: int, gap: float = 5.0) -> list[dict[str, Any]]:
         events += [
             event("cuda_runtime", "cudaGraphLaunch", at - 300, 8, graph),
             event("kernel", "attention", at, 500, graph),
-            event("kernel", "wait_for_experts", at + 400, 400, graph),
+            event("kernel", "wait_and_add", at + 400, 400, graph),
             event("gpu_memcpy", "Memcpy DtoH", at + 800, 10, graph),
             event("cuda_runtime", "cudaLaunchKernel", at - 200, 5, single),
             event("kernel", "sample", at + 812, STEP_US - gap - 812, single),
@@ -52,9 +52,10 @@ def test_work_is_counted_per_step() -> None:
     found = report(steps_trace(14))
     assert (found.steps, found.step_microseconds) == (10, STEP_US)
     assert (found.kernels_per_step, found.kernels_outside_graphs_per_step, found.copies_per_step) == (3, 1, 1)
+    assert (found.ring_microseconds, found.wait_microseconds) == (0, 400)
     assert found.gpu_busy_share == pytest.approx(1 - 7 / STEP_US)
     assert found.largest_gap_microseconds == pytest.approx(5)
-    assert list(found.longest_kernels) == ["attention", "wait_for_experts", "sample"]
+    assert list(found.longest_kernels) == ["attention", "wait_and_add", "sample"]
     assert found.passed
 
 

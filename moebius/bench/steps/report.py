@@ -12,6 +12,8 @@ from moebius.bench.steps.trace import (
     GPU_CATEGORIES,
     HOST_CATEGORIES,
     HOST_FUNCTIONS,
+    RING,
+    WAIT,
     GraphRun,
     Span,
     busy_intervals,
@@ -43,7 +45,11 @@ class StepsReport:
     # Of these, launched by themselves, between graphs.
     kernels_outside_graphs_per_step: float
     copies_per_step: float
+    # Waiting for expert servers counts as work: a kernel spins.
     gpu_busy_share: float
+    # Per step: handing rows to expert servers, and waiting for their answers.
+    ring_microseconds: float
+    wait_microseconds: float
     # Longest idle time between one graph's last work and the next one's first, other GPU work taken out.
     largest_gap_microseconds: float
     gaps_over_limit: list[Gap]
@@ -85,6 +91,8 @@ def summarise(spans: Sequence[Span], steps: int) -> StepsReport:
         kernels_outside_graphs_per_step=max(0, len(kernels) - in_graphs) / steps,
         copies_per_step=(len(gpu) - len(kernels)) / steps,
         gpu_busy_share=sum(min(last, end) - first for first, last in busy) / (end - begin),
+        ring_microseconds=_time_in(kernels, RING) / steps,
+        wait_microseconds=_time_in(kernels, WAIT) / steps,
         largest_gap_microseconds=max(gap.microseconds for gap in gaps),
         gaps_over_limit=[gap for gap in gaps if gap.microseconds > GAP_LIMIT_US],
         host_functions=_calls(within, HOST_FUNCTIONS),
@@ -105,6 +113,10 @@ def _gaps(runs: Sequence[GraphRun], busy: Sequence[tuple[float, float]]) -> list
             at = max(at, last)
         found.append(Gap(number, max(longest, late.begin - at)))
     return found
+
+
+def _time_in(kernels: Sequence[Span], name: str) -> float:
+    return sum(span.end - span.begin for span in kernels if span.name.startswith(name))
 
 
 def _calls(spans: Sequence[Span], parts: Sequence[str]) -> dict[str, int]:
@@ -129,6 +141,8 @@ def table(report: StepsReport) -> str:
         ("  outside graphs", f"{report.kernels_outside_graphs_per_step:.1f}"),
         ("copies per step", f"{report.copies_per_step:.1f}"),
         ("GPU busy", f"{report.gpu_busy_share:.1%}"),
+        ("  handing rows to experts", f"{report.ring_microseconds:.1f} us per step"),
+        ("  waiting for experts", f"{report.wait_microseconds:.1f} us per step"),
         ("largest gap between graphs", f"{report.largest_gap_microseconds:.1f} us"),
         (f"gaps over {GAP_LIMIT_US:.0f} us", f"{len(report.gaps_over_limit)}"),
         ("host functions", _named(report.host_functions)),

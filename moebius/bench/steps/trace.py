@@ -22,6 +22,9 @@ HOST_FUNCTIONS = ("LaunchHostFunc", "StreamAddCallback", "GraphAddHostNode")
 # Calls that make the host wait for the GPU or allocate.
 BLOCKING = ("Synchronize", "cudaMalloc", "cudaFree", "cuMemAlloc", "cuMemFree")
 
+# Kernels of the hand-off to expert servers (gpu_service/experts/doorbell/doorbell.cu).
+RING, WAIT = "pack_and_ring", "wait_and_add"
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
