@@ -1,0 +1,120 @@
+"""Guards the launching path: nothing of a step may ask the device for a value, or the host would wait for it.
+
+On a CPU such questions cost nothing and are easily written; here every operation that answers one raises.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpu_service.device.stream import HostDeviceStream
+from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.request import Request, SamplingParams
+from tests.helpers.capturable_attention import CapturableAttention
+from tests.helpers.device_experts import DenseExperts
+from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
+from tests.helpers.tiny_models import make_tiny_model
+
+# Operations whose result, or the shape of it, depends on values: each is a wait on a GPU.
+ASKING = {
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::nonzero",
+    "aten::nonzero_numpy",
+    "aten::argwhere",
+    "aten::masked_select",
+    "aten::bincount",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::repeat_interleave",
+}
+
+
+class NoQuestions(TorchDispatchMode):
+    """Raises at an operation that would make the host wait."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        # With one argument, `where` is `nonzero`.
+        if name in ASKING or (name == "aten::where" and len(args) == 1):
+            raise AssertionError(f"{name} makes the host wait for the device")
+        indices = args[1] if name in ("aten::index", "aten::index_put_", "aten::index_put") else ()
+        if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+            raise AssertionError(f"{name} with a mask makes the host wait for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_guard_sees_what_it_should(inference: bool) -> None:
+    """Each of the usual ways of asking is caught, also where torch does not take operations apart."""
+    values = torch.arange(4)
+    questions = [
+        lambda: values.sum().item(),
+        lambda: bool(values[0] == 0),
+        lambda: values.nonzero(),
+        lambda: values.nonzero(as_tuple=True),
+        lambda: torch.argwhere(values),
+        lambda: torch.where(values > 1),
+        lambda: int(values[1]),
+        lambda: values[values > 1],
+        lambda: values.bincount(),
+        lambda: torch.equal(values, values),
+    ]
+    for ask in questions:
+        with pytest.raises(AssertionError, match="wait"), torch.inference_mode(inference), NoQuestions():
+            ask()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+def test_no_step_asks_the_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill chunks, mixed batches and decode steps, with everything that the sampler can do."""
+    make_tiny_model(name, tmp_path)
+    model = tiny_model(tmp_path, torch.device("cpu"))
+    experts = DenseExperts(tmp_path, {"qwen3_moe": 7, "glm4_moe": 10}[name])
+    original, steps = ModelRunner.run, [0]
+
+    def run(runner: ModelRunner, plan: Any) -> Any:
+        steps[0] += 1
+        with NoQuestions():
+            return original(runner, plan)
+
+    def tolist(tensor: torch.Tensor) -> list[Any]:
+        raise AssertionError("tolist makes the host wait for the device")
+
+    def guarded(runner: ModelRunner, plan: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", tolist)
+            return run(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "run", guarded)
+    everything = SamplingParams(
+        temperature=0.9,
+        top_p=0.9,
+        top_k=20,
+        min_p=0.01,
+        presence_penalty=0.5,
+        frequency_penalty=0.2,
+        repetition_penalty=1.2,
+        logit_bias=((5, 1.0),),
+        min_tokens=3,
+        logprobs=2,
+        prompt_logprobs=1,
+        max_tokens=6,
+    )
+    plain = SamplingParams(temperature=1.0, max_tokens=6)
+    greedy = SamplingParams(temperature=0.0, max_tokens=6)
+    requests = [
+        Request(f"r{i}", [3 + (i * 37 + k * 5) % 200 for k in range(4 + 15 * i)], params)
+        for i, params in enumerate((greedy, everything, plain, everything))
+    ]
+    with tiny_engine(model, experts, HostDeviceStream(), CapturableAttention, Setup()) as engine:
+        engine.run(requests)
+    assert steps[0] > 6
