@@ -95,6 +95,12 @@ class ResidentExperts:
         """
         return self._kernels.forward(self._slots[layer], hidden_states, topk_ids, topk_weights, partial)
 
+    def warm_up(self, max_rows: int, dtype: torch.dtype) -> None:
+        """Compiles every kernel that steps of up to `max_rows` rows may need, once for each format."""
+        kinds = {slots.kind: slots for slots in self._slots.values()}
+        for slots in kinds.values():
+            self._kernels.warm_up(slots, max_rows, dtype)
+
     def assign(self, layer: int, slot: int, expert: int | None, packed: torch.Tensor | None = None) -> None:
         """Replaces what a slot holds by `expert`; None empties it. Between steps, on the engine's stream.
 

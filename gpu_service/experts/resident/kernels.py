@@ -41,6 +41,10 @@ class ResidentKernels(ABC):
         resident, -1 too, are skipped. A float32 `partial` is added to in place and returned.
         """
 
+    def warm_up(self, slots: LayerSlots, max_rows: int, dtype: torch.dtype) -> None:
+        """Compiles what `forward` may need for layers of this format, and up to so many rows of a dtype."""
+        return
+
 
 class TorchResidentKernels(ResidentKernels):
     """The reference: float32 throughout, expert after expert. Reads ids on the host."""

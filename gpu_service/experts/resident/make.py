@@ -6,8 +6,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import structlog
 import torch
@@ -51,7 +53,9 @@ def make_resident_experts(
         for layer, experts in chosen.items()
     }
     _load(source, slots, chosen, config.experts.max_requantise_error)
-    return ResidentExperts(source, slots, make_kernels(geometry, device))
+    resident = ResidentExperts(source, slots, make_kernels(geometry, device))
+    resident.warm_up(config.gpu.max_num_batched_tokens, compute_dtype)
+    return resident
 
 
 def resident_bytes(
@@ -105,8 +109,10 @@ def _load(
     errors: dict[int, list[float]] = {layer: [0.0, 0.0] for layer in chosen}
     lock = threading.Lock()
 
+    active = _stream_of(next(iter(slots.values())).weights.device)
+
     def load_some() -> None:
-        with MappedReader() as reader:
+        with active(), MappedReader() as reader:
             while True:
                 with lock:
                     item = next(work, None)
@@ -134,6 +140,14 @@ def _load(
         gib=round(sum(s.weights.nbytes for s in slots.values()) / 2**30, 3),
         seconds=round(time.monotonic() - started, 2),
     )
+
+
+def _stream_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the caller's current stream another thread's: slots are filled in the order they were made."""
+    if device.type != "cuda":
+        return nullcontext
+    stream = torch.cuda.current_stream(device)
+    return lambda: torch.cuda.stream(stream)
 
 
 def _check_errors(errors: dict[int, list[float]], max_error: float) -> None:

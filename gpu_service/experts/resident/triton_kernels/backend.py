@@ -72,6 +72,16 @@ class TritonResidentKernels(ResidentKernels):
         )
         return result
 
+    def warm_up(self, slots: LayerSlots, max_rows: int, dtype: torch.dtype) -> None:
+        """See the base class: a call for each kind of tile, and one for few rows. No id is chosen."""
+        geometry, device = self._geometry, slots.weights.device
+        for rows_ in launch.sizes_to_warm_up(geometry.num_experts, geometry.top_k, self._few_rows, max_rows):
+            ids = torch.full((rows_, geometry.top_k), -1, dtype=torch.int32, device=device)
+            hidden_states = torch.zeros((rows_, geometry.hidden_size), dtype=dtype, device=device)
+            weights = torch.zeros(ids.shape, dtype=torch.float32, device=device)
+            for partial in (None, hidden_states, hidden_states.float()):
+                self.forward(slots, hidden_states, self.cpu_ids(slots, ids), weights, partial)
+
     def _by_rows(
         self,
         slots: LayerSlots,
@@ -200,8 +210,8 @@ def align(
         pairs,
         block_slots,
         count,
-        SLOTS=slots.count,
-        SLOTS_POW2=next_power_of_2(slots.count),
+        slots.count,
+        MAX_SLOTS=next_power_of_2(slots.slot_of_expert.shape[0]),
         BLOCK=rows_per_block,
         CHUNK=_CHUNK,
     )

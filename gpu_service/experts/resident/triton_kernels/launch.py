@@ -48,6 +48,18 @@ def tile(pairs: int, num_experts: int) -> Tile:
     return Tile(64, 64, 4) if mean <= 128 else Tile(128, 64, 8)
 
 
+def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int) -> list[int]:
+    """Row counts up to `max_rows` that between them launch every kernel which any such count does."""
+    largest: dict[Tile, int] = {}
+    rows = min(max_rows, few_rows + 1)
+    while rows <= max_rows:
+        largest[tile(rows * top_k, num_experts)] = rows
+        rows *= 2
+    if max_rows > few_rows:
+        largest[tile(max_rows * top_k, num_experts)] = max_rows
+    return [min(few_rows, max_rows), *largest.values()]
+
+
 def max_blocks(pairs: int, slots: int, rows: int) -> int:
     """Blocks of `rows` pairs that any routing fits into."""
     return pairs // rows + min(slots, pairs)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from gpu_service.experts.resident.triton_kernels.jit import jit_any_count
 from gpu_service.experts.resident.triton_kernels.rows import slot_of
 from gpu_service.ops.triton.jit import jit
 
 
-@jit
+@jit_any_count
 def cpu_ids_kernel(ids, slot_of_expert, output, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """output = ids, -1 where the expert is in a slot."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -30,7 +31,7 @@ def _slots_of(ids, slot_of_expert, pair, count):  # type: ignore[no-untyped-def]
     return tl.load(slot_of_expert + tl.maximum(expert, 0), mask=held & (expert >= 0), other=-1)
 
 
-@jit
+@jit_any_count
 def count_pairs(ids, slot_of_expert, counts, count, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Program (slot): int32 counts[slot], its pairs."""
     slot = tl.program_id(0)
@@ -41,9 +42,9 @@ def count_pairs(ids, slot_of_expert, counts, count, CHUNK: tl.constexpr):  # typ
     tl.store(counts + slot, tl.sum(total, 0))
 
 
-@jit
+@jit_any_count
 def place_pairs(  # type: ignore[no-untyped-def]
-    ids, slot_of_expert, counts, pairs, block_slots, count, SLOTS: tl.constexpr, SLOTS_POW2: tl.constexpr,
+    ids, slot_of_expert, counts, pairs, block_slots, count, num_slots, MAX_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program (slot): writes its pairs, in their order, and which slot each of its blocks belongs to.
@@ -51,8 +52,8 @@ def place_pairs(  # type: ignore[no-untyped-def]
     `pairs` must hold `count` (no pair) and `block_slots` -1 (no slot) everywhere.
     """
     slot = tl.program_id(0)
-    every = tl.arange(0, SLOTS_POW2)
-    blocks = (tl.load(counts + every, mask=every < SLOTS, other=0) + BLOCK - 1) // BLOCK
+    every = tl.arange(0, MAX_SLOTS)
+    blocks = (tl.load(counts + every, mask=every < num_slots, other=0) + BLOCK - 1) // BLOCK
     first_block = tl.sum(tl.where(every < slot, blocks, 0), 0)
     own_blocks = tl.sum(tl.where(every == slot, blocks, 0), 0)
     for block in range(own_blocks):

@@ -15,6 +15,7 @@ from gpu_service.experts.resident.triton_kernels.elements import (
     load_scales,
     scale_index,
 )
+from gpu_service.experts.resident.triton_kernels.jit import jit_any_count
 from gpu_service.ops.triton.jit import jit
 
 
@@ -64,7 +65,7 @@ def finish(total, floats, panel, column, PANEL: tl.constexpr):  # type: ignore[n
     return total
 
 
-@jit
+@jit_any_count
 def gate_up_tiles(  # type: ignore[no-untyped-def]
     x, words, scales, bytes_, floats, pairs, block_slots, neurons, count, alpha, limit,
     TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, NEURON_COLUMNS: tl.constexpr, PANEL: tl.constexpr,
@@ -98,7 +99,7 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
     tl.store(target, value.to(neurons.dtype.element_ty), mask=held[:, None] & inside[None, :])
 
 
-@jit
+@jit_any_count
 def down_tiles(  # type: ignore[no-untyped-def]
     neurons, words, scales, bytes_, floats, pairs, block_slots, outputs, count,
     EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr, NEURON_COLUMNS: tl.constexpr,
