@@ -196,8 +196,8 @@ class MailboxExpertClient(ExpertClient):
         )
 
     def close(self) -> None:
-        """Nothing to give up but the mapping, which ends with the object: servers keep running."""
-        self._free.clear()
+        """Another process may be this client from now on; servers keep running."""
+        self._mailbox.kernel.release()
 
 
 def _address(tensor: torch.Tensor, row: int) -> int:

@@ -111,6 +111,7 @@ void bind_sharing(py::class_<Mailbox>& box) {
       .def(
           "claim", [](Mailbox& b, bool device) { b.claim(device ? Driver::kDevice : Driver::kHost); },
           py::arg("device"))
+      .def("release", &Mailbox::release)
       .def("highest_epoch", &Mailbox::highest_epoch)
       .def("set_epoch", &Mailbox::set_epoch, py::arg("last"))
       .def("abandon_requests", &Mailbox::abandon_requests, py::arg("first_slot"), py::arg("num_slots"))

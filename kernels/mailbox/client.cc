@@ -39,6 +39,13 @@ void Mailbox::claim(Driver driver) {
   wake_servers();  // they wait otherwise for a device than for a host
 }
 
+void Mailbox::release() {
+  if (!is_client_) return;
+  shared(record(id_.client).driver).store(uint32_t(Driver::kHost), std::memory_order_release);
+  segment_.unlock(kClientLockBase + id_.group * segment_.geometry().num_clients + id_.client);
+  is_client_ = false;
+}
+
 uint64_t Mailbox::highest_epoch() const {
   uint64_t highest = std::max(epoch_, shared(segment_.header().next_epoch).load(std::memory_order_relaxed));
   for (uint32_t slot = 0; slot < segment_.geometry().num_slots; ++slot) {

@@ -83,6 +83,8 @@ class Mailbox {
   // Becomes the client, or throws kMailbox when another process is it; clears what a predecessor reported. Where
   // clients share slots, set_epoch must follow with the highest epoch any of them sees, unless the segment is new.
   void claim(Driver driver);
+  // Another process may be the client from now on.
+  void release();
   // The highest epoch that any client has rung or that was given out, 0: none. Stable only while all rest.
   uint64_t highest_epoch() const;
   // Further epochs grow from here; all clients of a slot must be given the same number.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -30,18 +31,27 @@ from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.mailbox import Mailbox
 
 HERE = Path(__file__).parent
+_devices = 0
 DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
 
 
 @cache
-def host_kernels() -> ctypes.CDLL:
+def _library() -> Path:
     """The compiled kernels; built once per process."""
     directory = Path(tempfile.mkdtemp(prefix="moebius-doorbell-"))
     source, library = directory / "doorbell.cc", directory / "doorbell.so"
-    parts = [HERE / "doorbell_shim.h", None, HERE / "doorbell_entry.h"]
-    source.write_text("\n".join(program() if part is None else part.read_text() for part in parts))
-    command = ["g++", "-std=c++20", "-O2", "-Wall", "-Wno-unused-function", "-shared", "-fPIC", "-pthread"]
+    shim, entry = ((HERE / name).read_text() for name in ("doorbell_shim.h", "doorbell_entry.h"))
+    source.write_text("\n".join((shim, program(), entry)))
+    command = ["g++", "-std=c++20", "-O1", "-Wall", "-Wno-unused-function", "-shared", "-fPIC", "-pthread"]
     subprocess.run([*command, "-o", str(library), str(source)], check=True)
+    return library
+
+
+def host_kernels() -> ctypes.CDLL:
+    """A device of its own: another copy of the library, as blocks keep shared memory in its globals."""
+    global _devices
+    _devices += 1
+    library = shutil.copy(_library(), _library().with_name(f"device-{_devices}.so"))
     kernels = ctypes.CDLL(str(library))
     kernels.launch_ping_pong.restype = ctypes.c_uint64
     return kernels

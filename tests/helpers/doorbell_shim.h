@@ -1,7 +1,5 @@
 // The CUDA names that doorbell.cu uses, on the host: one thread of the machine per thread of a block, blocks
 // one after another (so block 0, which opens the gates, is always first, as on a GPU at the latest moment).
-#pragma once
-
 #include <sched.h>
 #include <time.h>
 

@@ -211,7 +211,7 @@ class DoorbellExpertClient(ExpertClient):
         """See `ExpertClient.close`. Servers go on, waiting as for a host-driven client."""
         self._watch.close()
         self._launcher.close()
-        self._mailbox.kernel.claim(device=False)
+        self._mailbox.kernel.release()
 
 
 def _own(value: int) -> int:
