@@ -14,6 +14,7 @@ import pytest
 
 from gpu_service.parallel.control import GroupLost, RankControl
 from gpu_service.parallel.rendezvous import Meeting, meet
+from gpu_service.parallel.wire import Kind
 from moebius.errors import ConfigError, UserError
 from tests.helpers.rank_group import free_port
 
