@@ -148,3 +148,15 @@ def test_kernels_compile_for_sm_90(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-4000:]
     names = {line.split()[0] for line in run.stdout.splitlines()}
     assert names >= {"gate_up_rows", "down_rows", "gate_up_tiles", "down_tiles", "combine", "place_pairs"}
+
+
+@pytest.mark.parametrize("max_rows", [1, 8, 9, 100, 4096])
+def test_warm_up_meets_every_tile(max_rows: int) -> None:
+    """No batch within the limit launches a kernel that was not compiled before readiness."""
+    for experts, top_k in ((8, 2), (128, 8), (256, 1)):
+        sizes = launch.sizes_to_warm_up(experts, top_k, launch.FEW_ROWS, max_rows)
+        assert all(1 <= rows <= max_rows for rows in sizes)
+        met = {launch.tile(rows * top_k, experts) for rows in sizes if rows > launch.FEW_ROWS}
+        many = range(launch.FEW_ROWS + 1, max_rows + 1)
+        assert {launch.tile(rows * top_k, experts) for rows in many} == met
+        assert any(rows <= launch.FEW_ROWS for rows in sizes)
