@@ -113,9 +113,9 @@ class DeviceRunner(StepRunner):
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         started = time.monotonic()
-        if self._runner.experts is not None:
-            self._runner.experts.begin_step()
         with self.stream.active(), launching(plan):
+            if self._runner.experts is not None:
+                self._runner.experts.begin_step()
             graph = None if self._graphs is None else self._graphs.graph_for(plan)
             if self._graphs is None or graph is None:
                 staged = self._stage(plan)
