@@ -194,7 +194,10 @@ class PlacementConfig(Section):
         default=None, ge=0, description="Experts of every other MoE layer that are on the GPU"
     )
     gpu_experts_ratio: float | None = Field(
-        default=None, ge=0, le=1, description="Share of all experts on the GPU, instead of gpu_experts"
+        default=None,
+        ge=0,
+        le=1,
+        description="Share of the experts of every other MoE layer, instead of gpu_experts",
     )
     placement_strategy: Literal["uniform", "frequency", "front-loading", "random"] = Field(
         default="uniform", description="Which experts those are"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gpu_service.context import ForwardContext
+from gpu_service.experts.resident.experts import Share
 from gpu_service.layers.moe import MoE
 from gpu_service.model_config import ModelConfigError, MoeConfig, RouterConfig
 from gpu_service.models.registry import build_model
@@ -74,6 +75,78 @@ def test_what_is_submitted_is_the_client_contract() -> None:
     assert (topk_ids.shape, topk_ids.dtype) == ((4, 2), torch.int32)
     assert (topk_weights.shape, topk_weights.dtype) == ((4, 2), torch.float32)
     assert torch.equal(output, torch.ones_like(x))
+
+
+class RecordingResidents:
+    """Holds even ids; answers with twos; notes the order of events."""
+
+    def __init__(self, events: list[str], share: Share) -> None:
+        self.events = events
+        self._share = share
+        self.computed: tuple[Any, ...] = ()
+
+    def share(self, layer: int) -> Share:
+        assert layer == 3
+        return self._share
+
+    def cpu_ids(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
+        self.events.append("cpu_ids")
+        return torch.where(ids % 2 == 0, -1, ids)
+
+    def forward(self, layer: int, *inputs: torch.Tensor) -> torch.Tensor:
+        self.events.append("resident")
+        self.computed = inputs
+        twos = torch.full_like(inputs[0], 2, dtype=torch.float32)
+        return twos if inputs[3] is None else inputs[3].float() + twos
+
+
+@pytest.mark.parametrize("shared", [0, 7])
+def test_resident_experts_run_between_submit_and_collect(shared: int) -> None:
+    """Servers are asked for the others only; all parts are added in float32."""
+    events: list[str] = []
+    experts, resident = RecordingExperts(events), RecordingResidents(events, Share.SOME)
+    block, x = _block(shared, torch.bfloat16), torch.randn(4, HIDDEN, dtype=torch.bfloat16)
+    output = block(x, replace(_context(experts), resident=cast(Any, resident)))
+    assert events == ["cpu_ids", "submit", "resident", "collect"]
+    asked, kept = experts.submitted[2], resident.computed[1]
+    assert torch.equal(asked, torch.where(kept % 2 == 0, -1, kept))
+    assert bool((kept >= 0).all())
+    base = block.shared_experts(x, _context(None)).float() if block.shared_experts is not None else 0.0
+    torch.testing.assert_close(output, (base + torch.full(x.shape, 3.0)).to(x.dtype), rtol=0, atol=0)
+
+
+def test_a_layer_wholly_resident_submits_nothing_and_one_without_does_nothing_else() -> None:
+    """No client is needed for the first; the second launches nothing for resident experts."""
+    x = torch.randn(4, HIDDEN)
+    events: list[str] = []
+    whole = RecordingResidents(events, Share.ALL)
+    output = _block(0, torch.float32)(x, replace(_context(None), resident=cast(Any, whole)))
+    assert events == ["resident"]
+    assert torch.equal(output, torch.full_like(x, 2))
+    none, experts = RecordingResidents([], Share.NONE), RecordingExperts([])
+    output = _block(0, torch.float32)(x, replace(_context(experts), resident=cast(Any, none)))
+    assert none.events == []
+    assert torch.equal(output, torch.ones_like(x))
+
+
+def test_padding_chooses_no_experts_and_is_recorded_as_none() -> None:
+    """Rows that only fill a graph's batch have the id -1 everywhere."""
+    seen: list[torch.Tensor] = []
+
+    class Recorder:
+        def record(self, layer: int, ids: torch.Tensor) -> None:
+            assert layer == 3
+            seen.append(ids)
+
+    experts, resident = RecordingExperts([]), RecordingResidents([], Share.SOME)
+    valid = torch.tensor([True, False, True, False])
+    context = replace(
+        _context(experts), resident=cast(Any, resident), recorder=cast(Any, Recorder()), valid_rows=valid
+    )
+    _block(0, torch.float32)(torch.randn(4, HIDDEN), context)
+    for ids in (seen[0], experts.submitted[2], resident.computed[1]):
+        assert bool((ids[~valid] == -1).all())
+    assert bool((seen[0][valid] >= 0).all())
 
 
 def test_the_gate_runs_in_float32_where_the_family_demands_it() -> None:
