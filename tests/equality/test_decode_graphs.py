@@ -19,7 +19,7 @@ from gpu_service.engine.input_builder import StepPlan
 from gpu_service.models.common import CausalLM
 from gpu_service.request import Request, SamplingParams
 from tests.helpers.capturable_attention import CapturableAttention
-from tests.helpers.device_experts import DenseExperts
+from tests.helpers.device_experts import DenseExperts, DoomedDenseExperts
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
 from tests.helpers.tiny_models import make_tiny_model
 
@@ -89,6 +89,20 @@ def test_preempted_equals_not(tiny: Tiny) -> None:
     tight = run(tiny, Setup(largest_graph=4, num_pages=14), wanted)
     assert sum(request.num_preemptions for request in wanted) > 0, "the scenario must preempt"
     assert tight == run(tiny, Setup(), requests(4, GREEDY))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_experts_lost_during_replays_do_not_show(tmp_path: Path, params: dict[str, Any]) -> None:
+    """Replayed steps, and those launched behind them, are undone and replayed again."""
+    make_tiny_model("qwen3_moe", tmp_path)
+    model, experts = tiny_model(tmp_path, HOST), DoomedDenseExperts(tmp_path, 7)
+    setup = Setup(largest_graph=4)
+    expected = run((model, experts), setup, requests(4, params))
+    begun = experts.steps
+    # Relative to the first step after warming up and capturing, which begins nine (twice and once per size).
+    experts.lost_at = {begun + 9 + step for step in (1, 4, 8, 9, 15)}
+    assert run((model, experts), setup, requests(4, params)) == expected
+    assert experts.recoveries >= 4
 
 
 def test_padding_touches_no_page_and_no_expert(tiny: Tiny) -> None:

@@ -108,3 +108,39 @@ class DenseExperts:
             )
             self._layers[layer] = (gate, up, down)
         return self._layers[layer]
+
+
+class DoomedDenseExperts(DenseExperts):
+    """From a step that fails on, every answer is noise until `recover`; a flag in memory says so.
+
+    So a recorded step finds out as a captured one does on a GPU.
+    """
+
+    def __init__(self, directory: Path, num_experts: int) -> None:
+        super().__init__(directory, num_experts)
+        self.lost_at: set[int] = set()
+        self.steps = 0
+        self.recoveries = 0
+        self._lost = torch.zeros((), dtype=torch.bool)
+
+    def begin_step(self) -> None:
+        """Counts the step."""
+        self.steps += 1
+        if self.steps in self.lost_at:
+            self._lost.fill_(True)
+
+    def failure(self) -> Failure | None:
+        """Sticky until `recover`."""
+        return ExpertUnavailable(0, "killed") if bool(self._lost) else None
+
+    def recover(self, timeout_s: float) -> None:
+        """The server is back at once."""
+        self.recoveries += 1
+        self._lost.fill_(False)
+
+    def submit(
+        self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See the base class."""
+        answer = super().submit(layer, hidden_states, topk_ids, topk_weights)
+        return torch.where(self._lost, answer.flip(1) * 3 + 1, answer)
