@@ -8,6 +8,7 @@ from collections.abc import Callable
 import structlog
 
 from gpu_service.memory.device_memory import DeviceMemory, MemoryUse, gib
+from gpu_service.memory.estimate import ALLOCATOR_SLACK
 from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, GIB, MemoryPlan
 from gpu_service.memory.table import render
 from moebius.errors import UserError
@@ -60,18 +61,25 @@ class MemoryLedger:
     def seal(self) -> None:
         """Everything that lives as long as the process has been allocated: print what it took.
 
-        Raises UserError when it is more than the budget: then a later step could run out of memory.
+        More than was planned with is a warning. Raises UserError when so little is free that a step which
+        asks for a little more could fail: then requests would, in service.
         """
         now = self._memory.use()
         self.measured[CONTEXT] = max(0, now.outside)
         self._sealed = now
         self._show(f"GPU memory, before serving\n{render(self.plan, self.measured)}")
-        used = now.total - now.free
-        if used > self.plan.budget:
+        used, budget = now.total - now.free, self.plan.budget
+        if now.free < ALLOCATOR_SLACK:
             raise UserError(
-                f"GPU memory: {gib(used)} GiB are used before serving, {gib(used - self.plan.budget)} GiB "
-                f"more than the {gib(self.plan.budget)} GiB planned with; a smaller num_pages, kv_cache_gib "
-                "or gpu_memory_utilization leaves room"
+                f"GPU memory: {gib(now.free)} GiB are free before serving, less than {gib(ALLOCATOR_SLACK)} "
+                "GiB; a smaller gpu_memory_utilization, num_pages or kv_cache_gib leaves room"
+            )
+        if used > budget:
+            _log.warning(
+                "more GPU memory is used than was planned with",
+                used_gib=gib(used),
+                planned_gib=gib(budget),
+                free_gib=gib(now.free),
             )
 
     def late_allocations(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
+from structlog.testing import capture_logs
 
 from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import KVCache
@@ -67,13 +68,21 @@ def test_phases_are_measured_and_shown() -> None:
     ]
 
 
-def test_more_than_the_budget_is_refused_before_serving() -> None:
-    """Were it let through, the first full step could run out of memory."""
-    ledger, _ = loaded(FakeMemory(10 * GIB, context=GIB // 2), 7)
-    with pytest.raises(
-        UserError, match=r"9\.50 GiB are used before serving, 0\.50 GiB more than the 9\.00 GiB"
-    ):
+def test_too_little_left_is_refused_before_serving() -> None:
+    """Were it let through, a step could run out of memory."""
+    ledger, _ = loaded(FakeMemory(10 * GIB, context=GIB - GIB // 8), 7)
+    with pytest.raises(UserError, match=r"0\.12 GiB are free before serving, less than 0\.25 GiB"):
         ledger.seal()
+
+
+def test_more_than_the_budget_is_told() -> None:
+    """The plan was wrong, but there is room: a warning with both numbers."""
+    ledger, _ = loaded(FakeMemory(10 * GIB, context=GIB // 2), 7)
+    with capture_logs() as logs:
+        ledger.seal()
+    assert [(log["log_level"], log["used_gib"], log["planned_gib"]) for log in logs] == [
+        ("warning", "9.50", "9.00")
+    ]
 
 
 def test_late_allocations_are_counted() -> None:
