@@ -13,7 +13,7 @@ from gpu_service.experts.resident.panels import PanelFormat
 # Up to this many token rows, a program per pair reads its expert's panels itself; above, pairs are grouped.
 FEW_ROWS = 8
 # Lines of 64 bytes that a program of the row kernels loads at once.
-_MAX_LINES = 128
+MAX_LINES = 128
 # Elements that tensor cores multiply exactly in bfloat16.
 _EXACT_IN_BFLOAT16 = frozenset({"bfloat16", "float8", "int8", "int4", "float4"})
 
@@ -30,7 +30,7 @@ class Tile:
 def lines(panels: PanelFormat) -> int:
     """Lines that a program of the row kernels loads at once: as many as divide its panels evenly."""
     total = panels.k_padded * panels.bits // 32
-    return min(_MAX_LINES, total & -total)
+    return min(MAX_LINES, total & -total)
 
 
 def warps(lines_at_once: int) -> int:

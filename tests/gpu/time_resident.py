@@ -1,0 +1,93 @@
+"""Times resident experts of one layer on the GPU that is here: `python -m tests.gpu.time_resident [--sweep]`.
+
+Not a test. At the sizes of Qwen3-30B-A3B (128 experts, 8 chosen, 2048 x 768), all resident. Per format and
+number of rows it prints microseconds per call in a replayed graph of calls with different experts each, for
+the row kernels and for the tiles, GB/s of the distinct experts' bytes (compare with the device's memory
+bandwidth) and TFLOP/s. `--sweep` also varies lines per program and tiles.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+
+from gpu_service.experts.resident.slots import LayerSlots
+from gpu_service.experts.resident.triton_kernels import launch
+from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
+from tests.helpers.resident_layers import Shape, resident_layer, routed
+
+SHAPE = Shape(hidden=2048, intermediate=768, experts=128, top_k=8)
+FORMATS = ("int4_g32", "bfloat16", "fp8_block")
+FEW, MANY = (1, 2, 4, 8, 16, 32), (4, 8, 16, 32, 64, 256, 1024, 4096)
+CALLS, ROUNDS = 16, 9
+ALWAYS, NEVER = 1 << 30, 0
+
+
+def graph_us(calls: list[Callable[[], torch.Tensor]]) -> float:
+    """Median microseconds of a call."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        times = []
+        for _ in range(ROUNDS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times)
+
+
+def measure(slots: LayerSlots, rows: int, few_rows: int) -> str:
+    """One cell: microseconds, GB/s and TFLOP/s."""
+    kernels = TritonResidentKernels(SHAPE.geometry, few_rows)
+    inputs = [routed(SHAPE, rows, seed=n, device="cuda", dtype=torch.bfloat16) for n in range(CALLS)]
+    calls = [lambda given=given: kernels.forward(slots, *given, None) for given in inputs]
+    taken = graph_us(calls)
+    distinct = statistics.mean(len(set(given[1].flatten().tolist()) - {-1}) for given in inputs)
+    pairs = statistics.mean(int((given[1] >= 0).sum()) for given in inputs)
+    gigabytes = distinct * slots.kind.expert_bytes / taken / 1e3
+    teraflops = pairs * 6 * SHAPE.hidden * SHAPE.intermediate / taken / 1e6
+    return f"{taken:8.1f} us {gigabytes:6.0f} GB/s {teraflops:6.1f} TFLOP/s"
+
+
+def main() -> None:
+    """Prints the table, and with --sweep what other sizes of programs give."""
+    print(torch.cuda.get_device_name())
+    for weight_format in FORMATS:
+        slots = resident_layer(SHAPE, weight_format, tuple(range(SHAPE.experts)), "cuda")
+        for rows in FEW:
+            print(f"{weight_format:10s} {rows:5d} rows, by rows:  {measure(slots, rows, ALWAYS)}", flush=True)
+        for rows in MANY:
+            print(f"{weight_format:10s} {rows:5d} rows, by tiles: {measure(slots, rows, NEVER)}", flush=True)
+        if "--sweep" in sys.argv:
+            sweep(slots, weight_format)
+
+
+def sweep(slots: LayerSlots, weight_format: str) -> None:
+    """Lines per program at one row; tiles at few, some and many rows."""
+    lines, tile = launch.MAX_LINES, launch.tile
+    for count in (32, 64, 256):
+        launch.MAX_LINES = count
+        print(f"{weight_format:10s} {count:4d} lines, 1 row: {measure(slots, 1, ALWAYS)}", flush=True)
+    launch.MAX_LINES = lines
+    for rows, height in ((16, 16), (512, 32), (512, 64), (4096, 64), (4096, 128)):
+        for columns, warps in ((32, 4), (64, 4), (128, 4), (128, 8)):
+            chosen = launch.Tile(height, columns, warps)
+            launch.tile = lambda pairs, experts, chosen=chosen: chosen
+            print(f"{weight_format:10s} {rows:5d} rows, {chosen}: {measure(slots, rows, NEVER)}", flush=True)
+    launch.tile = tile
+
+
+if __name__ == "__main__":
+    main()
