@@ -144,11 +144,14 @@ class Script:
         aborted = self.wait([long])[0]
         cases["aborted"] = [Outcome([], aborted.finish_reason, 0), *self.wait([beside])]
         assert self.built.engine.flush().result(WAIT_S) > 0
-        assert self.built.recorder is not None
-        self.built.engine.call(START, "stat").result(WAIT_S)
+        recorder = self.built.recorder
+        if recorder is not None:  # the first stage may have dense layers only
+            self.built.engine.call(START, "stat").result(WAIT_S)
         cases["flushed"] = self.wait([self.submit(f"e{i}", p) for i, p in enumerate(prompts)])
-        self.built.engine.call(STOP).result(WAIT_S)
-        cases["recorded"] = [Outcome([self.built.recorder.dump().tokens], "", 0)]
+        if recorder is not None:
+            self.built.engine.call(STOP).result(WAIT_S)
+            # How many depends on overlapping: a request that has ended may be computed once more.
+            cases["recorded"] = [Outcome([int(recorder.dump().tokens > 0)], "", 0)]
         return cases
 
     def close(self) -> None:
