@@ -11,6 +11,8 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -24,11 +26,13 @@ FORMATS = ("int4_g32", "bfloat16", "fp8_block")
 FEW, MANY = (1, 2, 4, 8, 16, 32), (4, 8, 16, 32, 64, 256, 1024, 4096)
 CALLS, ROUNDS = 16, 9
 ALWAYS, NEVER = 1 << 30, 0
+# torch leaves its streams and events untyped.
+_cuda: Any = torch.cuda
 
 
 def graph_us(calls: list[Callable[[], torch.Tensor]]) -> float:
     """Median microseconds of a call."""
-    stream = torch.cuda.Stream()
+    stream = _cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
             call()
@@ -37,9 +41,9 @@ def graph_us(calls: list[Callable[[], torch.Tensor]]) -> float:
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
-        times = []
+        times: list[float] = []
         for _ in range(ROUNDS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()
             end.record()
@@ -52,7 +56,7 @@ def measure(slots: LayerSlots, rows: int, few_rows: int) -> str:
     """One cell: microseconds, GB/s and TFLOP/s."""
     kernels = TritonResidentKernels(SHAPE.geometry, few_rows)
     inputs = [routed(SHAPE, rows, seed=n, device="cuda", dtype=torch.bfloat16) for n in range(CALLS)]
-    calls = [lambda given=given: kernels.forward(slots, *given, None) for given in inputs]
+    calls = [partial(kernels.forward, slots, *given, None) for given in inputs]
     taken = graph_us(calls)
     distinct = statistics.mean(len(set(given[1].flatten().tolist()) - {-1}) for given in inputs)
     pairs = statistics.mean(int((given[1] >= 0).sum()) for given in inputs)
@@ -84,9 +88,13 @@ def sweep(slots: LayerSlots, weight_format: str) -> None:
     for rows, height in ((16, 16), (512, 32), (512, 64), (4096, 64), (4096, 128)):
         for columns, warps in ((32, 4), (64, 4), (128, 4), (128, 8)):
             chosen = launch.Tile(height, columns, warps)
-            launch.tile = lambda pairs, experts, chosen=chosen: chosen
+            launch.tile = partial(_always, chosen)
             print(f"{weight_format:10s} {rows:5d} rows, {chosen}: {measure(slots, rows, NEVER)}", flush=True)
     launch.tile = tile
+
+
+def _always(chosen: launch.Tile, pairs: int, num_experts: int) -> launch.Tile:
+    return chosen
 
 
 if __name__ == "__main__":
