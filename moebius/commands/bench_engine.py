@@ -18,7 +18,9 @@ JsonFile = Annotated[
 Streams = Annotated[str, typer.Option(help="Numbers of concurrent streams, comma separated")]
 PromptLen = Annotated[int, typer.Option(min=1, help="Tokens of each stream's prompt")]
 MaxTokens = Annotated[int, typer.Option(min=16, help="Tokens computed per stream")]
-Temperature = Annotated[float, typer.Option(min=0, help="0: greedy; random weights then repeat themselves")]
+Temperature = Annotated[
+    float, typer.Option(min=0, help="0: greedy, which graphs hold; above: sampled behind them")
+]
 
 ProbeMib = Annotated[int, typer.Option(min=0, help="Buffer for measuring bandwidth; 0: several caches")]
 
@@ -36,7 +38,7 @@ def engine(
     prompt_len: PromptLen = 64,
     max_tokens: MaxTokens = 96,
     prefill: Annotated[str, typer.Option(help="Prompt lengths whose prefill is timed; 0: none")] = "512,2048",
-    temperature: Temperature = 1.0,
+    temperature: Temperature = 0.0,
     probe_mib: ProbeMib = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -68,7 +70,7 @@ def placement(
     streams: Streams = "1",
     prompt_len: PromptLen = 64,
     max_tokens: MaxTokens = 64,
-    temperature: Temperature = 1.0,
+    temperature: Temperature = 0.0,
     probe_mib: ProbeMib = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -99,7 +101,7 @@ def steps(
     streams: Annotated[int, typer.Option(min=1, help="Concurrent streams")] = 1,
     count: Annotated[int, typer.Option("--steps", min=1, help="Decode steps that are looked at")] = 10,
     prompt_len: PromptLen = 64,
-    temperature: Temperature = 1.0,
+    temperature: Temperature = 0.0,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Keep the profiler's trace there")
     ] = None,

@@ -26,7 +26,7 @@ class StepsOptions:
     streams: int = 1
     steps: int = 10
     prompt_len: int = 64
-    temperature: float = 1.0
+    temperature: float = 0.0
     # Where the trace is kept, for a trace viewer; None: nowhere.
     trace_file: Path | None = None
 
