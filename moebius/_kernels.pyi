@@ -283,6 +283,26 @@ class MailboxServer:
     def stop(self) -> None: ...
     def take_traced_calls(self) -> list[tuple[bytes, bytes, int, int, int, int, int]]: ...
 
+class MailboxHostCall:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        slot: int,
+        layer: int,
+        hidden_states: int,
+        topk_ids: int,
+        topk_weights: int,
+        rows: int,
+        output: int,
+        deadline_ms: int,
+    ) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def failures(self) -> int: ...
+    submit_function: int
+    collect_function: int
+
 def mailbox_unlink(name: str) -> bool: ...
 def mailbox_is_stale(name: str) -> bool: ...
 def mailbox_offsets() -> dict[str, int]: ...

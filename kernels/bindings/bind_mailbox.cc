@@ -5,6 +5,7 @@
 #include "kernels/bindings/mailbox_offsets.h"
 #include "kernels/mailbox/echo_backend.h"
 #include "kernels/mailbox/errors.h"
+#include "kernels/mailbox/host_call.h"
 #include "kernels/mailbox/mailbox.h"
 #include "kernels/mailbox/server.h"
 #include "kernels/mailbox/stress.h"
@@ -211,6 +212,25 @@ void bind_server(py::module_& m) {
       .def("take_traced_calls", &take_traced_calls);
 }
 
+void bind_host_call(py::module_& m) {
+  py::class_<HostCall>(m, "MailboxHostCall")
+      .def(py::init([](Mailbox& box, uint32_t slot, uint32_t layer, uintptr_t hidden_states, uintptr_t topk_ids,
+                       uintptr_t topk_weights, uint32_t rows, uintptr_t output, uint64_t deadline_ms) {
+             return std::make_unique<HostCall>(HostCall{&box, slot, layer, pointer<void>(hidden_states),
+                                                        pointer<int32_t>(topk_ids), pointer<float>(topk_weights),
+                                                        rows, pointer<float>(output), deadline_ms});
+           }),
+           py::arg("mailbox"), py::arg("slot"), py::arg("layer"), py::arg("hidden_states"), py::arg("topk_ids"),
+           py::arg("topk_weights"), py::arg("rows"), py::arg("output"), py::arg("deadline_ms"),
+           py::keep_alive<1, 2>())
+      .def_property_readonly("address", [](const HostCall& call) { return reinterpret_cast<uintptr_t>(&call); })
+      .def_readonly("failures", &HostCall::failures)
+      .def_property_readonly_static(
+          "submit_function", [](const py::object&) { return reinterpret_cast<uintptr_t>(&submit_on_host); })
+      .def_property_readonly_static(
+          "collect_function", [](const py::object&) { return reinterpret_cast<uintptr_t>(&collect_on_host); });
+}
+
 void bind_stress(py::module_& m) {
   m.def(
       "mailbox_stress",
@@ -254,6 +274,7 @@ void bind_mailbox(py::module_& m) {
   bind_geometry(m);
   bind_client(m);
   bind_server(m);
+  bind_host_call(m);
   bind_stress(m);
 }
 

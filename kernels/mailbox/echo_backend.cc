@@ -28,12 +28,14 @@ void EchoBackend::forward(const ExpertRequest& request, float* output) {
       routed += request.topk_weights[pair] * float(request.topk_ids[pair] + 1);
     }
     routed *= float(request.layer + 1);
+    // One loop per type, so that the compiler can make vectors of them: benches subtract this time.
     const size_t begin = row * width;
-    for (size_t i = begin; i < begin + width; ++i) {
-      const float x = request.dtype == DType::kBFloat16
-                          ? bfloat16_value(static_cast<const uint16_t*>(request.hidden_states)[i])
-                          : static_cast<const float*>(request.hidden_states)[i];
-      output[i] = options_.scale * x + routed;
+    if (request.dtype == DType::kBFloat16) {
+      const uint16_t* x = static_cast<const uint16_t*>(request.hidden_states) + begin;
+      for (size_t i = 0; i < width; ++i) output[begin + i] = options_.scale * bfloat16_value(x[i]) + routed;
+    } else {
+      const float* x = static_cast<const float*>(request.hidden_states) + begin;
+      for (size_t i = 0; i < width; ++i) output[begin + i] = options_.scale * x[i] + routed;
     }
   }
 }

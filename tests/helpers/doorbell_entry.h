@@ -14,8 +14,8 @@ extern "C" void launch_add(unsigned grid, unsigned block, const Box* box, float*
   run_grid(grid, block, [&] { wait_and_add(*box, partial, staged, slot, layer, begin, count, parts); });
 }
 
-extern "C" u64 launch_ping_pong(u32* word, u32 rounds) {
-  u64 nanoseconds = 0;
-  run_grid(1, 1, [&] { ping_pong(word, rounds, &nanoseconds); });
+extern "C" u64 launch_ping_pong(u32* word, u32 warm_up, u32 rounds, u64 deadline_ns) {
+  u64 nanoseconds = 1;
+  run_grid(1, 1, [&] { ping_pong(word, warm_up, rounds, deadline_ns, &nanoseconds); });
   return nanoseconds;
 }

@@ -306,11 +306,17 @@ extern "C" __global__ void wait_and_add(Box box, float* partial, const u8* stage
 // --- measuring --------------------------------------------------------------------------------------------
 
 // The asking side of a ping-pong on one word with a process that answers odd numbers with the next even one.
-extern "C" __global__ void ping_pong(u32* word, u32 rounds, u64* nanoseconds) {
-  const u64 start = global_nanoseconds();
-  for (u32 i = 0; i < rounds; ++i) {
+// Writes the nanoseconds of `rounds` round trips after `warm_up` more, or 0 when the other side keeps silent.
+extern "C" __global__ void ping_pong(u32* word, u32 warm_up, u32 rounds, u64 deadline_ns, u64* nanoseconds) {
+  u64 start = global_nanoseconds();
+  const u64 give_up = start + deadline_ns;
+  for (u32 i = 0; i < warm_up + rounds; ++i) {
+    if (i == warm_up) start = global_nanoseconds();
     store_release_system(word, 2 * i + 1);
-    while (load_relaxed_system(word) != 2 * i + 2) {
+    for (u32 looks = 1; load_relaxed_system(word) != 2 * i + 2; ++looks) {
+      if (looks % 1024 != 0 || global_nanoseconds() < give_up) continue;
+      *nanoseconds = 0;
+      return;
     }
   }
   *nanoseconds = global_nanoseconds() - start;
