@@ -24,4 +24,4 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert finished.stdout.count("_kernel") >= 24
+    assert finished.stdout.count("_kernel") >= 20

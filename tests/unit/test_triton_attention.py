@@ -67,13 +67,13 @@ def test_mixtures(name: str, storage: torch.dtype | None, dtype: torch.dtype) ->
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=tolerance)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     group=st.integers(1, 8),
     kv_heads=st.integers(1, 3),
     head_dim=st.sampled_from([8, 16, 24, 40]),
     page_size=st.sampled_from([1, 3, 16, 64]),
-    shape=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 9)), min_size=1, max_size=4),
+    shape=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=3),
 )
 def test_any_geometry(group: int, kv_heads: int, head_dim: int, page_size: int, shape: Shape) -> None:
     case = make_case(Geometry(group * kv_heads, kv_heads, head_dim, page_size), shape)
@@ -86,16 +86,16 @@ def test_head_dims_of_real_models(head_dim: int) -> None:
     check(case, run(case, triton_attention(case)))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 7, 32])
+@pytest.mark.parametrize("splits", [1, 3, 32])
 def test_any_number_of_splits(splits: int) -> None:
     """Short requests leave splits without keys; long ones fill them all."""
-    case = make_case(Geometry(), [(199, 1), (0, 1), (15, 1), (16, 1), (100, 1)])
+    case = make_case(Geometry(), [(99, 1), (0, 1), (15, 1), (16, 1)])
     case.cache.append(LAYER, case.key, case.value, case.inputs.slot_mapping)
     output = torch.full(case.query.shape, math.nan)
     partial = None
     if splits > 1:
         # What an earlier step left there must not be read.
-        partial = torch.full((5, 6, splits, 16), math.nan), torch.full((5, 6, splits), math.nan)
+        partial = torch.full((4, 6, splits, 16), math.nan), torch.full((4, 6, splits), math.nan)
     inputs = case.inputs
     indices = inputs.block_table, inputs.seq_lens_tensor, inputs.query_start_loc_tensor
     pages = case.cache.pages(LAYER)
@@ -106,7 +106,7 @@ def test_any_number_of_splits(splits: int) -> None:
 @pytest.mark.parametrize("rows", [16, 64])
 def test_chunks_longer_than_a_tile(rows: int) -> None:
     """Groups that do not divide the tile leave rows unused; chunk ends fall anywhere."""
-    case = make_case(Geometry(num_heads=6, num_kv_heads=2), [(30, 37), (0, 16), (7, 5), (0, 50)])
+    case = make_case(Geometry(num_heads=6, num_kv_heads=2), [(30, 37), (0, 16), (7, 5)])
     case.cache.append(LAYER, case.key, case.value, case.inputs.slot_mapping)
     output = torch.full(case.query.shape, math.nan)
     inputs = case.inputs

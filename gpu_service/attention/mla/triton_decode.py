@@ -15,6 +15,20 @@ from gpu_service.ops.triton.jit import jit, next_power_of_2
 
 
 @jit
+def _position_of(row, query_starts, seq_lens, num_requests):  # type: ignore[no-untyped-def]
+    """The request that a row belongs to, by bisection, and how many tokens the row attends to."""
+    low, high = 0, num_requests
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) <= row:
+            low = middle + 1
+        else:
+            high = middle
+    request = low - 1
+    return request, tl.load(seq_lens + request) - (tl.load(query_starts + request + 1) - 1 - row)
+
+
+@jit
 def _mla_kernel(  # type: ignore[no-untyped-def]
     q_latent, q_rope, cache, output, partial_output, partial_lse, block_table, seq_lens, query_starts,
     num_requests, table_stride, num_splits, score_scale, value_scale,
@@ -24,15 +38,7 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (row, block of heads, split); queries are contiguous."""
     row, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    low, high = 0, num_requests
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(query_starts + middle) <= row:
-            low = middle + 1
-        else:
-            high = middle
-    request = low - 1
-    length = tl.load(seq_lens + request) - (tl.load(query_starts + request + 1) - 1 - row)
+    request, length = _position_of(row, query_starts, seq_lens, num_requests)
     share = keys_per_split(length, num_splits, MINIMUM, BLOCK_N)
     begin = split * share
     end = tl.minimum(begin + share, length)
