@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ ALWAYS, NEVER = 1 << 30, 0
 _cuda: Any = torch.cuda
 
 
-def graph_us(calls: list[Callable[[], torch.Tensor]]) -> float:
+def graph_us(calls: Sequence[Callable[[], torch.Tensor]]) -> float:
     """Median microseconds of a call."""
     stream = _cuda.Stream()
     with torch.cuda.stream(stream):
