@@ -169,3 +169,22 @@ def test_skew_exponents() -> None:
     for text in ("zipf:0", "zipf:5", "zipf:-1", "normal"):
         with pytest.raises(UserError, match="--skew"):
             parse_skew(text)
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`moebius models random DIR` writes what is asked for; what is not allowed ends in one line."""
+    from moebius.cli import main
+
+    directory = tmp_path / "model"
+    with pytest.raises(SystemExit) as ended:
+        main(
+            ["models", "random", str(directory), "--shape", "tiny", "--format", "fp8_block", "--layers", "3"]
+        )
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"{directory}: 0.00 GB in")
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["quantization_config"]["quant_method"]) == (3, "fp8")
+    with pytest.raises(SystemExit) as ended:
+        main(["models", "random", str(directory), "--shape", "tiny", "--skew", "steep"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("moebius: error: --skew: 'steep'")
