@@ -1,10 +1,12 @@
-"""Guards that ranks which are processes of `moebius serve` come back together and say the same afterwards."""
+"""Guards ranks that are processes of `moebius serve`: they share expert servers, and come back together."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,56 +14,77 @@ import grpc
 import pytest
 
 from moebius.config_loader import load_config
-from moebius.supervisor.plan import make_plan
+from moebius.supervisor.plan import ServePlan, make_plan
+from moebius.supervisor.process import ManagedProcess
 from moebius.supervisor.supervisor import Supervisor
 from protos import engine_pb2 as pb
 from protos.engine_pb2_grpc import EngineStub
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 
 MODEL = TinyModel("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2})
+TOKENS = 150
+LIMIT_S = 90.0
 
 
 def generate(address: str) -> list[int]:
-    """Twelve greedy tokens."""
+    """Greedy tokens."""
     request = pb.GenerateRequest(
         request_id="r",
         tokenized=pb.TokenizedInput(input_ids=range(5, 30)),
-        sampling_params=pb.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        sampling_params=pb.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
     )
     with grpc.insecure_channel(address) as channel:
-        answers = list(EngineStub(channel).Generate(request, timeout=60))  # type: ignore[no-untyped-call]
+        answers = list(EngineStub(channel).Generate(request, timeout=LIMIT_S))  # type: ignore[no-untyped-call]
     return list(answers[-1].complete.output_ids)
 
 
-@pytest.mark.parametrize("transport", ["local"])
-def test_a_killed_rank_takes_its_group_along_and_back(
-    tmp_path: Path, transport: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The second of two ranks is killed: both restart, nobody else does, and the tokens are the same."""
-    model = tmp_path / "model"
+def planned(directory: Path) -> ServePlan:
+    """Two ranks on the CPU and one expert server, which they reach through one mailbox; no gateway."""
+    model = directory / "model"
     write_tiny_model(MODEL, model, seed=5)
-    flags = {"model": str(model), "port": "0", "state_dir": str(tmp_path / "s"), "dtype": "float32"}
-    flags |= {"tensor_parallel_size": "2", "device": "cpu", "expert_transport": transport}
-    flags |= {"num_pages": "64", "expert_servers": "1", "restart_backoff_s": "0.05"}
+    flags = {"model": str(model), "port": "0", "state_dir": str(directory / "s"), "dtype": "float32"}
+    flags |= {"tensor_parallel_size": "2", "device": "cpu", "num_pages": "64", "expert_servers": "1"}
+    flags |= {"restart_backoff_s": "0.05", "mailbox_deadline_ms": "2000"}
     serve = make_plan(load_config(None, flags))
     processes = tuple(spec for spec in serve.plan.processes if spec.name != "gateway")
+    return replace(serve, plan=replace(serve.plan, processes=processes))
+
+
+def watch(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
+    """Lets the supervisor do its work until the condition is true."""
+    end = time.monotonic() + LIMIT_S
+    supervisor.run(until=lambda: condition() or time.monotonic() > end)
+    assert condition()
+
+
+def back(processes: list[ManagedProcess]) -> Callable[[], bool]:
+    """Whether each of them was restarted once and is ready."""
+    return lambda: all(process.restarts == 1 and process.ready for process in processes)
+
+
+def test_ranks_share_experts_and_come_back_together(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An expert server killed while ranks decode delays the tokens; a killed rank restarts all ranks."""
+    serve = planned(tmp_path)
     address = serve.config.gpu.gpu_address
-    with Supervisor(replace(serve.plan, processes=processes), serve.timing) as supervisor:
+    with Supervisor(serve.plan, serve.timing) as supervisor, ThreadPoolExecutor(1) as pool:
         assert supervisor.wait_ready()
         expected = generate(address)
-        assert len(expected) == 12
+        assert len(expected) == TOKENS
         by_name = {process.spec.name: process for process in supervisor.processes}
+        ranks, expert = [by_name["gpu"], by_name["gpu-1"]], by_name["expert-0"]
+        delayed = pool.submit(generate, address)
+        time.sleep(0.1)
+        os.kill(expert.pid or 0, signal.SIGKILL)
+        watch(supervisor, delayed.done)
+        assert delayed.result() == expected
+        assert [process.restarts for process in (*ranks, expert)] == [0, 0, 1]
         os.kill(by_name["gpu-1"].pid or 0, signal.SIGKILL)
-        end = time.monotonic() + 90
-
-        def is_back() -> bool:
-            return all(by_name[name].restarts == 1 and by_name[name].ready for name in ("gpu", "gpu-1"))
-
-        supervisor.run(until=lambda: is_back() or time.monotonic() > end)
-        assert is_back()
+        watch(supervisor, back(ranks))
         assert generate(address) == expected
-        others = [process for name, process in by_name.items() if not name.startswith("gpu")]
-        assert [process.restarts for process in others] == [0] * len(others)
+        assert expert.restarts == 1
     log = capfd.readouterr().err
+    assert "the step is run again" in log
     assert "rank 1" in log
     assert "the group of ranks ends" in log
