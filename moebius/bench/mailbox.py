@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, c_char
 from dataclasses import asdict, dataclass
@@ -118,14 +118,14 @@ def measure(box: Mailbox, rows: int, rounds: int, cores: int, wait: Wait, limit_
 
 
 @contextmanager
-def echo_mailbox(servers: int) -> Iterator[Mailbox]:
-    """A mailbox with that many echo processes; removed, with them, at the end."""
+def echo_mailbox(servers: int, rows: Sequence[int] = ROWS) -> Iterator[Mailbox]:
+    """A mailbox with that many echo processes, for these row counts; removed, with them, at the end."""
     geometry = MailboxGeometry(
         num_layers=1,
         hidden_size=HIDDEN_SIZE,
         top_k=TOP_K,
         num_slots=2,
-        max_rows=max(ROWS),
+        max_rows=max(rows),
         num_servers=servers,
         dtype="bfloat16",
     )

@@ -12,6 +12,7 @@ import numpy as np
 from moebius.bench.engine.bandwidth import measure_bandwidths
 from moebius.bench.engine.bounds import Bandwidths
 from moebius.bench.engine.drive import running_engine
+from moebius.bench.engine.host import facts
 from moebius.bench.engine.measure import DecodeResult, make_setting, measure_decode, random_prompts
 from moebius.bench.engine.run import EngineBenchOptions, with_room, write_json
 from moebius.bench.engine.servers import ExpertServers, ServerCounters, running_servers
@@ -54,7 +55,7 @@ def run(config: MoebiusConfig, options: PlacementOptions, json_file: Path | None
     config = with_room(config, options.engine)
     device, ranks = resolve_device(config.gpu), config.parallel.tensor_parallel_size
     bandwidths = measure_bandwidths(device, options.engine.probe_bytes, ranks)
-    points: list[CurvePoint] = []
+    host, points = facts(device), list[CurvePoint]()
     with (
         tempfile.TemporaryDirectory(prefix="moebius-placement-") as directory,
         running_servers(config) as servers,
@@ -70,7 +71,7 @@ def run(config: MoebiusConfig, options: PlacementOptions, json_file: Path | None
                 points += [CurvePoint(name, ratio, result) for name in names for result in decode]
             print(f"{ratio:3d} % of the experts on the GPU: {_line(points, ratio, options)}", flush=True)
             if json_file is not None:  # after every ratio: an interrupted run keeps what it has
-                write_json({"points": [asdict(point) for point in points]}, json_file)
+                write_json({"host": host, "points": [asdict(point) for point in points]}, json_file)
     print(table(points, options))
     return points
 

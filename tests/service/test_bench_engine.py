@@ -31,6 +31,9 @@ def test_engine_bench_end_to_end(tmp_path: Path) -> None:
     assert one["tokens_per_second"] > 0
     assert document["prefill"][0]["prompt_len"] == 40
     assert "experts/layer" in ended.stdout
+    assert document["host"]["command"][:3] == ["moebius", "bench", "engine"]
+    assert document["host"]["gpu"] is None
+    assert document["host"]["versions"]["torch"]
 
 
 def test_placement_bench_end_to_end(tmp_path: Path) -> None:

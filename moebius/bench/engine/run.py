@@ -11,6 +11,7 @@ from typing import Any
 from moebius.bench.engine.bandwidth import measure_bandwidths
 from moebius.bench.engine.bounds import Bandwidths
 from moebius.bench.engine.drive import EngineUnderTest, running_engine
+from moebius.bench.engine.host import facts
 from moebius.bench.engine.measure import (
     DecodeResult,
     PrefillResult,
@@ -73,7 +74,7 @@ def run(config: MoebiusConfig, options: EngineBenchOptions, json_file: Path | No
         setting = make_setting(engine, servers, bandwidths)
         found = measure_all(engine, setting, options, str(device))
     if json_file is not None:
-        write_json(found.document(), json_file)
+        write_json({"host": facts(device)} | found.document(), json_file)
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moebius.bench.engine.drive import EngineUnderTest, running_engine
+from moebius.bench.engine.host import facts
 from moebius.bench.engine.measure import random_prompts
 from moebius.bench.engine.run import EngineBenchOptions, with_room, write_json
 from moebius.bench.engine.servers import running_servers
@@ -35,7 +36,8 @@ def run(config: MoebiusConfig, options: StepsOptions, json_file: Path | None = N
     """Raises UserError on a machine without a GPU, and what `moebius serve` would refuse."""
     from gpu_service.device.resolve import resolve_device
 
-    if resolve_device(config.gpu).type != "cuda":
+    device = resolve_device(config.gpu)
+    if device.type != "cuda":
         raise UserError("moebius bench steps looks at a GPU's work; there is none here, or device is 'cpu'")
     config = with_room(config, EngineBenchOptions(streams=(options.streams,)))
     with tempfile.TemporaryDirectory(prefix="moebius-steps-") as directory:
@@ -45,7 +47,8 @@ def run(config: MoebiusConfig, options: StepsOptions, json_file: Path | None = N
         report = summarise(load_trace(path), options.steps)
     print(table(report))
     if json_file is not None:
-        write_json(asdict(report) | {"passed": report.passed, "streams": options.streams}, json_file)
+        summary = {"passed": report.passed, "streams": options.streams}
+        write_json({"host": facts(device)} | summary | asdict(report), json_file)
     return report
 
 
