@@ -10,12 +10,13 @@ import torch
 import triton.language as tl
 
 from gpu_service.attention.flashinfer_backend.staging import host_int32
-from gpu_service.ops.triton.jit import jit, next_power_of_2
+from gpu_service.attention.triton_kernels.jit import jit_for_any
+from gpu_service.ops.triton.jit import next_power_of_2
 
 _MIN_REQUESTS = 256
 
 
-@jit
+@jit_for_any("num_requests", "table_stride")
 def _list_pages_kernel(  # type: ignore[no-untyped-def]
     block_table, seq_lens, indices, indptr, last_page_len, num_requests, table_stride,
     PAGE_SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, WRITE_BOUNDS: tl.constexpr,

@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 
 from gpu_service.attention.triton_kernels.decode import LOG2_E, MIN_SPLIT, keys_per_split
+from gpu_service.attention.triton_kernels.jit import jit_for_any
 from gpu_service.attention.triton_kernels.shapes import Tile
 from gpu_service.ops.triton.jit import jit, next_power_of_2
 
@@ -28,7 +29,7 @@ def _position_of(row, query_starts, seq_lens, num_requests):  # type: ignore[no-
     return request, tl.load(seq_lens + request) - (tl.load(query_starts + request + 1) - 1 - row)
 
 
-@jit
+@jit_for_any("num_requests", "table_stride", "num_splits")
 def _mla_kernel(  # type: ignore[no-untyped-def]
     q_latent, q_rope, cache, output, partial_output, partial_lse, block_table, seq_lens, query_starts,
     num_requests, table_stride, num_splits, score_scale, value_scale,
@@ -86,7 +87,7 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
         tl.store(partial_lse + part, lse, mask=in_head)
 
 
-@jit
+@jit_for_any("num_splits")
 def _mla_combine_kernel(  # type: ignore[no-untyped-def]
     output, partial_output, partial_lse, num_splits,
     LATENT: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from gpu_service.attention.triton_kernels.jit import jit_for_any
 from gpu_service.attention.triton_kernels.shapes import Tile, decode_tile
 from gpu_service.ops.triton.jit import jit
 
@@ -26,7 +27,7 @@ def keys_per_split(length, num_splits, MINIMUM: tl.constexpr, BLOCK_N: tl.conste
     return tl.maximum(share, MINIMUM)
 
 
-@jit
+@jit_for_any("table_stride", "num_splits")
 def _split_kernel(  # type: ignore[no-untyped-def]
     query, cache, output, partial_output, partial_lse, block_table, seq_lens, query_starts,
     query_row_stride, query_head_stride, table_stride, num_splits, score_scale, value_scale,
@@ -83,7 +84,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
         tl.store(partial_lse + part, maximum + tl.log2(total), mask=member < GROUP)
 
 
-@jit
+@jit_for_any("num_splits")
 def _combine_kernel(  # type: ignore[no-untyped-def]
     output, partial_output, partial_lse, seq_lens, query_starts, num_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 
 from gpu_service.attention.triton_kernels.decode import LOG2_E
+from gpu_service.attention.triton_kernels.jit import jit_for_any
 from gpu_service.attention.triton_kernels.shapes import Tile, prefill_tile
 from gpu_service.ops.triton.jit import jit
 
@@ -32,7 +33,7 @@ def _request_of(tile, query_starts, num_requests, BLOCK_Q: tl.constexpr):  # typ
     return low - 1
 
 
-@jit
+@jit_for_any("num_requests", "table_stride")
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     query, cache, output, block_table, seq_lens, query_starts, num_requests,
     query_row_stride, query_head_stride, table_stride, score_scale, value_scale,

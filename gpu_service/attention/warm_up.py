@@ -1,0 +1,65 @@
+"""Every kind of step once, on the dummy page: what attention compiles or loads is there before any request.
+
+A kernel that is first loaded while another one waits for an expert server could wait for that one's end;
+one that is first compiled in service would stall everybody for a second.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from gpu_service.attention.base import AttentionBackend
+from gpu_service.batch import ForwardInputs
+
+# Tiles hold 16, 64 or 128 rows, a query times the heads of its group; these reach all of them.
+_CHUNKS = (2, 8, 128)
+# Behind so many tokens a decode is divided over several programs by every backend.
+_LONG = 4096
+
+
+def warm_up_steps(capacity: int) -> list[list[tuple[int, int]]]:
+    """(earlier tokens, new tokens) of each request of each step, for sequences up to `capacity` tokens."""
+    long = min(_LONG, capacity - 1)
+    chunks = [chunk for chunk in _CHUNKS if chunk < capacity]
+    steps = [[(0, 1)], [(0, 1)] * 3, [(long, 1)], [(long, 1), (0, 1)]]
+    for chunk in chunks:
+        before = min(_LONG, capacity - chunk)
+        steps += [[(0, chunk)], [(0, chunk)] * 2, [(before, chunk)], [(0, 1), (before, chunk), (0, chunk)]]
+    return steps
+
+
+def warm_up_attention(attention: AttentionBackend, capacity: int) -> None:
+    """Plans and computes the steps above; call it with the forward's stream current.
+
+    All requests' pages are the dummy page, so that nothing is read or written that belongs to anyone.
+    """
+    cache, config = attention.kv_cache, attention.config
+    columns = -(-capacity // cache.page_size)
+    heads = config.num_heads + 2 * cache.num_kv_heads
+    for step in warm_up_steps(capacity):
+        inputs = _dummy_inputs(step, columns, cache.device)
+        num_rows = inputs.query_start_loc[-1]
+        # Parts of wider rows, as a fused projection leaves them.
+        rows = torch.zeros(num_rows, heads, config.head_dim, dtype=cache.dtype, device=cache.device)
+        key_begin, value_begin = config.num_heads, config.num_heads + cache.num_kv_heads
+        attention.plan(inputs)
+        attention.forward(rows[:, :key_begin], rows[:, key_begin:value_begin], rows[:, value_begin:], 0)
+
+
+def _dummy_inputs(step: list[tuple[int, int]], columns: int, device: torch.device) -> ForwardInputs:
+    starts = list(accumulate((new for _, new in step), initial=0))
+    seq_lens = [old + new for old, new in step]
+    zeros = torch.zeros(starts[-1], dtype=torch.int64, device=device)
+    return ForwardInputs(
+        input_ids=zeros,
+        positions=torch.cat([torch.arange(old, old + new) for old, new in step]).to(device),
+        slot_mapping=zeros,
+        block_table=torch.zeros((len(step), columns), dtype=torch.int32, device=device),
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        logits_indices=zeros[:0],
+        query_start_loc_tensor=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens_tensor=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+    )
