@@ -25,9 +25,15 @@ def small_float(bits):  # type: ignore[no-untyped-def]
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
 
 
+# What int4 elements stand above their value when the zero point is 8.
+INT4_OFFSET = tl.constexpr(8388616.0)
+# The same without a zero point.
+INT4_BASE = tl.constexpr(8388608.0)
+
+
 @jit
 def element(words, shift, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 of the elements at bit `shift` of int32 words; int4 as its code, 0 to 15."""
+    """float32 of the elements at bit `shift` of int32 words; int4 as 2^23 plus its code, 0 to 15."""
     if PANEL.code == "float32":
         value = words.to(tl.float32, bitcast=True)
     elif PANEL.code == "bfloat16":
@@ -39,7 +45,7 @@ def element(words, shift, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
     elif PANEL.code == "int8":
         value = ((words << (24 - shift)) >> 24).to(tl.float32)
     elif PANEL.code == "int4":
-        value = (((words >> shift) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+        value = (((words >> shift) & 15) | 0x4B000000).to(tl.float32, bitcast=True)
     else:
         # e2m1: bias 1 becomes 127 by a factor of 2^126.
         code = words >> shift

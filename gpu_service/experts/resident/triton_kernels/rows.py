@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton.language as tl
 
 from gpu_service.experts.resident.triton_kernels.elements import (
+    INT4_BASE,
+    INT4_OFFSET,
     activate,
     element,
     element_shift,
@@ -43,7 +45,7 @@ def line_products(  # type: ignore[no-untyped-def]
             in_groups = in_groups & (column >= 0)[None, :]
     if PANEL.zeros:
         at = panel + PANEL.zeros_at + group * 16 + column[None, :]
-        zero = tl.load(bytes_ + at, mask=in_groups, other=0).to(tl.float32)
+        offset = tl.load(bytes_ + at, mask=in_groups, other=0).to(tl.float32) + INT4_BASE
     product = tl.zeros([LINES, 16], tl.float32)
     for i in tl.static_range(per_word):
         k = line * per_word + i
@@ -53,9 +55,9 @@ def line_products(  # type: ignore[no-untyped-def]
             row = tl.load(x + k, mask=k < PANEL.k, other=0.0).to(tl.float32)
         value = element(packed, element_shift(i, PANEL), PANEL)
         if PANEL.zeros:
-            value -= zero
+            value -= offset
         elif PANEL.code == "int4":
-            value -= 8.0
+            value -= INT4_OFFSET
         product += row[:, None] * value
     if PANEL.group:
         index = scale_index(panel, group, column[None, :], PANEL)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton.language as tl
 
 from gpu_service.experts.resident.triton_kernels.elements import (
+    INT4_BASE,
+    INT4_OFFSET,
     activate,
     element,
     element_shift,
@@ -33,9 +35,9 @@ def weight_tile(  # type: ignore[no-untyped-def]
     value = tl.reshape(value, [PANEL.chunk, packed.shape[1]])
     if PANEL.zeros:
         at = panel + PANEL.zeros_at + (begin // PANEL.group) * 16 + column
-        value -= tl.load(bytes_ + at).to(tl.float32)[None, :]
+        value -= (tl.load(bytes_ + at).to(tl.float32) + INT4_BASE)[None, :]
     elif PANEL.code == "int4":
-        value -= 8.0
+        value -= INT4_OFFSET
     return value.to(TYPE)
 
 
