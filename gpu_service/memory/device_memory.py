@@ -46,6 +46,10 @@ class DeviceMemory(ABC):
         """What is used now. Waits for what was launched."""
 
     @abstractmethod
+    def device_allocations(self) -> int:
+        """As in `use`, from any thread, without waiting for the device."""
+
+    @abstractmethod
     def reset_peak(self) -> None:
         """`peak` counts from here."""
 
@@ -71,8 +75,12 @@ class CudaMemory(DeviceMemory):
             allocated=int(statistics.get("allocated_bytes.all.current", 0)),
             peak=int(statistics.get("allocated_bytes.all.peak", 0)),
             reserved=int(statistics.get("reserved_bytes.all.current", 0)),
-            device_allocations=int(statistics.get("num_device_alloc", 0)),
+            device_allocations=self.device_allocations(),
         )
+
+    def device_allocations(self) -> int:
+        """See the base class."""
+        return int(_cuda.memory_stats(self._device).get("num_device_alloc", 0))
 
     def reset_peak(self) -> None:
         """See the base class."""

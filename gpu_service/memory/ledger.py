@@ -86,4 +86,4 @@ class MemoryLedger:
         """How often memory was asked of the device since `seal`: 0 unless a step exceeded the plan."""
         if self._sealed is None:
             return 0
-        return self._memory.use().device_allocations - self._sealed.device_allocations
+        return self._memory.device_allocations() - self._sealed.device_allocations
