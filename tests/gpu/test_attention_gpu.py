@@ -13,6 +13,7 @@ import torch
 
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.registry import ATTENTION_BACKENDS, make_attention
+from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.fp8 import E4M3
 from tests.helpers.attention_cases import (
     LAYER,
@@ -187,6 +188,26 @@ def test_a_step_never_waits_for_the_device(backend: str) -> None:
         attention.plan_replay(decodes.inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "triton"])
+def test_nothing_is_compiled_after_the_warm_up(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One, two and sixteen requests, odd and even tables, short and long: all of it was compiled before."""
+    import triton
+
+    steps = [make_case(QWEN, shape) for shape in SHAPES.values()]
+    steps += [make_case(QWEN, [(40, 1)] * 16), make_case(QWEN, [(0, 1)] * 2), make_case(QWEN, [(0, 33)] * 16)]
+    attention = backend_for(steps[0], backend)
+    warm_up_attention(attention, 4200)
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_cache_hook", lambda **what: compiled.append(what["repr"]) and None
+    )
+    for case in steps:
+        attention.kv_cache = case.cache
+        run(case, attention)
+    # The cache write belongs to the ops, which have a warm-up of their own.
+    assert [name for name in compiled if "append" not in name] == []
 
 
 def test_auto_takes_the_first_that_can() -> None:

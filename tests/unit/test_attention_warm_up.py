@@ -1,4 +1,4 @@
-"""Invariant: the warm-up runs every kernel and wrapper that a service can meet, and touches no one's pages."""
+"""Invariant: the warm-up runs every kernel and wrapper that a service can meet, on the dummy page only."""
 
 from __future__ import annotations
 
