@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -71,6 +72,9 @@ class CudaGraphs(GraphBackend):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # what made the work fail is the reason for this, too
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return _CudaGraph(graph)

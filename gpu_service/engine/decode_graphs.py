@@ -136,9 +136,18 @@ class DecodeGraphs:
         return sum(buffer.nbytes for buffer in buffers)
 
     def capture_all(self) -> None:
-        """Runs each size, then captures it, the largest first. Expert servers must be ready."""
+        """Runs each size, then captures it, the largest first. Expert servers must be ready.
+
+        Raises RuntimeError naming the size that can not be captured.
+        """
         for size in reversed(self._sizes):
-            self._graphs[size] = self._capture(size)
+            try:
+                self._graphs[size] = self._capture(size)
+            except Exception as error:
+                raise RuntimeError(
+                    f"decode steps of {size} rows can not be captured in a graph ({error}); "
+                    "cuda_graphs: false runs without graphs"
+                ) from error
         _log.info("decode graphs are captured", sizes=self._sizes)
 
     def graph_for(self, plan: StepPlan) -> DecodeGraph | None:

@@ -67,7 +67,7 @@ class DeviceRunner(StepRunner):
         self._runner = runner
         self._graphs = graphs
         self._uploader = uploader or Uploader(stream)
-        self._steps = StepsInFlight(self._start, runner.experts, recovery_timeout_s)
+        self._steps = StepsInFlight(self._start, runner.experts, recovery_timeout_s, stream.active)
         self._last_end = 0.0
 
     def prepare(self) -> None:

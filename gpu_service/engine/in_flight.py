@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import structlog
@@ -78,8 +79,11 @@ class StepsInFlight:
         start: Callable[[StepPlan], Launched],
         experts: ExpertClient | None,
         recovery_timeout_s: float,
+        active: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """`active`: in which a client recovers, because it may write to the device's memory."""
         self._start = start
+        self._active = active
         self._experts = experts
         self._recovery_timeout_s = recovery_timeout_s
         self._steps: list[StepInFlight] = []
@@ -182,6 +186,7 @@ class StepsInFlight:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise ExpertUnavailable(-1, "an expert server was lost again and again until the time was up")
-        self._experts.recover(remaining)
+        with self._active():
+            self._experts.recover(remaining)
         self._broken_off = False
         _log.info("expert servers are ready again")

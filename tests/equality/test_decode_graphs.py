@@ -120,6 +120,17 @@ def test_padding_touches_no_page_and_no_expert(tiny: Tiny) -> None:
         assert all(bool((ids == -1).all()) for ids in padded)
 
 
+def test_a_step_that_can_not_be_captured_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says which size, why, and how to go on without."""
+
+    def forward(*_: Any) -> torch.Tensor:
+        raise NotImplementedError("no kernel")
+
+    monkeypatch.setattr(CapturableAttention, "forward", forward)
+    with pytest.raises(RuntimeError, match=r"2 rows .*no kernel.* cuda_graphs: false"):
+        run(tiny, Setup(largest_graph=2), [])
+
+
 def test_sizes() -> None:
     """Powers of two, then steps of eight; the limit is always one of them."""
     assert graph_sizes(1) == [1]
