@@ -20,9 +20,12 @@ def prepare_process(config: MoebiusConfig) -> torch.device:
     use_jit_cache(config.gpu.jit_cache_dir)
     # All ranks of a model are on this host, so their order is that of its GPUs.
     device = resolve_device(config.gpu, config.parallel.rank)
-    _set_threads(config.gpu)
     if device.type == "cuda":
+        # The host only fills small tensors; more threads would spin on the cores of the expert servers.
+        torch.set_num_threads(1)
         _cuda.set_device(device)
+    else:
+        _set_threads(config.gpu)
     return device
 
 
