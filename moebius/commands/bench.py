@@ -22,11 +22,43 @@ app = typer.Typer(
 
 
 @app.command()
-def mailbox(json_file: JsonFile = None) -> None:
-    """Round trip of the shared-memory mailbox: 1, 8, 64 rows and 1, 2, 4 servers."""
-    from moebius.bench.mailbox import run
+def mailbox(
+    device: Annotated[str, typer.Option(help="Who drives it: cpu (host code) or cuda (in a graph)")] = "cpu",
+    rows: Annotated[str, typer.Option(help="Token rows per layer, for cuda")] = "1,2,4,8,16,32,64,128,256",
+    servers: Annotated[str, typer.Option(help="Numbers of echo processes, for cuda")] = "1,4",
+    signal: Annotated[
+        str, typer.Option(help="How the GPU rings and waits; host: by host functions in the stream")
+    ] = "doorbell,memops,host",
+    layers: Annotated[int, typer.Option(min=1, help="Layers in one graph")] = 48,
+    replays: Annotated[int, typer.Option(min=10, help="Measured replays per line")] = 100,
+    copy_kib: Annotated[
+        int | None, typer.Option(min=0, help="KiB from which the copy engine moves rows [default: measured]")
+    ] = None,
+    jit_cache_dir: Annotated[str, typer.Option(help="Where compiled kernels are kept")] = "",
+    json_file: JsonFile = None,
+) -> None:
+    """Hand-off through the shared-memory mailbox: by host code, or from a GPU's stream."""
+    if device == "cpu":
+        from moebius.bench.mailbox import run
 
-    run(json_file=json_file)
+        run(json_file=json_file)
+        return
+    if device != "cuda":
+        raise UserError(f"--device: {device!r} is not allowed; allowed: cpu, cuda")
+    from moebius.bench.mailbox_device.rows import MAX_ROWS, parse_numbers, parse_signals
+    from moebius.bench.mailbox_device.run import DeviceOptions
+    from moebius.bench.mailbox_device.run import run as run_on_device
+
+    options = DeviceOptions(
+        signals=parse_signals(signal),
+        servers=parse_numbers(servers, "--servers", 16),
+        rows=parse_numbers(rows, "--rows", MAX_ROWS),
+        layers=layers,
+        replays=replays,
+        copy_kib=copy_kib,
+        jit_cache_dir=jit_cache_dir,
+    )
+    run_on_device(options, json_file)
 
 
 @app.command()

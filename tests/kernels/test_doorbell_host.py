@@ -6,6 +6,7 @@ Sums are exact, epochs come from device memory, and whatever breaks, a step ends
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.experts.doorbell.interface import Box, State
+from moebius import _kernels
 from moebius.mailbox import EchoBackend, MailboxServer
 from moebius.mailbox_layout import offsets
 from tests.helpers.doorbell_host import doorbell_client, host_kernels
@@ -236,3 +238,21 @@ def test_bad_arguments_are_named() -> None:
         client.recover(5)
         with pytest.raises(ValueError, match="since its last recovery"):
             client.collect(ticket)
+
+
+def test_ping_pong_of_the_bench_counts_rounds_and_gives_up() -> None:
+    """The limit's kernel against the C++ side it meets, and alone."""
+    kernels, rounds = host_kernels(), 50
+    words = (ctypes.c_uint32 * 64)()
+    address = -(-ctypes.addressof(words) // 64) * 64
+
+    def answer() -> None:
+        _kernels.ping_pong(address, asks=False, rounds=rounds, spin_ns=10**10)
+
+    other = threading.Thread(target=answer)
+    other.start()
+    elapsed = kernels.launch_ping_pong(ctypes.c_void_p(address), 10, rounds - 10, ctypes.c_uint64(10**10))
+    other.join()
+    assert elapsed > 0
+    assert ctypes.c_uint32.from_address(address).value == 2 * rounds
+    assert kernels.launch_ping_pong(ctypes.c_void_p(address), 0, 1, ctypes.c_uint64(10**6)) == 0
