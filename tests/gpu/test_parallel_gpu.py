@@ -1,17 +1,20 @@
 """Guards ranks on GPUs: NCCL inside graphs, two GPUs equal one, and a lost rank that hangs no GPU.
 
-The same engine as in `tests/equality/test_parallel_ranks.py`, with every expert on the GPUs, so that decode
-steps are captured whole.
+The same engine as in `tests/equality/test_parallel_ranks.py`, with every expert on the GPUs or behind
+doorbells, so that decode steps are captured whole.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing.connection
+import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -21,8 +24,10 @@ import pytest
 import torch
 
 from moebius.errors import PEER_LOST_EXIT
+from moebius.supervisor.supervisor import Supervisor
 from tests.helpers.rank_faults import started_group
 from tests.helpers.rank_group import CONTEXT, WAIT_S, Outcome, free_port, rank_config, run_group
+from tests.helpers.rank_serving import generate, planned, watch
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 from tests.tolerances import LOGPROBS_BFLOAT16_RANKS, LOGPROBS_FLOAT32_RANKS_GPU
 
@@ -185,12 +190,32 @@ def test_a_killed_rank_hangs_no_gpu(model: Path, tmp_path: Path, lost: int) -> N
         assert f"rank {lost}" in group.log(1 - lost)
 
 
+def test_two_gpus_share_expert_servers(model: Path, tmp_path: Path) -> None:
+    """All routed experts on one expert server, rung from inside both GPUs' graphs; killed once on the way."""
+    said = []
+    for ranks in (1, 2):
+        settings = {"device": "cuda", "attention_backend": "triton", "page_size": "16"}
+        serve = planned(model, tmp_path / f"s{ranks}", ranks, **settings)
+        with Supervisor(serve.plan, serve.timing) as supervisor, ThreadPoolExecutor(1) as pool:
+            assert supervisor.wait_ready()
+            said.append(generate(serve.config.gpu.gpu_address))
+            delayed = pool.submit(generate, serve.config.gpu.gpu_address)
+            time.sleep(0.05)
+            expert = next(p for p in supervisor.processes if p.spec.name == "expert-0")
+            os.kill(expert.pid or 0, signal.SIGKILL)
+            watch(supervisor, delayed.done)
+            said.append(delayed.result())
+            assert [p.restarts for p in supervisor.processes if p is not expert] == [0] * ranks
+    assert said == [said[0]] * 4
+
+
+@pytest.mark.parametrize("ratio", ["1.0", "0.0"], ids=["gpu-experts", "cpu-experts"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_the_benchmark_runs_on_ranks(model: Path, tmp_path: Path, tp: int) -> None:
+def test_the_benchmark_runs_on_ranks(model: Path, tmp_path: Path, tp: int, ratio: str) -> None:
     """Decode and prefill are measured through the same command as on one GPU."""
     results = tmp_path / "bench.json"
     command = [sys.executable, "-m", "moebius", "bench", "engine", str(model), "--device", "cuda"]
-    command += ["--tensor-parallel-size", str(tp), "--gpu-experts-ratio", "1.0", "--dtype", "bfloat16"]
+    command += ["--tensor-parallel-size", str(tp), "--gpu-experts-ratio", ratio, "--dtype", "bfloat16"]
     command += ["--streams", "1,4", "--prefill", "128", "--max-tokens", "32", "--json", str(results)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

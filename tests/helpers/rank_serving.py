@@ -1,0 +1,54 @@
+"""Ranks and expert servers under the supervisor, without a gateway."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+
+from moebius.config_loader import load_config
+from moebius.supervisor.plan import ServePlan, make_plan
+from moebius.supervisor.process import ManagedProcess
+from moebius.supervisor.supervisor import Supervisor
+from protos import engine_pb2 as pb
+from protos.engine_pb2_grpc import EngineStub
+
+TOKENS = 150
+LIMIT_S = 90.0
+
+
+def generate(address: str) -> list[int]:
+    """Greedy tokens."""
+    request = pb.GenerateRequest(
+        request_id="r",
+        tokenized=pb.TokenizedInput(input_ids=range(5, 30)),
+        sampling_params=pb.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
+    )
+    with grpc.insecure_channel(address) as channel:
+        answers = list(EngineStub(channel).Generate(request, timeout=LIMIT_S))  # type: ignore[no-untyped-call]
+    return list(answers[-1].complete.output_ids)
+
+
+def planned(model: Path, state: Path, ranks: int, **changes: str) -> ServePlan:
+    """Tensor-parallel ranks and one expert server, which they reach through one mailbox."""
+    flags = {"model": str(model), "port": "0", "state_dir": str(state), "dtype": "float32"}
+    flags |= {"tensor_parallel_size": str(ranks), "num_pages": "64", "expert_servers": "1"}
+    flags |= {"restart_backoff_s": "0.05", "mailbox_deadline_ms": "2000", **changes}
+    serve = make_plan(load_config(None, flags))
+    processes = tuple(spec for spec in serve.plan.processes if spec.name != "gateway")
+    return replace(serve, plan=replace(serve.plan, processes=processes))
+
+
+def watch(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
+    """Lets the supervisor do its work until the condition is true."""
+    end = time.monotonic() + LIMIT_S
+    supervisor.run(until=lambda: condition() or time.monotonic() > end)
+    assert condition()
+
+
+def back(processes: list[ManagedProcess]) -> Callable[[], bool]:
+    """Whether each of them was restarted once and is ready."""
+    return lambda: all(process.restarts == 1 and process.ready for process in processes)
