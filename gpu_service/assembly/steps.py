@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import structlog
+import torch
 
+from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, DeviceStream
 from gpu_service.device.transfer import Uploader
@@ -48,6 +50,8 @@ def make_step_runner(
             vocab_size=vocab_size if parallel.is_last_stage else 0,
         )
     steps = DeviceRunner(runner, stream, uploader=uploader, graphs=graphs, recovery_timeout_s=recovery_s)
+    with torch.inference_mode():
+        warm_up_attention(runner.attention, limits.context_limit)
     steps.prepare()
     return steps
 
