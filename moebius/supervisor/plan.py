@@ -58,7 +58,7 @@ def make_plan(config: MoebiusConfig) -> ServePlan:
     clean_up_stale(state_dir)
     config = _with_port(config)
     directory = state_dir / f"serve-{config.gateway.port}"
-    placements = _placements(config)
+    placements = () if _is_all_resident(config, model) else _placements(config)
     config = _shared_settings(config, directory, len(placements))
     members = _members(config, placements, place_ranks(config, find_gpus(), usable_cpus()[0]))
     host = _reachable(config.gateway.host)
@@ -187,6 +187,13 @@ def _placements(config: MoebiusConfig) -> tuple[ExpertPlacement, ...]:
     return place_experts(nodes, count, quota)
 
 
+def _is_all_resident(config: MoebiusConfig, model: MoeGeometry) -> bool:
+    """Whether the engine computes every expert itself. Raises UserError for a placement that can not be."""
+    from gpu_service.placement.make import make_placement
+
+    return make_placement(config.placement, model).covers_everything
+
+
 def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -> MoebiusConfig:
     """What all processes agree on: sockets, the mailbox's name, the served name."""
     model = Path(config.model.model).absolute()
@@ -199,7 +206,7 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
     config = _replace(config, "gateway", engine_address=gpu_address)
     addresses = tuple(_socket(directory, f"expert-{index}") for index in range(num_experts))
     addresses = addresses or config.experts.expert_addresses
-    wants_mailbox = config.experts.expert_transport == "mailbox"
+    wants_mailbox = config.experts.expert_transport == "mailbox" and num_experts > 0
     mailbox = config.experts.mailbox or f"moebius-{config.gateway.port}-{secrets.token_hex(4)}"
     return _replace(
         config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
-from moebius.errors import ConfigError, StartupError
+from moebius.errors import ConfigError, StartupError, UserError
 from moebius.supervisor.plan import ServePlan, make_plan
 
 MODEL = {
@@ -82,6 +83,18 @@ def test_local_transport_starts_no_expert(model: Path) -> None:
     serve_plan, configs = planned(model, expert_transport="local")
     assert set(configs) == {"gateway", "gpu"}
     assert serve_plan.plan.segments == ()
+
+
+def test_nothing_but_the_engine_where_all_experts_are_resident(model: Path) -> None:
+    """No expert server, no shared memory; a placement that can not be is refused before anything starts."""
+    for everything in ({"gpu_experts_ratio": "1"}, {"gpu_layers": "0-1"}, {"gpu_experts": "8"}):
+        serve_plan, configs = planned(model, **everything)
+        assert set(configs) == {"gateway", "gpu"}
+        assert serve_plan.plan.segments == ()
+        shutil.rmtree(serve_plan.plan.directory)
+    assert "expert-0" in planned(model, gpu_experts="7", expert_servers="1")[1]
+    with pytest.raises(UserError, match="layer 2 does not exist"):
+        planned(model, gpu_layers="2")
 
 
 def test_grpc_transport_has_no_mailbox(model: Path) -> None:
