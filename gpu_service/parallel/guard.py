@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gpu_service.engine.in_flight import StepInFlight
 from gpu_service.engine.input_builder import StepPlan
 from gpu_service.engine.step_runner import Pending, StepResult, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
@@ -22,10 +23,18 @@ class GuardedRunner(StepRunner):
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """See the base class."""
         try:
-            return _GuardedPending(self._inner.launch(plan), self._fail)
+            pending = self._inner.launch(plan)
         except Exception as error:
             self._fail(f"launching a step failed: {error!r}")
             raise
+        # Not only when somebody waits for it: before that, a launch may wait for the other ranks.
+        if isinstance(pending, StepInFlight) and isinstance(pending.error, Exception):
+            self._judge(pending.error)
+        return _GuardedPending(pending, self._judge)
+
+    def _judge(self, error: Exception) -> None:
+        if not isinstance(error, _AGREED):
+            self._fail(f"a step failed: {error!r}")
 
     def zero_pages(self, pages: list[int]) -> None:
         """See the base class."""
@@ -37,16 +46,14 @@ class GuardedRunner(StepRunner):
 
 
 class _GuardedPending(Pending[StepResult]):
-    def __init__(self, inner: Pending[StepResult], fail: Callable[[str], None]) -> None:
+    def __init__(self, inner: Pending[StepResult], judge: Callable[[Exception], None]) -> None:
         self._inner = inner
-        self._fail = fail
+        self._judge = judge
 
     def wait(self) -> StepResult:
         """See the base class."""
         try:
             return self._inner.wait()
-        except _AGREED:
-            raise
         except Exception as error:
-            self._fail(f"a step failed: {error!r}")
+            self._judge(error)
             raise

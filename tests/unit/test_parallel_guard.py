@@ -1,0 +1,81 @@
+"""Guards which errors end a group of ranks, and when: a rank's own at once, those that all have never."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from gpu_service.engine.in_flight import StepsInFlight
+from gpu_service.engine.input_builder import StepPlan
+from gpu_service.engine.step_runner import Pending, StepResult, StepRunner
+from gpu_service.experts.client import ExpertComputeFailed
+from gpu_service.parallel.guard import GuardedRunner
+
+PLAN = cast(StepPlan, None)
+
+
+class Failing(StepRunner):
+    """Its steps fail when they are launched, as on a device, or when they are waited for."""
+
+    def __init__(self, error: Exception, at_launch: bool) -> None:
+        self._error, self._at_launch = error, at_launch
+        self._steps = StepsInFlight(self._start, None, 1.0, contextlib.nullcontext)
+
+    def _start(self, plan: StepPlan) -> Any:
+        if self._at_launch:
+            raise self._error
+        return self
+
+    def finish(self) -> StepResult:
+        """The end of a launched step."""
+        raise self._error
+
+    def undo(self) -> None:
+        """Nothing was done."""
+
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        """See the base class."""
+        return self._steps.launch(plan)
+
+    def zero_pages(self, pages: list[int]) -> None:
+        """Nothing to clear."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def guarded(error: Exception, at_launch: bool) -> tuple[GuardedRunner, list[str]]:
+    """A runner, and what it told the group."""
+    told: list[str] = []
+    fail: Callable[[str], None] = told.append
+    return GuardedRunner(Failing(error, at_launch), fail), told
+
+
+def test_an_error_at_launch_is_told_at_once() -> None:
+    """The next launch might wait for ranks that wait for this one."""
+    runner, told = guarded(ValueError("no kernel"), at_launch=True)
+    pending = runner.launch(PLAN)
+    assert told == ["a step failed: ValueError('no kernel')"]
+    with pytest.raises(ValueError, match="no kernel"):
+        pending.wait()
+
+
+def test_an_error_in_a_step_is_told_when_it_is_known() -> None:
+    """And whoever waits gets it, too."""
+    runner, told = guarded(ValueError("no memory"), at_launch=False)
+    pending = runner.launch(PLAN)
+    assert told == []
+    with pytest.raises(ValueError, match="no memory"):
+        pending.wait()
+    assert told == ["a step failed: ValueError('no memory')"]
+
+
+def test_what_all_ranks_have_ends_none() -> None:
+    """A refused layer fails its requests, on every rank alike."""
+    runner, told = guarded(ExpertComputeFailed("NaN"), at_launch=False)
+    with pytest.raises(ExpertComputeFailed):
+        runner.launch(PLAN).wait()
+    assert told == []
