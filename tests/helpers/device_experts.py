@@ -78,6 +78,12 @@ class DenseExperts:
         """Nothing fails."""
         return None
 
+    def wait_ready(self, timeout_s: float) -> None:
+        """Ready at once."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:

@@ -1,0 +1,150 @@
+"""Guards the assembly of an engine for a device: built whole from a configuration, it says what a CPU's says.
+
+The device is the host here: its stream, graphs and expert client are the host's twins, everything else is
+what a GPU gets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_service import build
+from gpu_service.assembly import experts as expert_assembly
+from gpu_service.assembly import steps as step_assembly
+from gpu_service.build import Built, WarmUpGate, build_engine
+from gpu_service.device.host_graphs import RecordedOperations
+from gpu_service.device.stream import HostDeviceStream
+from gpu_service.engine.decode_graphs import DecodeGraphs
+from gpu_service.engine.outputs import NullObserver, OutputDelta
+from gpu_service.request import Request, SamplingParams
+from moebius.config import MoebiusConfig
+from tests.helpers.capturable_attention import CapturableAttention
+from tests.helpers.device_experts import DenseExperts
+from tests.helpers.tiny_models import make_tiny_model
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint."""
+    found = tmp_path_factory.mktemp("assembled")
+    make_tiny_model("glm4_moe", found)
+    return found
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """From here on engines are assembled as for a GPU."""
+    monkeypatch.setattr(build, "device_stream", lambda _: HostDeviceStream())
+    monkeypatch.setattr(build, "make_attention", lambda config, cache, *_: CapturableAttention(config, cache))
+    monkeypatch.setattr(step_assembly, "CudaDeviceStream", HostDeviceStream)
+    monkeypatch.setattr(step_assembly, "CudaGraphs", lambda _: RecordedOperations())
+    monkeypatch.setattr(expert_assembly, "make_expert_client", lambda *_: DenseExperts(directory, 10))
+
+
+def config_for(directory: Path, gpu: dict[str, Any], placement: dict[str, Any]) -> MoebiusConfig:
+    """A small pool, and graphs for up to four requests."""
+    small = {"num_pages": 96, "page_size": 4, "max_num_seqs": 6, "cuda_graph_max_batch_size": 4}
+    return MoebiusConfig.model_validate(
+        {
+            "model": {"model": str(directory), "dtype": "float32"},
+            "gpu": small | {"device": "cpu", "gpu_threads": 1, "max_num_batched_tokens": 32} | gpu,
+            "experts": {"expert_transport": "local"},
+            "placement": placement,
+        }
+    )
+
+
+@contextmanager
+def running(config: MoebiusConfig) -> Iterator[tuple[Built, threading.Semaphore]]:
+    """As the process runs it; the semaphore counts requests that have ended."""
+    ended = threading.Semaphore(0)
+
+    def on_output(deltas: list[OutputDelta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                ended.release()
+
+    gate = WarmUpGate()
+    built = build_engine(config, NullObserver(), gate.on_output)
+    built.engine.start()
+    try:
+        gate.run(built.engine, built.model_config.vocab_size, WAIT_S, built.warm_up_tokens)
+        built.memory.seal()
+        gate.open(on_output)
+        yield built, ended
+    finally:
+        built.close()
+    built.engine.scheduler.check_integrity()
+
+
+def tokens(directory: Path, gpu: dict[str, Any], placement: dict[str, Any] | None = None) -> list[list[int]]:
+    """Greedy and sampled requests of different lengths, all at once."""
+    sampled = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.8}
+    requests = [
+        Request(
+            f"r{i}",
+            [3 + (i * 37 + k * k * 5 + k) % 200 for k in range(4 + 11 * i)],
+            SamplingParams(seed=i, max_tokens=8 + 2 * i, ignore_eos=True, **(sampled if i % 2 else {})),  # type: ignore[arg-type]
+        )
+        for i in range(5)
+    ]
+    with running(config_for(directory, gpu, placement or {})) as (built, ended):
+        for request in requests:
+            built.engine.submit([request])
+        for _ in requests:
+            assert ended.acquire(timeout=WAIT_S)
+    assert [request.error_message for request in requests] == [""] * len(requests)
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path) -> list[list[int]]:
+    """The CPU's engine with its in-process expert client."""
+    return tokens(directory, {})
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("gpu", [{}, {"cuda_graphs": False}, {"overlap_scheduling": False}], ids=str)
+def test_an_assembled_device_says_what_a_cpu_says(
+    directory: Path, expected: list[list[int]], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With graphs, without, and without overlap; graphs are used exactly where they are asked for."""
+    replays, original = [0], DecodeGraphs.replay
+
+    def replay(*arguments: Any) -> Any:
+        replays[0] += 1
+        return original(*arguments)
+
+    monkeypatch.setattr(DecodeGraphs, "replay", replay)
+    assert tokens(directory, gpu) == expected
+    assert (replays[0] > 0) == (gpu != {"cuda_graphs": False})
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("placement", [{"gpu_experts_ratio": 1.0}, {"gpu_layers": "1"}], ids=str)
+def test_resident_experts_are_assembled_too(
+    directory: Path, expected: list[list[int]], placement: dict[str, Any]
+) -> None:
+    """Without any expert server when all experts are on the device; else beside one."""
+    assert tokens(directory, {}, placement) == expected
+
+
+@pytest.mark.usefixtures("device")
+def test_a_recorder_sees_steps_that_graphs_would_hide(directory: Path) -> None:
+    """Started after the capture, it makes steps run eagerly until it is stopped."""
+    with running(config_for(directory, {}, {})) as (built, ended):
+        assert built.recorder is not None
+        built.recorder.start("stat")
+        request = Request("r", [5, 9, 31], SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True))
+        built.engine.submit([request])
+        assert ended.acquire(timeout=WAIT_S)
+        built.recorder.stop()
+        assert built.recorder.dump().steps >= 7
