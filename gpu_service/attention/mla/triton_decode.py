@@ -145,7 +145,7 @@ def mla_attention(
         NUM_HEADS=num_heads, LATENT=latent_dim, ROPE=rope_dim, PAGE_SIZE=page_size, BLOCK_H=tile.rows,
         BLOCK_L=max(16, next_power_of_2(latent_dim)), BLOCK_R=max(16, next_power_of_2(rope_dim)),
         BLOCK_N=tile.keys, MINIMUM=min_split, SINGLE_SPLIT=partial is None, PRECISION=tile.precision,
-        num_warps=tile.num_warps,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if partial is not None:
         _mla_combine_kernel[(num_rows * num_heads,)](

@@ -148,7 +148,8 @@ def decode(
         score_scale * LOG2_E, value_scale, GROUP=num_heads // num_kv_heads,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         BLOCK_G=tile.rows, BLOCK_D=tile.width, BLOCK_N=tile.keys, MINIMUM=min_split,
-        SINGLE_SPLIT=partial is None, PRECISION=tile.precision, num_warps=tile.num_warps,
+        SINGLE_SPLIT=partial is None, PRECISION=tile.precision,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if partial is not None:
         _combine_kernel[(num_requests, num_heads)](

@@ -108,5 +108,5 @@ def prefill(
         query.stride(0), query.stride(1), block_table.stride(0), score_scale * LOG2_E, value_scale,
         GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         BLOCK_M=tile.rows, BLOCK_Q=queries_per_tile, BLOCK_D=tile.width, BLOCK_N=tile.keys,
-        PRECISION=tile.precision, num_warps=tile.num_warps,
+        PRECISION=tile.precision, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -26,6 +26,8 @@ class Tile:
     width: int  # head_dim, padded
     num_warps: int
     precision: str  # of float32 products: "ieee", or Triton's default for narrower types
+    # Of the loop over keys. Triton gives half of them to page numbers and half to keys: 5 keep two tiles in flight.
+    num_stages: int = 5
 
 
 def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
@@ -49,7 +51,8 @@ def prefill_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
         rows, keys, num_warps = 2048 // width, 16, 4
     else:
         rows, keys, num_warps = (128, 64, 8) if width <= 128 else (64, 32, 4)
-    return Tile(max(MIN_ROWS, rows, next_power_of_2(group)), keys, width, num_warps, _precision(dtype))
+    rows = max(MIN_ROWS, rows, next_power_of_2(group))
+    return Tile(rows, keys, width, num_warps, _precision(dtype), num_stages=3)
 
 
 def streaming_multiprocessors(device: torch.device) -> int:
