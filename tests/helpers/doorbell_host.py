@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -29,6 +30,7 @@ from gpu_service.experts.doorbell.launcher import DoorbellLauncher
 from gpu_service.experts.doorbell.watch import Watch
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.mailbox import Mailbox
+from moebius.mailbox_layout import offsets
 
 HERE = Path(__file__).parent
 _devices = 0
@@ -58,7 +60,10 @@ def host_kernels() -> ctypes.CDLL:
 
 
 class HostLauncher(DoorbellLauncher):
-    """Runs each launch at once; keeps them, so that `replay` repeats a step as a captured graph does."""
+    """Runs each launch at once, as an operation of torch, so that the host's twin of graphs can record it.
+
+    It also keeps them itself: `replay` repeats all launches so far.
+    """
 
     def __init__(
         self, mailbox: Mailbox, deadline_ms: int, *, grid: int = 1, block: int = 1, is_memops: bool = False
@@ -67,8 +72,10 @@ class HostLauncher(DoorbellLauncher):
         self.state = torch.zeros(State.END, dtype=torch.int64)
         self.box: Box = make_box(mailbox, mailbox.kernel.address, self.state.data_ptr(), deadline_ms)
         self.launched: list[Callable[[], None]] = []
-        self._mailbox, self._grid, self._block, self._is_memops = mailbox, grid, block, is_memops
-        self._kernels = host_kernels()
+        self.kernels = host_kernels()
+        self.shape = (grid, block)
+        self._mailbox, self._is_memops = mailbox, is_memops
+        _launchers[self.state.data_ptr()] = self
 
     def pack(
         self,
@@ -81,39 +88,25 @@ class HostLauncher(DoorbellLauncher):
         topk_weights: torch.Tensor,
     ) -> None:
         """See the base class."""
-        tensors = (hidden_states, topk_ids, topk_weights)
         parts = PACK_HIDDEN | PACK_RING | (PACK_CLEAR if self._is_memops else 0)
-        numbers = (DTYPE_CODES[hidden_states.dtype], slot, layer, rows, begin, hidden_states.shape[0], parts)
-
-        def launch() -> None:
-            pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
-            self._kernels.launch_pack(self._grid, self._block, ctypes.byref(self.box), *pointers, *numbers)
-
-        self._run(launch)
+        numbers = [slot, layer, rows, begin, hidden_states.shape[0], parts]
+        self._run(lambda: _pack(self.state, hidden_states, topk_ids, topk_weights, numbers))
 
     def add(self, slot: int, layer: int, begin: int, partial: torch.Tensor) -> None:
         """See the base class."""
-        parts = WAIT_ANSWERS | WAIT_ADD
+        numbers = [slot, layer, begin, partial.shape[0], WAIT_ANSWERS | WAIT_ADD]
+        self._run(lambda: _add(self.state, partial, numbers))
 
-        def launch() -> None:
-            if self._is_memops:
-                self._await_flags(slot)
-            numbers = (slot, layer, begin, partial.shape[0], parts)
-            pointers = (ctypes.c_void_p(partial.data_ptr()), None)
-            self._kernels.launch_add(self._grid, self._block, ctypes.byref(self.box), *pointers, *numbers)
-
-        self._run(launch)
-
-    def _await_flags(self, slot: int) -> None:
-        """What cuStreamWaitValue32 does: nothing but wait, without a deadline."""
-        from moebius.mailbox_layout import offsets
-
+    def await_flags(self, slot: int) -> None:
+        """What cuStreamWaitValue32 does where it is asked for: nothing but wait, without a deadline."""
+        if not self._is_memops:
+            return
         base, sizes = self._mailbox.kernel.address, offsets()
         for server in range(self.box.num_servers):
             line = base + self.box.done_lines + (slot * self.box.num_servers + server) * sizes["DoneLine"]
             flag = ctypes.c_uint32.from_address(line + sizes["DoneLine.answered"] + 4 * self._mailbox.client)
             while flag.value != 1:
-                pass
+                time.sleep(0)
 
     def _run(self, launch: Callable[[], None]) -> None:
         self.launched.append(launch)
@@ -126,13 +119,43 @@ class HostLauncher(DoorbellLauncher):
 
     def set_words(self, first: int, values: Sequence[int]) -> None:
         """See the base class."""
-        self.state[first : first + len(values)] = torch.tensor([_signed(value) for value in values])
+        words = (ctypes.c_int64 * len(values))(*(_signed(value) for value in values))
+        # Not by torch: a word set while something is captured is no part of it.
+        ctypes.memmove(self.state.data_ptr() + 8 * first, words, 8 * len(values))
 
     def synchronize(self) -> None:
         """Everything has ended."""
 
     def close(self) -> None:
         """Nothing is held."""
+        _launchers.pop(self.state.data_ptr(), None)
+
+
+# By the address of their state, which is what an operation of torch can be given.
+_launchers: dict[int, HostLauncher] = {}
+
+
+@torch.library.custom_op("moebius_test::pack_and_ring", mutates_args=("state",))
+def _pack(
+    state: torch.Tensor,
+    hidden_states: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    numbers: list[int],
+) -> None:
+    launcher = _launchers[state.data_ptr()]
+    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (hidden_states, ids, weights))
+    launcher.kernels.launch_pack(
+        *launcher.shape, ctypes.byref(launcher.box), *pointers, DTYPE_CODES[hidden_states.dtype], *numbers
+    )
+
+
+@torch.library.custom_op("moebius_test::wait_and_add", mutates_args=("state", "partial"))
+def _add(state: torch.Tensor, partial: torch.Tensor, numbers: list[int]) -> None:
+    launcher = _launchers[state.data_ptr()]
+    launcher.await_flags(numbers[0])
+    pointers = (ctypes.c_void_p(partial.data_ptr()), None)
+    launcher.kernels.launch_add(*launcher.shape, ctypes.byref(launcher.box), *pointers, *numbers)
 
 
 def _signed(word: int) -> int:
