@@ -82,7 +82,9 @@ def make_recorder(config: MoebiusConfig, moe: RankMoe | None, stream: DeviceStre
     """Ready to be started; started already where the settings say so, before graphs are captured."""
     if moe is None or not moe.layers:
         return None
-    recorder = ExpertRecorder(moe.geometry, stream, config.gpu.max_num_batched_tokens, moe.layers)
+    # A graph may be larger than a small token budget.
+    max_rows = max(config.gpu.max_num_batched_tokens, config.gpu.cuda_graph_max_batch_size)
+    recorder = ExpertRecorder(moe.geometry, stream, max_rows, moe.layers)
     if config.placement.expert_recorder != "off":
         recorder.start(config.placement.expert_recorder)
     return recorder
