@@ -92,3 +92,27 @@ def test_a_lost_server_ends_the_bench(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
     assert ended.returncode == 1
     assert "expert-0 ended: " in ended.stderr
+
+
+def test_a_signal_ends_the_bench(tmp_path: Path) -> None:
+    """SIGTERM while it waits: servers are stopped in order, and neither process nor shared memory stays."""
+    program = (
+        "import sys, time\n"
+        "from moebius.bench.engine.servers import running_servers\n"
+        "from moebius.config_loader import load_config\n"
+        "flags = {'model': sys.argv[1], 'expert_servers': 1, 'calibrate_kernels': False}\n"
+        "with running_servers(load_config(None, flags)) as servers:\n"
+        "    print(servers.config.experts.mailbox, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    model = tmp_path / "model"
+    write_random_model(model, RandomModelOptions("tiny"))
+    command = [sys.executable, "-c", program, str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        mailbox = process.stdout.readline().strip()
+        assert Path("/dev/shm", mailbox).exists()
+        process.terminate()
+        _, errors = process.communicate(timeout=40)
+    assert "KeyboardInterrupt" in errors
+    assert not Path("/dev/shm", mailbox).exists()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError
@@ -112,9 +114,16 @@ def running_servers(config: MoebiusConfig) -> Iterator[ExpertServers]:
             experts = [process for process in supervisor.processes if process.spec.name.startswith("expert")]
             if len(experts) == len(processes) and not supervisor.wait_ready():
                 raise StartupError("stopped by a signal while expert servers were loading")
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, _interrupt)  # the supervisor gives the earlier ones back at the end
             # A rank that ends is noticed by the others, and all end with the first one.
             with _watched(experts, [segment.name for segment in plan.segments]):
                 yield ExpertServers(serve_plan.config)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """The supervisor only notes signals, for a loop that looks; a benchmark has to be left."""
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
