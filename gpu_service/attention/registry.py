@@ -76,12 +76,21 @@ def make_attention(
     return chosen
 
 
+def check_attention_backend(name: str, device: torch.device | str) -> None:
+    """Before a model is loaded: raises UserError when what is asked for by name can not be there."""
+    if name == "auto":
+        return
+    reason = _entry(ATTENTION_BACKENDS, name).missing(torch.device(device))
+    if reason:
+        raise UserError(f"attention_backend: {name!r} can not be used: {reason}")
+
+
 def choose_backend(
     entries: dict[str, BackendEntry], config: Any, cache: Any, device: torch.device, name: str
 ) -> Any:
     """The class to use. With `auto`, better ones that fell out on a GPU are named in one warning."""
-    if name != "auto" and name not in entries:
-        raise UserError(f"attention_backend: {name!r} is unknown; allowed: auto, {', '.join(entries)}")
+    if name != "auto":
+        _entry(entries, name)
     refused: dict[str, str] = {}
     for candidate in entries if name == "auto" else [name]:
         backend, reason = _try_load(entries[candidate], config, cache, device)
@@ -92,6 +101,12 @@ def choose_backend(
     if name == "auto":
         raise UserError(f"no attention backend can serve this model: {_sentence(refused)}")
     raise UserError(f"attention_backend: {name!r} can not be used: {refused[name]}")
+
+
+def _entry(entries: dict[str, BackendEntry], name: str) -> BackendEntry:
+    if name not in entries:
+        raise UserError(f"attention_backend: {name!r} is unknown; allowed: auto, {', '.join(entries)}")
+    return entries[name]
 
 
 def _try_load(entry: BackendEntry, config: Any, cache: Any, device: torch.device) -> tuple[Any, str]:

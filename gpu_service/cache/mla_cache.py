@@ -11,9 +11,6 @@ import torch
 
 from gpu_service.cache.fp8 import E4M3, quantise_e4m3
 
-# What FlashInfer's kernels for latent attention are fastest with.
-MLA_PAGE_SIZE = 64
-
 
 class MlaCache:
     """Latents of all layers.

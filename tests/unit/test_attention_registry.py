@@ -12,7 +12,13 @@ import torch
 
 from gpu_service.attention import registry
 from gpu_service.attention.mla.registry import MLA_BACKENDS
-from gpu_service.attention.registry import ATTENTION_BACKENDS, BackendEntry, choose_backend, make_attention
+from gpu_service.attention.registry import (
+    ATTENTION_BACKENDS,
+    BackendEntry,
+    check_attention_backend,
+    choose_backend,
+    make_attention,
+)
 from gpu_service.attention.torch_reference import TorchReferenceAttention
 from moebius.errors import UserError
 from tests.helpers.attention_cases import Geometry, make_case
@@ -79,6 +85,18 @@ def test_a_cpu_gets_the_reference_in_silence() -> None:
     for name in ("flashinfer", "triton"):
         with pytest.raises(UserError, match="needs a CUDA device, this one is 'cpu'"):
             make_attention(case.geometry.config(), case.cache, "cpu", name)
+
+
+def test_a_missing_choice_is_seen_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("auto", "torch"):
+        check_attention_backend(name, "cpu")
+    with pytest.raises(UserError, match="'triton' can not be used: it needs a CUDA device"):
+        check_attention_backend("triton", "cpu")
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"package 'flashinfer' is not installed; install flashinfer-python"):
+        check_attention_backend("flashinfer", "cuda")
+    with pytest.raises(UserError, match="'fast' is unknown"):
+        check_attention_backend("fast", "cuda")
 
 
 def test_unknown_and_impossible_choices_are_refused() -> None:

@@ -26,7 +26,7 @@ class Tile:
     width: int  # head_dim, padded
     num_warps: int
     precision: str  # of float32 products: "ieee", or Triton's default for narrower types
-    # Of the loop over keys. Triton gives half of them to page numbers and half to keys: 5 keep two tiles in flight.
+    # Of the loop over keys: Triton gives half of them to page numbers, so 5 keep two tiles in flight.
     num_stages: int = 5
 
 
