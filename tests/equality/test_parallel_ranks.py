@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.rank_graphs import use_recordings
 from tests.helpers.rank_group import Outcome, rank_config, run_group
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_RANKS
@@ -27,6 +28,10 @@ MODELS = {
             "mlp_only_layers": [1],
             "tie_word_embeddings": True,
         },
+    ),
+    "dense": TinyModel(
+        "qwen3_moe",
+        {"num_experts": 2, "num_experts_per_tok": 1, "num_attention_heads": 4, "mlp_only_layers": [0, 1, 2]},
     ),
     "glm4_shared": TinyModel(
         "glm4_moe",
@@ -75,7 +80,18 @@ def test_ranks_do_not_show(truth: Truth, name: str, tp: int, pp: int, changes: d
     Also where half of the experts are each rank's own device's.
     """
     directory, expected = truth(name)
-    found = run_group(rank_config(directory, tp, pp, **changes))
+    assert_same(run_group(rank_config(directory, tp, pp, **changes)), expected)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_replayed_decode_steps_do_not_show(truth: Truth, tp: int, pp: int) -> None:
+    """Decode steps recorded with their collectives, as a GPU replays them, of padded batches and stages."""
+    directory, expected = truth("dense")
+    assert_same(run_group(rank_config(directory, tp, pp), use_recordings), expected)
+
+
+def assert_same(found: dict[str, list[Outcome]], expected: dict[str, list[Outcome]]) -> None:
+    """Tokens, ends and cached prefixes are equal, scores nearly so."""
     assert [case for case in expected if case not in found] in ([], ["recorded"])
     for case, outcomes in ((case, expected[case]) for case in found):
         for index, (ours, theirs) in enumerate(zip(found[case], outcomes, strict=True)):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import socket
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,18 +173,29 @@ def _outcome(request: Request) -> Outcome:
     )
 
 
-def _rank_zero(config: MoebiusConfig, results: multiprocessing.connection.Connection) -> None:
+def _run_rank(
+    config: MoebiusConfig, prepare: Callable[[], None], results: multiprocessing.connection.Connection
+) -> None:
+    prepare()
+    if config.parallel.rank:
+        sys.exit(run_follower(config))
     script = Script(config)
     results.send(script.run_cases())
     script.close()
 
 
-def run_group(config: MoebiusConfig) -> dict[str, list[Outcome]]:
-    """All cases on a group of fresh processes; every rank must end in order."""
+def _nothing() -> None:
+    """Ranks run as they are."""
+
+
+def run_group(config: MoebiusConfig, prepare: Callable[[], None] = _nothing) -> dict[str, list[Outcome]]:
+    """All cases on a group of fresh processes, which call `prepare` first; every rank must end in order."""
     size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
     receiving, sending = CONTEXT.Pipe(duplex=False)
-    ranks = [CONTEXT.Process(target=_rank_zero, args=(config, sending))]
-    ranks += [CONTEXT.Process(target=run_follower, args=(with_rank(config, r),)) for r in range(1, size)]
+    ranks = [
+        CONTEXT.Process(target=_run_rank, args=(with_rank(config, rank), prepare, sending))
+        for rank in range(size)
+    ]
     for rank in ranks:
         rank.start()
     sending.close()
