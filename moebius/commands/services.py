@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
     @app.command()
     @with_settings("model", "gpu", "experts", "parallel", "placement", "telemetry")
     def gpu(config: MoebiusConfig, show_config: ShowConfig = True) -> None:
-        """Run an engine process (of several ranks: --rank); experts are reached as --expert-transport says."""
+        """Run one engine process (--rank N of several); it reaches experts as --expert-transport says."""
         config = _prepared(config, show_config)
         from gpu_service.main import run
 
