@@ -123,7 +123,8 @@ class PanelViews:
     """One layer's slots, uint8 `[slots, expert_bytes]`, as the types kernels load; filled by `views`."""
 
     words: torch.Tensor  # int32
-    scales: torch.Tensor  # the format's scale type, or its bits
+    # The format's scale type, or its bits; bfloat16, for such codes, where there are no group scales.
+    scales: torch.Tensor
     bytes: torch.Tensor
     floats: torch.Tensor  # float32
 
@@ -131,5 +132,5 @@ class PanelViews:
 def views(slots: torch.Tensor, panels: PanelFormat) -> PanelViews:
     """The same memory as flat tensors; in-place changes of `slots` show in them."""
     flat = slots.view(-1)
-    scales = flat.view(_SCALE_VIEWS[panels.scale]) if panels.scale else flat
+    scales = flat.view(_SCALE_VIEWS[panels.scale] if panels.scale else torch.bfloat16)
     return PanelViews(flat.view(torch.int32), scales, flat, flat.view(torch.float32))

@@ -22,10 +22,16 @@ from gpu_service.ops.triton.jit import jit
 
 
 @jit
-def weight_tile(  # type: ignore[no-untyped-def]
-    words, bytes_, panel, column, begin, PANEL: tl.constexpr, TYPE: tl.constexpr
-):
-    """TYPE [PANEL.chunk, N]: codes (zero points subtracted) of k from `begin`; `panel` int64 [N] bytes."""
+def plain_tile(codes, panel, column, begin, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bfloat16 [PANEL.chunk, N] straight from memory: in pairs of k, so that it may be copied in advance."""
+    k = begin + tl.arange(0, PANEL.chunk)
+    place = tl.max_contiguous(tl.multiple_of(k // 2 * 32 + k % 2, 2), 2)
+    return tl.load(codes + (panel // 2 + column * 2)[None, :] + place[:, None])
+
+
+@jit
+def decoded_tile(words, bytes_, panel, column, begin, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 [PANEL.chunk, N]: codes, zero points subtracted."""
     per_word: tl.constexpr = 32 // PANEL.bits
     lines: tl.constexpr = PANEL.chunk // per_word
     line = begin // per_word + tl.arange(0, lines)
@@ -38,7 +44,7 @@ def weight_tile(  # type: ignore[no-untyped-def]
         value -= (tl.load(bytes_ + at).to(tl.float32) + INT4_BASE)[None, :]
     elif PANEL.code == "int4":
         value -= INT4_OFFSET
-    return value.to(TYPE)
+    return value
 
 
 @jit
@@ -46,8 +52,11 @@ def add_product(  # type: ignore[no-untyped-def]
     total, x, words, scales, bytes_, panel, column, begin,
     PANEL: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """total [M, N] plus x [M, PANEL.chunk] times the weights of k from `begin`."""
-    weights = weight_tile(words, bytes_, panel, column, begin, PANEL, TYPE)
+    """total [M, N] plus x [M, PANEL.chunk] times the weights of k from `begin`; `panel` int64 [N] bytes."""
+    if PANEL.code == "bfloat16":
+        weights = plain_tile(scales, panel, column, begin, PANEL).to(TYPE)
+    else:
+        weights = decoded_tile(words, bytes_, panel, column, begin, PANEL).to(TYPE)
     if PANEL.group:
         index = scale_index(panel, begin // PANEL.group, column, PANEL)
         scale = load_scales(scales, index, column >= 0, PANEL)
