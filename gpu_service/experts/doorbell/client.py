@@ -174,6 +174,7 @@ class DoorbellExpertClient(ExpertClient):
         servers = range(self._mailbox.geometry.num_servers)
         generations = [self._mailbox.server_state(index).generation for index in servers]
         self._launcher.set_words(State.GENERATION, generations)
+        self._launcher.synchronize()
 
     def recover(self, timeout_s: float) -> None:
         """See `ExpertClient.recover`: ends the device's work first, then starts over with all ranks."""
@@ -196,6 +197,8 @@ class DoorbellExpertClient(ExpertClient):
         kernel.clear_failure()
         self._launcher.set_words(State.ARRIVED, [0] * (State.END - State.ARRIVED))
         self._launcher.set_words(State.EPOCH, [base, 0])
+        # Steps run on another stream than this, perhaps.
+        self._launcher.synchronize()
 
     def stats(self) -> ExpertClientStats:
         """The servers' own counters since they started: the host sees no single layer and no wait."""

@@ -169,9 +169,11 @@ class CudaLauncher(DoorbellLauncher):
             driver.wait_until_equal(flags + line, 1, self._stream)
 
     def set_words(self, first: int, values: Sequence[int]) -> None:
-        """See the base class; on the current stream."""
+        """See the base class; on the current stream, without waiting for it."""
         words = [value - 2**64 if value >= 2**63 else value for value in values]
-        self.state[first : first + len(words)].copy_(torch.tensor(words, dtype=torch.int64))
+        self.state[first : first + len(words)].copy_(
+            torch.tensor(words, dtype=torch.int64), non_blocking=True
+        )
 
     def synchronize(self) -> None:
         """See the base class; all streams of the device."""

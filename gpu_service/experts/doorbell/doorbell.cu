@@ -157,9 +157,10 @@ extern "C" __global__ void pack_and_ring(Box box, const u8* hidden_states, const
   copy_bytes(request + box.topk_weights + begin * row_bytes, topk_weights, count * row_bytes, thread, threads);
   __syncthreads();
   if (threadIdx.x != 0) return;
-  // This block's rows, which the barrier put before this thread, come before whatever it does next.
-  __threadfence_system();
+  // The barrier put this block's rows before this thread; the ring's release puts them before the ready line.
+  // Rows of other blocks come before it by their fence, their arrival and the last one's fence.
   if (gridDim.x > 1) {
+    __threadfence_system();
     if (atomicAdd(&box.state[STATE_ARRIVED + slot], 1ull) + 1 != gridDim.x) return;
     box.state[STATE_ARRIVED + slot] = 0;
     __threadfence_system();
@@ -248,7 +249,6 @@ static __device__ bool wait_for_all(const Box& box, u32 slot, u32 layer) {
     }
     __syncthreads();
     if (threadIdx.x == 0 && gridDim.x > 1) {
-      __threadfence();
       store_release_device(&box.state[STATE_GATE + slot], box.state[STATE_SLOT_EPOCH + slot]);
     }
   } else if (threadIdx.x == 0 && failed == 0) {
@@ -264,23 +264,41 @@ static __device__ __forceinline__ float4 sum4(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
+// Element i of all answers, added in server order. Loads come first, four at a time: each takes a microsecond
+// over PCIe, and an addition between them would make them wait for one another.
+template <typename T, typename Sum>
+static __device__ __forceinline__ T sum_of_answers(const u8* answers, u64 stride, u64 servers, u64 i, Sum add) {
+  T sum = ((const T*)answers)[i];
+  for (u64 first = 1; first < servers; first += 4) {
+    T part[4];
+#pragma unroll
+    for (u32 j = 0; j < 4; ++j) {
+      if (first + j < servers) part[j] = ((const T*)(answers + (first + j) * stride))[i];
+    }
+#pragma unroll
+    for (u32 j = 0; j < 4; ++j) {
+      if (first + j < servers) sum = add(sum, part[j]);
+    }
+  }
+  return sum;
+}
+
 // partial += (answer of server 0 + that of server 1 + ...), in this order for every element.
 static __device__ void add_answers(float* partial, const u8* answers, u64 stride, u64 servers, u64 count, u64 thread,
                                    u64 threads) {
   u64 done = 0;
   if ((((u64)partial | (u64)answers | stride) & 15u) == 0) {
-    const u64 wide = count / 4;
-    for (u64 i = thread; i < wide; i += threads) {
-      float4 sum = ((const float4*)answers)[i];
-      for (u64 s = 1; s < servers; ++s) sum = sum4(sum, ((const float4*)(answers + s * stride))[i]);
-      ((float4*)partial)[i] = sum4(((float4*)partial)[i], sum);
+    const auto add = [](float4 a, float4 b) { return sum4(a, b); };
+    float4* const wide = (float4*)partial;
+    for (u64 i = thread; i < count / 4; i += threads) {
+      const float4 before = wide[i];
+      wide[i] = sum4(before, sum_of_answers<float4>(answers, stride, servers, i, add));
     }
-    done = wide * 4;
+    done = count / 4 * 4;
   }
+  const auto add = [](float a, float b) { return a + b; };
   for (u64 i = done + thread; i < count; i += threads) {
-    float sum = ((const float*)answers)[i];
-    for (u64 s = 1; s < servers; ++s) sum += ((const float*)(answers + s * stride))[i];
-    partial[i] += sum;
+    partial[i] += sum_of_answers<float>(answers, stride, servers, i, add);
   }
 }
 
