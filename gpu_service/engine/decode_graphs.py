@@ -37,8 +37,9 @@ class DecodeRows(NamedTuple):
     sample_positions: torch.Tensor  # int64 [B]
     query_start_loc: torch.Tensor  # int32 [B + 1]
     seq_lens: torch.Tensor  # int32 [B]
-    block_table: torch.Tensor  # int32 [B, max_pages]
     valid_rows: torch.Tensor  # bool [B]
+    # int32 [B, P], only as wide as the longest of the step; last, so that the others keep their places.
+    block_table: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -66,8 +67,8 @@ def graph_sizes(max_batch_size: int) -> list[int]:
     )
 
 
-def empty_rows(size: int, max_pages: int, dummy_slot: int) -> DecodeRows:
-    """Host tensors of a batch that is all padding."""
+def empty_rows(size: int, num_pages: int, dummy_slot: int) -> DecodeRows:
+    """Host tensors of a batch that is all padding, with so many columns of pages."""
     zeros = torch.zeros(size, dtype=torch.int64)
     slots = torch.full((size,), dummy_slot, dtype=torch.int64)
     return DecodeRows(
@@ -78,21 +79,21 @@ def empty_rows(size: int, max_pages: int, dummy_slot: int) -> DecodeRows:
         sample_positions=zeros.clone(),
         query_start_loc=torch.arange(size + 1, dtype=torch.int32),
         seq_lens=torch.ones(size, dtype=torch.int32),
-        block_table=torch.zeros((size, max_pages), dtype=torch.int32),
         valid_rows=torch.zeros(size, dtype=torch.bool),
+        block_table=torch.zeros((size, num_pages), dtype=torch.int32),
     )
 
 
-def padded_rows(plan: StepPlan, size: int, max_pages: int, dummy_slot: int) -> DecodeRows:
+def padded_rows(plan: StepPlan, size: int, dummy_slot: int) -> DecodeRows:
     """The plan's rows, then padding."""
-    rows, count = empty_rows(size, max_pages, dummy_slot), plan.num_requests
+    rows, count = empty_rows(size, plan.block_table.shape[1], dummy_slot), plan.num_requests
     rows.token_slots[:count] = plan.token_slots
     rows.positions[:count] = plan.positions
     rows.slot_mapping[:count] = plan.slot_mapping
     rows.sample_slots[:count] = plan.sample_slots
     rows.sample_positions[:count] = plan.sample_positions
     rows.seq_lens[:count] = plan.seq_lens_tensor
-    rows.block_table[:count, : plan.block_table.shape[1]] = plan.block_table
+    rows.block_table[:count] = plan.block_table
     rows.valid_rows[:count] = True
     return rows
 
@@ -110,16 +111,16 @@ class DecodeGraphs:
         max_pages: int,
         vocab_size: int,
     ) -> None:
-        """`vocab_size`: columns of the logits that `runner.model` computes."""
+        """`max_pages`: of the longest request; `vocab_size`: columns of the logits `runner.model` computes."""
         self._runner = runner
         self._backend = backend
         self._uploader = uploader
         self._sizes = sorted(sizes)
-        self._max_pages = max_pages
         self._dummy_slot = runner.token_pool.dummy_slot
         device, largest = runner.token_pool.tokens.device, self._sizes[-1]
         _, nbytes = packed_offsets(empty_rows(largest, max_pages, 0))
         self._rows = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._block_table = torch.zeros((largest, max_pages), dtype=torch.int32, device=device)
         self._input_ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._outputs = GraphOutputs(
             token_ids=torch.zeros(largest, dtype=torch.int64, device=device),
@@ -132,7 +133,7 @@ class DecodeGraphs:
     def nbytes(self) -> int:
         """Bytes of the buffers; what the graphs allocate while they are captured comes on top."""
         out = self._outputs
-        buffers = (self._rows, self._input_ids, out.token_ids, out.finite, out.logits)
+        buffers = (self._rows, self._block_table, self._input_ids, out.token_ids, out.finite, out.logits)
         return sum(buffer.nbytes for buffer in buffers)
 
     def capture_all(self) -> None:
@@ -162,8 +163,7 @@ class DecodeGraphs:
     def replay(self, graph: DecodeGraph, plan: StepPlan) -> tuple[torch.Tensor, Sampled]:
         """Launches a step. Returns its logits float32 `[R, V]` and greedy tokens, valid until the next."""
         count, padding = plan.num_requests, graph.size - plan.num_requests
-        rows = padded_rows(plan, graph.size, self._max_pages, self._dummy_slot)
-        self._uploader.upload(rows, self._rows)
+        self._upload(padded_rows(plan, graph.size, self._dummy_slot))
         self._runner.attention.plan_replay(replace(graph.inputs, seq_lens=plan.seq_lens + [1] * padding))
         assert graph.captured is not None
         graph.captured.replay()
@@ -178,9 +178,7 @@ class DecodeGraphs:
         self._graphs = {}
 
     def _capture(self, size: int) -> DecodeGraph:
-        rows = DecodeRows(
-            *self._uploader.upload(empty_rows(size, self._max_pages, self._dummy_slot), self._rows)
-        )
+        rows = self._upload(empty_rows(size, 1, self._dummy_slot))
         graph = DecodeGraph(size, self._inputs(rows, size))
         self._runner.attention.plan_capture(graph.inputs)
         for _ in range(_WARM_UP_RUNS):
@@ -192,6 +190,16 @@ class DecodeGraphs:
         self._runner.attention.plan_replay(graph.inputs)
         graph.captured.replay()
         return graph
+
+    def _upload(self, rows: DecodeRows) -> DecodeRows:
+        """Refills the memory that graphs of this size read; returns it."""
+        size, width = rows.block_table.shape
+        uploaded = DecodeRows(*self._uploader.upload(rows, self._rows))
+        # As wide as the longest request that may come: most of it is zeros that need not travel.
+        table = self._block_table[:size]
+        table[:, :width].copy_(uploaded.block_table)
+        table[:, width:].zero_()
+        return uploaded._replace(block_table=table)
 
     def _begin_step(self) -> None:
         if self._runner.experts is not None:
