@@ -9,7 +9,8 @@ from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, DeviceStream
 from gpu_service.device.transfer import Uploader
-from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
+from gpu_service.engine.decode_graphs import DecodeGraphs
+from gpu_service.engine.decode_rows import graph_sizes
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.step_runner import StepRunner

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import structlog
 import torch
@@ -18,6 +17,7 @@ import torch
 from gpu_service.batch import ForwardInputs
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.transfer import Uploader, packed_offsets
+from gpu_service.engine.decode_rows import DecodeRows, empty_rows, padded_rows
 from gpu_service.engine.input_builder import StepPlan
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.sampler import Sampled
@@ -25,21 +25,6 @@ from gpu_service.engine.sampler import Sampled
 _log = structlog.get_logger(__name__)
 # Runs before a capture: the first compiles and loads, the second finds everything in place.
 _WARM_UP_RUNS = 2
-
-
-class DecodeRows(NamedTuple):
-    """What differs between two replays of one graph; B = its rows."""
-
-    token_slots: torch.Tensor  # int64 [B]
-    positions: torch.Tensor  # int64 [B]
-    slot_mapping: torch.Tensor  # int64 [B]
-    sample_slots: torch.Tensor  # int64 [B]
-    sample_positions: torch.Tensor  # int64 [B]
-    query_start_loc: torch.Tensor  # int32 [B + 1]
-    seq_lens: torch.Tensor  # int32 [B]
-    valid_rows: torch.Tensor  # bool [B]
-    # int32 [B, P], only as wide as the longest of the step; last, so that the others keep their places.
-    block_table: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -60,44 +45,6 @@ class GraphOutputs:
     logits: torch.Tensor  # float32 [N, V]; V = 0 on a pipeline stage without the head
 
 
-def graph_sizes(max_batch_size: int) -> list[int]:
-    """1, 2, 4, 8, then every 8 rows, and the limit itself."""
-    return sorted(
-        {size for size in (1, 2, 4, *range(8, max_batch_size, 8)) if size < max_batch_size} | {max_batch_size}
-    )
-
-
-def empty_rows(size: int, num_pages: int, dummy_slot: int) -> DecodeRows:
-    """Host tensors of a batch that is all padding, with so many columns of pages."""
-    zeros = torch.zeros(size, dtype=torch.int64)
-    slots = torch.full((size,), dummy_slot, dtype=torch.int64)
-    return DecodeRows(
-        token_slots=slots,
-        positions=zeros,
-        slot_mapping=zeros.clone(),
-        sample_slots=slots.clone(),
-        sample_positions=zeros.clone(),
-        query_start_loc=torch.arange(size + 1, dtype=torch.int32),
-        seq_lens=torch.ones(size, dtype=torch.int32),
-        valid_rows=torch.zeros(size, dtype=torch.bool),
-        block_table=torch.zeros((size, num_pages), dtype=torch.int32),
-    )
-
-
-def padded_rows(plan: StepPlan, size: int, dummy_slot: int) -> DecodeRows:
-    """The plan's rows, then padding."""
-    rows, count = empty_rows(size, plan.block_table.shape[1], dummy_slot), plan.num_requests
-    rows.token_slots[:count] = plan.token_slots
-    rows.positions[:count] = plan.positions
-    rows.slot_mapping[:count] = plan.slot_mapping
-    rows.sample_slots[:count] = plan.sample_slots
-    rows.sample_positions[:count] = plan.sample_positions
-    rows.seq_lens[:count] = plan.seq_lens_tensor
-    rows.block_table[:count] = plan.block_table
-    rows.valid_rows[:count] = True
-    return rows
-
-
 class DecodeGraphs:
     """All graphs of an engine, over one set of input and output buffers. Call with the stream active."""
 
@@ -111,7 +58,7 @@ class DecodeGraphs:
         max_pages: int,
         vocab_size: int,
     ) -> None:
-        """`max_pages`: of the longest request; `vocab_size`: columns of the logits `runner.model` computes."""
+        """`max_pages`: of the longest request; `vocab_size`: columns of the model's logits here."""
         self._runner = runner
         self._backend = backend
         self._uploader = uploader

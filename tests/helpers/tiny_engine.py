@@ -19,7 +19,8 @@ from gpu_service.cache.request_cache import RequestCache
 from gpu_service.device.graphs import GraphBackend
 from gpu_service.device.stream import DeviceStream
 from gpu_service.device.transfer import Uploader
-from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
+from gpu_service.engine.decode_graphs import DecodeGraphs
+from gpu_service.engine.decode_rows import graph_sizes
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
