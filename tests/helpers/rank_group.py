@@ -33,7 +33,7 @@ from moebius.config import (
 # Forked from a process that has imported torch: a fresh interpreter would take seconds per rank.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.helpers.rank_group"])
-WAIT_S = 60.0
+WAIT_S = 120.0
 LENGTHS = (5, 33, 18, 12)
 
 

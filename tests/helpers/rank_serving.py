@@ -17,7 +17,7 @@ from protos import engine_pb2 as pb
 from protos.engine_pb2_grpc import EngineStub
 
 TOKENS = 150
-LIMIT_S = 90.0
+LIMIT_S = 180.0
 
 
 def generate(address: str) -> list[int]:
