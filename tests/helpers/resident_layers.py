@@ -32,8 +32,8 @@ ALL_FORMATS = (
 class Shape:
     """Sizes that are multiples of nothing by default, so that padding is met everywhere."""
 
-    hidden: int = 100
-    intermediate: int = 40
+    hidden: int = 72
+    intermediate: int = 24
     experts: int = 5
     top_k: int = 2
     activation: str = "silu"

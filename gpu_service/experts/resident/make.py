@@ -108,7 +108,6 @@ def _load(
     )
     errors: dict[int, list[float]] = {layer: [0.0, 0.0] for layer in chosen}
     lock = threading.Lock()
-
     active = _stream_of(next(iter(slots.values())).weights.device)
 
     def load_some() -> None:
@@ -120,8 +119,13 @@ def _load(
                     return
                 layer, slot, expert = item
                 reader.reset()
-                found = source.read(layer, expert, reader)
-                slots[layer].put(slot, expert, torch.from_numpy(found.packed))
+                try:
+                    found = source.read(layer, expert, reader)
+                    slots[layer].put(slot, expert, torch.from_numpy(found.packed))
+                except BaseException:
+                    with lock:  # the other threads need not read the rest
+                        list(work)
+                    raise
                 with lock:
                     errors[layer][0] += found.squared_error
                     errors[layer][1] += found.squared_reference
