@@ -182,6 +182,10 @@ class ParallelConfig(Section):
     rank_timeout_s: float = Field(
         default=60.0, gt=0, description="Longest silence of a rank before the group ends"
     )
+    small_all_reduce: Literal["nccl", "one-shot"] = Field(
+        default="nccl",
+        description="How GPUs add small tensors; one-shot: each reads the others' memory, over NVLink",
+    )
 
 
 class PlacementConfig(Section):

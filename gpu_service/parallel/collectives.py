@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gpu_service.parallel.context import Collectives
+from gpu_service.parallel.one_shot import OneShotAllReduce, takes_one_shot
 
 # Renamed in torch 2.13; the former name warns there, the new one is missing before.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -22,12 +23,16 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 class TorchCollectives(Collectives):
     """One process group. Errors and timeouts are RuntimeErrors of torch, or its watchdog's abort (NCCL)."""
 
-    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, size: int, one_shot: OneShotAllReduce | None = None) -> None:
+        """`one_shot`: for small sums; None: they go the way of large ones."""
         self._group = group
         self._size = size
+        self._one_shot = one_shot
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See the base class. Ring and tree reductions give all ranks the bits that one of them computed."""
+        if self._one_shot is not None and takes_one_shot(tensor):
+            return self._one_shot.add(tensor)
         dist.all_reduce(tensor, group=self._group)
         return tensor
 

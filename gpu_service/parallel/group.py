@@ -35,6 +35,7 @@ from gpu_service.parallel.control import RankControl
 from gpu_service.parallel.experts import RankExperts
 from gpu_service.parallel.guard import GuardedRunner
 from gpu_service.parallel.model_runner import RankModelRunner
+from gpu_service.parallel.one_shot import OneShotAllReduce
 from gpu_service.parallel.rank_inbox import FollowerInbox, LeaderInbox
 from gpu_service.parallel.sampler import RankSampler
 
@@ -157,9 +158,16 @@ class ProcessRankGroup(RankGroup):
 
 
 def make_process_groups(
-    parallel: ParallelContext, store: TCPStore, device: torch.device, timeout_s: float
+    parallel: ParallelContext,
+    store: TCPStore,
+    device: torch.device,
+    timeout_s: float,
+    one_shot: bool = False,
 ) -> tuple[ParallelContext, dist.ProcessGroup]:
-    """The context with its collectives, and a CPU group for agreements. All ranks call it at once."""
+    """The context with its collectives, and a CPU group for agreements. All ranks call it at once.
+
+    `one_shot`: tensor-parallel GPUs add small tensors without NCCL.
+    """
     timeout = timedelta(seconds=timeout_s)
     is_cuda = device.type == "cuda"
     dist.init_process_group(
@@ -171,19 +179,20 @@ def make_process_groups(
         # Makes the communicator now, rather than inside the first step.
         device_id=device if is_cuda else None,
     )
-    world = TorchCollectives(_default_group(), parallel.size)
-    tensor_group = world
+    own = _default_group()
     for stage in range(parallel.num_stages if parallel.num_stages > 1 else 0):
         ranks = list(range(stage * parallel.tp_size, (stage + 1) * parallel.tp_size))
         # Every rank makes every group, or none would be whole.
         group = dist.new_group(ranks, timeout=timeout)
         if stage == parallel.stage:
-            tensor_group = TorchCollectives(group, parallel.tp_size)
+            own = group
+    solo = parallel.tp_size == 1
+    small = OneShotAllReduce(own, device) if one_shot and is_cuda and not solo else None
     agreement = dist.new_group(backend="gloo", timeout=timeout)
     context = replace(
         parallel,
-        tensor_group=tensor_group if parallel.tp_size > 1 else SOLO.tensor_group,
-        world_group=world,
+        tensor_group=SOLO.tensor_group if solo else TorchCollectives(own, parallel.tp_size, small),
+        world_group=TorchCollectives(_default_group(), parallel.size),
     )
     _touch(context, device)
     return context, agreement

@@ -84,7 +84,11 @@ def join_group(
     control = RankControl(place.rank, place.size, connections, settings.rank_timeout_s, on_lost)
     store = _store(host, told["store_port"], place.size, listener, settings.rank_timeout_s)
     parallel, agreement = make_process_groups(
-        place, store, device, settings.rank_timeout_s * _COLLECTIVE_PATIENCE
+        place,
+        store,
+        device,
+        settings.rank_timeout_s * _COLLECTIVE_PATIENCE,
+        settings.small_all_reduce == "one-shot",
     )
     _log.info("joined the group of ranks", rank=place.rank, ranks=place.size, device=str(device))
     return ProcessRankGroup(parallel, control, agreement)

@@ -117,7 +117,9 @@ def test_two_gpus_are_close_to_one_in_bfloat16(
     assert_close(run_group(in_dtype(model, "bfloat16", tp, pp)), one_gpu("bfloat16"), LOGPROBS_BFLOAT16_RANKS)
 
 
-def _collectives(rank: int, store_port: int, results: multiprocessing.connection.Connection) -> None:
+def _collectives(
+    rank: int, store_port: int, one_shot: bool, results: multiprocessing.connection.Connection
+) -> None:
     """One of two ranks: captures all collectives once, replays them on other values."""
     from torch._C._distributed_c10d import TCPStore
 
@@ -127,14 +129,14 @@ def _collectives(rank: int, store_port: int, results: multiprocessing.connection
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = TCPStore("127.0.0.1", store_port, 2, rank == 0, timedelta(seconds=30))
-    context, _ = make_process_groups(ParallelContext(tp_rank=rank, tp_size=2), store, device, 30.0)
+    context, _ = make_process_groups(ParallelContext(tp_rank=rank, tp_size=2), store, device, 30.0, one_shot)
     group = context.world_group
     summed, own = torch.zeros(3, 8, device=device), torch.zeros(3, 4, device=device)
     told, passed = torch.zeros(5, device=device), torch.zeros(6, device=device)
     gathered = torch.zeros(3, 8, device=device)
 
     def step() -> None:
-        group.all_reduce(summed)
+        context.tensor_group.all_reduce(summed)
         gathered.copy_(group.all_gather(own))
         group.broadcast(told, 1)
         if rank == 0:
@@ -160,11 +162,14 @@ def _collectives(rank: int, store_port: int, results: multiprocessing.connection
     results.send((rank, seen))
 
 
-def test_collectives_are_captured_in_graphs() -> None:
+@pytest.mark.parametrize("one_shot", [False, True], ids=["nccl", "one-shot"])
+def test_collectives_are_captured_in_graphs(one_shot: bool) -> None:
     """All-reduce, all-gather, broadcast and send replay on new values, on both ranks alike."""
     store_port = free_port()
     receiving, sending = CONTEXT.Pipe(duplex=False)
-    ranks = [CONTEXT.Process(target=_collectives, args=(rank, store_port, sending)) for rank in (0, 1)]
+    ranks = [
+        CONTEXT.Process(target=_collectives, args=(rank, store_port, one_shot, sending)) for rank in (0, 1)
+    ]
     for process in ranks:
         process.start()
     try:
@@ -210,12 +215,13 @@ def test_two_gpus_share_expert_servers(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ratio", ["1.0", "0.0"], ids=["gpu-experts", "cpu-experts"])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_the_benchmark_runs_on_ranks(model: Path, tmp_path: Path, tp: int, ratio: str) -> None:
+@pytest.mark.parametrize(("tp", "small"), [(1, "nccl"), (2, "nccl"), (2, "one-shot")])
+def test_the_benchmark_runs_on_ranks(model: Path, tmp_path: Path, tp: int, small: str, ratio: str) -> None:
     """Decode and prefill are measured through the same command as on one GPU."""
     results = tmp_path / "bench.json"
     command = [sys.executable, "-m", "moebius", "bench", "engine", str(model), "--device", "cuda"]
-    command += ["--tensor-parallel-size", str(tp), "--gpu-experts-ratio", ratio, "--dtype", "bfloat16"]
+    command += ["--tensor-parallel-size", str(tp), "--small-all-reduce", small]
+    command += ["--gpu-experts-ratio", ratio, "--dtype", "bfloat16"]
     command += ["--streams", "1,4", "--prefill", "128", "--max-tokens", "32", "--json", str(results)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
