@@ -82,7 +82,7 @@ def gpu_engine(
     directory: Path, setup: Setup, *, dtype: str = "float32", attention: str = "auto"
 ) -> Iterator[TinyEngine]:
     """The engine on the GPU. Skips where the backend can not serve the model."""
-    device = torch.device("cuda")
+    device = torch.device("cuda", 0)
     stream = CudaDeviceStream(device)
     backends.install(device, attention, getattr(torch, dtype))
 
