@@ -14,7 +14,8 @@ import torch
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.registry import ATTENTION_BACKENDS, make_attention
 from gpu_service.attention.warm_up import warm_up_attention
-from gpu_service.cache.fp8 import E4M3
+from gpu_service.cache.fp8 import E4M3, E4M3_MAX, quantise_e4m3
+from gpu_service.ops.backends import install, uninstall
 from tests.helpers.attention_cases import (
     LAYER,
     Case,
@@ -94,6 +95,23 @@ def test_every_backend_is_attention(geometry: str, shape: str, backend: str) -> 
     attention = backend_for(case, backend)
     expected = naive(case)
     check(case, run(case, attention), expected)
+
+
+def test_8_bit_pages_saturate_and_keep_nan() -> None:
+    """With the cache write that a service uses: what is too large is clipped, what is broken stays seen."""
+    case = make_case(QWEN_FP8, [(3, 4)])
+    case.key[0], case.key[1], case.value[2] = 1e4, float("nan"), float("inf")
+    install(case.cache.device, "auto", BF16)
+    try:
+        case.cache.append(LAYER, case.key, case.value, case.inputs.slot_mapping)
+    finally:
+        uninstall("cuda")
+    slots = case.inputs.slot_mapping
+    keys, values = (part(LAYER).float().flatten(0, 1)[slots] for part in (case.cache.keys, case.cache.values))
+    assert (keys[0] == E4M3_MAX).all()
+    assert keys[1].isnan().all()
+    assert (values[2] == E4M3_MAX).all()
+    assert torch.equal(keys[3], quantise_e4m3(case.key[3], 1.0).float())
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "triton"])

@@ -14,8 +14,9 @@ def _stored(
     values: tl.tensor, scale: float, dtype: tl.constexpr, SCALED: tl.constexpr, MAX: tl.constexpr
 ) -> tl.tensor:
     if SCALED:
-        # Conversion to fp8 need not saturate, and an overflow would be read back as NaN.
-        values = tl.minimum(tl.maximum(values.to(tl.float32) / scale, -MAX), MAX).to(dtype)
+        # Conversion to fp8 need not saturate, and an overflow would be read back as NaN; a real one stays.
+        values = tl.maximum(values.to(tl.float32) / scale, -MAX, propagate_nan=tl.PropagateNan.ALL)
+        values = tl.minimum(values, MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
     return values
 
 
