@@ -116,7 +116,7 @@ def test_graph_replays_with_new_inputs(signal: Signal, num_servers: int, copy_by
 
 
 def test_many_rows_use_many_blocks_and_the_measured_crossover() -> None:
-    """A slot of the size of a prefill chunk, whose rows take every block; how it travels was measured."""
+    """Slots of the size of a prefill chunk, whose rows take many blocks; how they travel was measured."""
     wide = geometry(2, max_rows=512)
     with served_mailbox(wide) as box, gpu_client(box, "doorbell", copy_bytes=None) as client:
         client.wait_ready(5)

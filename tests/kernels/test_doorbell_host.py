@@ -11,6 +11,8 @@ import time
 
 import pytest
 import torch
+from opentelemetry import trace
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.experts.doorbell.interface import Box, State
@@ -256,3 +258,24 @@ def test_ping_pong_of_the_bench_counts_rounds_and_gives_up() -> None:
     assert elapsed > 0
     assert ctypes.c_uint32.from_address(address).value == 2 * rounds
     assert kernels.launch_ping_pong(ctypes.c_void_p(address), 0, 1, ctypes.c_uint64(10**6)) == 0
+
+
+def test_trace_context_of_a_sampled_step_reaches_the_server() -> None:
+    """By device memory, so that a replayed graph carries that of its own step; the next step has none."""
+    context = SpanContext(0x1234 << 64, 0x5678, is_remote=False, trace_flags=TraceFlags(1))
+    with new_mailbox(geometry()) as box, doorbell_client(box, MODEL) as (client, host):
+        server = MailboxServer(box.name, 0, EchoBackend(48))
+        server.start()
+        client.wait_ready(5)
+        client.begin_step()
+        Layer(2, layer=3).run(client)
+        with trace.use_span(NonRecordingSpan(context)):
+            client.begin_step()
+            host.replay()
+        client.begin_step()
+        host.replay()
+        (call,) = server.take_traced_calls()
+        assert int.from_bytes(call.trace_id, "big") == context.trace_id
+        assert int.from_bytes(call.span_id, "big") == context.span_id
+        assert (call.flags, call.layer, call.rows) == (1, 3, 2)
+        server.stop()
