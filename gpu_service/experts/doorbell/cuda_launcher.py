@@ -134,7 +134,7 @@ class CudaLauncher(DoorbellLauncher):
         """See the base class."""
         if self._is_memops:
             self._wait_for_flags(slot)
-        if not self.crossover.copies_response(partial.nbytes):
+        if partial.numel() == 0 or not self.crossover.copies_response(partial.nbytes):
             self.launch_add(slot, layer, begin, partial, WAIT_ANSWERS | WAIT_ADD, 0)
             return
         self.launch_add(slot, layer, begin, partial, WAIT_ANSWERS, 0)
