@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gpu_service.attention.registry import check_attention_backend
 from gpu_service.device.jit_cache import use_jit_cache
 from gpu_service.device.resolve import resolve_device
 from moebius.config import GpuConfig, MoebiusConfig
@@ -20,6 +21,7 @@ def prepare_process(config: MoebiusConfig) -> torch.device:
     use_jit_cache(config.gpu.jit_cache_dir)
     # All ranks of a model are on this host, so their order is that of its GPUs.
     device = resolve_device(config.gpu, config.parallel.rank)
+    check_attention_backend(config.gpu.attention_backend, device)
     if device.type == "cuda":
         # The host only fills small tensors; more threads would spin on the cores of the expert servers.
         torch.set_num_threads(1)

@@ -88,14 +88,14 @@ def check_attention_backend(name: str, device: torch.device | str) -> None:
 def choose_backend(
     entries: dict[str, BackendEntry], config: Any, cache: Any, device: torch.device, name: str
 ) -> Any:
-    """The class to use. With `auto`, better ones that fell out on a GPU are named in one warning."""
+    """The class to use. With `auto`, better ones that fell out on a GPU are named in one log line."""
     if name != "auto":
         _entry(entries, name)
     refused: dict[str, str] = {}
     for candidate in entries if name == "auto" else [name]:
         backend, reason = _try_load(entries[candidate], config, cache, device)
         if backend is not None:
-            _warn(candidate, refused, device)
+            _report(candidate, refused, entries, device)
             return backend
         refused[candidate] = reason
     if name == "auto":
@@ -122,9 +122,15 @@ def _try_load(entry: BackendEntry, config: Any, cache: Any, device: torch.device
     return (None, reason) if reason else (backend, "")
 
 
-def _warn(chosen: str, refused: dict[str, str], device: torch.device) -> None:
-    if refused and device.type == "cuda":
-        _log.warning("a slower attention backend is used", backend=chosen, because=_sentence(refused))
+def _report(
+    chosen: str, refused: dict[str, str], entries: dict[str, BackendEntry], device: torch.device
+) -> None:
+    """What is not installed costs one warning in all, and the choice of ops gives that one."""
+    if not refused or device.type != "cuda":
+        return
+    only_missing = all(entries[name].missing(device) for name in refused)
+    say = _log.info if only_missing else _log.warning
+    say("a slower attention backend is used", backend=chosen, because=_sentence(refused))
 
 
 def _sentence(refused: dict[str, str]) -> str:

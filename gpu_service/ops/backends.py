@@ -43,6 +43,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "triton": ("triton",),
     "torch": (),
 }
+_INSTALL = "pip install 'moebius[gpu]'"
 _TABLES = {"flashinfer": "gpu_service.ops.flashinfer.table", "triton": "gpu_service.ops.triton.table"}
 # FlashInfer's cache write and rotation take page tables and float32 tables, whose making costs more
 # launches in every layer or step than they save; they serve where there is no Triton.
@@ -99,7 +100,12 @@ def load_tables(names: Sequence[str]) -> dict[str, Mapping[str, Implementation]]
             tables[name] = table.IMPLEMENTATIONS
         # Libraries check versions, compilers and drivers, each with exceptions of its own.
         except Exception as error:
-            _log.warning("a library of GPU kernels can not be used", library=name, error=_brief(error))
+            _log.warning(
+                "a library of GPU kernels can not be used",
+                library=name,
+                error=_brief(error),
+                install=_INSTALL,
+            )
     return tables
 
 

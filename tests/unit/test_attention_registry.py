@@ -54,21 +54,25 @@ def test_the_first_installed_is_taken_without_a_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "reason"),
+    ("broken", "reason", "level"),
     [
+        # The ops have warned of a missing package already.
         (
             replace(FIRST, package="not_there_at_all"),
             "package 'not_there_at_all' is not installed; install json",
+            "info",
         ),
-        (replace(FIRST, module="tests.no_such_module"), "can not be imported"),
-        (replace(FIRST, class_name="Unable"), "head_dim 80 has no kernel"),
+        (replace(FIRST, module="tests.no_such_module"), "can not be imported", "warning"),
+        (replace(FIRST, class_name="Unable"), "head_dim 80 has no kernel", "warning"),
     ],
 )
-def test_what_falls_out_costs_one_warning_or_an_error_by_name(broken: BackendEntry, reason: str) -> None:
+def test_what_falls_out_costs_one_line_or_an_error_by_name(
+    broken: BackendEntry, reason: str, level: str
+) -> None:
     entries = {"first": broken, "second": replace(broken, class_name="Unable"), "last": LAST}
     with structlog.testing.capture_logs() as logs:
         assert choose(entries) is Able
-    assert [log["log_level"] for log in logs] == ["warning"]
+    assert [log["log_level"] for log in logs] == [level]
     assert logs[0]["backend"] == "last"
     assert f"first: {reason}" in logs[0]["because"].replace("package 'json' ", "")
     assert "second: " in logs[0]["because"]

@@ -118,6 +118,7 @@ def test_missing_libraries_cost_one_warning_each(monkeypatch: pytest.MonkeyPatch
         chosen = install_tables(CPU, load_tables(backends.BACKENDS["auto"]), torch.float32)
     assert [log["library"] for log in _warnings(logs)] == ["flashinfer", "triton"]
     assert "no_such" in _warnings(logs)[0]["error"]
+    assert "moebius[gpu]" in _warnings(logs)[0]["install"]
     assert set(chosen.values()) == {"torch"}
     gate_up = torch.randn(2, 6)
     assert torch.equal(silu_and_mul(gate_up.clone()), silu_and_mul.reference(gate_up.clone()))
