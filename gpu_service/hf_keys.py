@@ -54,6 +54,11 @@ class HfKeys:
             raise ModelConfigError(f"{self.source}: required key {' or '.join(names)} is missing")
         return default
 
+    def has(self, name: str) -> bool:
+        """Whether the key is there and not null; counts as asked for."""
+        self._asked.add(name)
+        return self._values.get(name) is not None
+
     def error(self, name: str, value: object, allowed: str) -> ModelConfigError:
         """The error for a value we can not serve."""
         return ModelConfigError(f"{self.source}: {name} = {value!r} is not supported; allowed: {allowed}")

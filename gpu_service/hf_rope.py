@@ -4,40 +4,68 @@ from __future__ import annotations
 
 from gpu_service.hf_keys import HfKeys
 from gpu_service.model_config import RopeConfig
-from gpu_service.ops.rope import INVERSE_FREQUENCIES
+from gpu_service.ops.rope_frequencies import ROPE_SCALINGS, RopeScaling
 
 _KIND_KEYS = ("rope_type", "type")
+_ORIGINAL = "original_max_position_embeddings"
 
 
-def _scaling(rope: HfKeys | None) -> tuple[str, tuple[tuple[str, float], ...]]:
-    """Kind and the numbers it needs."""
+def _numbers(hf: HfKeys, rope: HfKeys, scaling: RopeScaling) -> dict[str, float]:
+    """What the kind needs, defaults filled in."""
+    numbers = {name: rope.number(name) for name in scaling.required}
+    if scaling.original_length:
+        # Some checkpoints have it outside, and then that one counts.
+        longest = hf.integer("max_position_embeddings")
+        numbers[_ORIGINAL] = hf.number(_ORIGINAL, default=rope.number(_ORIGINAL, default=longest))
+    for name, default in scaling.optional:
+        if rope.has(name) or default is not None:
+            numbers[name] = rope.number(name, default=default)
+    for name, flag in scaling.flags:
+        numbers[name] = float(rope.boolean(name, default=flag))
+    return numbers
+
+
+def _scaling(hf: HfKeys, rope: HfKeys | None) -> tuple[str, dict[str, float]]:
+    """Kind and its numbers."""
     if rope is None:
-        return "default", ()
+        return "default", {}
     kind = rope.string(*_KIND_KEYS, default="default")
-    if kind not in INVERSE_FREQUENCIES:
-        raise rope.error("rope_type", kind, ", ".join(sorted(INVERSE_FREQUENCIES)))
-    names, _ = INVERSE_FREQUENCIES[kind]
-    numbers = tuple((name, rope.number(name)) for name in names)
+    scaling = ROPE_SCALINGS.get(kind)
+    if scaling is None:
+        raise rope.error("rope_type", kind, ", ".join(sorted(ROPE_SCALINGS)))
+    numbers = _numbers(hf, rope, scaling)
+    if not scaling.original_length:
+        rope.skip(_ORIGINAL)  # transformers writes and ignores it
     if rope.unread:
-        raise rope.error(rope.unread[0], "...", f"keys of {kind} scaling: {', '.join(names) or 'none'}")
+        names = ", ".join((*numbers, *(name for name, _ in scaling.optional if name not in numbers)))
+        raise rope.error(rope.unread[0], "...", f"keys of {kind} scaling: {names or 'none'}")
     return kind, numbers
 
 
-def read_rope(hf: HfKeys, head_dim: int, *, default_partial_factor: float) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` + `partial_rotary_factor`."""
-    nested = hf.section("rope_parameters")
-    if nested is not None:
-        hf.skip("rope_theta", "partial_rotary_factor", "rope_scaling")
-        theta = nested.number("rope_theta")
-        factor = nested.number("partial_rotary_factor", default=default_partial_factor)
-        kind, scaling = _scaling(nested)
-    else:
-        theta = hf.number("rope_theta", default=10000.0)
-        factor = hf.number("partial_rotary_factor", default=default_partial_factor)
-        kind, scaling = _scaling(hf.section("rope_scaling"))
+def read_rope(
+    hf: HfKeys,
+    head_dim: int,
+    *,
+    default_theta: float = 10000.0,
+    default_partial_factor: float = 1.0,
+    interleaved: bool = False,
+) -> RopeConfig:
+    """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` + `partial_rotary_factor`.
+
+    `head_dim` is the width that the partial factor is a part of.
+    """
+    rope = hf.section("rope_parameters") or hf.section("rope_scaling")
+    hf.skip("rope_scaling")
+    theta = hf.number("rope_theta", default=default_theta)
+    factor = hf.number("partial_rotary_factor", default=default_partial_factor)
+    if rope is not None:
+        theta = rope.number("rope_theta", default=theta)
+        factor = rope.number("partial_rotary_factor", default=factor)
+    kind, numbers = _scaling(hf, rope)
     rotary_dim = int(head_dim * factor)
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise hf.error(
             "partial_rotary_factor", factor, f"an even number of the {head_dim} elements of a head"
         )
-    return RopeConfig(theta, rotary_dim, False, kind, scaling)
+    attention_factor = ROPE_SCALINGS[kind].attention_factor(numbers)
+    return RopeConfig(theta, rotary_dim, interleaved, kind, tuple(numbers.items()), attention_factor)

@@ -35,9 +35,11 @@ class RopeConfig:
     rotary_dim: int
     # False: element j pairs with j + rotary_dim/2. True: pairs are (2j, 2j+1).
     interleaved: bool = False
-    # A key of `ops.rope.INVERSE_FREQUENCIES`, and the numbers that kind needs.
+    # A key of `ops.rope_frequencies.ROPE_SCALINGS`, and the numbers that kind needs.
     scaling_kind: str = "default"
     scaling: tuple[tuple[str, float], ...] = ()
+    # Cosines and sines are multiplied by it (YaRN), and so every score by its square.
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from gpu_service.model_config import RopeConfig
-from gpu_service.ops.rope import RopeTable, inverse_frequencies, rope_table
+from gpu_service.ops.rope import RopeTable, rope_table
+from gpu_service.ops.rope_frequencies import inverse_frequencies
 
 
 class RotaryEmbedding:
@@ -18,7 +19,10 @@ class RotaryEmbedding:
         self._frequencies = frequencies.to(device)
         self._dtype = dtype
         self._interleaved = config.interleaved
+        self._attention_factor = config.attention_factor
 
     def table(self, positions: torch.Tensor) -> RopeTable:
         """Factors for int64 positions `[T]`, for all layers of the step."""
-        return rope_table(positions, self._frequencies, self._dtype, self._interleaved)
+        return rope_table(
+            positions, self._frequencies, self._dtype, self._interleaved, self._attention_factor
+        )

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from gpu_service.model_config import RouterConfig
-from gpu_service.ops.rope import RopeTable, inverse_frequencies, rope_table
+from gpu_service.ops.rope import RopeTable, rope_table
+from gpu_service.ops.rope_frequencies import inverse_frequencies
 
 _TOKENS, _QUERIES, _KEYS, _HEAD_DIM = 3, 4, 2, 64
 # A model's width, because libraries compile another kernel for a narrow one.

@@ -1,9 +1,7 @@
-"""Rotary position embedding (Su et al. 2021): frequencies, tables for one step, rotation."""
+"""Rotary position embedding (Su et al. 2021): tables for one step, rotation."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,53 +22,22 @@ class RopeTable(NamedTuple):
     rows: torch.Tensor | None = None
 
 
-def _default(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
-    """`theta^(-2i/dim)`."""
-    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
-
-
-def _linear(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
-    """Position interpolation (Chen et al. 2023): all frequencies divided by `factor`."""
-    return _default(theta, dim, scaling) / scaling["factor"]
-
-
-def _llama3(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
-    """Llama 3.1: long waves divided by `factor`, short ones kept, a linear blend between."""
-    frequencies = _default(theta, dim, scaling)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return keep * frequencies + (1 - keep) * frequencies / scaling["factor"]
-
-
-# kind -> (numbers it needs from the checkpoint, inverse frequencies float32 [dim / 2] in radians per token)
-INVERSE_FREQUENCIES: dict[
-    str, tuple[tuple[str, ...], Callable[[float, int, Mapping[str, float]], torch.Tensor]]
-] = {
-    "default": ((), _default),
-    "linear": (("factor",), _linear),
-    "llama3": (
-        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        _llama3,
-    ),
-}
-
-
-def inverse_frequencies(
-    theta: float, rotary_dim: int, kind: str, scaling: Mapping[str, float]
-) -> torch.Tensor:
-    """Radians per token of each pair, float32 `[rotary_dim / 2]` on the CPU."""
-    _, formula = INVERSE_FREQUENCIES[kind]
-    return formula(theta, rotary_dim, scaling)
-
-
 @Op
 def rope_table(
-    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype, interleaved: bool
+    positions: torch.Tensor,
+    frequencies: torch.Tensor,
+    dtype: torch.dtype,
+    interleaved: bool,
+    attention_factor: float = 1.0,
 ) -> RopeTable:
-    """Table for int64 positions `[T]`; angles in float32, stored in the activations' dtype."""
+    """Table for int64 positions `[T]`; angles in float32, stored in the activations' dtype.
+
+    `attention_factor` multiplies cosines and sines, and with them rotated queries and keys (YaRN).
+    """
     angles = positions[:, None, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
+    if attention_factor != 1.0:
+        cos, sin = cos * attention_factor, sin * attention_factor
     if interleaved:
         cos = cos.repeat_interleave(2, dim=-1)
         sin = torch.stack((-sin, sin), dim=-1).flatten(-2)

@@ -16,7 +16,8 @@ from gpu_service.model_config import RouterConfig
 from gpu_service.ops import backends
 from gpu_service.ops.backends import OPS, install, load_tables, uninstall
 from gpu_service.ops.implementation import Implementation
-from gpu_service.ops.rope import RopeTable, inverse_frequencies, rope_table
+from gpu_service.ops.rope import RopeTable, rope_table
+from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.sampling import truncate_probabilities
 from tests.helpers.ops import assert_same_op, example
 

@@ -10,7 +10,8 @@ from gpu_service.ops.kv import append_kv
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.registry import Op
-from gpu_service.ops.rope import apply_rope, inverse_frequencies, rope_table
+from gpu_service.ops.rope import apply_rope, rope_table
+from gpu_service.ops.rope_frequencies import inverse_frequencies
 from tests.tolerances import OP_FLOAT32
 
 
@@ -50,30 +51,6 @@ def test_interleaved_rope_is_a_complex_product() -> None:
     expected = torch.cat((torch.view_as_real(pairs).flatten(-2), heads[..., 8:]), -1)
     rotated = apply_rope(heads.clone(), rope_table(positions, frequencies, torch.float32, True))
     torch.testing.assert_close(rotated, expected, rtol=0, atol=OP_FLOAT32)
-
-
-@pytest.mark.parametrize(
-    ("kind", "scaling"),
-    [
-        ("linear", {"factor": 3.0}),
-        (
-            "llama3",
-            {
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-        ),
-    ],
-)
-def test_scaled_frequencies_are_transformers(kind: str, scaling: dict[str, float]) -> None:
-    from transformers import Qwen3MoeConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config = Qwen3MoeConfig(head_dim=64, rope_parameters={"rope_type": kind, "rope_theta": 5e5, **scaling})
-    expected, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    torch.testing.assert_close(inverse_frequencies(5e5, 64, kind, scaling), expected)
 
 
 def test_silu_and_mul_takes_the_gate_first() -> None:

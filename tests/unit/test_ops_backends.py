@@ -101,7 +101,8 @@ def test_arguments_beyond_a_library_go_to_the_next(monkeypatch: pytest.MonkeyPat
 def test_interleaved_rotation_through_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_flashinfer(monkeypatch)
     install_tables(CPU, load_tables(["flashinfer"]), torch.float16)
-    from gpu_service.ops.rope import apply_rope, inverse_frequencies, rope_table
+    from gpu_service.ops.rope import apply_rope, rope_table
+    from gpu_service.ops.rope_frequencies import inverse_frequencies
 
     positions, frequencies = torch.tensor([0, 9, 5000]), inverse_frequencies(1e4, 32, "default", {})
     table = rope_table(positions, frequencies, torch.float16, True)

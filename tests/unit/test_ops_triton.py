@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gpu_service.ops import activation, kv, norm, rope, sampling
+from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.triton import activation as triton_activation
 from gpu_service.ops.triton import kv as triton_kv
 from gpu_service.ops.triton import norm as triton_norm
@@ -83,16 +84,16 @@ def test_a_float32_update_is_rounded_after_the_addition() -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_rope_table(interleaved: bool, tokens: int) -> None:
     positions = torch.tensor([0, 1, 77, 40_000, 262_143])[:tokens]
-    frequencies = rope.inverse_frequencies(1e4, 12, "default", {})
-    expected = rope.rope_table.reference(positions, frequencies, torch.float32, interleaved)
-    table = triton_rope.rope_table(positions, frequencies, torch.float32, interleaved)
+    frequencies = inverse_frequencies(1e4, 12, "default", {})
+    expected = rope.rope_table.reference(positions, frequencies, torch.float32, interleaved, 0.75)
+    table = triton_rope.rope_table(positions, frequencies, torch.float32, interleaved, 0.75)
     torch.testing.assert_close(table.cos, expected.cos, rtol=0, atol=1e-6)
     torch.testing.assert_close(table.sin, expected.sin, rtol=0, atol=1e-6)
     assert table.interleaved == interleaved
 
 
 def _table(tokens: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype) -> rope.RopeTable:
-    frequencies = rope.inverse_frequencies(1e4, rotary_dim, "default", {})
+    frequencies = inverse_frequencies(1e4, rotary_dim, "default", {})
     return rope.rope_table.reference(torch.arange(tokens) * 37, frequencies, dtype, interleaved)
 
 

@@ -14,13 +14,18 @@ _PAIRS = 8
 
 
 def rope_table(
-    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype, interleaved: bool
+    positions: torch.Tensor,
+    frequencies: torch.Tensor,
+    dtype: torch.dtype,
+    interleaved: bool,
+    attention_factor: float = 1.0,
 ) -> RopeTable:
     """See `ops.rope.rope_table`; with the float32 table that FlashInfer reads beside the usual one."""
-    table = rope.rope_table.reference(positions, frequencies, dtype, interleaved)
+    table = rope.rope_table.reference(positions, frequencies, dtype, interleaved, attention_factor)
     angles = positions[:, None].float() * frequencies
     rows = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
-    return table._replace(cos_sin=torch.cat((angles.cos(), angles.sin()), dim=-1), rows=rows)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+    return table._replace(cos_sin=cos_sin, rows=rows)
 
 
 def can_apply_rope(heads: torch.Tensor, table: RopeTable) -> bool:

@@ -24,6 +24,7 @@ def rope_table_kernel(
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     num_pairs: int,
+    attention_factor: float,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -33,7 +34,7 @@ def rope_table_kernel(
     mask = pair < num_pairs
     position = tl.load(positions_ptr + token).to(tl.float32)
     angle = position * tl.load(frequencies_ptr + pair, mask=mask, other=0.0)
-    cos, sin = tl.cos(angle), tl.sin(angle)
+    cos, sin = tl.cos(angle) * attention_factor, tl.sin(angle) * attention_factor
     first = token * 2 * num_pairs + pair * STEP
     second = first + (num_pairs if STEP == 1 else 1)
     dtype: tl.constexpr = cos_ptr.dtype.element_ty
@@ -75,7 +76,11 @@ def apply_rope_kernel(
 
 
 def rope_table(
-    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype, interleaved: bool
+    positions: torch.Tensor,
+    frequencies: torch.Tensor,
+    dtype: torch.dtype,
+    interleaved: bool,
+    attention_factor: float = 1.0,
 ) -> RopeTable:
     """See `ops.rope.rope_table`."""
     tokens, num_pairs = positions.shape[0], frequencies.shape[0]
@@ -88,6 +93,7 @@ def rope_table(
             cos,
             sin,
             num_pairs,
+            attention_factor,
             STEP=2 if interleaved else 1,
             BLOCK=next_power_of_2(num_pairs),
             num_warps=1,
