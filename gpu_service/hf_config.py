@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import structlog
 
+from gpu_service.hf_common import read_common
 from gpu_service.hf_keys import HfKeys
 from gpu_service.hf_rope import read_rope
 from gpu_service.model_config import (
@@ -19,71 +19,12 @@ from gpu_service.model_config import (
     MoeConfig,
     RouterConfig,
 )
-from gpu_service.ops.activation import GATED_ACTIVATIONS
 
 log = structlog.get_logger(__name__)
 
-# Keys that say nothing about the function the model computes at inference.
-_HARMLESS = (
-    "architectures",
-    "attention_dropout",
-    "auto_map",
-    "initializer_range",
-    "max_window_layers",
-    "output_router_logits",
-    "pad_token_id",
-    # Of routed experts, which are not read here; the loader refuses dense weights that are not floats.
-    "quantization_config",
-    "router_aux_loss_coef",
-    "transformers_version",
-    "use_cache",
-)
-
-# Keys of relatives of these families that would change the function if they were set.
-_REFUSED = (
-    "attention_chunk_size",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-)
-
-
-def _read_common(hf: HfKeys) -> dict[str, Any]:
-    """Fields that all families spell alike; raises on features that no family here has."""
-    hf.skip("model_type", *_HARMLESS)
-    for name in _REFUSED:
-        hf.refuse(name)
-    heads = hf.integer("num_attention_heads")
-    kv_heads = hf.integer("num_key_value_heads", default=heads)
-    if heads % kv_heads:
-        raise hf.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
-    hidden_size = hf.integer("hidden_size")
-    activation = hf.string("hidden_act", default="silu")
-    if activation not in GATED_ACTIVATIONS:
-        raise hf.error("hidden_act", activation, ", ".join(sorted(GATED_ACTIVATIONS)))
-    dtype = hf.string("dtype", "torch_dtype", default="bfloat16")
-    bos = hf.integers("bos_token_id")
-    return {
-        "vocab_size": hf.integer("vocab_size"),
-        "hidden_size": hidden_size,
-        "intermediate_size": hf.integer("intermediate_size"),
-        "num_layers": hf.integer("num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": hf.integer("head_dim", default=hidden_size // heads),
-        "rms_norm_eps": hf.number("rms_norm_eps"),
-        "activation": activation,
-        "dtype": dtype,
-        "max_model_len": hf.integer("max_position_embeddings"),
-        "attention_bias": hf.boolean("attention_bias", default=False),
-        "tie_word_embeddings": hf.boolean("tie_word_embeddings", default=False),
-        "eos_token_ids": hf.integers("eos_token_id"),
-        "bos_token_id": bos[0] if bos else None,
-    }
-
 
 def _read_qwen3_moe(hf: HfKeys) -> ModelConfig:
-    common = _read_common(hf)
+    common = read_common(hf)
     if hf.boolean("use_sliding_window", default=False):
         raise hf.error("use_sliding_window", True, "false")
     hf.skip("sliding_window")  # means nothing while use_sliding_window is false
@@ -106,7 +47,7 @@ def _read_qwen3_moe(hf: HfKeys) -> ModelConfig:
 
 
 def _read_glm4_moe(hf: HfKeys) -> ModelConfig:
-    common = _read_common(hf)
+    common = read_common(hf)
     hf.refuse("sliding_window")
     first_moe = hf.integer("first_k_dense_replace", default=1, minimum=0)
     router = RouterConfig(
