@@ -19,7 +19,7 @@ from gpu_service.assembly.kv_memory import cache_shape, make_kv_memory, schedule
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.steps import make_step_runner
 from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
-from gpu_service.attention.registry import make_attention
+from gpu_service.attention.factory import make_attention
 from gpu_service.cache.page_pool import PagePool
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import RequestCache

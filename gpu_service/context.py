@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpu_service.attention.base import AttentionBackend
 from gpu_service.batch import ForwardInputs
-from gpu_service.cache.kv_cache import KVCache
+from gpu_service.cache.paged_cache import PagedCache
 
 if TYPE_CHECKING:
+    from gpu_service.attention.factory import Attention
     from gpu_service.experts.client import ExpertClient
     from gpu_service.experts.resident.experts import ResidentExperts
     from gpu_service.placement.recorder import ExpertRecorder
@@ -22,8 +22,8 @@ class ForwardContext:
     """Filled by the engine, once per step, after `attention.plan(inputs)`."""
 
     inputs: ForwardInputs
-    kv_cache: KVCache
-    attention: AttentionBackend
+    kv_cache: PagedCache
+    attention: Attention
     # None for models without MoE layers, and where every expert is resident.
     experts: ExpertClient | None
     # bool [T]: False for rows that only pad a batch to the size of a captured graph; they choose no experts.

@@ -75,6 +75,32 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MlaConfig:
+    """Multi-head latent attention; filled by `hf_mla`. Names as in config.json."""
+
+    # Rank of the queries' projection; None: they are projected directly.
+    q_lora_rank: int | None
+    # Elements of a token's latent, from which all heads' keys and values are projected.
+    kv_lora_rank: int
+    # A query or key of a head: what carries no position, then what is rotated.
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    # Factor of the scores: that of the head's size, times what rotary scaling adds.
+    softmax_scale: float
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Elements that the cache holds of a token in each layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOverrides:
     """What the user may change about a checkpoint; filled from `MoebiusConfig.model`."""
 
@@ -110,6 +136,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     # Layers after the last decoder layer that hold multi-token prediction; the loader skips them.
     num_mtp_layers: int = 0
+    # None: grouped-query attention. Else `num_kv_heads` is `num_heads`, and `head_dim` a query's.
+    mla: MlaConfig | None = None
     # Keys of config.json that nothing here reads; logged, so that nothing is ignored in silence.
     unread_keys: tuple[str, ...] = field(default=(), compare=False)
 
@@ -146,6 +174,8 @@ class ModelConfig:
     @cached_property
     def softmax_scale(self) -> float:
         """Factor of the attention scores."""
+        if self.mla is not None:
+            return self.mla.softmax_scale
         return float(self.head_dim**-0.5)
 
     @cached_property

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from gpu_service.attention.registry import make_attention
+from gpu_service.attention.factory import make_attention
 from gpu_service.cache.fp8 import E4M3
-from gpu_service.cache.kv_cache import KVCache, bytes_per_page
+from gpu_service.cache.paged_cache import PagedCache, make_cache, page_bytes
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.memory.device_memory import make_device_memory
 from gpu_service.memory.estimate import StepSize
@@ -43,13 +43,11 @@ class CacheShape:
     @property
     def page_bytes(self) -> int:
         """One page over all layers."""
-        return bytes_per_page(self.config, self.page_size, self.storage_dtype)
+        return page_bytes(self.config, self.page_size, self.storage_dtype)
 
-    def make(self, num_pages: int) -> KVCache:
+    def make(self, num_pages: int) -> PagedCache:
         """A cache of so many pages."""
-        return KVCache(
-            self.config, num_pages, self.page_size, self.dtype, self.device, storage_dtype=self.storage_dtype
-        )
+        return make_cache(self.config, num_pages, self.page_size, self.dtype, self.device, self.storage_dtype)
 
 
 def cache_shape(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> CacheShape:

@@ -11,6 +11,8 @@ from itertools import accumulate
 import torch
 
 from gpu_service.attention.base import AttentionBackend
+from gpu_service.attention.factory import Attention
+from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.batch import ForwardInputs
 
 # Tiles hold 16, 64 or 128 rows, a query times the heads of its group; these reach all of them.
@@ -30,22 +32,47 @@ def warm_up_steps(capacity: int) -> list[list[tuple[int, int]]]:
     return steps
 
 
-def warm_up_attention(attention: AttentionBackend, capacity: int) -> None:
+def warm_up_attention(attention: Attention, capacity: int) -> None:
     """Plans and computes the steps above; call it with the forward's stream current.
 
     All requests' pages are the dummy page, so that nothing is read or written that belongs to anyone.
     """
-    cache, config = attention.kv_cache, attention.config
+    cache = attention.cache if isinstance(attention, MlaAttentionBackend) else attention.kv_cache
     columns = -(-capacity // cache.page_size)
-    heads = config.num_heads + 2 * cache.num_kv_heads
     for step in warm_up_steps(capacity):
         inputs = _dummy_inputs(step, columns, cache.device)
         num_rows = inputs.query_start_loc[-1]
-        # Parts of wider rows, as a fused projection leaves them.
-        rows = torch.zeros(num_rows, heads, config.head_dim, dtype=cache.dtype, device=cache.device)
-        key_begin, value_begin = config.num_heads, config.num_heads + cache.num_kv_heads
         attention.plan(inputs)
-        attention.forward(rows[:, :key_begin], rows[:, key_begin:value_begin], rows[:, value_begin:], 0)
+        if isinstance(attention, MlaAttentionBackend):
+            _attend_latents(attention, num_rows)
+        else:
+            _attend(attention, num_rows)
+
+
+def _attend(attention: AttentionBackend, num_rows: int) -> None:
+    """Queries, keys and values are parts of wider rows, as a fused projection leaves them."""
+    cache, config = attention.kv_cache, attention.config
+    heads = config.num_heads + 2 * cache.num_kv_heads
+    rows = torch.zeros(num_rows, heads, config.head_dim, dtype=cache.dtype, device=cache.device)
+    key_begin, value_begin = config.num_heads, config.num_heads + cache.num_kv_heads
+    attention.forward(rows[:, :key_begin], rows[:, key_begin:value_begin], rows[:, value_begin:], 0)
+
+
+def _attend_latents(attention: MlaAttentionBackend, num_rows: int) -> None:
+    """In the form that the planned step takes in a model."""
+    cache, sizes = attention.cache, attention.dimensions
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(num_rows, *shape, dtype=cache.dtype, device=cache.device)
+
+    query = zeros(sizes.num_heads, sizes.nope_dim + sizes.rope_dim)
+    latent, key_rope = zeros(sizes.latent_dim), zeros(sizes.rope_dim)
+    if attention.expands:
+        value = zeros(sizes.num_heads, sizes.value_dim)
+        attention.forward_expanded(query, query, value, latent, key_rope, 0)
+    else:
+        query_latent = zeros(sizes.num_heads, sizes.latent_dim)
+        attention.forward(query_latent, query[..., sizes.nope_dim :], latent, key_rope, 0)
 
 
 def _dummy_inputs(step: list[tuple[int, int]], columns: int, device: torch.device) -> ForwardInputs:

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from opentelemetry import context as otel_context
 
-from gpu_service.attention.base import AttentionBackend
+from gpu_service.attention.factory import Attention
 from gpu_service.batch import ForwardInputs
-from gpu_service.cache.kv_cache import KVCache
+from gpu_service.cache.paged_cache import PagedCache
 from gpu_service.context import ForwardContext
 from gpu_service.engine.input_builder import PromptLogprobRows, SlotUpload, StepPlan
 from gpu_service.engine.logprobs import token_logprobs
@@ -49,8 +49,8 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        kv_cache: KVCache,
-        attention: AttentionBackend,
+        kv_cache: PagedCache,
+        attention: Attention,
         experts: ExpertClient | None,
         token_pool: TokenPool,
         sampler: Sampler,

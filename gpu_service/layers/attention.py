@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from gpu_service.attention.base import AttentionBackend
 from gpu_service.context import ForwardContext
 from gpu_service.layers.linear import FusedLinear, RowParallelLinear
 from gpu_service.layers.norm import RMSNorm
@@ -60,6 +61,8 @@ class GQAttention(nn.Module):
             q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
             query, key = qk_norm_rope(rotated, q_weight, k_weight, self.q_norm.eps, num_heads, rope)
         value = heads[:, num_heads + num_kv_heads :]
-        attended = context.attention.forward(query, key, value, self.layer_id)
+        backend = context.attention
+        assert isinstance(backend, AttentionBackend), "the cache of this model holds keys and values"
+        attended = backend.forward(query, key, value, self.layer_id)
         output: torch.Tensor = self.o_proj(attended)
         return output

@@ -62,10 +62,20 @@ def activation_bytes(
     item, ranks = config.torch_dtype.itemsize, parallel.tp_size
     # Residual, normed input, its output and one temporary; partial sum and answer in float32.
     stream = config.hidden_size * (4 * item + 2 * 4)
-    attention = (2 * config.q_size + 2 * config.kv_size) * item // ranks
+    attention = _attention_row(config) * item // ranks
     return step.tokens * (stream + max(attention, _mlp_row(config, ranks, has_resident_experts))) + (
         logits_bytes(config, step)
     )
+
+
+def _attention_row(config: ModelConfig) -> int:
+    """Elements of one token's row while a layer attends, over all heads."""
+    mla = config.mla
+    if mla is None:
+        return 2 * config.q_size + 2 * config.kv_size
+    absorbed = 2 * mla.kv_lora_rank
+    written_out = 2 * mla.qk_nope_head_dim + mla.qk_rope_head_dim + 2 * mla.v_head_dim
+    return config.num_heads * (mla.qk_head_dim + max(absorbed, written_out) + 2 * mla.v_head_dim)
 
 
 def _mlp_row(config: ModelConfig, ranks: int, has_resident_experts: bool) -> int:

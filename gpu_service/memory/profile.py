@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from gpu_service.attention.base import AttentionBackend
+from gpu_service.attention.factory import Attention
 from gpu_service.batch import ForwardInputs
-from gpu_service.cache.kv_cache import KVCache
+from gpu_service.cache.paged_cache import PagedCache
 from gpu_service.context import ForwardContext
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.memory.device_memory import DeviceMemory
@@ -30,8 +30,8 @@ class ProfiledModel(Protocol):
 
 def profile_activations(
     model: ProfiledModel,
-    make_cache: Callable[[int], KVCache],
-    make_attention: Callable[[KVCache], AttentionBackend],
+    make_cache: Callable[[int], PagedCache],
+    make_attention: Callable[[PagedCache], Attention],
     geometry: MoeGeometry | None,
     step: StepSize,
     page_size: int,
@@ -66,7 +66,7 @@ def _run(model: ProfiledModel, context: ForwardContext, sample: Callable[[torch.
     sample(model.compute_logits(hidden_states[context.inputs.logits_indices]))
 
 
-def profile_inputs(step: StepSize, cache: KVCache, vocab_size: int) -> ForwardInputs:
+def profile_inputs(step: StepSize, cache: PagedCache, vocab_size: int) -> ForwardInputs:
     """One request of `step.tokens` tokens in pages 1, 2, …; logits of as many rows as may be sampled."""
     tokens, device = step.tokens, cache.device
     pages = -(-tokens // cache.page_size)

@@ -34,6 +34,11 @@ class MlaCase:
     key_weight: torch.Tensor
     value_weight: torch.Tensor
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """Both projections as a checkpoint holds them, `[H, nope_dim + value_dim, latent_dim]`."""
+        return torch.cat((self.key_weight, self.value_weight), dim=1)
+
     def fresh_cache(self) -> MlaCache:
         """A copy of the cache as it was before the step."""
         cache = self.cache
@@ -108,7 +113,7 @@ def run_expanded(case: MlaCase, backend: MlaAttentionBackend) -> torch.Tensor:
     """The step with keys written out; `[T, H, value_dim]`."""
     backend.plan(case.inputs)
     assert backend.expands
-    key, value = expand(case.latent, case.key_rope, case.key_weight, case.value_weight)
+    key, value = expand(case.latent, case.key_rope, case.weight, case.dimensions.nope_dim)
     query = torch.cat((case.query_nope, case.query_rope), dim=-1)
     return backend.forward_expanded(query, key, value, case.latent, case.key_rope, LAYER)
 
@@ -127,8 +132,8 @@ def naive_mla(case: MlaCase) -> torch.Tensor:
         key, value = expand(
             rows[:, : d.latent_dim],
             rows[:, d.latent_dim :],
-            case.key_weight.double(),
-            case.value_weight.double(),
+            case.weight.double(),
+            d.nope_dim,
         )
         scores = torch.einsum("qhd,khd->hqk", query[begin:end], key) * d.softmax_scale
         hidden = positions[None, :] > positions[-(end - begin) :, None]

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from gpu_service.attention.registry import make_attention
+from gpu_service.attention.factory import make_attention
 from gpu_service.batch import ForwardInputs
-from gpu_service.cache.kv_cache import KVCache
+from gpu_service.cache.paged_cache import make_cache
 from gpu_service.context import ForwardContext
 from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig, ModelOverrides
@@ -34,7 +34,7 @@ class PagedRunner:
 
     def __init__(self, model: CausalLM, experts: Any, *, page_size: int = 4, num_pages: int = 256) -> None:
         self.model = model
-        self.kv_cache = KVCache(model.config, num_pages, page_size, model.dtype)
+        self.kv_cache = make_cache(model.config, num_pages, page_size, model.dtype)
         self.attention = make_attention(model.config, self.kv_cache, "cpu")
         self._experts = experts
         self._free = [page for start in (1, 2, 3) for page in range(start, num_pages, 3)]

@@ -20,16 +20,14 @@ def project_values(attended: torch.Tensor, value_weight: torch.Tensor) -> torch.
 
 
 def expand(
-    latent: torch.Tensor, key_rope: torch.Tensor, key_weight: torch.Tensor, value_weight: torch.Tensor
+    latent: torch.Tensor, key_rope: torch.Tensor, weight: torch.Tensor, nope_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents `[T, latent_dim]` and rotated parts `[T, rope_dim]` written out for every head.
 
-    Returns keys `[T, H, nope_dim + rope_dim]` and values `[T, H, value_dim]`.
+    weight `[H, nope_dim + value_dim, latent_dim]`, contiguous: each head's key rows, then its value rows.
+    Returns keys `[T, H, nope_dim + rope_dim]` and values `[T, H, value_dim]`, both contiguous.
     """
-    num_heads, nope_dim, latent_dim = key_weight.shape
-    keys = latent @ key_weight.view(-1, latent_dim).T
-    values = latent @ value_weight.view(-1, latent_dim).T
+    num_heads, rows, _ = weight.shape
+    heads = (latent @ weight.flatten(0, 1).T).view(-1, num_heads, rows)
     shared = key_rope[:, None].expand(-1, num_heads, -1)
-    return torch.cat((keys.view(-1, num_heads, nope_dim), shared), dim=-1), values.view(
-        len(latent), num_heads, -1
-    )
+    return torch.cat((heads[..., :nope_dim], shared), dim=-1), heads[..., nope_dim:].contiguous()

@@ -7,6 +7,7 @@ import torch
 from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions
 from gpu_service.attention.registry import ATTENTION_BACKENDS, BackendEntry, choose_backend
 from gpu_service.cache.mla_cache import MlaCache
+from gpu_service.model_config import ModelConfig
 
 
 def _entry(name: str, module: str, class_name: str) -> BackendEntry:
@@ -21,6 +22,21 @@ MLA_BACKENDS: dict[str, BackendEntry] = {
     "triton": _entry("triton", "triton_backend", "TritonMlaAttention"),
     "torch": _entry("torch", "torch_reference", "TorchMlaAttention"),
 }
+
+
+def mla_dimensions(config: ModelConfig) -> MlaDimensions:
+    """Of a rank's own configuration. Raises ValueError for a model without latents."""
+    mla = config.mla
+    if mla is None:
+        raise ValueError(f"{config.model_type} has no latent attention")
+    return MlaDimensions(
+        num_heads=config.num_heads,
+        latent_dim=mla.kv_lora_rank,
+        nope_dim=mla.qk_nope_head_dim,
+        rope_dim=mla.qk_rope_head_dim,
+        value_dim=mla.v_head_dim,
+        softmax_scale=mla.softmax_scale,
+    )
 
 
 def make_mla_attention(

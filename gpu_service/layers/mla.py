@@ -1,0 +1,116 @@
+"""Multi-head latent attention. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from gpu_service.attention.mla.absorption import absorb_query, expand, project_values
+from gpu_service.attention.mla.base import MlaAttentionBackend
+from gpu_service.context import ForwardContext
+from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
+from gpu_service.layers.norm import RMSNorm
+from gpu_service.model_config import MlaConfig, ModelConfig
+from gpu_service.ops.rope import RopeTable, apply_rope
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import Span, query_heads
+
+# Of the norms of latents, whatever `rms_norm_eps` says about those of layers: so were all families trained.
+_LATENT_EPS = 1e-6
+
+
+class LatentProjection(nn.Module):
+    """From a latent to each head's keys and values; a rank has its own heads' rows.
+
+    No `Linear`: absorbed, the rows are used head by head, so they keep their plain layout.
+    """
+
+    def __init__(self, config: MlaConfig, heads: Span, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._num_heads, self._latent_dim = heads.size, config.kv_lora_rank
+        self._rows = heads.scaled(config.qk_nope_head_dim + config.v_head_dim)
+        self.weight = empty_parameter(self._rows.size, config.kv_lora_rank, dtype=dtype)
+
+    def by_head(self) -> torch.Tensor:
+        """View `[num_heads, nope_dim + value_dim, latent_dim]`: each head's key rows, then its value rows."""
+        return self.weight.view(self._num_heads, -1, self._latent_dim)
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """See `layers.linear.Divided`."""
+        yield CheckpointPart("", "weight", self._rows, Span.whole(self._latent_dim))
+
+
+class MLAttention(nn.Module):
+    """Queries and latents from the hidden state, rotary embedding of their last parts, attention, output.
+
+    `config` is the whole model's. A rank computes its own heads; latents, which all heads share, are
+    computed and cached by every rank. `bias` is that of the projections from and to the hidden size.
+    `layer_id` counts from the pipeline stage's first layer.
+    """
+
+    def __init__(
+        self,
+        layer_id: int,
+        config: ModelConfig,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        parallel: ParallelContext = SOLO,
+    ) -> None:
+        super().__init__()
+        mla = config.mla
+        assert mla is not None, "the family's reader fills `mla`"
+        self.layer_id = layer_id
+        self._sizes = mla
+        size, heads = config.hidden_size, query_heads(config, parallel)
+        query_rows = heads.scaled(mla.qk_head_dim)
+        latent_rows = {"kv_a_proj_with_mqa": Span.whole(mla.cached_dim)}
+        if mla.q_lora_rank is None:
+            # Never biased, so that it can not share the product of the latents.
+            self.q_proj = FusedLinear(size, {"q_proj": query_rows}, bias=False, dtype=dtype)
+            self.a_proj = FusedLinear(size, latent_rows, bias=bias, dtype=dtype)
+        else:
+            rows = {"q_a_proj": Span.whole(mla.q_lora_rank)} | latent_rows
+            self.a_proj = FusedLinear(size, rows, bias=bias, dtype=dtype)
+            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, _LATENT_EPS, dtype=dtype)
+            self.q_b_proj = FusedLinear(mla.q_lora_rank, {"q_b_proj": query_rows}, bias=False, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, _LATENT_EPS, dtype=dtype)
+        self.kv_b_proj = LatentProjection(mla, heads, dtype=dtype)
+        self.o_proj = RowParallelLinear(
+            heads.scaled(mla.v_head_dim), size, bias=bias, dtype=dtype, parallel=parallel
+        )
+
+    def forward(self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext) -> torch.Tensor:
+        """`[T, H]` to a new `[T, H]`; the new latents are in the cache afterwards."""
+        mla, backend = self._sizes, context.attention
+        assert isinstance(backend, MlaAttentionBackend), "the cache of this model holds latents"
+        query, compressed = self._project(hidden_states)
+        latent = self.kv_a_layernorm(compressed[:, : mla.kv_lora_rank])
+        key_rope = compressed[:, mla.kv_lora_rank :]
+        query_nope, query_rope = query[..., : mla.qk_nope_head_dim], query[..., mla.qk_nope_head_dim :]
+        apply_rope(query_rope, rope)
+        apply_rope(key_rope[:, None], rope)
+        weight, layer_id = self.kv_b_proj.by_head(), self.layer_id
+        if backend.expands:
+            key, value = expand(latent, key_rope, weight, mla.qk_nope_head_dim)
+            attended = backend.forward_expanded(query, key, value, latent, key_rope, layer_id)
+        else:
+            key_weight, value_weight = weight[:, : mla.qk_nope_head_dim], weight[:, mla.qk_nope_head_dim :]
+            query_latent = absorb_query(query_nope, key_weight)
+            latents = backend.forward(query_latent, query_rope, latent, key_rope, layer_id)
+            attended = project_values(latents, value_weight)
+        output: torch.Tensor = self.o_proj(attended.flatten(1))
+        return output
+
+    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries `[T, num_heads, qk_head_dim]`, and latents with key parts to rotate `[T, cached_dim]`."""
+        compressed: torch.Tensor = self.a_proj(hidden_states)
+        rank = self._sizes.q_lora_rank
+        if rank is None:
+            query = self.q_proj(hidden_states)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(compressed[:, :rank]))
+            compressed = compressed[:, rank:]
+        return query.view(hidden_states.shape[0], -1, self._sizes.qk_head_dim), compressed
