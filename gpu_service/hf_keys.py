@@ -99,6 +99,13 @@ class HfKeys:
             raise self.error(names[0], value, "an integer or a list of integers")
         return tuple(items)
 
+    def strings(self, *names: str) -> tuple[str, ...]:
+        """A list of strings; absent: empty."""
+        value = self._get(names, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(names[0], value, "a list of strings")
+        return tuple(value)
+
     def section(self, *names: str) -> HfKeys | None:
         """A nested object; None when absent."""
         value = self._get(names, None)

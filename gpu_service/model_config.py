@@ -60,6 +60,8 @@ class RouterConfig:
     scale: float = 1.0
     # Whether the gate matmul runs in float32 whatever the model's dtype.
     float32_gate: bool = False
+    # Whether the checkpoint stores the correction bias as one row of a matrix.
+    correction_bias_is_row: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class MoeConfig:
     shared_intermediate_size: int
     # Indices of the layers that are MoE; all others have a dense MLP.
     layers: frozenset[int]
+    # Whether the always-active experts' sum is multiplied by the sigmoid of a gate, per token.
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)

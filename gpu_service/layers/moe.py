@@ -9,6 +9,7 @@ from torch import nn
 
 from gpu_service.context import ForwardContext
 from gpu_service.experts.resident.experts import Share
+from gpu_service.layers.linear import Linear
 from gpu_service.layers.mlp import GatedMLP
 from gpu_service.layers.router import Router
 from gpu_service.model_config import MoeConfig
@@ -44,6 +45,9 @@ class MoE(nn.Module):
             if shared_size
             else None
         )
+        self.shared_expert_gate = (
+            Linear(hidden_size, 1, bias=False, dtype=dtype) if config.shared_gate else None
+        )
         self._group = parallel.tensor_group
 
     def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -56,13 +60,23 @@ class MoE(nn.Module):
         collect = self._submit(hidden_states, topk_ids, topk_weights, share, context)
         partial: torch.Tensor | None = None
         if self.shared_experts is not None:
-            partial = self.shared_experts(hidden_states, context)
+            partial = self._shared(self.shared_experts, hidden_states, context)
         if resident is not None and share is not Share.NONE:
             partial = resident.forward(self.layer_id, hidden_states, topk_ids, topk_weights, partial)
         # A client that the host drives may leave its answer there.
         answer = collect(partial).to(hidden_states.device)
         # Every rank's answer has its own rows only, and what it computes itself its own neurons only.
         return self._group.all_reduce(answer).to(hidden_states.dtype)
+
+    def _shared(
+        self, experts: GatedMLP, hidden_states: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """What the always-active experts add, `[T, H]`; every rank weighs its own part alike."""
+        output: torch.Tensor = experts(hidden_states, context)
+        if self.shared_expert_gate is None:
+            return output
+        gate: torch.Tensor = self.shared_expert_gate(hidden_states)
+        return output * gate.sigmoid()
 
     def _submit(
         self,

@@ -22,8 +22,9 @@ class Router(nn.Module):
         super().__init__()
         gate_dtype = torch.float32 if config.float32_gate else dtype
         self.weight = empty_parameter(config.num_experts, hidden_size, dtype=gate_dtype)
+        shape = (1, config.num_experts) if config.correction_bias_is_row else (config.num_experts,)
         self.e_score_correction_bias = (
-            empty_parameter(config.num_experts, dtype=torch.float32) if config.correction_bias else None
+            empty_parameter(*shape, dtype=torch.float32) if config.correction_bias else None
         )
         self._config = config
 
@@ -32,4 +33,5 @@ class Router(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`; -1 where not valid."""
         logits = functional.linear(hidden_states.to(self.weight.dtype), self.weight)
-        return route(logits, self.e_score_correction_bias, self._config, valid_rows)
+        bias = self.e_score_correction_bias
+        return route(logits, None if bias is None else bias.flatten(), self._config, valid_rows)

@@ -92,6 +92,7 @@ def _by_sparse_step(config: Config, num_layers: int) -> tuple[int, ...]:
 FAMILIES: Mapping[str, FamilyKeys] = {
     # transformers 5 writes num_local_experts for what the published checkpoints call num_experts.
     "qwen3_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
+    "qwen2_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
     "glm4_moe": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
     "gpt_oss": FamilyKeys(
         num_experts=("num_local_experts",),

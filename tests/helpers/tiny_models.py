@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from tests.helpers.tiny_gqa_models import GQA_MODELS
+
 _COMMON = {
     "vocab_size": 211,
     "hidden_size": 48,
@@ -103,12 +105,17 @@ TINY_MODELS: dict[str, TinyModel] = {
         },
     ),
 }
+TINY_MODELS |= {name: TinyModel(**fields) for name, fields in GQA_MODELS.items()}
 
 
 def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
     import transformers
 
-    name = {"qwen3_moe": "Qwen3Moe", "glm4_moe": "Glm4Moe"}[model_type]
+    name = {
+        "glm4_moe": "Glm4Moe",
+        "qwen2_moe": "Qwen2Moe",
+        "qwen3_moe": "Qwen3Moe",
+    }[model_type]
     return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
 
 
