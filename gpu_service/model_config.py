@@ -60,6 +60,8 @@ class RouterConfig:
     scale: float = 1.0
     # Whether the gate matmul runs in float32 whatever the model's dtype.
     float32_gate: bool = False
+    # Whether the gate adds a bias to its logits.
+    gate_bias: bool = False
     # Whether the checkpoint stores the correction bias as one row of a matrix.
     correction_bias_is_row: bool = False
 
@@ -135,6 +137,10 @@ class ModelConfig:
     max_model_len: int
     qk_norm: bool = False
     attention_bias: bool = False
+    # Per layer, the latest positions that a query sees, or None for all; empty: every layer sees all.
+    attention_windows: tuple[int | None, ...] = ()
+    # Whether each query head has a learned logit that joins its softmax's sum and has no value.
+    attention_sinks: bool = False
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.model_config import ModelConfig
+
+
+class AttentionLayer(NamedTuple):
+    """What layers of one model may differ in; filled by the layer, the same in every step."""
+
+    # Latest positions that a query sees, its own included; None: all of them.
+    window: int | None = None
+    # [num_heads], a learned logit per query head that joins the softmax's sum and has no value; None: none.
+    sinks: torch.Tensor | None = None
+
+
+PLAIN = AttentionLayer()
 
 
 class AttentionBackend(ABC):
@@ -56,14 +69,19 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_id: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_id: int,
+        layer: AttentionLayer = PLAIN,
     ) -> torch.Tensor:
         """Store the new keys and values of this layer, then attend.
 
         query `[T, num_heads, head_dim]`; key, value `[T, num_kv_heads, head_dim]`, all of the cache's
         `dtype` (whatever its pages hold), rows in the order of `ForwardInputs`, rotary embedding already
-        applied. Row at position p of a request attends to that request's positions 0..p. Returns
-        `[T, num_heads * head_dim]`.
+        applied. Row at position p of a request attends to that request's positions 0..p, with a window w
+        to the last w of them. Returns `[T, num_heads * head_dim]`.
         """
 
 

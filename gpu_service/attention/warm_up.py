@@ -10,10 +10,11 @@ from itertools import accumulate
 
 import torch
 
-from gpu_service.attention.base import AttentionBackend
+from gpu_service.attention.base import AttentionBackend, AttentionLayer
 from gpu_service.attention.factory import Attention
 from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.batch import ForwardInputs
+from gpu_service.model_config import ModelConfig
 
 # Tiles hold 16, 64 or 128 rows, a query times the heads of its group; these reach all of them.
 _CHUNKS = (2, 8, 128)
@@ -30,6 +31,12 @@ def warm_up_steps(capacity: int) -> list[list[tuple[int, int]]]:
         before = min(_LONG, capacity - chunk)
         steps += [[(0, chunk)], [(0, chunk)] * 2, [(before, chunk)], [(0, 1), (before, chunk), (0, chunk)]]
     return steps
+
+
+def kinds_of_layers(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list[AttentionLayer]:
+    """One layer for each combination of options that the model has, with sinks of zero."""
+    sinks = torch.zeros(config.num_heads, dtype=dtype, device=device) if config.attention_sinks else None
+    return [AttentionLayer(window, sinks) for window in dict.fromkeys(config.attention_windows or (None,))]
 
 
 def warm_up_attention(attention: Attention, capacity: int) -> None:
@@ -55,7 +62,9 @@ def _attend(attention: AttentionBackend, num_rows: int) -> None:
     heads = config.num_heads + 2 * cache.num_kv_heads
     rows = torch.zeros(num_rows, heads, config.head_dim, dtype=cache.dtype, device=cache.device)
     key_begin, value_begin = config.num_heads, config.num_heads + cache.num_kv_heads
-    attention.forward(rows[:, :key_begin], rows[:, key_begin:value_begin], rows[:, value_begin:], 0)
+    parts = rows[:, :key_begin], rows[:, key_begin:value_begin], rows[:, value_begin:]
+    for layer in kinds_of_layers(config, cache.dtype, cache.device):
+        attention.forward(*parts, 0, layer)
 
 
 def _attend_latents(attention: MlaAttentionBackend, num_rows: int) -> None:

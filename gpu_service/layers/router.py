@@ -26,12 +26,13 @@ class Router(nn.Module):
         self.e_score_correction_bias = (
             empty_parameter(*shape, dtype=torch.float32) if config.correction_bias else None
         )
+        self.bias = empty_parameter(config.num_experts, dtype=gate_dtype) if config.gate_bias else None
         self._config = config
 
     def forward(
         self, hidden_states: torch.Tensor, valid_rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`; -1 where not valid."""
-        logits = functional.linear(hidden_states.to(self.weight.dtype), self.weight)
+        logits = functional.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
         bias = self.e_score_correction_bias
         return route(logits, None if bias is None else bias.flatten(), self._config, valid_rows)

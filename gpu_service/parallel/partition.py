@@ -132,6 +132,7 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
     return replace(
         config,
         num_layers=len(layers),
+        attention_windows=config.attention_windows[layers.start : layers.stop],
         num_heads=query_heads(config, parallel).size,
         num_kv_heads=kv_heads(config, parallel).size,
         intermediate_size=even_span(config.intermediate_size, rank, size).size,

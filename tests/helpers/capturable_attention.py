@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gpu_service.attention.base import PLAIN, AttentionLayer
 from gpu_service.attention.torch_reference import TorchReferenceAttention
 from gpu_service.batch import ForwardInputs
 
@@ -30,12 +31,17 @@ class CapturableAttention(TorchReferenceAttention):
         assert all(length >= 1 for length in inputs.seq_lens)
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_id: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_id: int,
+        layer: AttentionLayer = PLAIN,
     ) -> torch.Tensor:
         """See the base class."""
         inputs = self._captured
         if inputs is None:
-            return super().forward(query, key, value, layer_id)
+            return super().forward(query, key, value, layer_id, layer)
         kv_heads, (rows, heads, head_dim) = self.kv_cache.num_kv_heads, query.shape
         self.kv_cache.append(layer_id, key, value, inputs.slot_mapping)
         history = self.kv_cache.pages(layer_id)[inputs.block_table.long()]
@@ -44,6 +50,13 @@ class CapturableAttention(TorchReferenceAttention):
         grouped = query.view(rows, kv_heads, heads // kv_heads, head_dim)
         scores = torch.einsum("rkgd,rtkd->rkgt", grouped, keys) * self.config.softmax_scale
         positions = torch.arange(history.shape[1], device=query.device)
-        future = positions >= inputs.seq_lens_tensor[:, None]
-        weights = scores.masked_fill(future[:, None, None], float("-inf")).softmax(dim=-1)
+        lengths = inputs.seq_lens_tensor[:, None]
+        hidden = positions >= lengths
+        if layer.window is not None:
+            hidden = hidden | (positions < lengths - layer.window)
+        scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+        if layer.sinks is not None:
+            sinks = layer.sinks.view(1, kv_heads, -1, 1).expand(rows, -1, -1, -1)
+            scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : history.shape[1]]
         return torch.einsum("rkgt,rtkd->rkgd", weights, values).reshape(rows, -1)

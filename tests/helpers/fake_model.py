@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from gpu_service.attention.base import AttentionBackend
+from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.context import ForwardContext
@@ -47,7 +47,12 @@ class NullAttention(AttentionBackend):
         """Nothing is shared between layers."""
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_id: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_id: int,
+        layer: AttentionLayer = PLAIN,
     ) -> torch.Tensor:
         """Never called."""
         raise AssertionError("the fake model has no attention")

@@ -18,11 +18,15 @@ from typing import Any
 
 import torch
 
-from gpu_service.attention.base import AttentionBackend, check_step
+from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer, check_step
 from gpu_service.attention.flashinfer_backend.pages import PageBounds, list_pages, page_bounds
 from gpu_service.attention.flashinfer_backend.sizes import captured_bytes, eager_bytes
 from gpu_service.attention.flashinfer_backend.staging import PlanStaging, host_int32
-from gpu_service.attention.flashinfer_backend.support import unsupported_device, unsupported_types
+from gpu_service.attention.flashinfer_backend.support import (
+    unsupported_device,
+    unsupported_layers,
+    unsupported_types,
+)
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.model_config import ModelConfig
@@ -82,7 +86,11 @@ class FlashInferAttention(AttentionBackend):
     @classmethod
     def unsupported(cls, config: ModelConfig, kv_cache: KVCache) -> str:
         """See the base class."""
-        return unsupported_types(kv_cache.dtype, config.head_dim) or unsupported_device(kv_cache.device)
+        return (
+            unsupported_layers(config)
+            or unsupported_types(kv_cache.dtype, config.head_dim)
+            or unsupported_device(kv_cache.device)
+        )
 
     @property
     def _tensor_cores(self) -> bool:
@@ -147,9 +155,14 @@ class FlashInferAttention(AttentionBackend):
         self._wrapper = wrapper
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_id: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_id: int,
+        layer: AttentionLayer = PLAIN,
     ) -> torch.Tensor:
-        """See the base class."""
+        """See the base class. Layers are all alike here; `unsupported` refuses models where they differ."""
         inputs, cache = self._inputs, self.kv_cache
         assert inputs is not None, "plan comes first"
         key_scale, value_scale = cache.key_scales[layer_id], cache.value_scales[layer_id]

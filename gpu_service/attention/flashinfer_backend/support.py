@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from gpu_service.model_config import ModelConfig
+
 HEAD_DIMS = (64, 128, 256)
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -32,6 +34,15 @@ def unsupported_types(dtype: torch.dtype, head_dim: int) -> str:
         return f"FlashInfer computes in float16 and bfloat16, not in {dtype}"
     if head_dim not in HEAD_DIMS:
         return f"FlashInfer has kernels for head_dim {HEAD_DIMS}, not {head_dim}"
+    return ""
+
+
+def unsupported_layers(config: ModelConfig) -> str:
+    """Why the wrappers used here can not compute what some layers need; empty: they can."""
+    if config.attention_sinks:
+        return "this model has attention sinks, which FlashInfer is not used for here"
+    if config.attention_windows:
+        return "this model has sliding windows, which FlashInfer is not used for here"
     return ""
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from gpu_service.attention.base import AttentionBackend, check_step
+from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer, check_step
 from gpu_service.attention.triton_kernels.decode import MIN_SPLIT, decode
 from gpu_service.attention.triton_kernels.partial import Partial, PartialResults
 from gpu_service.attention.triton_kernels.prefill import prefill
@@ -30,7 +30,8 @@ class TritonAttention(AttentionBackend):
         self._min_split = min_split
         self._num_sms = streaming_multiprocessors(kv_cache.device)
         self._inputs: ForwardInputs | None = None
-        self._partial: Partial | None = None
+        self._max_length = 1
+        self._partial: dict[int | None, Partial | None] = {}  # of the step, by window
         self._has_decodes = self._has_chunks = False
         group = config.num_heads // kv_cache.num_kv_heads
         self._partials = PartialResults(group, config.head_dim, kv_cache.device)
@@ -49,7 +50,12 @@ class TritonAttention(AttentionBackend):
         """See the base class: the recorded kernels find all they need in the refilled tensors."""
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_id: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_id: int,
+        layer: AttentionLayer = PLAIN,
     ) -> torch.Tensor:
         """See the base class."""
         inputs, cache = self._inputs, self.kv_cache
@@ -63,21 +69,29 @@ class TritonAttention(AttentionBackend):
         score_scale = self.config.softmax_scale * key_scale
         indices = (inputs.block_table, inputs.seq_lens_tensor, inputs.query_start_loc_tensor)
         if self._has_decodes:
-            partial = self._partial
-            decode(
-                query, pages, output, partial, *indices, score_scale, value_scale, min_split=self._min_split
-            )
+            partial, scales = self._partial_of(layer.window), (score_scale, value_scale)
+            decode(query, pages, output, partial, *indices, *scales, min_split=self._min_split, layer=layer)
         if self._has_chunks:
-            prefill(query, pages, output, *indices, score_scale, value_scale)
+            prefill(query, pages, output, *indices, score_scale, value_scale, layer=layer)
         return output.view(query.shape[0], -1)
 
     def _prepare(self, inputs: ForwardInputs, max_length: int) -> None:
-        starts, num_requests = inputs.query_start_loc, len(inputs.seq_lens)
+        starts = inputs.query_start_loc
         counts = [end - begin for begin, end in pairwise(starts)]
         self._inputs = inputs
         self._has_decodes = 1 in counts
         self._has_chunks = any(count > 1 for count in counts)
-        splits = num_splits(
-            num_requests, self.kv_cache.num_kv_heads, max_length, self._min_split, self._num_sms
-        )
-        self._partial = self._partials.take(num_requests, self.config.num_heads, splits)
+        self._max_length, self._partial = max_length, {}
+        self._partial_of(None)
+
+    def _partial_of(self, window: int | None) -> Partial | None:
+        """Where the step's splits of layers with this window leave their results; one after the other."""
+        if window in self._partial:
+            return self._partial[window]
+        assert self._inputs is not None, "plan comes first"
+        num_requests = len(self._inputs.seq_lens)
+        length = self._max_length if window is None else min(self._max_length, window)
+        splits = num_splits(num_requests, self.kv_cache.num_kv_heads, length, self._min_split, self._num_sms)
+        partial = self._partials.take(num_requests, self.config.num_heads, splits)
+        self._partial[window] = partial
+        return partial

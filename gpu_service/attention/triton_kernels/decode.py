@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from gpu_service.attention.base import PLAIN, AttentionLayer
 from gpu_service.attention.triton_kernels.jit import jit_for_any
 from gpu_service.attention.triton_kernels.shapes import Tile, decode_tile
 from gpu_service.ops.triton.jit import jit
@@ -27,13 +28,23 @@ def keys_per_split(length, num_splits, MINIMUM: tl.constexpr, BLOCK_N: tl.conste
     return tl.maximum(share, MINIMUM)
 
 
+@jit
+def first_visible(length, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The earliest key that the last of `length` tokens sees; no window: 0."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    return first
+
+
 @jit_for_any("table_stride", "num_splits")
 def _split_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, partial_output, partial_lse, block_table, seq_lens, query_starts,
+    query, cache, output, partial_output, partial_lse, sinks, block_table, seq_lens, query_starts,
     query_row_stride, query_head_stride, table_stride, num_splits, score_scale, value_scale,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MINIMUM: tl.constexpr,
-    SINGLE_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    SINGLE_SPLIT: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    LOG2_E: tl.constexpr,
 ):  # fmt: skip
     """Program (request, KV head, split): all query heads of that KV head over the split's keys."""
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -41,8 +52,9 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     if tl.load(query_starts + request + 1) - row != 1:
         return
     length = tl.load(seq_lens + request)
-    share = keys_per_split(length, num_splits, MINIMUM, BLOCK_N)
-    begin = split * share
+    visible = first_visible(length, WINDOW)
+    share = keys_per_split(length - visible, num_splits, MINIMUM, BLOCK_N)
+    begin = visible + split * share
     end = tl.minimum(begin + share, length)
     if begin >= end:
         return
@@ -55,6 +67,12 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     weighted = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    if HAS_SINKS:
+        # As a key of the first split whose value is zero: its log-sum-exp then tells the others.
+        holds = (member < GROUP) & (split == 0)
+        sink = tl.load(sinks + head, mask=holds, other=float("-inf"))
+        maximum = sink.to(tl.float32) * LOG2_E
+        total += tl.where(split == 0, 1.0, 0.0)
     for first in range(begin, end, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
         seen = position < end
@@ -88,7 +106,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
 def _combine_kernel(  # type: ignore[no-untyped-def]
     output, partial_output, partial_lse, seq_lens, query_starts, num_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, MINIMUM: tl.constexpr,
+    BLOCK_S: tl.constexpr, MINIMUM: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Program (request, head): the splits' results, weighted by how much of the softmax each holds."""
     request, head = tl.program_id(0), tl.program_id(1)
@@ -96,7 +114,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     if tl.load(query_starts + request + 1) - row != 1:
         return
     length = tl.load(seq_lens + request)
-    used = tl.cdiv(length, keys_per_split(length, num_splits, MINIMUM, BLOCK_N))
+    keys = length - first_visible(length, WINDOW)
+    used = tl.cdiv(keys, keys_per_split(keys, num_splits, MINIMUM, BLOCK_N))
     dim = tl.arange(0, BLOCK_D)
     first = (request * NUM_HEADS + head) * num_splits
     maximum = float("-inf")
@@ -129,31 +148,36 @@ def decode(
     value_scale: float,
     tile: Tile | None = None,
     min_split: int = MIN_SPLIT,
+    layer: AttentionLayer = PLAIN,
 ) -> None:
     """Writes the rows of requests that compute one token; leaves all others as they are.
 
     query `[T, num_heads, head_dim]`; cache `[num_pages, page_size, 2 * num_kv_heads, head_dim]`; output
     `[T, num_heads, head_dim]`, contiguous; partial: float32 `[R, num_heads, num_splits, head_dim]` and
     `[R, num_heads, num_splits]`, or None for one split; the rest int32 as in `ForwardInputs`. `score_scale`
-    multiplies the products of queries and stored keys, `value_scale` the weighted stored values.
+    multiplies the products of queries and stored keys, `value_scale` the weighted stored values; neither
+    touches the sinks.
     """
     num_heads, head_dim = query.shape[1:]
     page_size, num_kv_heads = cache.shape[1], cache.shape[2] // 2
     tile = tile or decode_tile(num_heads // num_kv_heads, head_dim, query.dtype)
     num_requests, num_splits = seq_lens.shape[0], partial[0].shape[2] if partial else 1
     partial_output, partial_lse = partial or (output, output)
+    sinks, window = layer.sinks, layer.window or 0
     _split_kernel[(num_requests, num_kv_heads, num_splits)](
-        query, cache, output, partial_output, partial_lse, block_table, seq_lens, query_starts,
+        query, cache, output, partial_output, partial_lse, query if sinks is None else sinks,
+        block_table, seq_lens, query_starts,
         query.stride(0), query.stride(1), block_table.stride(0), num_splits,
         score_scale * LOG2_E, value_scale, GROUP=num_heads // num_kv_heads,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         BLOCK_G=tile.rows, BLOCK_D=tile.width, BLOCK_N=tile.keys, MINIMUM=min_split,
-        SINGLE_SPLIT=partial is None, PRECISION=tile.precision,
+        SINGLE_SPLIT=partial is None, PRECISION=tile.precision, WINDOW=window,
+        HAS_SINKS=sinks is not None, LOG2_E=LOG2_E,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if partial is not None:
         _combine_kernel[(num_requests, num_heads)](
             output, partial_output, partial_lse, seq_lens, query_starts, num_splits,
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=tile.width, BLOCK_N=tile.keys, BLOCK_S=16,
-            MINIMUM=min_split,
+            MINIMUM=min_split, WINDOW=window,
         )  # fmt: skip

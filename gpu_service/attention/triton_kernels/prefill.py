@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from gpu_service.attention.base import PLAIN, AttentionLayer
 from gpu_service.attention.triton_kernels.decode import LOG2_E
 from gpu_service.attention.triton_kernels.jit import jit_for_any
 from gpu_service.attention.triton_kernels.shapes import Tile, prefill_tile
@@ -35,11 +36,11 @@ def _request_of(tile, query_starts, num_requests, BLOCK_Q: tl.constexpr):  # typ
 
 @jit_for_any("num_requests", "table_stride")
 def _prefill_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, block_table, seq_lens, query_starts, num_requests,
+    query, cache, output, sinks, block_table, seq_lens, query_starts, num_requests,
     query_row_stride, query_head_stride, table_stride, score_scale, value_scale,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, KV head): BLOCK_Q consecutive queries of one request, all heads of that KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -62,7 +63,15 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for first in range(0, end, BLOCK_N):
+    if HAS_SINKS:
+        # As a key that every row sees and whose value is zero.
+        sink = tl.load(sinks + head, mask=packed // GROUP < BLOCK_Q, other=0.0)
+        maximum = sink.to(tl.float32) * LOG2_E
+        total += 1.0
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(earlier + offset + 1 - WINDOW, 0)
+    for first in range(begin, end, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
         seen = position < end
         page = tl.load(block_table + request * table_stride + position // PAGE_SIZE, mask=seen, other=0)
@@ -72,9 +81,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         key = tl.load(at, mask=wanted, other=0.0).to(q.dtype)
         value = tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=wanted, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * score_scale
-        # Position 0 is visible to every row, so no maximum stays infinite after the first tile.
         scores = tl.where(position[None, :] <= own[:, None], scores, float("-inf"))
+        if WINDOW > 0:
+            scores = tl.where(position[None, :] > own[:, None] - WINDOW, scores, float("-inf"))
         highest = tl.maximum(maximum, tl.max(scores, 1))
+        if WINDOW > 0:
+            # Only without a window is some key of the first tile visible to every row.
+            highest = tl.maximum(highest, -1e30)
         shrink = tl.exp2(maximum - highest)
         weights = tl.exp2(scores - highest[:, None])
         total = total * shrink + tl.sum(weights, 1)
@@ -96,6 +109,7 @@ def prefill(
     score_scale: float,
     value_scale: float,
     tile: Tile | None = None,
+    layer: AttentionLayer = PLAIN,
 ) -> None:
     """Writes the rows of requests that compute two or more tokens; arguments as those of `decode`."""
     (num_rows, num_heads, head_dim), num_requests = query.shape, seq_lens.shape[0]
@@ -103,10 +117,13 @@ def prefill(
     group = num_heads // num_kv_heads
     tile = tile or prefill_tile(group, head_dim, query.dtype)
     queries_per_tile = tile.rows // group
+    sinks = layer.sinks
     _prefill_kernel[(num_rows // queries_per_tile + num_requests, num_kv_heads)](
-        query, cache, output, block_table, seq_lens, query_starts, num_requests,
+        query, cache, output, query if sinks is None else sinks,
+        block_table, seq_lens, query_starts, num_requests,
         query.stride(0), query.stride(1), block_table.stride(0), score_scale * LOG2_E, value_scale,
         GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         BLOCK_M=tile.rows, BLOCK_Q=queries_per_tile, BLOCK_D=tile.width, BLOCK_N=tile.keys,
-        PRECISION=tile.precision, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        PRECISION=tile.precision, WINDOW=layer.window or 0, HAS_SINKS=sinks is not None, LOG2_E=LOG2_E,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
