@@ -11,6 +11,7 @@ import structlog
 from gpu_service.hf_common import read_common
 from gpu_service.hf_gqa import read_qwen2_moe
 from gpu_service.hf_keys import HfKeys
+from gpu_service.hf_mla import read_deepseek_v3
 from gpu_service.hf_rope import read_rope
 from gpu_service.model_config import (
     TORCH_DTYPES,
@@ -77,6 +78,7 @@ def _read_glm4_moe(hf: HfKeys) -> ModelConfig:
 
 
 READERS: Mapping[str, Callable[[HfKeys], ModelConfig]] = {
+    "deepseek_v3": read_deepseek_v3,
     "glm4_moe": _read_glm4_moe,
     "qwen2_moe": read_qwen2_moe,
     "qwen3_moe": _read_qwen3_moe,

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from gpu_service.model_config import ModelConfig, ModelConfigError
-from gpu_service.models import glm4_moe, qwen2_moe, qwen3_moe
+from gpu_service.models import deepseek_v3, glm4_moe, qwen2_moe, qwen3_moe
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import check_divisible
@@ -27,6 +27,7 @@ class ModelBuilder(Protocol):
 
 
 MODEL_BUILDERS: dict[str, ModelBuilder] = {
+    "deepseek_v3": deepseek_v3.build,
     "glm4_moe": glm4_moe.build,
     "qwen2_moe": qwen2_moe.build,
     "qwen3_moe": qwen3_moe.build,

@@ -94,6 +94,7 @@ FAMILIES: Mapping[str, FamilyKeys] = {
     "qwen3_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
     "qwen2_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
     "glm4_moe": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
+    "deepseek_v3": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
     "gpt_oss": FamilyKeys(
         num_experts=("num_local_experts",),
         moe_layers=_every,

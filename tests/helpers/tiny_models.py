@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tests.helpers.tiny_gqa_models import GQA_MODELS
+from tests.helpers.tiny_mla_models import MLA_MODELS
 
 _COMMON = {
     "vocab_size": 211,
@@ -105,6 +106,7 @@ TINY_MODELS: dict[str, TinyModel] = {
         },
     ),
 }
+TINY_MODELS |= {name: TinyModel(**fields) for name, fields in MLA_MODELS.items()}
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in GQA_MODELS.items()}
 
 
@@ -112,6 +114,7 @@ def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
     import transformers
 
     name = {
+        "deepseek_v3": "DeepseekV3",
         "glm4_moe": "Glm4Moe",
         "qwen2_moe": "Qwen2Moe",
         "qwen3_moe": "Qwen3Moe",

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_service.attention.registry import make_attention
+from gpu_service.attention.factory import make_attention
 from gpu_service.attention.torch_reference import TorchReferenceAttention
 from gpu_service.cache.fp8 import E4M3, E4M3_MAX, quantise_e4m3
 from gpu_service.cache.kv_cache import KVCache, bytes_per_page
+from gpu_service.cache.paged_cache import make_cache
 from tests.helpers.attention_cases import LAYER, MIXTURES, Geometry, make_case, naive, run
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import TINY_MODELS, make_tiny_model
@@ -86,7 +87,7 @@ def test_a_models_predictions_stay_close(name: str, tmp_path: Path) -> None:
     make_tiny_model(name, tmp_path)
     tokens = torch.randint(0, 200, (48,), generator=torch.Generator().manual_seed(3)).tolist()
     exact, small = load_runner(tmp_path), load_runner(tmp_path)
-    small.kv_cache = KVCache(small.model.config, 256, 4, small.model.dtype, storage_dtype=E4M3)
+    small.kv_cache = make_cache(small.model.config, 256, 4, small.model.dtype, storage_dtype=E4M3)
     small.attention = make_attention(small.model.config, small.kv_cache, "cpu")
     wanted = exact.prefill(tokens)[1].log_softmax(-1)
     for chunk in (None, 7):

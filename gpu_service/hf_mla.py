@@ -1,0 +1,91 @@
+"""How config.json of the families with multi-head latent attention is read.
+
+Sources: DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437), and the configuration classes of
+transformers 5.23. Kimi-K2 is DeepSeek-V3 under a name of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpu_service.hf_common import read_common
+from gpu_service.hf_keys import HfKeys
+from gpu_service.hf_rope import read_rope
+from gpu_service.model_config import MlaConfig, ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from gpu_service.ops.rope_frequencies import yarn_mscale
+
+# Of training, of other engines' parallelism, and what follows from other keys.
+_HARMLESS = ("aux_loss_alpha", "ep_size", "head_dim", "pretraining_tp", "qk_head_dim", "seq_aux")
+
+
+def _read_mla_common(hf: HfKeys) -> dict[str, Any]:
+    """`read_common`, with a query's size for a head's, and what is common to latent attention."""
+    hf.skip(*_HARMLESS)
+    common = read_common(hf)
+    heads = common["num_heads"]
+    if common["num_kv_heads"] != heads:
+        raise hf.error("num_key_value_heads", common["num_kv_heads"], f"num_attention_heads ({heads})")
+    rope_dim = hf.integer("qk_rope_head_dim", minimum=2)
+    rope = read_rope(hf, rope_dim, interleaved=hf.boolean("rope_interleave", default=True))
+    if rope.rotary_dim != rope_dim:
+        raise hf.error("partial_rotary_factor", rope.rotary_dim / rope_dim, "1.0 with latent attention")
+    mla = _read_mla(hf, rope)
+    return common | {"head_dim": mla.qk_head_dim, "rope": rope, "mla": mla}
+
+
+def _read_mla(hf: HfKeys, rope: RopeConfig) -> MlaConfig:
+    rope_dim, nope_dim = rope.rotary_dim, hf.integer("qk_nope_head_dim")
+    # YaRN's temperature, which these families apply to the scores, to the extent that mscale_all_dim says.
+    numbers = dict(rope.scaling)
+    all_dim = numbers.get("mscale_all_dim")
+    temperature = 1.0 if all_dim is None else yarn_mscale(numbers["factor"], all_dim)
+    return MlaConfig(
+        q_lora_rank=hf.integer("q_lora_rank") if hf.has("q_lora_rank") else None,
+        kv_lora_rank=hf.integer("kv_lora_rank"),
+        qk_nope_head_dim=nope_dim,
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=hf.integer("v_head_dim"),
+        softmax_scale=(nope_dim + rope_dim) ** -0.5 * temperature**2,
+    )
+
+
+def _read_moe(hf: HfKeys, router: RouterConfig, layers: frozenset[int]) -> MoeConfig:
+    """Shared experts are as wide as routed ones."""
+    if hf.integer("moe_layer_freq", default=1) != 1:
+        raise hf.error("moe_layer_freq", hf.integer("moe_layer_freq"), "1")
+    size = hf.integer("moe_intermediate_size")
+    return MoeConfig(router, size, hf.integer("n_shared_experts", default=0, minimum=0) * size, layers)
+
+
+def _after_dense(hf: HfKeys, num_layers: int) -> frozenset[int]:
+    return frozenset(range(hf.integer("first_k_dense_replace", minimum=0), num_layers))
+
+
+def _read_biased_router(hf: HfKeys) -> RouterConfig:
+    """DeepSeek-V3's: sigmoid scores, chosen with a correction bias, groups by the sum of their best two."""
+    hf.refuse("scoring_func", "sigmoid")
+    hf.refuse("topk_method", "noaux_tc")
+    return RouterConfig(
+        num_experts=hf.integer("n_routed_experts", "num_local_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="sigmoid",
+        correction_bias=True,
+        num_groups=hf.integer("n_group", default=1),
+        top_groups=hf.integer("topk_group", default=1),
+        group_score="top2_sum",
+        post="renormalize" if hf.boolean("norm_topk_prob", default=True) else "none",
+        renormalize_epsilon=1e-20,
+        scale=hf.number("routed_scaling_factor", default=1.0),
+        float32_gate=True,
+    )
+
+
+def read_deepseek_v3(hf: HfKeys) -> ModelConfig:
+    """DeepSeek-V3, R1 and V3.1, and Kimi-K2."""
+    common = _read_mla_common(hf)
+    return ModelConfig(
+        **common,
+        model_type=hf.string("model_type"),
+        moe=_read_moe(hf, _read_biased_router(hf), _after_dense(hf, common["num_layers"])),
+        num_mtp_layers=hf.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0),
+    )

@@ -1,0 +1,121 @@
+"""Invariant: config.json of families with latent attention is understood as published, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_service.model_config import ModelConfig, ModelConfigError
+from moebius.checkpoint.moe_config import MoeGeometry
+
+# The keys of the published DeepSeek-V3 that change the function, in its own spelling, with small sizes.
+V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "max_position_embeddings": 640,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16,
+    },
+    "ep_size": 1,
+    "aux_loss_alpha": 0.001,
+    "seq_aux": True,
+    "pretraining_tp": 1,
+    "eos_token_id": 1,
+}
+
+
+def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
+    values = {key: value for key, value in (base | changes).items() if value != "absent"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return ModelConfig.from_dir(tmp_path)
+
+
+def test_the_published_spelling_is_read_to_the_last_key(tmp_path: Path) -> None:
+    config = _read(tmp_path, V3)
+    assert config.unread_keys == ()
+    mla, router = config.mla, config.moe.router
+    assert mla is not None
+    assert (mla.q_lora_rank, mla.kv_lora_rank, mla.cached_dim, mla.v_head_dim) == (24, 20, 24, 10)
+    assert (config.head_dim, config.num_kv_heads, config.num_mtp_layers) == (16, 4, 1)
+    assert (config.rope.rotary_dim, config.rope.interleaved) == (4, True)
+    assert (router.score, router.correction_bias, router.group_score) == ("sigmoid", True, "top2_sum")
+    assert (router.num_groups, router.top_groups, router.scale) == (4, 2, 2.5)
+    assert (router.post, router.float32_gate) == ("renormalize", True)
+    assert (config.moe_layer_ids, config.moe.shared_intermediate_size) == ((3,), 16)
+    assert MoeGeometry.from_config(tmp_path).moe_layers == (3,)
+
+
+def test_the_scores_temperature(tmp_path: Path) -> None:
+    """YaRN's, squared, as far as mscale_all_dim says; the rotation's is the ratio of both."""
+    both = _read(tmp_path, V3)
+    assert both.softmax_scale == pytest.approx(16**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert both.rope.attention_factor == 1.0
+    plain = _read(tmp_path, V3, rope_scaling=None)
+    assert plain.softmax_scale == 16**-0.5
+    rotation_only = _read(tmp_path, V3, rope_scaling={"type": "yarn", "factor": 40})
+    assert rotation_only.softmax_scale == 16**-0.5
+    assert rotation_only.rope.attention_factor == pytest.approx(0.1 * math.log(40) + 1)
+
+
+def test_queries_without_a_latent(tmp_path: Path) -> None:
+    for absent in (None, "absent"):
+        mla = _read(tmp_path, V3, q_lora_rank=absent).mla
+        assert mla is not None
+        assert mla.q_lora_rank is None
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (V3, {"num_key_value_heads": 2}, r"num_key_value_heads = 2.*num_attention_heads \(4\)"),
+        (V3, {"kv_lora_rank": "absent"}, "kv_lora_rank is missing"),
+        (V3, {"q_lora_rank": 0}, "q_lora_rank = 0"),
+        (V3, {"qk_rope_head_dim": 5}, "an even number of the 5 elements"),
+        (V3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5.*1.0"),
+        (V3, {"first_k_dense_replace": "absent"}, "first_k_dense_replace is missing"),
+        (V3, {"moe_layer_freq": 2}, "moe_layer_freq = 2.*allowed: 1"),
+        (V3, {"scoring_func": "softmax"}, "scoring_func = 'softmax'.*sigmoid"),
+        (V3, {"topk_method": "greedy"}, "topk_method = 'greedy'.*noaux_tc"),
+        (V3, {"topk_group": 5}, "topk_group = 5"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        _read(tmp_path, base, **changes)
