@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from gpu_service.attention.base import AttentionBackend
+from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.model_config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
@@ -40,6 +40,9 @@ class Geometry:
     device: str = "cpu"
     # Columns of the block table beyond what is needed.
     spare_pages: int = 1
+    # Of every layer.
+    window: int | None = None
+    sinks: bool = False
 
     def config(self) -> ModelConfig:
         """A model of these heads; nothing else of it matters."""
@@ -58,6 +61,8 @@ class Geometry:
             moe=MoeConfig(RouterConfig(4, 2, "softmax"), 3, 0, frozenset((0, 1))),
             dtype="float32",
             max_model_len=4096,
+            attention_windows=(self.window, self.window) if self.window is not None else (),
+            attention_sinks=self.sinks,
         )
 
 
@@ -71,6 +76,7 @@ class Case:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    layer: AttentionLayer = PLAIN
 
     def fresh_cache(self) -> KVCache:
         """A copy of the cache as it was before the step."""
@@ -118,6 +124,7 @@ def make_case(geometry: Geometry, shape: Shape, seed: int = 0) -> Case:
     cache.append(LAYER, keys, values, earlier.to(device))
     inputs = make_inputs(shape, table.to(device), torch.cat(new_slots).to(device))
     total = starts[-1]
+    sinks = 3 * random(geometry.num_heads, 1)[:, 0, 0] if geometry.sinks else None
     return Case(
         geometry,
         cache,
@@ -125,6 +132,7 @@ def make_case(geometry: Geometry, shape: Shape, seed: int = 0) -> Case:
         random(total, geometry.num_heads),
         random(total, kv_heads),
         random(total, kv_heads),
+        AttentionLayer(geometry.window, sinks),
     )
 
 
@@ -151,7 +159,7 @@ def make_inputs(shape: Shape, table: torch.Tensor, slots: torch.Tensor) -> Forwa
 def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
     """Plans and computes the step."""
     backend.plan(case.inputs)
-    return backend.forward(case.query, case.key, case.value, LAYER)
+    return backend.forward(case.query, case.key, case.value, LAYER, case.layer)
 
 
 def naive(case: Case) -> torch.Tensor:
@@ -172,7 +180,13 @@ def naive(case: Case) -> torch.Tensor:
         scores = torch.einsum("qhd,khd->hqk", case.query[begin:end].double(), keys)
         scores *= geometry.head_dim**-0.5
         hidden = positions[None, :] > positions[-(end - begin) :, None]
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        if case.layer.window is not None:
+            hidden |= positions[None, :] <= positions[-(end - begin) :, None] - case.layer.window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if case.layer.sinks is not None:
+            sinks = case.layer.sinks.double()[:, None, None].expand(-1, end - begin, 1)
+            scores = torch.cat([sinks, scores], -1)
+        weights = scores.softmax(-1)[..., -len(positions) :]
         outputs.append(torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
     return torch.cat(outputs)
 

@@ -23,6 +23,8 @@ GEOMETRIES = (
     Geometry(32, 4, 128, 16, BF16),
     Geometry(32, 4, 128, 16, BF16, E4M3),
     Geometry(8, 2, 64, 16, FP32),
+    Geometry(64, 8, 64, 16, BF16, window=128, sinks=True),
+    Geometry(64, 8, 64, 16, BF16, window=600),
 )
 # One request and several, in one piece and in splits, chunks and decodes.
 SHAPES: tuple[Shape, ...] = ([(900, 1)], [(900, 1), (3, 7)])
