@@ -9,7 +9,14 @@ from pathlib import Path
 import structlog
 
 from gpu_service.hf_common import read_common
-from gpu_service.hf_gqa import read_qwen2_moe
+from gpu_service.hf_gqa import (
+    read_dots1,
+    read_ernie4_5_moe,
+    read_minimax_m2,
+    read_mixtral,
+    read_olmoe,
+    read_qwen2_moe,
+)
 from gpu_service.hf_keys import HfKeys
 from gpu_service.hf_mla import read_deepseek_v3
 from gpu_service.hf_rope import read_rope
@@ -79,7 +86,12 @@ def _read_glm4_moe(hf: HfKeys) -> ModelConfig:
 
 READERS: Mapping[str, Callable[[HfKeys], ModelConfig]] = {
     "deepseek_v3": read_deepseek_v3,
+    "dots1": read_dots1,
+    "ernie4_5_moe": read_ernie4_5_moe,
     "glm4_moe": _read_glm4_moe,
+    "minimax_m2": read_minimax_m2,
+    "mixtral": read_mixtral,
+    "olmoe": read_olmoe,
     "qwen2_moe": read_qwen2_moe,
     "qwen3_moe": _read_qwen3_moe,
 }

@@ -7,6 +7,7 @@ from torch import nn
 
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.context import ForwardContext
+from gpu_service.layers.full_width_norm import FullWidthNorm, norm_full_width
 from gpu_service.layers.linear import FusedLinear, RowParallelLinear
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.model_config import ModelConfig
@@ -16,7 +17,9 @@ from gpu_service.parallel.partition import kv_heads, query_heads
 
 
 class GQAttention(nn.Module):
-    """QKV in one product, optional per-head norm of queries and keys, rotary embedding, attention, output.
+    """QKV in one product, optional norm of queries and keys, rotary embedding, attention, output.
+
+    The norm is per head, or over all heads together with `full_width_norm`.
 
     `config` is the whole model's; a rank computes its own heads, and the output product sums over ranks.
     `layer_id` counts from the pipeline stage's first layer.
@@ -30,6 +33,7 @@ class GQAttention(nn.Module):
         qk_norm: bool,
         bias: bool,
         output_bias: bool,
+        full_width_norm: bool = False,
         dtype: torch.dtype,
         parallel: ParallelContext = SOLO,
     ) -> None:
@@ -44,9 +48,16 @@ class GQAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             query_rows, config.hidden_size, bias=output_bias, dtype=dtype, parallel=parallel
         )
+        self.q_norm: FullWidthNorm | RMSNorm | None = None
+        self.k_norm: FullWidthNorm | RMSNorm | None = None
         eps = config.rms_norm_eps
-        self.q_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, eps, dtype=dtype) if qk_norm else None
+        if qk_norm and full_width_norm:
+            self.q_norm = FullWidthNorm(query_rows, parallel.tp_size, eps, dtype=dtype)
+            self.k_norm = FullWidthNorm(key_rows, parallel.tp_size, eps, dtype=dtype)
+        elif qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, eps, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, eps, dtype=dtype)
+        self._group = parallel.tensor_group
 
     def forward(self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards."""
@@ -54,15 +65,21 @@ class GQAttention(nn.Module):
         heads = self.qkv_proj(hidden_states).view(-1, num_heads + 2 * num_kv_heads, self.head_dim)
         # Queries and keys are neighbours: one call serves both.
         rotated = heads[:, : num_heads + num_kv_heads]
-        if self.q_norm is None or self.k_norm is None:
-            apply_rope(rotated, rope)
-            query, key = rotated[:, :num_heads], rotated[:, num_heads:]
-        else:
-            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
-            query, key = qk_norm_rope(rotated, q_weight, k_weight, self.q_norm.eps, num_heads, rope)
+        query, key = self._norm_and_rotate(rotated, rope)
         value = heads[:, num_heads + num_kv_heads :]
         backend = context.attention
         assert isinstance(backend, AttentionBackend), "the cache of this model holds keys and values"
         attended = backend.forward(query, key, value, self.layer_id)
         output: torch.Tensor = self.o_proj(attended)
         return output
+
+    def _norm_and_rotate(self, heads: torch.Tensor, rope: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys of `[T, num_heads + num_kv_heads, head_dim]`, which may be overwritten."""
+        q_norm, k_norm, num_heads = self.q_norm, self.k_norm, self.num_heads
+        if isinstance(q_norm, FullWidthNorm) and isinstance(k_norm, FullWidthNorm):
+            query, key = norm_full_width(heads, q_norm, k_norm, self._group)
+            return apply_rope(query, rope), apply_rope(key, rope)
+        if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+            return qk_norm_rope(heads, q_norm.weight, k_norm.weight, q_norm.eps, num_heads, rope)
+        apply_rope(heads, rope)
+        return heads[:, :num_heads], heads[:, num_heads:]

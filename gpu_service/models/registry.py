@@ -7,7 +7,17 @@ from typing import Protocol
 import torch
 
 from gpu_service.model_config import ModelConfig, ModelConfigError
-from gpu_service.models import deepseek_v3, glm4_moe, qwen2_moe, qwen3_moe
+from gpu_service.models import (
+    deepseek_v3,
+    dots1,
+    ernie4_5_moe,
+    glm4_moe,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import check_divisible
@@ -28,7 +38,12 @@ class ModelBuilder(Protocol):
 
 MODEL_BUILDERS: dict[str, ModelBuilder] = {
     "deepseek_v3": deepseek_v3.build,
+    "dots1": dots1.build,
+    "ernie4_5_moe": ernie4_5_moe.build,
     "glm4_moe": glm4_moe.build,
+    "minimax_m2": minimax_m2.build,
+    "mixtral": mixtral.build,
+    "olmoe": olmoe.build,
     "qwen2_moe": qwen2_moe.build,
     "qwen3_moe": qwen3_moe.build,
 }

@@ -89,10 +89,40 @@ def _by_sparse_step(config: Config, num_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
 
 
+def _by_interval(config: Config, num_layers: int) -> tuple[int, ...]:
+    """Every `moe_layer_interval`-th layer from `moe_layer_start_index` to `moe_layer_end_index`."""
+    step = _integer(config, ("moe_layer_interval",), 1, default=1)
+    first = _integer(config, ("moe_layer_start_index",), 0, default=1)
+    last = _integer(config, ("moe_layer_end_index",), -1, default=-1)
+    end = num_layers if last == -1 else min(last + 1, num_layers)
+    return tuple(layer for layer in range(first, end) if (layer + 1) % step == 0)
+
+
 FAMILIES: Mapping[str, FamilyKeys] = {
     # transformers 5 writes num_local_experts for what the published checkpoints call num_experts.
     "qwen3_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
     "qwen2_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
+    "mixtral": FamilyKeys(
+        num_experts=("num_local_experts", "num_experts"),
+        moe_layers=_every,
+        moe_intermediate_size=("intermediate_size",),
+    ),
+    "olmoe": FamilyKeys(
+        num_experts=("num_experts", "num_local_experts"),
+        moe_layers=_every,
+        moe_intermediate_size=("intermediate_size",),
+    ),
+    "dots1": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
+    "ernie4_5_moe": FamilyKeys(
+        num_experts=("moe_num_experts", "num_experts"),
+        moe_layers=_by_interval,
+        top_k=("moe_k", "num_experts_per_tok"),
+    ),
+    "minimax_m2": FamilyKeys(
+        num_experts=("num_local_experts", "num_experts"),
+        moe_layers=_every,
+        moe_intermediate_size=("intermediate_size",),
+    ),
     "glm4_moe": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
     "deepseek_v3": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
     "gpt_oss": FamilyKeys(

@@ -118,6 +118,13 @@ _MINIMAX_BIAS = _rename(
     "model.layers.0.block_sparse_moe.e_score_correction_bias",
     "model.layers.0.mlp.gate.e_score_correction_bias",
 )
+_ERNIE_MTP = _drop(r"model\.mtp_.*", "model.mtp_emb_norm.0.weight")
+_ERNIE_BIAS = _rename(
+    r"(model\.layers\.\d+\.mlp\.)moe_statics\.(e_score_correction_bias)",
+    r"\1gate.\2",
+    "model.layers.3.mlp.moe_statics.e_score_correction_bias",
+    "model.layers.3.mlp.gate.e_score_correction_bias",
+)
 _GPT_OSS_ROUTER = _rename(
     r"(model\.layers\.\d+\.mlp\.)router\.(weight|bias)",
     r"\1gate.\2",
@@ -154,6 +161,10 @@ FAMILY_RULES: Mapping[str, FamilyRules] = {
     "glm4_moe_lite": FamilyRules((_ROTARY,), prediction_layers=True),
     "glm4v_moe": FamilyRules((_VISION, _TEXT), prediction_layers=True),
     "glm_moe_dsa": FamilyRules((_ROTARY,), prediction_layers=True),
+    "mixtral": FamilyRules((_ROTARY, _MINIMAX_GATE), ("per_expert_w123",)),
+    "olmoe": FamilyRules((_ROTARY,)),
+    "dots1": FamilyRules((_ROTARY,)),
+    "ernie4_5_moe": FamilyRules((_ROTARY, _ERNIE_MTP, _ERNIE_BIAS)),
     "minimax_m2": FamilyRules((_ROTARY, _MINIMAX_GATE, _MINIMAX_BIAS), ("per_expert_w123",), True),
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,

@@ -115,7 +115,12 @@ def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
 
     name = {
         "deepseek_v3": "DeepseekV3",
+        "dots1": "Dots1",
+        "ernie4_5_moe": "Ernie4_5_Moe",
         "glm4_moe": "Glm4Moe",
+        "minimax_m2": "MiniMaxM2",
+        "mixtral": "Mixtral",
+        "olmoe": "Olmoe",
         "qwen2_moe": "Qwen2Moe",
         "qwen3_moe": "Qwen3Moe",
     }[model_type]

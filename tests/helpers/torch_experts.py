@@ -8,6 +8,15 @@ import torch
 from safetensors import safe_open
 from torch.nn import functional
 
+# How the Mixtral line spells the three matrices.
+_NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def _plain_name(name: str) -> str:
+    """The name as most families have it."""
+    *path, matrix, suffix = name.replace(".block_sparse_moe.", ".mlp.").split(".")
+    return ".".join([*path, _NUMBERED.get(matrix, matrix), suffix])
+
 
 class TorchExperts:
     """Has the `submit` and `collect` of an expert client; computes in float32, one token at a time."""
@@ -17,8 +26,8 @@ class TorchExperts:
         for file in directory.glob("*.safetensors"):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    if ".mlp.experts." in name:
-                        self.weights[name] = tensors.get_tensor(name).float()
+                    if ".experts." in name:
+                        self.weights[_plain_name(name)] = tensors.get_tensor(name).float()
         self.submitted_rows = 0
 
     def submit(

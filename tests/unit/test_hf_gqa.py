@@ -29,6 +29,36 @@ QWEN2 = COMMON | {
     "shared_expert_intermediate_size": 24,
 }
 
+EXPERTS_ONLY = COMMON | {"num_local_experts": 8}
+MIXTRAL = EXPERTS_ONLY | {"model_type": "mixtral"}
+OLMOE = COMMON | {"model_type": "olmoe", "num_experts": 8}
+DOTS = COMMON | {
+    "model_type": "dots1",
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+}
+ERNIE = {key: value for key, value in COMMON.items() if key != "num_experts_per_tok"} | {
+    "model_type": "ernie4_5_moe",
+    "moe_num_experts": 8,
+    "moe_k": 3,
+    "moe_intermediate_size": 16,
+}
+# With the keys of the published checkpoint.
+MINIMAX = EXPERTS_ONLY | {
+    "model_type": "minimax_m2",
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "attn_type_list": [1, 1, 1, 1],
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "use_mtp": True,
+    "num_mtp_modules": 3,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+}
+
 
 def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
     values = {key: value for key, value in (base | changes).items() if value != "absent"}
@@ -54,6 +84,53 @@ def test_qwen2_moe(tmp_path: Path) -> None:
     assert (changed.attention_bias, changed.moe.router.post) == (False, "renormalize")
 
 
+def test_mixtral_and_olmoe(tmp_path: Path) -> None:
+    """`intermediate_size` is an expert's; only Mixtral always renormalises, only OLMoE norms queries."""
+    mixtral, olmoe = _read(tmp_path, MIXTRAL), _read(tmp_path, OLMOE)
+    assert (mixtral.rope.theta, olmoe.rope.theta) == (1e6, 1e4)
+    assert (mixtral.qk_norm, olmoe.qk_norm) == (False, True)
+    assert (mixtral.moe.router.post, olmoe.moe.router.post) == ("renormalize", "none")
+    for base in (MIXTRAL, OLMOE):
+        config = _read(tmp_path, base)
+        assert (config.moe.intermediate_size, config.moe.shared_intermediate_size) == (48, 0)
+        assert MoeGeometry.from_config(tmp_path).moe_intermediate_size == 48
+        assert _moe_layers(tmp_path, base) == (0, 1, 2, 3)
+    assert _read(tmp_path, OLMOE, norm_topk_prob=True).moe.router.post == "renormalize"
+
+
+def test_dots1(tmp_path: Path) -> None:
+    """A window that no layer has is none."""
+    config = _read(tmp_path, DOTS, routed_scaling_factor=2.5, sliding_window=32, max_window_layers=4)
+    assert (config.qk_norm, config.moe.shared_intermediate_size) == (True, 32)
+    assert (config.moe.router.score, config.moe.router.correction_bias) == ("sigmoid", True)
+    assert (config.moe.router.scale, config.moe.router.post) == (2.5, "none")
+    assert _moe_layers(tmp_path, DOTS, first_k_dense_replace=3) == (3,)
+
+
+def test_ernie4_5_moe(tmp_path: Path) -> None:
+    """Tied unless it says otherwise; pairs are neighbours; MoE layers are a range with a step."""
+    config = _read(tmp_path, ERNIE)
+    assert (config.tie_word_embeddings, config.rope.interleaved, config.rope.theta) == (True, True, 5e5)
+    assert (config.moe.shared_intermediate_size, config.moe.router.top_k) == (32, 3)
+    assert config.moe.router.correction_bias_is_row
+    assert _moe_layers(tmp_path, ERNIE) == (1, 2, 3)
+    assert _moe_layers(tmp_path, ERNIE, moe_layer_start_index=0, moe_layer_interval=2) == (1, 3)
+    assert _moe_layers(tmp_path, ERNIE, moe_layer_end_index=2) == (1, 2)
+    assert _moe_layers(tmp_path, ERNIE, moe_layer_end_index=9) == (1, 2, 3)
+
+
+def test_minimax_m2(tmp_path: Path) -> None:
+    """The published spelling of the rotated part and transformers' own mean the same."""
+    config = _read(tmp_path, MINIMAX)
+    assert (config.rope.rotary_dim, config.rope.theta, config.qk_norm) == (8, 5e6, True)
+    assert (config.num_mtp_layers, config.moe.intermediate_size) == (3, 48)
+    assert (config.moe.router.correction_bias, config.moe.router.post) == (True, "renormalize")
+    assert config.unread_keys == ()
+    spelled = {"rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}}
+    assert _read(tmp_path, MINIMAX, rotary_dim="absent", **spelled).rope == config.rope
+    assert _moe_layers(tmp_path, MINIMAX) == (0, 1, 2, 3)
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "message"),
     [
@@ -66,6 +143,17 @@ def test_qwen2_moe(tmp_path: Path) -> None:
         (QWEN2, {"layer_types": "full_attention"}, "layer_types = 'full_attention'.*list of strings"),
         (QWEN2, {"attention_bias": True}, "attention_bias = True"),
         (QWEN2, {"shared_expert_intermediate_size": "absent"}, "shared_expert_intermediate_size is missing"),
+        (MIXTRAL, {"sliding_window": 32}, "sliding_window = 32"),
+        (MIXTRAL, {"attention_bias": True}, "attention_bias = True"),
+        (OLMOE, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        (DOTS, {"sliding_window": 32, "max_window_layers": 3}, "sliding_window"),
+        (DOTS, {"layer_types": ["sliding_attention"] * 4}, "layer_types = 'sliding_attention'"),
+        (DOTS, {"n_shared_experts": "absent"}, "n_shared_experts is missing"),
+        (ERNIE, {"use_bias": True}, "use_bias = True"),
+        (ERNIE, {"moe_use_aux_free": False}, "moe_use_aux_free = False"),
+        (MINIMAX, {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list = 0"),
+        (MINIMAX, {"use_qk_norm": False}, "use_qk_norm = False"),
+        (MINIMAX, {"shared_intermediate_size": 64}, "shared_intermediate_size = 64"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(

@@ -1,0 +1,59 @@
+"""Norm of queries and of keys over all of their heads together, whose statistics need every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from gpu_service.layers.linear import CheckpointPart, empty_parameter
+from gpu_service.ops.norm import rms_norm
+from gpu_service.parallel.context import Collectives
+from gpu_service.parallel.partition import Span
+
+
+class FullWidthNorm(nn.Module):
+    """The weights of a rank's heads, of a root-mean-square norm over the whole projection."""
+
+    def __init__(self, rows: Span, num_ranks: int, eps: float, *, dtype: torch.dtype) -> None:
+        """`rows` are the rank's of the projection; of `num_ranks`, several may hold the same ones."""
+        super().__init__()
+        self.weight = empty_parameter(rows.size, dtype=dtype)
+        self.rows, self.eps = rows, eps
+        # Elements that the squares of all ranks are of, those that several hold counted as often.
+        self.counted = rows.size * num_ranks
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """See `Divided`."""
+        yield CheckpointPart("", "weight", self.rows, None)
+
+    def apply_statistics(self, values: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+        """Norm float32 `[T, rows]` by the sum `[T, 1]` of all ranks' squares; rounded before the weight."""
+        normalized = values * torch.rsqrt(squares / self.counted + self.eps)
+        return normalized.to(self.weight.dtype) * self.weight
+
+
+def norm_full_width(
+    heads: torch.Tensor, q_norm: FullWidthNorm, k_norm: FullWidthNorm, group: Collectives
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm the queries and the keys that one product made side by side.
+
+    heads `[T, num_heads + num_kv_heads, head_dim]`, queries first, rows of a token contiguous. Returns new
+    queries `[T, num_heads, head_dim]` and keys `[T, num_kv_heads, head_dim]`. One all-reduce of two numbers
+    a token where there are several ranks.
+    """
+    rows = heads.flatten(1)
+    query, key = rows[:, : q_norm.rows.size], rows[:, q_norm.rows.size :]
+    if q_norm.rows.is_whole:
+        query, key = rms_norm(query, q_norm.weight, q_norm.eps), rms_norm(key, k_norm.weight, k_norm.eps)
+    else:
+        query, key = query.float(), key.float()
+        squares = torch.stack((query.square().sum(dim=-1), key.square().sum(dim=-1)), dim=-1)
+        squares = group.all_reduce(squares)
+        query = q_norm.apply_statistics(query, squares[:, :1])
+        key = k_norm.apply_statistics(key, squares[:, 1:])
+    head_dim = heads.shape[2]
+    return query.view(-1, q_norm.rows.size // head_dim, head_dim), key.view(
+        -1, k_norm.rows.size // head_dim, head_dim
+    )
