@@ -18,7 +18,7 @@ from gpu_service.hf_gqa import (
     read_qwen2_moe,
 )
 from gpu_service.hf_keys import HfKeys
-from gpu_service.hf_mla import read_deepseek_v3
+from gpu_service.hf_mla import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
 from gpu_service.hf_rope import read_rope
 from gpu_service.model_config import (
     TORCH_DTYPES,
@@ -85,10 +85,13 @@ def _read_glm4_moe(hf: HfKeys) -> ModelConfig:
 
 
 READERS: Mapping[str, Callable[[HfKeys], ModelConfig]] = {
+    "deepseek_v2": read_deepseek_v2,
     "deepseek_v3": read_deepseek_v3,
     "dots1": read_dots1,
     "ernie4_5_moe": read_ernie4_5_moe,
     "glm4_moe": _read_glm4_moe,
+    "glm4_moe_lite": read_glm4_moe_lite,
+    "kimi_k2": read_deepseek_v3,
     "minimax_m2": read_minimax_m2,
     "mixtral": read_mixtral,
     "olmoe": read_olmoe,

@@ -89,3 +89,51 @@ def read_deepseek_v3(hf: HfKeys) -> ModelConfig:
         moe=_read_moe(hf, _read_biased_router(hf), _after_dense(hf, common["num_layers"])),
         num_mtp_layers=hf.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0),
     )
+
+
+_V2_METHODS = ("greedy", "group_limited_greedy")
+
+
+def read_deepseek_v2(hf: HfKeys) -> ModelConfig:
+    """DeepSeek-V2 and V2-Lite: softmax scores, chosen among all or within the groups of the best experts."""
+    hf.refuse("scoring_func", "softmax")
+    hf.refuse("mlp_bias")
+    # Transformers and the published code disagree about what it would do; no checkpoint has it.
+    hf.refuse("norm_topk_prob")
+    method = hf.string("topk_method", default="greedy")
+    if method not in _V2_METHODS:
+        raise hf.error("topk_method", method, ", ".join(_V2_METHODS))
+    hf.skip("n_group", "topk_group")  # mean nothing to the greedy method
+    is_grouped = method == "group_limited_greedy"
+    router = RouterConfig(
+        num_experts=hf.integer("n_routed_experts", "num_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="softmax",
+        num_groups=hf.integer("n_group") if is_grouped else 1,
+        top_groups=hf.integer("topk_group") if is_grouped else 1,
+        group_score="max",
+        scale=hf.number("routed_scaling_factor", default=1.0),
+        float32_gate=True,
+    )
+    common = _read_mla_common(hf)
+    moe = _read_moe(hf, router, _after_dense(hf, common["num_layers"]))
+    return ModelConfig(**common, model_type="deepseek_v2", moe=moe)
+
+
+def read_glm4_moe_lite(hf: HfKeys) -> ModelConfig:
+    """GLM-4.7-Flash: DeepSeek-V3's router and attention; layers may be listed by kind."""
+    common = _read_mla_common(hf)
+    num_layers, kinds = common["num_layers"], hf.strings("mlp_layer_types")
+    if not kinds:
+        layers = _after_dense(hf, num_layers)
+    elif len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise hf.error("mlp_layer_types", list(kinds), f"{num_layers} of 'dense' and 'sparse'")
+    else:
+        hf.skip("first_k_dense_replace")
+        layers = frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
+    return ModelConfig(
+        **common,
+        model_type="glm4_moe_lite",
+        moe=_read_moe(hf, _read_biased_router(hf), layers),
+        num_mtp_layers=hf.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0),
+    )

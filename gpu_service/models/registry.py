@@ -8,10 +8,12 @@ import torch
 
 from gpu_service.model_config import ModelConfig, ModelConfigError
 from gpu_service.models import (
+    deepseek_v2,
     deepseek_v3,
     dots1,
     ernie4_5_moe,
     glm4_moe,
+    glm4_moe_lite,
     minimax_m2,
     mixtral,
     olmoe,
@@ -37,10 +39,13 @@ class ModelBuilder(Protocol):
 
 
 MODEL_BUILDERS: dict[str, ModelBuilder] = {
+    "deepseek_v2": deepseek_v2.build,
     "deepseek_v3": deepseek_v3.build,
     "dots1": dots1.build,
     "ernie4_5_moe": ernie4_5_moe.build,
     "glm4_moe": glm4_moe.build,
+    "glm4_moe_lite": glm4_moe_lite.build,
+    "kimi_k2": deepseek_v3.build,
     "minimax_m2": minimax_m2.build,
     "mixtral": mixtral.build,
     "olmoe": olmoe.build,

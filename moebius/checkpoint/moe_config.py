@@ -77,6 +77,18 @@ def _after_dense(config: Config, num_layers: int) -> tuple[int, ...]:
     return tuple(range(_integer(config, ("first_k_dense_replace",), 0), num_layers))
 
 
+def _by_layer_types(config: Config, num_layers: int) -> tuple[int, ...]:
+    """Those that `mlp_layer_types` calls sparse; without it as `_after_dense`."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return _after_dense(config, num_layers)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise CheckpointError(
+            f"config.json: mlp_layer_types is {kinds!r}; {num_layers} of 'dense' and 'sparse' are allowed"
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+
+
 def _every(config: Config, num_layers: int) -> tuple[int, ...]:
     """No layer is dense."""
     return tuple(range(num_layers))
@@ -124,7 +136,12 @@ FAMILIES: Mapping[str, FamilyKeys] = {
         moe_intermediate_size=("intermediate_size",),
     ),
     "glm4_moe": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
+    "deepseek_v2": FamilyKeys(num_experts=("n_routed_experts", "num_experts"), moe_layers=_after_dense),
     "deepseek_v3": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
+    "kimi_k2": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
+    "glm4_moe_lite": FamilyKeys(
+        num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_by_layer_types
+    ),
     "gpt_oss": FamilyKeys(
         num_experts=("num_local_experts",),
         moe_layers=_every,

@@ -7,6 +7,7 @@ transformers initialises it to zero and would hide a bias that leaks into the we
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -50,6 +51,8 @@ class TinyModel:
     changes: dict[str, Any]
     # Bytes per shard file; None: one file.
     shard_bytes: int | None = None
+    # The family that transformers writes it as, where it knows it by another name only.
+    written_as: str | None = None
 
 
 TINY_MODELS: dict[str, TinyModel] = {
@@ -114,10 +117,12 @@ def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
     import transformers
 
     name = {
+        "deepseek_v2": "DeepseekV2",
         "deepseek_v3": "DeepseekV3",
         "dots1": "Dots1",
         "ernie4_5_moe": "Ernie4_5_Moe",
         "glm4_moe": "Glm4Moe",
+        "glm4_moe_lite": "Glm4MoeLite",
         "minimax_m2": "MiniMaxM2",
         "mixtral": "Mixtral",
         "olmoe": "Olmoe",
@@ -146,7 +151,7 @@ def make_tiny_model(name: str, directory: Path) -> Any:
 
 def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int) -> Any:
     """The same for any configuration."""
-    config_class, model_class = _classes(tiny.model_type)
+    config_class, model_class = _classes(tiny.written_as or tiny.model_type)
     config = config_class(**(_COMMON | tiny.changes))
     model = model_class(config).eval()
     _randomize(model, seed=seed)
@@ -154,6 +159,9 @@ def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int) -> Any:
         model.save_pretrained(directory)
     else:
         model.save_pretrained(directory, max_shard_size=tiny.shard_bytes)
+    if tiny.written_as is not None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": tiny.model_type}))
     return model
 
 

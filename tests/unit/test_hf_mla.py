@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,21 @@ V3: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
+V2: dict[str, Any] = V3 | {
+    "model_type": "deepseek_v2",
+    "scoring_func": "softmax",
+    "topk_method": "group_limited_greedy",
+    "norm_topk_prob": False,
+    "num_nextn_predict_layers": "absent",
+    "routed_scaling_factor": 16.0,
+}
+FLASH: dict[str, Any] = V3 | {
+    "model_type": "glm4_moe_lite",
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_scaling": None,
+}
+
 
 def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
     values = {key: value for key, value in (base | changes).items() if value != "absent"}
@@ -99,6 +115,29 @@ def test_queries_without_a_latent(tmp_path: Path) -> None:
         assert mla.q_lora_rank is None
 
 
+def test_deepseek_v2_chooses_groups_by_their_best_expert(tmp_path: Path) -> None:
+    grouped = _read(tmp_path, V2)
+    router = grouped.moe.router
+    assert grouped.unread_keys == ()
+    assert (router.score, router.correction_bias, router.group_score) == ("softmax", False, "max")
+    assert (router.num_groups, router.top_groups, router.post, router.scale) == (4, 2, "none", 16.0)
+    greedy = _read(tmp_path, V2, topk_method="greedy").moe.router
+    assert (greedy.num_groups, greedy.top_groups) == (1, 1)
+
+
+def test_kimi_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    kimi, v3 = _read(tmp_path, V3, model_type="kimi_k2"), _read(tmp_path, V3)
+    assert kimi.model_type == "kimi_k2"
+    assert kimi == replace(v3, model_type="kimi_k2")
+
+
+def test_glm_flash_may_list_its_layers(tmp_path: Path) -> None:
+    assert _read(tmp_path, FLASH).moe_layer_ids == (3,)
+    kinds = ["sparse", "dense", "dense", "sparse"]
+    assert _read(tmp_path, FLASH, mlp_layer_types=kinds).moe_layer_ids == (0, 3)
+    assert MoeGeometry.from_config(tmp_path).moe_layers == (0, 3)
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "message"),
     [
@@ -112,6 +151,12 @@ def test_queries_without_a_latent(tmp_path: Path) -> None:
         (V3, {"scoring_func": "softmax"}, "scoring_func = 'softmax'.*sigmoid"),
         (V3, {"topk_method": "greedy"}, "topk_method = 'greedy'.*noaux_tc"),
         (V3, {"topk_group": 5}, "topk_group = 5"),
+        (V2, {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'.*greedy, group_limited_greedy"),
+        (V2, {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        (V2, {"mlp_bias": True}, "mlp_bias = True"),
+        (V2, {"n_group": "absent"}, "n_group is missing"),
+        (FLASH, {"mlp_layer_types": ["dense"]}, "mlp_layer_types = .*4 of 'dense' and 'sparse'"),
+        (FLASH, {"mlp_layer_types": ["moe"] * 4}, "mlp_layer_types = .*4 of 'dense' and 'sparse'"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

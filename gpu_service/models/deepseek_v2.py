@@ -1,0 +1,21 @@
+"""DeepSeek-V2 and V2-Lite: latent attention, softmax router, shared experts, dense first layers."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_service.layers.mla import MLAttention
+from gpu_service.model_config import ModelConfig
+from gpu_service.models.common import CausalLM, build_causal_lm
+from gpu_service.parallel.context import SOLO, ParallelContext
+
+
+def build(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, parallel: ParallelContext = SOLO
+) -> CausalLM:
+    """Compose the family; an attention bias never covers the heads' own projections."""
+
+    def attention(layer_id: int) -> MLAttention:
+        return MLAttention(layer_id, config, bias=config.attention_bias, dtype=dtype, parallel=parallel)
+
+    return build_causal_lm(config, attention, dtype=dtype, device=device, parallel=parallel)
