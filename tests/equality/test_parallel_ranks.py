@@ -46,6 +46,13 @@ MODELS = {
             "norm_topk_prob": True,
         },
     ),
+    "minimax": TinyModel(
+        "minimax_m2",
+        {"num_experts_per_tok": 3, "num_local_experts": 6, "num_attention_heads": 8, "rotary_dim": 8},
+    ),
+    "qwen2_shared_gate": TinyModel(
+        "qwen2_moe", {"num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 30}
+    ),
 }
 Truth = Callable[[str], tuple[Path, dict[str, list[Outcome]]]]
 
@@ -71,6 +78,8 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         ("qwen3_bias_tied", 1, 2, {}),
         ("qwen3_bias_tied", 2, 2, {"overlap_scheduling": False}),
         ("glm4_shared", 2, 2, {"gpu_experts_ratio": 0.5}),
+        ("minimax", 4, 1, {}),
+        ("qwen2_shared_gate", 2, 1, {}),
     ],
     ids=lambda value: str(value),
 )
