@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from gpu_service.hf_common import read_common
+from gpu_service.hf_gpt_oss import read_gpt_oss
 from gpu_service.hf_gqa import (
     read_dots1,
     read_ernie4_5_moe,
@@ -92,6 +93,7 @@ READERS: Mapping[str, Callable[[HfKeys], ModelConfig]] = {
     "glm4_moe": _read_glm4_moe,
     "glm4_moe_lite": read_glm4_moe_lite,
     "kimi_k2": read_deepseek_v3,
+    "gpt_oss": read_gpt_oss,
     "minimax_m2": read_minimax_m2,
     "mixtral": read_mixtral,
     "olmoe": read_olmoe,

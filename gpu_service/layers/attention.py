@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
-from gpu_service.attention.base import AttentionBackend
+from gpu_service.attention.base import AttentionBackend, AttentionLayer
 from gpu_service.context import ForwardContext
 from gpu_service.layers.full_width_norm import FullWidthNorm, norm_full_width
-from gpu_service.layers.linear import FusedLinear, RowParallelLinear
+from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope
@@ -22,7 +24,7 @@ class GQAttention(nn.Module):
     The norm is per head, or over all heads together with `full_width_norm`.
 
     `config` is the whole model's; a rank computes its own heads, and the output product sums over ranks.
-    `layer_id` counts from the pipeline stage's first layer.
+    `layer_id` counts from the pipeline stage's first layer; `sinks` and `window` as in `AttentionLayer`.
     """
 
     def __init__(
@@ -34,6 +36,8 @@ class GQAttention(nn.Module):
         bias: bool,
         output_bias: bool,
         full_width_norm: bool = False,
+        sinks: bool = False,
+        window: int | None = None,
         dtype: torch.dtype,
         parallel: ParallelContext = SOLO,
     ) -> None:
@@ -48,6 +52,8 @@ class GQAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             query_rows, config.hidden_size, bias=output_bias, dtype=dtype, parallel=parallel
         )
+        self._query_heads, self._window = queries, window
+        self.sinks = empty_parameter(queries.size, dtype=dtype) if sinks else None
         self.q_norm: FullWidthNorm | RMSNorm | None = None
         self.k_norm: FullWidthNorm | RMSNorm | None = None
         eps = config.rms_norm_eps
@@ -59,6 +65,11 @@ class GQAttention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, eps, dtype=dtype)
         self._group = parallel.tensor_group
 
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """See `Divided`: of the parameters that are this module's own, a rank has those of its heads."""
+        if self.sinks is not None:
+            yield CheckpointPart("", "sinks", self._query_heads, None)
+
     def forward(self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards."""
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
@@ -69,7 +80,8 @@ class GQAttention(nn.Module):
         value = heads[:, num_heads + num_kv_heads :]
         backend = context.attention
         assert isinstance(backend, AttentionBackend), "the cache of this model holds keys and values"
-        attended = backend.forward(query, key, value, self.layer_id)
+        layer = AttentionLayer(self._window, self.sinks)
+        attended = backend.forward(query, key, value, self.layer_id, layer)
         output: torch.Tensor = self.o_proj(attended)
         return output
 

@@ -181,6 +181,14 @@ def _integer(config: Config, names: tuple[str, ...], smallest: int, default: int
     raise CheckpointError(f"config.json: {' or '.join(names)} is missing")
 
 
+def _positive(config: Config, name: str, default: float) -> float:
+    """A number. Raises CheckpointError naming key and value."""
+    value = config.get(name, default)
+    if not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(f"config.json: {name} is {value!r}; a number > 0 is allowed")
+    return float(value)
+
+
 def _geometry(model_type: str, config: Config, family: FamilyKeys) -> MoeGeometry:
     """Read every number once, and refuse what no expert server could serve."""
     num_layers = _integer(config, ("num_hidden_layers",), 1)
@@ -193,9 +201,6 @@ def _geometry(model_type: str, config: Config, family: FamilyKeys) -> MoeGeometr
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise CheckpointError(f"config.json: hidden_act is {activation!r}; allowed: 'silu'")
-    limit = config.get("swiglu_limit", 7.0)
-    if not isinstance(limit, int | float) or not limit > 0:
-        raise CheckpointError(f"config.json: swiglu_limit is {limit!r}; a number > 0 is allowed")
     return MoeGeometry(
         model_type=model_type,
         hidden_size=_integer(config, ("hidden_size",), 1),
@@ -206,7 +211,8 @@ def _geometry(model_type: str, config: Config, family: FamilyKeys) -> MoeGeometr
         moe_intermediate_size=_integer(config, family.moe_intermediate_size, 1),
         activation=family.activation or activation,
         dtype=_dtype(config),
-        limit=float(limit),
+        alpha=_positive(config, "swiglu_alpha", 1.702),
+        limit=_positive(config, "swiglu_limit", 7.0),
     )
 
 

@@ -56,6 +56,41 @@ class TinyModel:
 
 
 TINY_MODELS: dict[str, TinyModel] = {
+    "gpt_oss": TinyModel(
+        "gpt_oss",
+        {
+            "intermediate_size": 40,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "sliding_window": 5,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "gpt_oss_no_bias_tied": TinyModel(
+        "gpt_oss",
+        {
+            "intermediate_size": 36,
+            "num_local_experts": 10,
+            "num_experts_per_tok": 5,
+            "sliding_window": 11,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "swiglu_alpha": 1.3,
+            "attention_bias": False,
+            "num_key_value_heads": 6,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+        shard_bytes=60_000,
+    ),
     "qwen3_moe": TinyModel("qwen3_moe", {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}),
     "qwen3_moe_bias_dense_tied": TinyModel(
         "qwen3_moe",
@@ -123,6 +158,7 @@ def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
         "ernie4_5_moe": "Ernie4_5_Moe",
         "glm4_moe": "Glm4Moe",
         "glm4_moe_lite": "Glm4MoeLite",
+        "gpt_oss": "GptOss",
         "minimax_m2": "MiniMaxM2",
         "mixtral": "Mixtral",
         "olmoe": "Olmoe",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ class TorchExperts:
     """Has the `submit` and `collect` of an expert client; computes in float32, one token at a time."""
 
     def __init__(self, directory: Path) -> None:
+        self.config = json.loads((directory / "config.json").read_text())
         self.weights: dict[str, torch.Tensor] = {}
         for file in directory.glob("*.safetensors"):
             with safe_open(file, framework="pt") as tensors:
@@ -49,9 +51,22 @@ class TorchExperts:
         return ticket if partial is None else partial.add_(ticket)
 
     def _expert(self, layer: int, expert: int, hidden_state: torch.Tensor) -> torch.Tensor:
+        if self.config["model_type"] == "gpt_oss":
+            return self._gpt_oss_expert(f"model.layers.{layer}.mlp.experts.", expert, hidden_state.float())
         gate, up, down = (
             self.weights[f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"]
             for part in ("gate", "up", "down")
         )
         x = hidden_state.float()
         return down @ (functional.silu(gate @ x) * (up @ x))
+
+    def _gpt_oss_expert(self, stem: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """Matrices of all experts in one tensor, `[in, out]`, gate and up alternating; biases; clamped."""
+        alpha, limit = self.config["swiglu_alpha"], self.config["swiglu_limit"]
+        gate_up, down, gate_up_bias, down_bias = (
+            self.weights[stem + name][expert]
+            for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+        )
+        neurons = x @ gate_up + gate_up_bias
+        gate, up = neurons[::2].clamp(max=limit), neurons[1::2].clamp(-limit, limit)
+        return (gate / (1 + torch.exp(-alpha * gate)) * (up + 1)) @ down + down_bias
