@@ -46,6 +46,10 @@ MODELS = {
             "norm_topk_prob": True,
         },
     ),
+    "gpt_oss": TinyModel(
+        "gpt_oss",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "num_attention_heads": 8, "sliding_window": 5},
+    ),
     "minimax": TinyModel(
         "minimax_m2",
         {"num_experts_per_tok": 3, "num_local_experts": 6, "num_attention_heads": 8, "rotary_dim": 8},
@@ -78,6 +82,8 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         ("qwen3_bias_tied", 1, 2, {}),
         ("qwen3_bias_tied", 2, 2, {"overlap_scheduling": False}),
         ("glm4_shared", 2, 2, {"gpu_experts_ratio": 0.5}),
+        ("gpt_oss", 4, 1, {}),
+        ("gpt_oss", 2, 2, {}),
         ("minimax", 4, 1, {}),
         ("qwen2_shared_gate", 2, 1, {}),
     ],

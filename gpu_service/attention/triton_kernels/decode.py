@@ -37,6 +37,19 @@ def first_visible(length, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
     return first
 
 
+@jit
+def empty_softmax(  # type: ignore[no-untyped-def]
+    sinks, head, holds, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr, LOG2_E: tl.constexpr
+):
+    """Running maximum and sum `[ROWS]` before the first key; a sink is a key whose value is zero."""
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        maximum = tl.load(sinks + head, mask=holds, other=float("-inf")).to(tl.float32) * LOG2_E
+        total = tl.where(holds, 1.0, 0.0)
+    return maximum, total
+
+
 @jit_for_any("table_stride", "num_splits")
 def _split_kernel(  # type: ignore[no-untyped-def]
     query, cache, output, partial_output, partial_lse, sinks, block_table, seq_lens, query_starts,
@@ -64,15 +77,9 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     held = (member < GROUP)[:, None] & in_head[None, :]
     q = tl.load(query + row * query_row_stride + head[:, None] * query_head_stride + dim[None, :],
                 mask=held, other=0.0)  # fmt: skip
-    maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
+    # The sink counts in the first split, whose log-sum-exp then tells the others.
+    maximum, total = empty_softmax(sinks, head, (member < GROUP) & (split == 0), BLOCK_G, HAS_SINKS, LOG2_E)
     weighted = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    if HAS_SINKS:
-        # As a key of the first split whose value is zero: its log-sum-exp then tells the others.
-        holds = (member < GROUP) & (split == 0)
-        sink = tl.load(sinks + head, mask=holds, other=float("-inf"))
-        maximum = sink.to(tl.float32) * LOG2_E
-        total += tl.where(split == 0, 1.0, 0.0)
     for first in range(begin, end, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
         seen = position < end

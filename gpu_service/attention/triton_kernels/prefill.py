@@ -11,10 +11,13 @@ import torch
 import triton.language as tl
 
 from gpu_service.attention.base import PLAIN, AttentionLayer
-from gpu_service.attention.triton_kernels.decode import LOG2_E
+from gpu_service.attention.triton_kernels.decode import LOG2_E, empty_softmax, first_visible
 from gpu_service.attention.triton_kernels.jit import jit_for_any
 from gpu_service.attention.triton_kernels.shapes import Tile, prefill_tile
 from gpu_service.ops.triton.jit import jit
+
+# A finite stand-in for the maximum of no scores.
+_LOWEST = -1.0e30
 
 
 @jit
@@ -34,6 +37,15 @@ def _request_of(tile, query_starts, num_requests, BLOCK_Q: tl.constexpr):  # typ
     return low - 1
 
 
+@jit
+def _hide(scores, position, own, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """-inf for keys behind a row's own position, or before its window."""
+    scores = tl.where(position <= own, scores, float("-inf"))
+    if WINDOW > 0:
+        scores = tl.where(position > own - WINDOW, scores, float("-inf"))
+    return scores
+
+
 @jit_for_any("num_requests", "table_stride")
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     query, cache, output, sinks, block_table, seq_lens, query_starts, num_requests,
@@ -41,6 +53,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, LOG2_E: tl.constexpr,
+    LOWEST: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, KV head): BLOCK_Q consecutive queries of one request, all heads of that KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -60,17 +73,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
                 mask=held, other=0.0)  # fmt: skip
     own = earlier + local
     end = earlier + tl.minimum(offset + BLOCK_Q, num_new)
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    maximum, total = empty_softmax(sinks, head, packed // GROUP < BLOCK_Q, BLOCK_M, HAS_SINKS, LOG2_E)
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if HAS_SINKS:
-        # As a key that every row sees and whose value is zero.
-        sink = tl.load(sinks + head, mask=packed // GROUP < BLOCK_Q, other=0.0)
-        maximum = sink.to(tl.float32) * LOG2_E
-        total += 1.0
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(earlier + offset + 1 - WINDOW, 0)
+    begin = first_visible(earlier + offset + 1, WINDOW)
     for first in range(begin, end, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
         seen = position < end
@@ -81,13 +86,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         key = tl.load(at, mask=wanted, other=0.0).to(q.dtype)
         value = tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=wanted, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * score_scale
-        scores = tl.where(position[None, :] <= own[:, None], scores, float("-inf"))
-        if WINDOW > 0:
-            scores = tl.where(position[None, :] > own[:, None] - WINDOW, scores, float("-inf"))
-        highest = tl.maximum(maximum, tl.max(scores, 1))
-        if WINDOW > 0:
-            # Only without a window is some key of the first tile visible to every row.
-            highest = tl.maximum(highest, -1e30)
+        scores = _hide(scores, position[None, :], own[:, None], WINDOW)
+        # With a window a row may see no key of its first tiles.
+        highest = tl.maximum(tl.maximum(maximum, tl.max(scores, 1)), LOWEST)
         shrink = tl.exp2(maximum - highest)
         weights = tl.exp2(scores - highest[:, None])
         total = total * shrink + tl.sum(weights, 1)
@@ -125,5 +126,5 @@ def prefill(
         GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         BLOCK_M=tile.rows, BLOCK_Q=queries_per_tile, BLOCK_D=tile.width, BLOCK_N=tile.keys,
         PRECISION=tile.precision, WINDOW=layer.window or 0, HAS_SINKS=sinks is not None, LOG2_E=LOG2_E,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        LOWEST=_LOWEST, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
