@@ -21,6 +21,12 @@ from gpu_service.hf_gqa import (
 from gpu_service.hf_keys import HfKeys
 from gpu_service.hf_mla import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
 from gpu_service.hf_rope import read_rope
+from gpu_service.hf_routers import (
+    read_biased_router,
+    read_softmax_router,
+    read_sparse_layers,
+    refuse_used_window,
+)
 from gpu_service.model_config import (
     TORCH_DTYPES,
     ModelConfig,
@@ -35,18 +41,9 @@ log = structlog.get_logger(__name__)
 
 def _read_qwen3_moe(hf: HfKeys) -> ModelConfig:
     common = read_common(hf)
-    if hf.boolean("use_sliding_window", default=False):
-        raise hf.error("use_sliding_window", True, "false")
-    hf.skip("sliding_window")  # means nothing while use_sliding_window is false
-    dense = set(hf.integers("mlp_only_layers"))
-    step = hf.integer("decoder_sparse_step", default=1)
-    layers = frozenset(i for i in range(common["num_layers"]) if i not in dense and (i + 1) % step == 0)
-    router = RouterConfig(
-        num_experts=hf.integer("num_experts", "num_local_experts"),
-        top_k=hf.integer("num_experts_per_tok"),
-        score="softmax",
-        post="renormalize" if hf.boolean("norm_topk_prob", default=False) else "none",
-    )
+    refuse_used_window(hf)
+    layers = read_sparse_layers(hf, common["num_layers"])
+    router = read_softmax_router(hf)
     return ModelConfig(
         **common,
         model_type="qwen3_moe",
@@ -60,19 +57,7 @@ def _read_glm4_moe(hf: HfKeys) -> ModelConfig:
     common = read_common(hf)
     hf.refuse("sliding_window")
     first_moe = hf.integer("first_k_dense_replace", default=1, minimum=0)
-    router = RouterConfig(
-        num_experts=hf.integer("n_routed_experts", "num_local_experts"),
-        top_k=hf.integer("num_experts_per_tok"),
-        score="sigmoid",
-        correction_bias=True,
-        num_groups=hf.integer("n_group", default=1),
-        top_groups=hf.integer("topk_group", default=1),
-        group_score="top2_sum",
-        post="renormalize" if hf.boolean("norm_topk_prob", default=True) else "none",
-        renormalize_epsilon=1e-20,
-        scale=hf.number("routed_scaling_factor", default=1.0),
-        float32_gate=True,
-    )
+    router = read_biased_router(hf)
     moe_size = hf.integer("moe_intermediate_size")
     shared = hf.integer("n_shared_experts", default=1, minimum=0) * moe_size
     return ModelConfig(

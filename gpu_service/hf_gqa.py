@@ -7,6 +7,12 @@ from typing import Any
 from gpu_service.hf_common import read_common
 from gpu_service.hf_keys import HfKeys
 from gpu_service.hf_rope import read_rope
+from gpu_service.hf_routers import (
+    read_biased_router,
+    read_softmax_router,
+    read_sparse_layers,
+    refuse_used_window,
+)
 from gpu_service.model_config import ModelConfig, MoeConfig, RouterConfig
 
 
@@ -28,19 +34,10 @@ def read_qwen2_moe(hf: HfKeys) -> ModelConfig:
     common = read_common(hf)
     _without_bias(hf, common)
     common["attention_bias"] = hf.boolean("qkv_bias", default=True)
-    if hf.boolean("use_sliding_window", default=False):
-        raise hf.error("use_sliding_window", True, "false")
-    hf.skip("sliding_window")  # means nothing while use_sliding_window is false
+    refuse_used_window(hf)
     _refuse_windows(hf)
-    dense = set(hf.integers("mlp_only_layers"))
-    step = hf.integer("decoder_sparse_step", default=1)
-    layers = frozenset(i for i in range(common["num_layers"]) if i not in dense and (i + 1) % step == 0)
-    router = RouterConfig(
-        num_experts=hf.integer("num_experts", "num_local_experts"),
-        top_k=hf.integer("num_experts_per_tok"),
-        score="softmax",
-        post="renormalize" if hf.boolean("norm_topk_prob", default=False) else "none",
-    )
+    layers = read_sparse_layers(hf, common["num_layers"])
+    router = read_softmax_router(hf)
     shared = hf.integer("shared_expert_intermediate_size")
     return ModelConfig(
         **common,
@@ -75,12 +72,7 @@ def read_olmoe(hf: HfKeys) -> ModelConfig:
     common = read_common(hf)
     hf.refuse("clip_qkv")
     hf.refuse("sliding_window")
-    router = RouterConfig(
-        num_experts=hf.integer("num_experts", "num_local_experts"),
-        top_k=hf.integer("num_experts_per_tok"),
-        score="softmax",
-        post="renormalize" if hf.boolean("norm_topk_prob", default=False) else "none",
-    )
+    router = read_softmax_router(hf)
     return ModelConfig(
         **common,
         model_type="olmoe",
@@ -99,18 +91,7 @@ def read_dots1(hf: HfKeys) -> ModelConfig:
     hf.refuse("moe_layer_freq", 1)
     hf.refuse("scoring_func", "sigmoid", "noaux_tc")
     hf.refuse("topk_method", "noaux_tc")
-    router = RouterConfig(
-        num_experts=hf.integer("n_routed_experts", "num_local_experts"),
-        top_k=hf.integer("num_experts_per_tok"),
-        score="sigmoid",
-        correction_bias=True,
-        num_groups=hf.integer("n_group", default=1),
-        top_groups=hf.integer("topk_group", default=1),
-        post="renormalize" if hf.boolean("norm_topk_prob", default=False) else "none",
-        renormalize_epsilon=1e-20,
-        scale=hf.number("routed_scaling_factor", default=1.0),
-        float32_gate=True,
-    )
+    router = read_biased_router(hf, renormalizes=False)
     first_moe = hf.integer("first_k_dense_replace", default=0, minimum=0)
     moe_size = hf.integer("moe_intermediate_size")
     return ModelConfig(

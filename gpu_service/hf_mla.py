@@ -11,6 +11,7 @@ from typing import Any
 from gpu_service.hf_common import read_common
 from gpu_service.hf_keys import HfKeys
 from gpu_service.hf_rope import read_rope
+from gpu_service.hf_routers import read_biased_router
 from gpu_service.model_config import MlaConfig, ModelConfig, MoeConfig, RopeConfig, RouterConfig
 from gpu_service.ops.rope_frequencies import yarn_mscale
 
@@ -61,23 +62,11 @@ def _after_dense(hf: HfKeys, num_layers: int) -> frozenset[int]:
     return frozenset(range(hf.integer("first_k_dense_replace", minimum=0), num_layers))
 
 
-def _read_biased_router(hf: HfKeys) -> RouterConfig:
-    """DeepSeek-V3's: sigmoid scores, chosen with a correction bias, groups by the sum of their best two."""
+def _read_v3_router(hf: HfKeys) -> RouterConfig:
+    """The one kind that DeepSeek-V3's keys can name here."""
     hf.refuse("scoring_func", "sigmoid")
     hf.refuse("topk_method", "noaux_tc")
-    return RouterConfig(
-        num_experts=hf.integer("n_routed_experts", "num_local_experts"),
-        top_k=hf.integer("num_experts_per_tok"),
-        score="sigmoid",
-        correction_bias=True,
-        num_groups=hf.integer("n_group", default=1),
-        top_groups=hf.integer("topk_group", default=1),
-        group_score="top2_sum",
-        post="renormalize" if hf.boolean("norm_topk_prob", default=True) else "none",
-        renormalize_epsilon=1e-20,
-        scale=hf.number("routed_scaling_factor", default=1.0),
-        float32_gate=True,
-    )
+    return read_biased_router(hf)
 
 
 def read_deepseek_v3(hf: HfKeys) -> ModelConfig:
@@ -86,7 +75,7 @@ def read_deepseek_v3(hf: HfKeys) -> ModelConfig:
     return ModelConfig(
         **common,
         model_type=hf.string("model_type"),
-        moe=_read_moe(hf, _read_biased_router(hf), _after_dense(hf, common["num_layers"])),
+        moe=_read_moe(hf, _read_v3_router(hf), _after_dense(hf, common["num_layers"])),
         num_mtp_layers=hf.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0),
     )
 
@@ -134,6 +123,6 @@ def read_glm4_moe_lite(hf: HfKeys) -> ModelConfig:
     return ModelConfig(
         **common,
         model_type="glm4_moe_lite",
-        moe=_read_moe(hf, _read_biased_router(hf), layers),
+        moe=_read_moe(hf, _read_v3_router(hf), layers),
         num_mtp_layers=hf.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0),
     )
