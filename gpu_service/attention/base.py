@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
 
+from gpu_service.attention.planning import PlannedAttention
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.model_config import ModelConfig
@@ -24,19 +25,8 @@ class AttentionLayer(NamedTuple):
 PLAIN = AttentionLayer()
 
 
-class AttentionBackend(ABC):
-    """Causal attention over a paged KV cache, for any mixture of prefill chunks and decodes.
-
-    `plan` is host work, done once per step before the forward; `forward` is called once per layer and
-    uses what the last `plan` left. One plan is alive at a time: a step's forward must have been launched
-    before the next `plan`. Not thread-safe. On a GPU every call is made with the stream current on which
-    the forwards run: what a plan copies or launches is ordered between the last step and this one.
-
-    In a captured graph `forward` reads the tensors that `plan_capture` was given; they are refilled, and
-    `plan_replay` called, before each replay. A backend that can not do this leaves `captures` False.
-    """
-
-    captures = False
+class AttentionBackend(PlannedAttention):
+    """Attention over a paged cache of keys and values; `forward` is called once per layer."""
 
     def __init__(self, config: ModelConfig, kv_cache: KVCache) -> None:
         """`config` is the rank's own: its `num_heads` and the cache's `num_kv_heads` are what it computes."""
@@ -47,25 +37,6 @@ class AttentionBackend(ABC):
     def unsupported(cls, config: ModelConfig, kv_cache: KVCache) -> str:
         """Why this backend can not serve this model and cache on this machine; empty: it can."""
         return ""
-
-    @abstractmethod
-    def plan(self, inputs: ForwardInputs) -> None:
-        """Prepare whatever all layers of this step share (indices, masks, kernel schedules).
-
-        Raises ValueError when the inputs contradict themselves or exceed the block table.
-        """
-
-    def plan_capture(self, inputs: ForwardInputs) -> None:
-        """Prepare recording a step of `len(inputs.seq_lens)` requests that compute one token each.
-
-        The tensors of `inputs` keep their memory for the graph's life. Raises NotImplementedError unless
-        `captures`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} can not be captured in a graph")
-
-    def plan_replay(self, inputs: ForwardInputs) -> None:
-        """Before replaying the graph captured for as many requests: `inputs` are its refilled tensors."""
-        raise NotImplementedError(f"{type(self).__name__} can not be captured in a graph")
 
     @abstractmethod
     def forward(

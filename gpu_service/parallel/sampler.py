@@ -47,12 +47,12 @@ class RankSampler(Sampler):
 
     def _share(self, own: Sampled | None, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The sampling rank's token ids int64 `[R]`, and whether their logits were finite, bool `[R]`."""
-        shared = torch.zeros((rows, 2), dtype=torch.int64, device=self._device)
+        shared = torch.zeros((2, rows), dtype=torch.int64, device=self._device)
         if own is not None:
-            shared[:, 0] = own.token_ids
-            shared[:, 1] = own.finite
+            shared[0] = own.token_ids
+            shared[1] = own.finite
         self.parallel.world_group.broadcast(shared, self.parallel.sampling_rank)
-        return shared[:, 0].contiguous(), shared[:, 1].bool()
+        return shared[0], shared[1].bool()
 
     def share_logprobs(self, own: Logprobs | None, rows: int, num_top: int) -> Logprobs:
         """Log-probabilities of `rows` rows from the sampling rank; `own` is None on stages without a head."""
@@ -68,12 +68,3 @@ class RankSampler(Sampler):
         self.parallel.world_group.broadcast(shared, self.parallel.sampling_rank)
         ids, values = shared[:, 1 : 1 + top], shared[:, 1 + top :]
         return shared[:, 0].float(), ids.long(), values.float()
-
-    def _share_tokens(self, own: Sampled | None, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sampling rank's token ids int64 `[R]`, and whether its logits were finite, bool `[R]`."""
-        shared = torch.zeros((2, rows), dtype=torch.int64, device=self._device)
-        if own is not None:
-            shared[0] = own.token_ids
-            shared[1] = own.finite
-        self.parallel.world_group.broadcast(shared, self.parallel.sampling_rank)
-        return shared[0], shared[1].bool()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
 
+from gpu_service.attention.planning import PlannedAttention
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.mla_cache import MlaCache
 
@@ -24,15 +25,12 @@ class MlaDimensions:
     softmax_scale: float
 
 
-class MlaAttentionBackend(ABC):
-    """Causal latent attention over pages, for any mixture of prefill chunks and decodes.
+class MlaAttentionBackend(PlannedAttention):
+    """Attention over a paged cache of latents; one of the forwards is called once per layer.
 
     Absorbed, every head's queries are carried into the latent space, where all heads share one key (the
-    latent and the rotated part) and one value (the latent): `absorption.py` has the algebra. `plan`,
-    `plan_capture`, `plan_replay` and streams are as in `AttentionBackend`.
+    latent and the rotated part) and one value (the latent): `absorption.py` has the algebra.
     """
-
-    captures = False
 
     def __init__(self, dimensions: MlaDimensions, cache: MlaCache) -> None:
         if (dimensions.latent_dim, dimensions.rope_dim) != (cache.latent_dim, cache.rope_dim):
@@ -49,18 +47,6 @@ class MlaAttentionBackend(ABC):
     def unsupported(cls, dimensions: MlaDimensions, cache: MlaCache) -> str:
         """Why this backend can not serve these sizes on this machine; empty: it can."""
         return ""
-
-    @abstractmethod
-    def plan(self, inputs: ForwardInputs) -> None:
-        """Prepare what all layers of this step share. Raises ValueError on contradicting inputs."""
-
-    def plan_capture(self, inputs: ForwardInputs) -> None:
-        """As `AttentionBackend.plan_capture`."""
-        raise NotImplementedError(f"{type(self).__name__} can not be captured in a graph")
-
-    def plan_replay(self, inputs: ForwardInputs) -> None:
-        """As `AttentionBackend.plan_replay`."""
-        raise NotImplementedError(f"{type(self).__name__} can not be captured in a graph")
 
     @abstractmethod
     def forward(
