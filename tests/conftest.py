@@ -6,6 +6,13 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
+
+# Examples follow from the test's name and code, so that a red suite means that a change broke something.
+# `--hypothesis-profile=explore` draws new ones, and more of them.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
+settings.load_profile("repeatable")
 
 if not torch.cuda.is_available():
     # Triton's own interpreter: GPU kernels run here on numpy, slowly, and are compared with torch. The

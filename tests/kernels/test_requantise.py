@@ -75,14 +75,31 @@ def best_by_trying(group: Floats) -> float:
     return float(((codes * scales[:, None] - group) ** 2).sum(1).min())
 
 
-@given(seed=st.integers(0, 2**31), tails=st.sampled_from([2.0, 4.0, 1000.0]))
-@settings(max_examples=25, deadline=None)
-def test_the_search_is_close_to_trying_everything(seed: int, tails: float) -> None:
-    """Over groups of any distribution: at most a few per cent more squared error than 8000 scales tried."""
-    weights = np.random.default_rng(seed).standard_t(tails, (16, 32)).astype(np.float32)
+@pytest.mark.parametrize("tails", [2.0, 4.0, 1000.0])
+def test_the_search_is_close_to_trying_everything(tails: float) -> None:
+    """Over many groups of any distribution: at most a per cent more squared error than 8000 scales tried.
+
+    A single group of heavy tails may do worse: where one weight is all of the error, few scales are tried.
+    """
+    weights = np.random.default_rng(11).standard_t(tails, (640, 32)).astype(np.float32)
     _, error, _ = _kernels.requantise_matrix("int4_g32", weights)
     best = sum(best_by_trying(group) for group in weights)
-    assert error <= best * 1.06
+    assert error <= best * 1.01
+
+
+@given(seed=st.integers(0, 2**31), tails=st.sampled_from([2.0, 4.0, 1000.0]))
+@settings(max_examples=25, deadline=None)
+def test_the_search_hardly_ever_loses_to_plain_rounding(seed: int, tails: float) -> None:
+    """Of every group by itself: the squared error of the scale that puts the largest weight at -8, or less.
+
+    But for a few per cent, which rounding the better scale to bfloat16 may cost.
+    """
+    group = np.random.default_rng(seed).standard_t(tails, (1, 32)).astype(np.float32)
+    _, error, _ = _kernels.requantise_matrix("int4_g32", group)
+    extreme = group[0, np.abs(group[0]).argmax()]
+    scale = ((np.float32(extreme / -8).view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32)
+    plain = np.clip(np.rint(group / scale), -8, 7) * scale
+    assert error <= ((plain - group) ** 2).sum() * 1.05
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
