@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from opentelemetry import trace
@@ -59,22 +59,6 @@ def configure_tracing(
 def tracer() -> trace.Tracer:
     """The tracer every part of Moebius uses."""
     return trace.get_tracer("moebius", __version__)
-
-
-def client_interceptors() -> Sequence[Any]:
-    """For `grpc.aio.insecure_channel(interceptors=…)`: a client span per call, and `traceparent` metadata."""
-    from opentelemetry.instrumentation.grpc import aio_client_interceptors
-
-    make: Callable[[], Sequence[Any]] = aio_client_interceptors
-    return make()
-
-
-def server_interceptor() -> Any:
-    """For `grpc.aio.server(interceptors=[…])`: a server span per call, below the caller's span."""
-    from opentelemetry.instrumentation.grpc import aio_server_interceptor
-
-    make: Callable[[], Any] = aio_server_interceptor
-    return make()
 
 
 def _sampler(settings: TelemetryConfig) -> Sampler:
