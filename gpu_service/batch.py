@@ -53,6 +53,8 @@ class ForwardInputs:
     # The two lists above as int32 tensors beside the others; a backend on a GPU reads these.
     query_start_loc_tensor: torch.Tensor
     seq_lens_tensor: torch.Tensor
+    # int64 [3, T], rows of time, height and width, of a model with mRoPE; None: `positions` say it all.
+    mrope_positions: torch.Tensor | None = None
     trace_sampled: bool = False  # whether expert spans are recorded for this step
     extra: dict[str, torch.Tensor] = field(default_factory=dict)  # family-specific (vision, state slots)
 

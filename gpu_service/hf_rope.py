@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from gpu_service.hf_keys import HfKeys
 from gpu_service.model_config import RopeConfig
 from gpu_service.ops.rope_frequencies import ROPE_SCALINGS, RopeScaling
+from gpu_service.ops.rope_sections import NUM_AXES
 
 _KIND_KEYS = ("rope_type", "type")
 _ORIGINAL = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class SectionDefaults:
+    """What a family with mRoPE has where its checkpoint does not say."""
+
+    # Pairs that turn by time, height and width.
+    sections: tuple[int, ...]
+    # Whether they alternate: part of the family's code, which a checkpoint can only confirm.
+    interleaved: bool
 
 
 def _numbers(hf: HfKeys, rope: HfKeys, scaling: RopeScaling) -> dict[str, float]:
@@ -42,6 +55,17 @@ def _scaling(hf: HfKeys, rope: HfKeys | None) -> tuple[str, dict[str, float]]:
     return kind, numbers
 
 
+def _sections(rope: HfKeys, mrope: SectionDefaults) -> tuple[int, ...]:
+    """`mrope_section`: three numbers of pairs."""
+    sections = rope.integers("mrope_section") or mrope.sections
+    if len(sections) != NUM_AXES or min(sections) < 0:
+        raise rope.error("mrope_section", list(sections), f"{NUM_AXES} numbers >= 0")
+    interleaved = rope.boolean("mrope_interleaved", default=mrope.interleaved)
+    if interleaved is not mrope.interleaved:
+        raise rope.error("mrope_interleaved", interleaved, str(mrope.interleaved).lower())
+    return sections
+
+
 def read_rope(
     hf: HfKeys,
     head_dim: int,
@@ -49,10 +73,11 @@ def read_rope(
     default_theta: float = 10000.0,
     default_partial_factor: float = 1.0,
     interleaved: bool = False,
+    mrope: SectionDefaults | None = None,
 ) -> RopeConfig:
     """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` + `partial_rotary_factor`.
 
-    `head_dim` is the width that the partial factor is a part of.
+    `head_dim` is the width that the partial factor is a part of; `mrope` None: one position a token.
     """
     rope = hf.section("rope_parameters") or hf.section("rope_scaling")
     hf.skip("rope_scaling")
@@ -61,11 +86,22 @@ def read_rope(
     if rope is not None:
         theta = rope.number("rope_theta", default=theta)
         factor = rope.number("partial_rotary_factor", default=factor)
+    sections = () if mrope is None else _sections(hf if rope is None else rope, mrope)
     kind, numbers = _scaling(hf, rope)
     rotary_dim = int(head_dim * factor)
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise hf.error(
             "partial_rotary_factor", factor, f"an even number of the {head_dim} elements of a head"
         )
-    attention_factor = ROPE_SCALINGS[kind].attention_factor(numbers)
-    return RopeConfig(theta, rotary_dim, interleaved, kind, tuple(numbers.items()), attention_factor)
+    if sections and 2 * sum(sections) != rotary_dim:
+        raise hf.error("mrope_section", list(sections), f"three numbers whose sum is {rotary_dim // 2}")
+    return RopeConfig(
+        theta,
+        rotary_dim,
+        interleaved,
+        kind,
+        tuple(numbers.items()),
+        ROPE_SCALINGS[kind].attention_factor(numbers),
+        mrope_sections=sections,
+        mrope_interleaved=mrope is not None and mrope.interleaved,
+    )

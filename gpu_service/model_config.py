@@ -40,6 +40,10 @@ class RopeConfig:
     scaling: tuple[tuple[str, float], ...] = ()
     # Cosines and sines are multiplied by it (YaRN), and so every score by its square.
     attention_factor: float = 1.0
+    # mRoPE: how many pairs turn by the time, the height and the width of a token; empty: all by one position.
+    mrope_sections: tuple[int, ...] = ()
+    # False: sections follow one another. True: pairs alternate between the three, the rest is time.
+    mrope_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

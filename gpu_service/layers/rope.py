@@ -7,6 +7,7 @@ import torch
 from gpu_service.model_config import RopeConfig
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
+from gpu_service.ops.rope_sections import section_axes
 
 
 class RotaryEmbedding:
@@ -20,9 +21,22 @@ class RotaryEmbedding:
         self._dtype = dtype
         self._interleaved = config.interleaved
         self._attention_factor = config.attention_factor
+        # int64 [rotary_dim / 2]; None: the model has one position a token.
+        self._axes: torch.Tensor | None = None
+        if config.mrope_sections:
+            self._axes = section_axes(config.mrope_sections, config.mrope_interleaved).to(device)
 
     def table(self, positions: torch.Tensor) -> RopeTable:
-        """Factors for int64 positions `[T]`, for all layers of the step."""
+        """Factors for all layers of the step.
+
+        positions: int64 `[T]`; of a model with mRoPE also `[3, T]`, rows of time, height and width. Where
+        these are equal, as in text, both give the same table bit by bit. Raises ValueError for `[3, T]`
+        and a model without mRoPE.
+        """
+        if positions.dim() == 2:
+            if self._axes is None:
+                raise ValueError(f"positions {tuple(positions.shape)} need a model with mRoPE")
+            positions = positions.index_select(0, self._axes).t()
         return rope_table(
             positions, self._frequencies, self._dtype, self._interleaved, self._attention_factor
         )

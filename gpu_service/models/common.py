@@ -52,7 +52,8 @@ class Backbone(nn.Module):
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` after the final norm; on a stage that is not the last, what was sent to the next one."""
         inputs = context.inputs
-        rope = self._rotary.table(inputs.positions)
+        by_axis = inputs.mrope_positions
+        rope = self._rotary.table(inputs.positions if by_axis is None else by_axis)
         stream = ResidualStream(self._begin(inputs.input_ids))
         for layer in self.layers:
             stream = layer(stream, rope, context)

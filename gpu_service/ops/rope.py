@@ -22,6 +22,11 @@ class RopeTable(NamedTuple):
     rows: torch.Tensor | None = None
 
 
+def pair_positions(positions: torch.Tensor) -> torch.Tensor:
+    """View `[T, num_pairs or 1]` of positions as `rope_table` takes them."""
+    return positions[:, None] if positions.dim() == 1 else positions
+
+
 @Op
 def rope_table(
     positions: torch.Tensor,
@@ -30,11 +35,12 @@ def rope_table(
     interleaved: bool,
     attention_factor: float = 1.0,
 ) -> RopeTable:
-    """Table for int64 positions `[T]`; angles in float32, stored in the activations' dtype.
+    """Table for int64 positions; angles in float32, stored in the activations' dtype.
 
+    positions `[T]`, or `[T, num_pairs]` (any strides) where a token's pairs differ in theirs (mRoPE).
     `attention_factor` multiplies cosines and sines, and with them rotated queries and keys (YaRN).
     """
-    angles = positions[:, None, None].float() * frequencies
+    angles = pair_positions(positions)[:, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     if attention_factor != 1.0:
         cos, sin = cos * attention_factor, sin * attention_factor

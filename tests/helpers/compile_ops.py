@@ -26,6 +26,8 @@ def main() -> None:
         IMPLEMENTATIONS["fused_add_rms_norm"].function(update.float(), residual, weight, eps)
         # One key head, one router group, one chunk of logits, heads shared by a program.
         table = IMPLEMENTATIONS["rope_table"].function(torch.arange(64), torch.rand(1), torch.bfloat16, True)
+        by_pair = torch.zeros(32, 3, dtype=torch.int64).t()
+        IMPLEMENTATIONS["rope_table"].function(by_pair, torch.rand(32), torch.bfloat16, False)
         heads, weight = torch.zeros(64, 2, 4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bfloat16)
         IMPLEMENTATIONS["qk_norm_rope"].function(heads, weight, weight, 1e-6, 1, table)
         IMPLEMENTATIONS["apply_rope"].function(heads[:, :1], table)

@@ -92,6 +92,17 @@ def test_rope_table(interleaved: bool, tokens: int) -> None:
     assert table.interleaved == interleaved
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_table_of_pairs_with_positions_of_their_own(interleaved: bool) -> None:
+    """mRoPE: a transposed view, as a choice of rows leaves it."""
+    positions = torch.randint(0, 262_144, (6, 5), generator=torch.Generator().manual_seed(0)).t()
+    frequencies = inverse_frequencies(1e4, 12, "default", {})
+    expected = rope.rope_table.reference(positions, frequencies, torch.float32, interleaved)
+    table = triton_rope.rope_table(positions, frequencies, torch.float32, interleaved)
+    torch.testing.assert_close(table.cos, expected.cos, rtol=0, atol=1e-6)
+    torch.testing.assert_close(table.sin, expected.sin, rtol=0, atol=1e-6)
+
+
 def _table(tokens: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype) -> rope.RopeTable:
     frequencies = inverse_frequencies(1e4, rotary_dim, "default", {})
     return rope.rope_table.reference(torch.arange(tokens) * 37, frequencies, dtype, interleaved)

@@ -22,7 +22,7 @@ def rope_table(
 ) -> RopeTable:
     """See `ops.rope.rope_table`; with the float32 table that FlashInfer reads beside the usual one."""
     table = rope.rope_table.reference(positions, frequencies, dtype, interleaved, attention_factor)
-    angles = positions[:, None].float() * frequencies
+    angles = rope.pair_positions(positions).float() * frequencies
     rows = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
     return table._replace(cos_sin=cos_sin, rows=rows)

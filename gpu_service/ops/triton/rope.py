@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from gpu_service.ops.rope import RopeTable
+from gpu_service.ops.rope import RopeTable, pair_positions
 from gpu_service.ops.triton.jit import jit, next_power_of_2
 
 # Heads a program takes once there are enough tokens to fill the device with one head a program.
@@ -24,15 +24,21 @@ def rope_table_kernel(
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     num_pairs: int,
+    token_stride: int,
+    pair_stride: int,
     attention_factor: float,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One token per program; every angle at both elements of its pair, the sine negative at the first."""
+    """One token per program; every angle at both elements of its pair, the sine negative at the first.
+
+    Pairs that share a position are a `pair_stride` of 0 apart.
+    """
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
     mask = pair < num_pairs
-    position = tl.load(positions_ptr + token).to(tl.float32)
+    at = positions_ptr + token * token_stride + pair * pair_stride
+    position = tl.load(at, mask=mask, other=0).to(tl.float32)
     angle = position * tl.load(frequencies_ptr + pair, mask=mask, other=0.0)
     cos, sin = tl.cos(angle) * attention_factor, tl.sin(angle) * attention_factor
     first = token * 2 * num_pairs + pair * STEP
@@ -84,15 +90,18 @@ def rope_table(
 ) -> RopeTable:
     """See `ops.rope.rope_table`."""
     tokens, num_pairs = positions.shape[0], frequencies.shape[0]
+    by_pair = pair_positions(positions).expand(-1, num_pairs)
     cos = torch.empty(tokens, 1, 2 * num_pairs, dtype=dtype, device=positions.device)
     sin = torch.empty_like(cos)
     if tokens:
         rope_table_kernel[(tokens,)](
-            positions,
+            by_pair,
             frequencies,
             cos,
             sin,
             num_pairs,
+            by_pair.stride(0),
+            by_pair.stride(1),
             attention_factor,
             STEP=2 if interleaved else 1,
             BLOCK=next_power_of_2(num_pairs),
