@@ -5,25 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint, ExpertMatrices, is_ignored
+from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
+from moebius.checkpoint.matrix_finder import is_ignored
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.rules import is_routed_expert
-
-ExpertDtype = Literal["keep", "float32", "bfloat16", "int8", "int4"]
-# Packed formats of `expert_dtype`; "keep" takes each layer's own.
-REQUANTISED = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "int4_g32"}
-
-
-def parse_expert_dtype(text: str) -> ExpertDtype:
-    """Raises ValueError naming what is allowed."""
-    for allowed in get_args(ExpertDtype):
-        if text == allowed:
-            dtype: ExpertDtype = allowed
-            return dtype
-    raise ValueError(f"expert_dtype is {text!r}; allowed: {', '.join(get_args(ExpertDtype))}")
+from moebius.expert_dtype import REQUANTISED, ExpertDtype
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from gpu_service.experts.client import (
 )
 from moebius import _kernels
 from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
-from moebius.checkpoint.expert_matrices import ExpertMatrix
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
+from moebius.checkpoint.stored_matrix import StoredMatrix
 
 WeightDtype = Literal["keep", "float32", "bfloat16", "int8", "int4"]
 # Packed formats whose rounding the reference repeats; "keep" and "float32" lose nothing.
@@ -107,7 +107,7 @@ class LocalExpertClient(ExpertClient):
                 )
         return self._experts[key]
 
-    def _linear(self, reader: SliceReader, matrix: ExpertMatrix) -> _Linear:
+    def _linear(self, reader: SliceReader, matrix: StoredMatrix) -> _Linear:
         source = matrix.read(reader)
         rounded = _ROUNDED.get(self._weight_dtype)
         if rounded is None:

@@ -26,10 +26,13 @@ class StoredArray:
     out: range
     # Their number along in.
     in_size: int
+    # Weights of the first element that belong to another matrix: blocks may begin before this one does.
+    skipped: int = 0
 
     def read(self, reader: SliceReader, rows: range, cols: range) -> Array:
         """What covers the logical `[rows, cols]`, in stored orientation; they begin at whole elements."""
-        first, last = _elements(rows, self.role.out_step, len(self.out))
+        stored_rows = range(rows.start + self.skipped, rows.stop + self.skipped)
+        first, last = _elements(stored_rows, self.role.out_step, len(self.out))
         picked = self.out[first:last]
         out = as_slice(picked)
         begin, end = _elements(cols, self.role.in_step, self.in_size)
@@ -86,7 +89,8 @@ def locate_array(
             f"a matrix {list(shape)}{' beside another' if template.parts > 1 else ''} "
             f"calls for {list(expected)}"
         )
-    return StoredArray(role, tensor, plane, _part(tensor, template, role, out, scheme), inner)
+    part, skipped = _part(tensor, template, role, shape[0], scheme)
+    return StoredArray(role, tensor, plane, part, inner, skipped)
 
 
 def _select_expert(
@@ -108,21 +112,25 @@ def _as_columns(tensor: TensorInfo, stacked: bool) -> TensorInfo:
     return replace(tensor, shape=(*tensor.shape, 1)) if len(tensor.shape) == axes else tensor
 
 
-def _part(tensor: TensorInfo, template: MatrixTemplate, role: StoredRole, out: int, scheme: str) -> range:
-    if template.parts == 1:
-        return range(out)
-    if out % template.parts or (template.interleaved and role.out_step != 1):
+def _part(
+    tensor: TensorInfo, template: MatrixTemplate, role: StoredRole, rows: int, scheme: str
+) -> tuple[range, int]:
+    """The elements that cover a matrix of so many rows, and how far into the first of them it begins."""
+    step, first, last = role.out_step, template.part * rows, (template.part + 1) * rows
+    # Blocks may be cut (kernels are told how far into one a matrix begins), words may not.
+    if (template.interleaved and step != 1) or (first % step and role.role != "scales"):
         raise CheckpointError(
             f"tensor {tensor.name!r} of shape {list(tensor.shape)} can not hold gate and up as {scheme}"
         )
     if template.interleaved:
-        return range(template.part, out, template.parts)
-    size = out // template.parts
-    return range(template.part * size, (template.part + 1) * size)
+        return range(template.part, rows * template.parts, template.parts), 0
+    return range(first // step, count_elements(last, step)), first % step
 
 
 def as_float32(array: Array, dtype: str) -> NDArray[np.float32]:
-    """Stored floats, exactly. bfloat16 is float32's upper half."""
+    """Stored floats, exactly. bfloat16 is float32's upper half, e8m0 its exponent."""
     if dtype == "BF16":
         return (array.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "F8_E8M0":
+        return np.ldexp(np.float32(1), array.astype(np.int32) - 127).astype(np.float32)
     return array.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Routed experts of any checkpoint, quantised or not, as sources for the kernels to pack."""
+"""A matrix of any checkpoint, quantised or not, as a source for kernels to pack or dequantise."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROW_GROUP = 128
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertMatrix:
-    """One expert's logical `[out, in]` matrix; filled by `ExpertCheckpoint.matrix`."""
+class StoredMatrix:
+    """A logical `[out, in]` matrix: one expert's, or a dense one; filled by `MatrixFinder.find`."""
 
     scheme: WeightScheme
     shape: tuple[int, int]
@@ -106,7 +106,7 @@ class ExpertMatrix:
 
     def _row_begin(self, rows: range) -> int:
         scales = self._array("scales")
-        return rows.start % scales.role.out_step if scales is not None else 0
+        return (rows.start + scales.skipped) % scales.role.out_step if scales is not None else 0
 
     def _scale_type(self) -> ScaleType | None:
         scales = self._array("scales")
@@ -121,7 +121,8 @@ class ExpertMatrix:
         self._check_group_index(reader)
         found = scales.read(reader, rows, cols)
         if self.scheme.layout == "plain":
-            return as_float32(found, scales.tensor.dtype)
+            values = as_float32(found, scales.tensor.dtype)
+            return values.T if scales.role.transposed else values
         return self._per_group(found, scales, len(cols))
 
     def _zeros(self, reader: SliceReader, rows: range, cols: range) -> Array | None:
@@ -158,7 +159,7 @@ class ExpertMatrix:
         array = factor or divisor
         if array is None:
             return 1.0
-        value = float(as_float32(reader.read(array.tensor), array.tensor.dtype).reshape(-1)[0])
+        value = float(as_float32(reader.read(array.tensor), array.tensor.dtype).reshape(-1)[array.out.start])
         if divisor is None:
             return value
         if value == 0.0:

@@ -1,0 +1,172 @@
+"""Finds the tensors that together hold one matrix, and tells from them how it is quantised."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.expert_layouts import MatrixTemplate
+from moebius.checkpoint.index import TensorInfo
+from moebius.checkpoint.stored_arrays import StoredArray, locate_array
+from moebius.checkpoint.stored_matrix import StoredMatrix
+from moebius.checkpoint.weight_schemes import (
+    FLOATS,
+    IGNORED_SUFFIXES,
+    PLAIN,
+    StoredRole,
+    WeightScheme,
+)
+
+BIAS = StoredRole("channel", "bias", FLOATS)
+# A matrix that has its tensors to itself.
+ALONE = MatrixTemplate("{expert}")
+_SCALARS = ("tensor", "tensor_reciprocal")
+
+
+@dataclass(frozen=True)
+class MatrixFinder:
+    """Filled by `ExpertCheckpoint.open` for experts, and by the loader for all else."""
+
+    # By the names that matrices are asked for; the infos have the checkpoint's own.
+    tensors: Mapping[str, TensorInfo]
+    # For messages.
+    directory: Path
+    # What quantised matrices may look like; those in plain floats need no entry.
+    schemes: tuple[WeightScheme, ...]
+
+    def find(
+        self, name: str, shape: tuple[int, int], template: MatrixTemplate = ALONE, expert: int = 0
+    ) -> StoredMatrix:
+        """The matrix of the logical `shape` that a plain checkpoint would have under `name`.
+
+        Raises CheckpointError naming a tensor that is missing, mis-shaped, or of a type that no scheme of the
+        checkpoint allows.
+        """
+        scheme = self._scheme(name, template)
+        arrays = tuple(
+            self._array(name, stored, template, expert, shape, scheme.name)
+            for stored in _roles(scheme, template)
+        )
+        bias = self.tensors.get(side_name(name, "bias"))
+        located = locate_array(bias, BIAS, template, expert, shape, "a bias") if bias is not None else None
+        return StoredMatrix(scheme, shape, arrays, located)
+
+    def _array(
+        self,
+        name: str,
+        stored: StoredRole,
+        template: MatrixTemplate,
+        expert: int,
+        shape: tuple[int, int],
+        scheme: str,
+    ) -> StoredArray:
+        side = side_name(name, stored.suffix)
+        info = self.tensors.get(side)
+        if info is None:
+            raise CheckpointError(f"tensor {side!r} is missing from {self.directory} ({scheme} needs it)")
+        if stored.role in _SCALARS:
+            return _scalar(info, stored, template, expert, scheme)
+        return locate_array(info, stored, template, expert, shape, scheme)
+
+    def _scheme(self, name: str, template: MatrixTemplate) -> WeightScheme:
+        """What the tensors beside one another tell; the first scheme whose codes and scale fit."""
+        plain = self.tensors.get(name)
+        if plain is not None and plain.dtype in FLOATS:
+            return PLAIN
+        fitting = self._applying(name)
+        for scheme in fitting:
+            codes = self.tensors.get(side_name(name, scheme.codes.suffix))
+            if codes is None or codes.dtype not in scheme.codes.dtypes:
+                continue
+            if self._has_scale(scheme, name, codes, template):
+                return scheme
+        if plain is not None and not any(plain.dtype in scheme.codes.dtypes for scheme in fitting):
+            known = ", ".join(sorted({scheme.name for scheme in fitting})) or "no quantisation"
+            raise CheckpointError(
+                f"tensor {plain.name!r} has dtype {plain.dtype}; allowed: {', '.join(FLOATS)}, or what "
+                f"quantization_config in config.json says ({known})"
+            )
+        # The error of what is missing names it.
+        return fitting[0] if fitting else PLAIN
+
+    def _applying(self, name: str) -> list[WeightScheme]:
+        """Schemes whose targets have the module; those that name it before those of its class."""
+        ranked = [(_rank(scheme, self._module(name, scheme)), scheme) for scheme in self.schemes]
+        chosen = sorted((pair for pair in ranked if pair[0] is not None), key=lambda pair: pair[0] or 0)
+        return [scheme for _, scheme in chosen]
+
+    def _module(self, name: str, scheme: WeightScheme) -> str:
+        """As the checkpoint spells it, which is what targets are matched with."""
+        codes = self.tensors.get(side_name(name, scheme.codes.suffix))
+        return codes.name.removesuffix(f".{scheme.codes.suffix}") if codes else name.removesuffix(".weight")
+
+    def _has_scale(
+        self, scheme: WeightScheme, name: str, codes: TensorInfo, template: MatrixTemplate
+    ) -> bool:
+        """Tells a scale per row from one per tensor, which share a name."""
+        matrices = codes.shape[0] if template.stacked and codes.shape else 1
+        for stored in scheme.roles:
+            if stored.role in ("channel", "tensor"):
+                info = self.tensors.get(side_name(name, stored.suffix))
+                if info is None or (math.prod(info.shape) in (1, matrices)) != (stored.role == "tensor"):
+                    return False
+        return True
+
+
+def side_name(name: str, suffix: str) -> str:
+    """The tensor beside `name` of that suffix: `x.weight` has `x.scales`, `x` has `x_scales`."""
+    if name.endswith(".weight"):
+        return f"{name.removesuffix('.weight')}.{suffix}"
+    return name if suffix == "weight" else f"{name}_{suffix.removeprefix('weight_')}"
+
+
+def is_ignored(name: str) -> bool:
+    """A side tensor that does not change what the weights are."""
+    return any(name.endswith((f".{suffix}", f"_{suffix}")) for suffix in IGNORED_SUFFIXES)
+
+
+def _roles(scheme: WeightScheme, template: MatrixTemplate) -> tuple[StoredRole, ...]:
+    """`[in, out]` where the layout has matrices the other way round; packed words keep their own way."""
+    if not template.transposed or scheme.layout != "plain":
+        return scheme.roles
+    return tuple(
+        replace(role, transposed=True) if role.role in ("codes", "scales") else role for role in scheme.roles
+    )
+
+
+def _scalar(
+    info: TensorInfo, stored: StoredRole, template: MatrixTemplate, expert: int, scheme: str
+) -> StoredArray:
+    """One value for the whole matrix; stacked experts have one each."""
+    count = math.prod(info.shape)
+    if info.dtype not in stored.dtypes or (count != 1 and not (template.stacked and expert < count)):
+        raise CheckpointError(
+            f"tensor {info.name!r} is {info.dtype} {list(info.shape)}; {scheme} calls for a single "
+            f"{' or '.join(stored.dtypes)}"
+        )
+    position = expert if count > 1 else 0
+    return StoredArray(stored, replace(info, shape=(count,)), None, range(position, position + 1), 1)
+
+
+def _rank(scheme: WeightScheme, module: str) -> int | None:
+    """compressed-tensors targets: module names, re:patterns, or class names (all matrices are Linear).
+
+    The lower, the more specific; None: none of the targets has the module.
+    """
+    ranks = [rank for target in scheme.targets if (rank := _target_rank(target, module)) is not None]
+    return min(ranks, default=None) if scheme.targets else len(_RANKS)
+
+
+_RANKS = ("name", "pattern", "class")
+
+
+def _target_rank(target: str, module: str) -> int | None:
+    if target.startswith("re:"):
+        return _RANKS.index("pattern") if re.match(target.removeprefix("re:"), module) else None
+    if module == target or module.endswith(f".{target}"):
+        return _RANKS.index("name")
+    return _RANKS.index("class") if target == "Linear" else None
