@@ -15,8 +15,8 @@ import structlog
 from expert_service.load_plan import LoadPlan, plan_load
 from expert_service.loader import LoadedLayer, load_experts
 from expert_service.placement import Placement
-from expert_service.slicing import ExpertSlice, SliceRequest, plan_slice
 from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.expert_slices import ExpertSlice, SliceRequest, plan_slice
 from moebius.kernels import ExpertEngine, FloatArray, float32_isa
 
 log = structlog.get_logger(__name__)

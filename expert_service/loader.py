@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from expert_service.load_plan import LoadPlan
-from expert_service.slicing import ExpertSlice
 from moebius.checkpoint.expert_checkpoint import ExpertMatrices
 from moebius.checkpoint.mapped_reader import MappedReader
+from moebius.expert_slices import ExpertSlice
 from moebius.kernels import ExpertEngine, LoadError
 from moebius.kernels_source import SourceMatrix
 

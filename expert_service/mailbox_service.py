@@ -6,10 +6,10 @@ import threading
 
 import structlog
 
-from expert_service.slicing import SliceRequest
 from expert_service.spans import Call, SpanRecorder
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
+from moebius.expert_slices import SliceRequest
 from moebius.kernels import ExpertEngine
 from moebius.mailbox import Mailbox, MailboxServer
 from moebius.mailbox_plan import mailbox_geometry

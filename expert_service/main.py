@@ -20,10 +20,10 @@ from expert_service.mailbox_service import MailboxService
 from expert_service.metrics import make_registry
 from expert_service.placement import place_process
 from expert_service.servicer import ExpertServicer
-from expert_service.slicing import SliceRequest
 from expert_service.spans import SpanRecorder
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError
+from moebius.expert_slices import SliceRequest
 from moebius.mailbox_errors import MailboxError
 from moebius.telemetry import configure_logging, configure_tracing, start_metrics_server
 from protos import expert_pb2, expert_pb2_grpc

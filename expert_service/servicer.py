@@ -10,12 +10,12 @@ from typing import NoReturn
 import grpc
 
 from expert_service.host import AlreadyLoaded, ExpertHost, LoadedSlice, NotServing
-from expert_service.load_plan import ExpertDtype, parse_expert_dtype
 from expert_service.loader import LoadCancelled
 from expert_service.records import decode_request
-from expert_service.slicing import SliceRequest
 from expert_service.spans import Call, SpanRecorder, sampled_parent
 from moebius import __version__, _kernels
+from moebius.expert_dtype import ExpertDtype, parse_expert_dtype
+from moebius.expert_slices import SliceRequest
 from moebius.mailbox_errors import MailboxError
 from protos import expert_pb2 as pb
 from protos import expert_pb2_grpc

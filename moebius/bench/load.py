@@ -181,10 +181,10 @@ def read_worker(arguments: list[str]) -> None:
 def worker(arguments: list[str]) -> None:
     """Loads once and prints `LoadTimes` as JSON. `arguments`: directory, expert_dtype, threads."""
     from expert_service.host import ExpertHost, LoadSettings
-    from expert_service.load_plan import parse_expert_dtype
     from expert_service.placement import Placement
-    from expert_service.slicing import SliceRequest
     from moebius.config import TelemetryConfig
+    from moebius.expert_dtype import parse_expert_dtype
+    from moebius.expert_slices import SliceRequest
     from moebius.telemetry import configure_logging
 
     configure_logging(TelemetryConfig(log_level="error"), "bench")

@@ -14,8 +14,8 @@ import torch
 from expert_service.host import ExpertHost
 from expert_service.loader import LoadCancelled
 from expert_service.placement import Placement
-from expert_service.slicing import SliceRequest
 from gpu_service.experts.client import ExpertUnavailable
+from moebius.expert_slices import SliceRequest
 from moebius.mailbox import Mailbox
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.expert_cluster import (

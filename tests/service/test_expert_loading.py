@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from expert_service.load_plan import plan_load
-from expert_service.slicing import SliceRequest, plan_slice
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.expert_slices import SliceRequest, plan_slice
 from tests.helpers.checkpoints import Array, TinyMoe
 
 # Prints: packed bytes, growth of the peak resident size over the load. Reading VmHWM needs no settings.
@@ -20,7 +20,7 @@ MEASURE = """
 import re, sys
 from expert_service.host import ExpertHost
 from expert_service.placement import Placement
-from expert_service.slicing import SliceRequest
+from moebius.expert_slices import SliceRequest
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 host = ExpertHost(Placement(-1, 1, ()), lambda *_: None, lambda: None)

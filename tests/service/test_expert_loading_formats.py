@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from expert_service.host import ExpertHost, LoadedSlice, LoadSettings, RequantiseError
 from expert_service.metrics import make_registry
 from expert_service.placement import Placement
-from expert_service.slicing import SliceRequest
 from gpu_service.experts.local_client import LocalExpertClient
 from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.expert_slices import SliceRequest
 from moebius.kernels import FloatArray
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, GptOssMoe, QuantisedMoe, Weights
 from tests.tolerances import EXPERTS_FLOAT32, EXPERTS_W8A8

@@ -13,9 +13,9 @@ from expert_service.host import AlreadyLoaded, ExpertHost, LoadSettings
 from expert_service.load_plan import LoadPlan, plan_load
 from expert_service.loader import LoadCancelled, load_experts
 from expert_service.placement import Placement
-from expert_service.slicing import ExpertSlice, SliceRequest
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.expert_slices import ExpertSlice, SliceRequest
 from moebius.kernels import ExpertEngine
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.quantised_checkpoints import QuantisedMoe

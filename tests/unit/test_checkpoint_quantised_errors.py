@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from expert_service.load_plan import plan_load
-from expert_service.slicing import SliceRequest, plan_slice
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
+from moebius.expert_slices import SliceRequest, plan_slice
 from tests.helpers.quantised_checkpoints import (
     QUANTIZATION_CONFIGS,
     Array,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,14 +16,8 @@ from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.split import split_bounds
 from moebius.errors import UserError
+from moebius.expert_dtype import REQUANTISED
 
-# Packed formats of `expert_dtype`; "keep" takes each layer's own. Expert servers have the same table.
-REQUANTISED: Mapping[str, str] = {
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "int8": "int8",
-    "int4": "int4_g32",
-}
 # Neurons are divided at whole panels, so that no rank computes padding.
 _PANEL = 16
 

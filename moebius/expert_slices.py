@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from expert_service.load_plan import ExpertDtype
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.split import equal_shares, split_bounds
 from moebius.config import MoebiusConfig
+from moebius.expert_dtype import ExpertDtype
 
 # Bounds of the intermediate dimension are multiples of the widest vector (16 float32), so that no server
 # computes padding; models too narrow for that are divided anyhow.
