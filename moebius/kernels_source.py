@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 SourceLayout = Literal["plain", "compressed_int4", "awq_int4", "gptq_int4", "mxfp4", "nvfp4"]
 Code = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4", "float4"]
+# Stored as [in, out]: rows lie along the second axis, eight to a word where words hold rows.
+_TRANSPOSED: tuple[SourceLayout, ...] = ("awq_int4", "gptq_int4")
+_WORD = 8
 ScaleType = Literal["float32", "bfloat16", "float16", "e8m0", "e4m3"]
 
 
@@ -58,3 +61,27 @@ class SourceMatrix:
     tensor_scale: float = 1.0
     # float32 [rows].
     bias: NDArray[np.float32] | None = None
+
+    def take_rows(self, begin: int, end: int) -> SourceMatrix:
+        """Rows [begin, end) as views; `begin` must be a multiple of 8 where words hold codes or zeros."""
+        rows = slice(begin, end)
+        words = slice(begin // _WORD, -(-end // _WORD))
+        block = self.scale_row_begin + begin
+        scale_rows = slice(block // self.scale_rows, -(-(self.scale_row_begin + end) // self.scale_rows))
+        transposed = self.layout in _TRANSPOSED
+        return replace(
+            self,
+            codes=_along(self.codes, words if self.layout == "awq_int4" else rows, transposed),
+            rows=end - begin,
+            scales=None if self.scales is None else _along(self.scales, scale_rows, transposed),
+            scale_row_begin=block % self.scale_rows,
+            zeros=None
+            if self.zeros is None
+            else _along(self.zeros, rows if self.layout == "plain" else words, transposed),
+            column_scale=None if self.column_scale is None else self.column_scale[rows],
+            bias=None if self.bias is None else self.bias[rows],
+        )
+
+
+def _along(array: NDArray[Any], picked: slice, transposed: bool) -> NDArray[Any]:
+    return array[:, picked] if transposed else array[picked]

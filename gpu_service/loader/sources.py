@@ -1,0 +1,108 @@
+"""Where the values of parameters come from: tensors of floats, or quantised matrices that are dequantised.
+
+Quantised weights are read at their stored size and dequantised block by block into the parameter, so that
+peak memory stays the model plus one tensor. A rank reads the groups and words that its part lies in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from gpu_service.parallel.partition import Span
+from moebius import _kernels
+from moebius.checkpoint.index import TensorInfo
+from moebius.checkpoint.reader import SliceReader
+from moebius.checkpoint.stored_matrix import StoredMatrix
+from moebius.kernels_source import SourceMatrix
+
+# Elements that are dequantised at once by a thread: their float32 values stay in its cache.
+_BLOCK_ELEMENTS = 1 << 18
+# Rows of a block: whole words, and mostly whole blocks of fp8 scales.
+_BLOCK_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a load works with; filled by `load.load_weights`."""
+
+    reader: SliceReader
+    # Dequantises as many blocks at a time as it has threads.
+    workers: Executor
+    num_workers: int
+
+
+class WeightSource(Protocol):
+    """One tensor of a checkpoint, by whatever number of arrays it is stored in."""
+
+    def fill(self, output: torch.Tensor, rows: Span, cols: Span | None, means: Means) -> None:
+        """Write the values `[rows, cols]` (None: all, or one dimension) to `output`, in its dtype and device.
+
+        Raises CheckpointError naming a tensor.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSource:
+    """A tensor of floats."""
+
+    info: TensorInfo
+
+    def fill(self, output: torch.Tensor, rows: Span, cols: Span | None, means: Means) -> None:
+        """See `WeightSource`."""
+        picked = None if cols is None or cols.is_whole else cols.slice
+        array = means.reader.read_slice(self.info, rows.slice, picked)
+        if self.info.dtype == "BF16":
+            # torch reinterprets signed integers; numpy has no bfloat16.
+            output.copy_(torch.from_numpy(array.view(np.int16)).view(torch.bfloat16))
+        else:
+            output.copy_(torch.from_numpy(array))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedSource:
+    """A matrix that is dequantised in float32, then rounded to the parameter's dtype."""
+
+    matrix: StoredMatrix
+
+    def fill(self, output: torch.Tensor, rows: Span, cols: Span | None, means: Means) -> None:
+        """See `WeightSource`."""
+        matrix, size = self.matrix, self.matrix.shape[1]
+        row_range = _outwards(rows, matrix.row_multiple)
+        col_range = _outwards(cols or Span.whole(size), matrix.col_multiple)
+        source = matrix.read(means.reader, rows=row_range, cols=col_range)
+        first_row, first_col = rows.begin - row_range.start, (cols.begin if cols else 0) - col_range.start
+        wanted = slice(first_col, first_col + output.shape[1])
+        for begin, values in _dequantised(source, means):
+            # Rows of this block that the rank wants, counted from its first one.
+            first, last = max(begin, first_row), min(begin + len(values), first_row + len(output))
+            block = torch.from_numpy(values[max(0, first - begin) : max(0, last - begin), wanted])
+            output[max(0, first - first_row) : max(0, last - first_row)].copy_(block)
+
+
+def _outwards(span: Span, multiple: int) -> slice:
+    """The smallest range around the span that begins and ends at multiples, or at the end."""
+    return slice(
+        span.begin // multiple * multiple, min(-(-span.end // multiple) * multiple, span.total), None
+    )
+
+
+def _dequantised(source: SourceMatrix, means: Means) -> Iterator[tuple[int, np.typing.NDArray[np.float32]]]:
+    """Blocks of rows in order, each with its first row's position."""
+    assert source.rows is not None
+    assert source.cols is not None
+    step = max(1, _BLOCK_ELEMENTS // source.cols // _BLOCK_ROWS) * _BLOCK_ROWS
+    bounds = [(begin, min(begin + step, source.rows)) for begin in range(0, source.rows, step)]
+    for first in range(0, len(bounds), means.num_workers):
+        together = bounds[first : first + means.num_workers]
+        parts = [source.take_rows(*bound) for bound in together]
+        if len(parts) == 1:
+            yield together[0][0], _kernels.dequantise_matrix(parts[0])
+            continue
+        found = means.workers.map(_kernels.dequantise_matrix, parts)
+        yield from zip((begin for begin, _ in together), found, strict=True)
