@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from gpu_service.context import ForwardContext
-from gpu_service.experts.resident.experts import Share
+from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.layers.linear import Linear
 from gpu_service.layers.mlp import GatedMLP
 from gpu_service.layers.router import Router
@@ -55,14 +56,12 @@ class MoE(nn.Module):
         topk_weights, topk_ids = self.gate(hidden_states, context.valid_rows)
         if context.recorder is not None:
             context.recorder.record(self.layer_id, topk_ids)
-        resident = context.resident
-        share = Share.NONE if resident is None else resident.share(self.layer_id)
-        collect = self._submit(hidden_states, topk_ids, topk_weights, share, context)
+        collect = start_experts(
+            self.layer_id, hidden_states, topk_ids, topk_weights, context.experts, context.resident
+        )
         partial: torch.Tensor | None = None
         if self.shared_experts is not None:
             partial = self._shared(self.shared_experts, hidden_states, context)
-        if resident is not None and share is not Share.NONE:
-            partial = resident.forward(self.layer_id, hidden_states, topk_ids, topk_weights, partial)
         # A client that the host drives may leave its answer there.
         answer = collect(partial).to(hidden_states.device)
         # Every rank's answer has its own rows only, and what it computes itself its own neurons only.
@@ -78,25 +77,53 @@ class MoE(nn.Module):
         gate: torch.Tensor = self.shared_expert_gate(hidden_states)
         return output * gate.sigmoid()
 
-    def _submit(
-        self,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        share: Share,
-        context: ForwardContext,
-    ) -> Callable[[torch.Tensor | None], torch.Tensor]:
-        """Hands the expert servers their share; returns what adds their answer to a partial sum."""
-        if share is Share.ALL:
-            return _only_partial
-        experts = context.experts
-        if experts is None:
-            raise RuntimeError(f"layer {self.layer_id} routes to experts, but the context has no client")
-        if share is Share.SOME:
-            assert context.resident is not None
-            topk_ids = context.resident.cpu_ids(self.layer_id, topk_ids)
-        ticket = experts.submit(self.layer_id, hidden_states, topk_ids, topk_weights)
-        return lambda partial: experts.collect(ticket, None if partial is None else partial.float())
+
+Collect = Callable[[torch.Tensor | None], torch.Tensor]
+
+
+def start_experts(
+    layer_id: int,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    experts: ExpertClient | None,
+    resident: ResidentExperts | None,
+) -> Collect:
+    """Hands the expert servers their share of `[T, H]` rows, int32 `[T, K]` ids and float32 weights.
+
+    What is returned computes the resident share and collects: it adds both to a partial sum `[T, H]` (None:
+    zeros). Of several ranks each has only its part of the sum. Raises what the expert client raises, and
+    RuntimeError when servers are needed and there is no client.
+    """
+    share = Share.NONE if resident is None else resident.share(layer_id)
+    fetch = _submit(layer_id, hidden_states, topk_ids, topk_weights, share, experts, resident)
+
+    def collect(partial: torch.Tensor | None) -> torch.Tensor:
+        if resident is not None and share is not Share.NONE:
+            partial = resident.forward(layer_id, hidden_states, topk_ids, topk_weights, partial)
+        return fetch(partial)
+
+    return collect
+
+
+def _submit(
+    layer_id: int,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    share: Share,
+    experts: ExpertClient | None,
+    resident: ResidentExperts | None,
+) -> Collect:
+    if share is Share.ALL:
+        return _only_partial
+    if experts is None:
+        raise RuntimeError(f"layer {layer_id} routes to experts, but the context has no client")
+    if share is Share.SOME:
+        assert resident is not None
+        topk_ids = resident.cpu_ids(layer_id, topk_ids)
+    ticket = experts.submit(layer_id, hidden_states, topk_ids, topk_weights)
+    return lambda partial: experts.collect(ticket, None if partial is None else partial.float())
 
 
 def _only_partial(partial: torch.Tensor | None) -> torch.Tensor:
