@@ -60,13 +60,13 @@ def plan_load(model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "
     for layer in model.moe_layers:
         for expert in range(model.num_experts):
             found = experts[layer, expert] = checkpoint.expert(layer, expert)
-            formats = (found.gate.packed_format, found.down.packed_format)
+            formats = found.formats
             if kept.setdefault(layer, formats) != formats and expert_dtype == "keep":
                 raise CheckpointError(
                     f"{found.gate.name!r} and the experts before it in the layer differ in format: "
                     f"{formats} and {kept[layer]}; requantise them with --expert-dtype"
                 )
-            groups.add(_multiple(found))
+            groups.add(found.neuron_multiple)
             biased.add(found.has_bias)
             for matrix in (found.gate, found.up, found.down):
                 used.update(matrix.tensor_names)
@@ -82,10 +82,6 @@ def plan_load(model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "
         experts,
         math.lcm(*groups),
     )
-
-
-def _multiple(found: ExpertMatrices) -> int:
-    return math.lcm(found.gate.row_multiple, found.up.row_multiple, found.down.col_multiple)
 
 
 def _check_unused(checkpoint: ExpertCheckpoint, used: set[str]) -> None:

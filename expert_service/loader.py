@@ -162,5 +162,4 @@ def _read_expert(
 
 
 def _source_bytes(found: ExpertMatrices, part: ExpertSlice, plan: LoadPlan) -> int:
-    whole = found.gate.nbytes + found.up.nbytes + found.down.nbytes
-    return math.ceil(whole * part.intermediate_size / plan.model.moe_intermediate_size)
+    return math.ceil(found.nbytes * part.intermediate_size / plan.model.moe_intermediate_size)

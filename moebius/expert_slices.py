@@ -9,6 +9,7 @@ from typing import Literal
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.split import equal_shares, split_bounds
 from moebius.config import MoebiusConfig
+from moebius.errors import UserError
 from moebius.expert_dtype import ExpertDtype
 
 # Bounds of the intermediate dimension are multiples of the widest vector (16 float32), so that no server
@@ -97,3 +98,19 @@ def _multiple(model: MoeGeometry, servers: int, group: int) -> int:
         )
     wanted = math.lcm(INTERMEDIATE_MULTIPLE, group)
     return wanted if size // wanted >= servers else group
+
+
+def rank_neurons(size: int, group: int, rank: int, count: int) -> tuple[int, int]:
+    """Neurons `[begin, end)` that a tensor-parallel rank holds of a resident expert of `size` neurons.
+
+    `group` neurons share scales and stay together. Raises UserError when there are more ranks than groups.
+    """
+    if count == 1:
+        return 0, size
+    if size // group < count:
+        raise UserError(
+            f"tensor_parallel_size is {count}, but the {size} neurons of an expert are quantised in "
+            f"groups of {group} that stay whole: at most {max(1, size // group)} ranks are possible"
+        )
+    wanted = math.lcm(INTERMEDIATE_MULTIPLE, group)
+    return split_bounds(size, (1,) * count, wanted if size // wanted >= count else group)[rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from moebius.checkpoint.errors import CheckpointError
@@ -26,6 +27,21 @@ class ExpertMatrices:
     def has_bias(self) -> bool:
         """Whether any of the three has one."""
         return any(matrix.bias is not None for matrix in (self.gate, self.up, self.down))
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """Packed formats that hold gate and up, and down, exactly."""
+        return self.gate.packed_format, self.down.packed_format
+
+    @property
+    def neuron_multiple(self) -> int:
+        """The intermediate dimension can be divided at multiples of this: groups and blocks stay whole."""
+        return math.lcm(self.gate.row_multiple, self.up.row_multiple, self.down.col_multiple)
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of codes and scales."""
+        return self.gate.nbytes + self.up.nbytes + self.down.nbytes
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,10 @@ class MatrixFinder:
         # The error of what is missing names it.
         return fitting[0] if fitting else PLAIN
 
+    def declared(self, name: str) -> WeightScheme:
+        """What the configuration alone says of a matrix, whatever tensors there are."""
+        return next(iter(self._applying(name)), PLAIN)
+
     def _applying(self, name: str) -> list[WeightScheme]:
         """Schemes whose targets have the module; those that name it before those of its class."""
         ranked = [(_rank(scheme, self._module(name, scheme)), scheme) for scheme in self.schemes]

@@ -14,12 +14,8 @@ from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
-from moebius.checkpoint.split import split_bounds
-from moebius.errors import UserError
 from moebius.expert_dtype import REQUANTISED
-
-# Neurons are divided at whole panels, so that no rank computes padding.
-_PANEL = 16
+from moebius.expert_slices import rank_neurons
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,17 +98,7 @@ class PackedExpertSource:
 
     def _span(self, found: ExpertMatrices) -> tuple[int, int]:
         """This rank's neurons; quantisation groups stay whole."""
-        rank, count = self._ranks
-        size = self.geometry.moe_intermediate_size
-        if count == 1:
-            return 0, size
-        group = math.lcm(found.gate.row_multiple, found.up.row_multiple, found.down.col_multiple)
+        group = found.neuron_multiple
         if self._target == "int4_g32":
             group = math.lcm(group, 32)
-        if size // group < count:
-            raise UserError(
-                f"tensor_parallel_size is {count}, but the {size} neurons of an expert are quantised in "
-                f"groups of {group} that stay whole: at most {max(1, size // group)} ranks are possible"
-            )
-        wanted = math.lcm(_PANEL, group)
-        return split_bounds(size, (1,) * count, wanted if size // wanted >= count else group)[rank]
+        return rank_neurons(self.geometry.moe_intermediate_size, group, *self._ranks)
