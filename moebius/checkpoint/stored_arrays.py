@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.expert_layouts import MatrixTemplate
 from moebius.checkpoint.index import TensorInfo
@@ -125,12 +122,3 @@ def _part(
     if template.interleaved:
         return range(template.part, rows * template.parts, template.parts), 0
     return range(first // step, count_elements(last, step)), first % step
-
-
-def as_float32(array: Array, dtype: str) -> NDArray[np.float32]:
-    """Stored floats, exactly. bfloat16 is float32's upper half, e8m0 its exponent."""
-    if dtype == "BF16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    if dtype == "F8_E8M0":
-        return np.ldexp(np.float32(1), array.astype(np.int32) - 127).astype(np.float32)
-    return array.astype(np.float32)

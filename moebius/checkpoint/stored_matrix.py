@@ -11,12 +11,15 @@ from numpy.typing import NDArray
 
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import Array, SliceReader
-from moebius.checkpoint.stored_arrays import StoredArray, as_float32, as_slice, count_elements
-from moebius.checkpoint.weight_schemes import FLOAT_CODES, SCALE_TYPES, Role, WeightScheme
+from moebius.checkpoint.stored_arrays import StoredArray, as_slice, count_elements
+from moebius.checkpoint.stored_values import as_float32, check_finite, unpack_bytes
+from moebius.checkpoint.weight_schemes import FLOAT_CODES, PLAIN, SCALE_TYPES, Role, WeightScheme
 from moebius.kernels_source import ScaleType, SourceMatrix
 
 # What a scale per whole row becomes: one that all groups of this size share.
 ROW_GROUP = 128
+# Types of group scales that packed int4 formats have, and how their names end.
+_PACKED_SCALES = {"BF16": "", "F16": "_f16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +54,15 @@ class StoredMatrix:
 
     @property
     def packed_format(self) -> str:
-        """The packed format that holds it exactly (see kernels/format/weight_format.h)."""
-        if not self.scheme.packed_format:
+        """The packed format that holds it exactly (see kernels/format/weight_format.h); "" if none does."""
+        if self.scheme is PLAIN:
             return FLOAT_CODES[self.arrays[0].tensor.dtype]
         scales = self._array("scales")
-        half = scales is not None and scales.tensor.dtype == "F16"
-        return self.scheme.packed_format.format(scale="_f16" if half else "")
+        name = self.scheme.packed_format
+        if scales is None or "{scale}" not in name:
+            return name
+        ending = _PACKED_SCALES.get(scales.tensor.dtype)
+        return "" if ending is None else name.format(scale=ending)
 
     @property
     def row_multiple(self) -> int:
@@ -77,11 +83,9 @@ class StoredMatrix:
         """
         row_range = range(self.shape[0])[rows or slice(None)]
         col_range = range(self.shape[1])[cols or slice(None)]
-        codes = self.arrays[0]
         scales = self._array("scales")
-        stored = codes.read(reader, row_range, col_range)
         return SourceMatrix(
-            codes=stored.T if codes.role.transposed and self.scheme.layout == "plain" else stored,
+            codes=self._codes(reader, row_range, col_range),
             layout=self.scheme.layout,
             code=self.scheme.code,
             rows=len(row_range),
@@ -104,6 +108,14 @@ class StoredMatrix:
                 return array
         return None
 
+    def _codes(self, reader: SliceReader, rows: range, cols: range) -> Array:
+        """As their layout has them: `[out, in]` for plain ones, whatever way they are stored."""
+        array = self.arrays[0]
+        stored, transposed = array.read(reader, rows, cols), array.role.transposed
+        if self.scheme.bytes_in_words:
+            return unpack_bytes(stored, transposed)
+        return stored.T if transposed and self.scheme.layout == "plain" else stored
+
     def _row_begin(self, rows: range) -> int:
         scales = self._array("scales")
         return (rows.start + scales.skipped) % scales.role.out_step if scales is not None else 0
@@ -120,22 +132,25 @@ class StoredMatrix:
             return None
         self._check_group_index(reader)
         found = scales.read(reader, rows, cols)
-        if self.scheme.layout == "plain":
-            values = as_float32(found, scales.tensor.dtype)
-            return values.T if scales.role.transposed else values
-        return self._per_group(found, scales, len(cols))
+        check_finite(found, scales.tensor.dtype, scales.tensor.name)
+        found = self._per_group(found, scales, len(cols))
+        if self.scheme.layout != "plain":
+            return found
+        values = as_float32(found, scales.tensor.dtype)
+        return values.T if scales.role.transposed else values
 
     def _zeros(self, reader: SliceReader, rows: range, cols: range) -> Array | None:
         zeros = self._array("zeros")
         if zeros is None:
             return None
         found = zeros.read(reader, rows, cols)
-        if not self.scheme.zeros_are_8:
+        middle = self.scheme.symmetric_zeros
+        if middle is None:
             return self._per_group(found, zeros, len(cols))
-        if not np.all(found.view(np.uint32) == 0x11111111 * (8 - self.scheme.zeros_offset)):
+        if not np.all(found.view(np.uint32) == middle):
             raise CheckpointError(
-                f"tensor {zeros.tensor.name!r} holds zero points other than 8, but quantization_config says "
-                f"that {self.scheme.name} is symmetric"
+                f"tensor {zeros.tensor.name!r} holds zero points other than the middle, but "
+                f"quantization_config says that {self.scheme.name} is symmetric"
             )
         return None
 
@@ -152,6 +167,7 @@ class StoredMatrix:
             return None
         picked = array.out[rows.start : rows.stop]
         found = reader.read_slice(array.tensor, as_slice(picked), None, array.plane)
+        check_finite(found, array.tensor.dtype, array.tensor.name)
         return as_float32(found, array.tensor.dtype).reshape(-1)
 
     def _tensor_scale(self, reader: SliceReader) -> float:
@@ -159,7 +175,9 @@ class StoredMatrix:
         array = factor or divisor
         if array is None:
             return 1.0
-        value = float(as_float32(reader.read(array.tensor), array.tensor.dtype).reshape(-1)[array.out.start])
+        found = reader.read(array.tensor).reshape(-1)[array.out.start :][:1]
+        check_finite(found, array.tensor.dtype, array.tensor.name)
+        value = float(as_float32(found, array.tensor.dtype)[0])
         if divisor is None:
             return value
         if value == 0.0:

@@ -28,7 +28,19 @@ SCALE_TYPES: Mapping[str, ScaleType] = {
     "F8_E4M3": "e4m3",
 }
 # Side tensors that say nothing about the weights: scales of activations, sizes, hints for other kernels.
-IGNORED_SUFFIXES = ("weight_shape", "input_scale", "input_global_scale", "input_zero_point")
+IGNORED_SUFFIXES = (
+    "weight_shape",
+    "input_scale",
+    "input_global_scale",
+    "input_zero_point",
+    "output_scale",
+    # Of 8-bit caches, which are scaled otherwise here.
+    "k_scale",
+    "v_scale",
+    "kv_scale",
+    "q_scale",
+    "prob_scale",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +70,12 @@ class WeightScheme:
     code: Code | None = None
     group_size: int = 0
     zeros_offset: int = 0
-    # Zero points are stored, but all of them stand for 8; checked when they are read.
-    zeros_are_8: bool = False
+    # Zero points are stored, but all of them are the middle of the codes: each word of them must be this.
+    symmetric_zeros: int | None = None
+    # Codes are int8 + 128, four of them to a word along in.
+    bytes_in_words: bool = False
     # Name of the packed format that holds it exactly; "{scale}" becomes "" for bfloat16 group scales and
-    # "_f16" for float16 ones.
+    # "_f16" for float16 ones. Empty: there is none.
     packed_format: str = ""
     # compressed-tensors: modules the scheme applies to; empty: all.
     targets: tuple[str, ...] = ()
@@ -80,18 +94,32 @@ def fp8(name: str, strategy: str, scale_suffix: str) -> WeightScheme:
     """e4m3 with float scales: "block" 128 x 128, "channel" (a row), or "tensor"."""
     codes = StoredRole("codes", "weight", ("F8_E4M3",))
     if strategy == "block":
-        scales = StoredRole("scales", scale_suffix, ("F32", "BF16"), 128, 128)
+        scales = StoredRole("scales", scale_suffix, ("F32", "BF16", "F8_E8M0"), 128, 128)
         return WeightScheme(name, (codes, scales), code="float8", group_size=128, packed_format="fp8_block")
     role: Role = "channel" if strategy == "channel" else "tensor"
     scale = StoredRole(role, scale_suffix, FLOATS)
     return WeightScheme(name, (codes, scale), code="float8", packed_format="fp8_channel")
 
 
-def int8(name: str, strategy: str, quantised_rows: bool) -> WeightScheme:
-    """Symmetric int8 with a scale per row, or one for all."""
+def int8(name: str, strategy: str, quantised_rows: bool, group_size: int = 0) -> WeightScheme:
+    """Symmetric int8 with a scale per row, one for all, or one per group of a row."""
     codes = StoredRole("codes", "weight", ("I8",))
+    packed = "int8_w8a8" if quantised_rows else "int8"
+    return _int8_scheme(name, codes, strategy, group_size, packed)
+
+
+def packed_int8(name: str, strategy: str, group_size: int) -> WeightScheme:
+    """compressed-tensors "pack-quantized" of 8 bits: four along in per word."""
+    codes = StoredRole("codes", "weight_packed", ("I32",), 1, 4)
+    return replace(_int8_scheme(name, codes, strategy, group_size, "int8"), bytes_in_words=True)
+
+
+def _int8_scheme(name: str, codes: StoredRole, strategy: str, group_size: int, packed: str) -> WeightScheme:
+    if strategy == "group":
+        scales = StoredRole("scales", "weight_scale", FLOATS, 1, group_size)
+        return WeightScheme(name, (codes, scales), group_size=group_size)
     scale = StoredRole("channel" if strategy == "channel" else "tensor", "weight_scale", FLOATS)
-    return WeightScheme(name, (codes, scale), packed_format="int8_w8a8" if quantised_rows else "int8")
+    return WeightScheme(name, (codes, scale), packed_format=packed)
 
 
 def _int4_format(group_size: int, zeros: bool) -> str:
@@ -103,7 +131,7 @@ def compressed_int4(name: str, group_size: int, symmetric: bool) -> WeightScheme
     """compressed-tensors "pack-quantized": eight along in per word; zero points eight along out."""
     roles = [
         StoredRole("codes", "weight_packed", ("I32",), 1, 8),
-        StoredRole("scales", "weight_scale", ("BF16", "F16"), 1, group_size),
+        StoredRole("scales", "weight_scale", FLOATS, 1, group_size),
     ]
     if not symmetric:
         roles.append(StoredRole("zeros", "weight_zero_point", ("I32",), 8, group_size))
@@ -120,7 +148,7 @@ def awq(group_size: int, zeros: bool) -> WeightScheme:
     """AutoAWQ "gemm": words of eight along out, everything transposed."""
     roles = [
         StoredRole("codes", "qweight", ("I32",), 8, 1, True),
-        StoredRole("scales", "scales", ("F16", "BF16"), 1, group_size, True),
+        StoredRole("scales", "scales", FLOATS, 1, group_size, True),
     ]
     if zeros:
         roles.append(StoredRole("zeros", "qzeros", ("I32",), 8, group_size, True))
@@ -135,20 +163,34 @@ def awq(group_size: int, zeros: bool) -> WeightScheme:
 
 def gptq(group_size: int, symmetric: bool, zeros_offset: int) -> WeightScheme:
     """AutoGPTQ: words of eight along in, everything transposed; zeros are stored even when symmetric."""
-    roles = (
-        StoredRole("codes", "qweight", ("I32",), 1, 8, True),
-        StoredRole("scales", "scales", ("F16", "BF16"), 1, group_size, True),
-        StoredRole("zeros", "qzeros", ("I32",), 8, group_size, True),
-        StoredRole("group_index", "g_idx", ("I32",)),
-    )
     return WeightScheme(
         "gptq",
-        roles,
+        _gptq_roles(group_size, per_word=8),
         layout="gptq_int4",
         group_size=group_size,
         zeros_offset=zeros_offset,
-        zeros_are_8=symmetric,
+        symmetric_zeros=0x11111111 * (8 - zeros_offset) if symmetric else None,
         packed_format=_int4_format(group_size, not symmetric),
+    )
+
+
+def gptq_int8(group_size: int, zeros_offset: int) -> WeightScheme:
+    """AutoGPTQ of 8 bits, symmetric: words of four."""
+    return WeightScheme(
+        "gptq of 8 bits",
+        _gptq_roles(group_size, per_word=4),
+        group_size=group_size,
+        symmetric_zeros=0x01010101 * (128 - zeros_offset),
+        bytes_in_words=True,
+    )
+
+
+def _gptq_roles(group_size: int, per_word: int) -> tuple[StoredRole, ...]:
+    return (
+        StoredRole("codes", "qweight", ("I32",), 1, per_word, True),
+        StoredRole("scales", "scales", FLOATS, 1, group_size, True),
+        StoredRole("zeros", "qzeros", ("I32",), per_word, group_size, True),
+        StoredRole("group_index", "g_idx", ("I32",)),
     )
 
 

@@ -176,7 +176,7 @@ def test_zero_points_of_a_symmetric_checkpoint(tmp_path: Path) -> None:
     checkpoint = ExpertCheckpoint.open(str(model), MoeGeometry.from_config(model))
     with (
         SliceReader() as reader,
-        pytest.raises(CheckpointError, match=r"qzeros' holds zero points other than 8, .*gptq is symmetric"),
+        pytest.raises(CheckpointError, match=r"qzeros' holds zero points other than the middle, .*gptq is symmetric"),
     ):
         checkpoint.matrix(0, 0, "gate").read(reader)
 

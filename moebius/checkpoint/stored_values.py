@@ -1,0 +1,60 @@
+"""Stored numbers as numpy has them: floats of types that numpy lacks, and bytes in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.reader import Array
+
+_BYTES_PER_WORD = 4
+
+
+def as_float32(array: Array, dtype: str) -> NDArray[np.float32]:
+    """Stored floats, exactly. bfloat16 is float32's upper half, e8m0 its exponent."""
+    if dtype == "BF16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "F8_E8M0":
+        return np.ldexp(np.float32(1), array.astype(np.int32) - 127).astype(np.float32)
+    return array.astype(np.float32)
+
+
+def _is_not_finite(array: Array) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = ~np.isfinite(array)
+    return found
+
+
+# By safetensors dtype, for the arrays of bits in which some of them come.
+_NOT_FINITE: Mapping[str, Callable[[NDArray[Any]], NDArray[np.bool_]]] = {
+    "F32": _is_not_finite,
+    "F16": _is_not_finite,
+    "BF16": lambda bits: (bits & 0x7F80) == 0x7F80,
+    "F8_E4M3": lambda bits: (bits & 0x7F) == 0x7F,
+    "F8_E8M0": lambda bits: bits == 0xFF,
+    "U8": lambda bits: bits == 0xFF,
+}
+
+
+def check_finite(array: Array, dtype: str, name: str) -> None:
+    """Raises CheckpointError when a scale or bias is NaN or infinite: results would be."""
+    if _NOT_FINITE[dtype](array).any():
+        raise CheckpointError(
+            f"tensor {name!r} holds scales that are NaN or infinite; finite ones are allowed"
+        )
+
+
+def unpack_bytes(words: Array, transposed: bool) -> NDArray[np.int8]:
+    """int8 `[out, in]` from int32 words of four values + 128 along in, the first in the lowest bits.
+
+    words: `[out, in / 4]`, or `[in / 4, out]` when transposed.
+    """
+    codes = np.ascontiguousarray(words).view(np.uint8)
+    if transposed:
+        inner, out = words.shape
+        codes = codes.reshape(inner, out, _BYTES_PER_WORD).transpose(1, 0, 2)
+        codes = codes.reshape(out, inner * _BYTES_PER_WORD)
+    return (codes ^ np.uint8(0x80)).view(np.int8)
