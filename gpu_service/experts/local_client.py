@@ -52,9 +52,16 @@ class LocalExpertClient(ExpertClient):
     """Reads an expert at its first use and keeps it. `dtype` is what hidden states are rounded to first."""
 
     def __init__(
-        self, model_path: str, geometry: MoeGeometry, dtype: torch.dtype, weight_dtype: WeightDtype = "keep"
+        self,
+        model_path: str,
+        geometry: MoeGeometry,
+        dtype: torch.dtype,
+        weight_dtype: WeightDtype = "keep",
+        keeps: bool = True,
     ) -> None:
+        """Not `keeps`: an expert is read at every use and freed after it, so that one is held at a time."""
         self.geometry = geometry
+        self._keeps = keeps
         self._dtype = dtype
         self._weight_dtype = weight_dtype
         self._checkpoint = ExpertCheckpoint.open(model_path, geometry)
@@ -96,16 +103,15 @@ class LocalExpertClient(ExpertClient):
 
     def _expert(self, layer: int, expert: int) -> Expert:
         """gate and up `[I, H]`, down `[H, I]`, float32, after rounding to the weights' type."""
-        key = (layer, expert)
-        if key not in self._experts:
-            found = self._checkpoint.expert(layer, expert)
-            with SliceReader() as reader:
-                self._experts[key] = (
-                    self._linear(reader, found.gate),
-                    self._linear(reader, found.up),
-                    self._linear(reader, found.down),
-                )
-        return self._experts[key]
+        kept = self._experts.get((layer, expert))
+        if kept is not None:
+            return kept
+        found = self._checkpoint.expert(layer, expert)
+        with SliceReader() as reader:
+            gate, up, down = (self._linear(reader, matrix) for matrix in (found.gate, found.up, found.down))
+        if self._keeps:
+            self._experts[layer, expert] = gate, up, down
+        return gate, up, down
 
     def _linear(self, reader: SliceReader, matrix: StoredMatrix) -> _Linear:
         source = matrix.read(reader)
