@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.expert_layouts import MatrixTemplate
 from moebius.checkpoint.index import TensorInfo
+from moebius.checkpoint.scheme_targets import SchemeTargets
 from moebius.checkpoint.stored_arrays import StoredArray, locate_array
 from moebius.checkpoint.stored_matrix import StoredMatrix
 from moebius.checkpoint.weight_schemes import (
@@ -97,16 +98,21 @@ class MatrixFinder:
         """What the configuration alone says of a matrix, whatever tensors there are."""
         return next(iter(self._applying(name)), PLAIN)
 
-    def _applying(self, name: str) -> list[WeightScheme]:
-        """Schemes whose targets have the module; those that name it before those of its class."""
-        ranked = [(_rank(scheme, self._module(name, scheme)), scheme) for scheme in self.schemes]
-        chosen = sorted((pair for pair in ranked if pair[0] is not None), key=lambda pair: pair[0] or 0)
-        return [scheme for _, scheme in chosen]
+    @cached_property
+    def _targets(self) -> SchemeTargets:
+        return SchemeTargets.of(self.schemes)
 
-    def _module(self, name: str, scheme: WeightScheme) -> str:
+    def _applying(self, name: str) -> list[WeightScheme]:
+        """Schemes whose targets have the module, most specific first."""
+        return self._targets.applying(self._module(name))
+
+    def _module(self, name: str) -> str:
         """As the checkpoint spells it, which is what targets are matched with."""
-        codes = self.tensors.get(side_name(name, scheme.codes.suffix))
-        return codes.name.removesuffix(f".{scheme.codes.suffix}") if codes else name.removesuffix(".weight")
+        for suffix in dict.fromkeys(scheme.codes.suffix for scheme in self.schemes):
+            codes = self.tensors.get(side_name(name, suffix))
+            if codes is not None:
+                return codes.name.removesuffix(f".{suffix}")
+        return name.removesuffix(".weight")
 
     def _has_scale(
         self, scheme: WeightScheme, name: str, codes: TensorInfo, template: MatrixTemplate
@@ -154,23 +160,3 @@ def _scalar(
         )
     position = expert if count > 1 else 0
     return StoredArray(stored, replace(info, shape=(count,)), None, range(position, position + 1), 1)
-
-
-def _rank(scheme: WeightScheme, module: str) -> int | None:
-    """compressed-tensors targets: module names, re:patterns, or class names (all matrices are Linear).
-
-    The lower, the more specific; None: none of the targets has the module.
-    """
-    ranks = [rank for target in scheme.targets if (rank := _target_rank(target, module)) is not None]
-    return min(ranks, default=None) if scheme.targets else len(_RANKS)
-
-
-_RANKS = ("name", "pattern", "class")
-
-
-def _target_rank(target: str, module: str) -> int | None:
-    if target.startswith("re:"):
-        return _RANKS.index("pattern") if re.match(target.removeprefix("re:"), module) else None
-    if module == target or module.endswith(f".{target}"):
-        return _RANKS.index("name")
-    return _RANKS.index("class") if target == "Linear" else None

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from moebius.checkpoint import weight_schemes as schemes
+from moebius.checkpoint.compressed_tensors import read_groups
 from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.integer_methods import auto_round, awq, gptq
 from moebius.checkpoint.moe_config import read_config
+from moebius.checkpoint.quantisation_keys import BLOCK, Config, require, require_object, unsupported
 from moebius.checkpoint.weight_schemes import StoredRole, WeightScheme
 
-Config = Mapping[str, Any]
-GROUP_SIZES = (32, 64, 128)
 # Where configurations keep it: text models, and the text part of multimodal ones.
 _KEYS = ("quantization_config", "compression_config")
 
@@ -35,7 +35,7 @@ def read_schemes(directory: str | Path) -> tuple[WeightScheme, ...]:
         method = "compressed-tensors"
     reader = _METHODS.get(str(method))
     if reader is None:
-        raise _unsupported("quant_method", method, ", ".join(sorted(_METHODS)))
+        raise unsupported("quant_method", method, ", ".join(sorted(_METHODS)))
     return reader(found)
 
 
@@ -55,24 +55,13 @@ def _quantisation_config(directory: str | Path) -> Config | None:
         raise CheckpointError(f"{path} has no 'quantization' object") from error
 
 
-def _unsupported(key: str, value: object, allowed: str) -> CheckpointError:
-    return CheckpointError(f"config.json: quantization_config: {key} is {value!r}; allowed: {allowed}")
-
-
-def _require(config: Config, key: str, allowed: tuple[object, ...], default: object = None) -> Any:
-    value = config.get(key, default)
-    if value not in allowed:
-        raise _unsupported(key, value, ", ".join(map(str, allowed)))
-    return value
-
-
 def _fp8(config: Config) -> tuple[WeightScheme, ...]:
     """Blocks as DeepSeek-V3 has them, or one scale per row or tensor: the scale's shape tells."""
-    _require(config, "fmt", ("e4m3", "float8_e4m3fn", None))
+    require(config, "fmt", ("e4m3", "float8_e4m3fn", None))
     block = config.get("weight_block_size")
     if block is not None:
-        if list(block) != [128, 128]:
-            raise _unsupported("weight_block_size", block, "[128, 128]")
+        if list(block) != BLOCK:
+            raise unsupported("weight_block_size", block, str(BLOCK))
         return (schemes.fp8("fp8", "block", "weight_scale_inv"),)
     return tuple(
         schemes.fp8("fp8", strategy, suffix)
@@ -81,89 +70,8 @@ def _fp8(config: Config) -> tuple[WeightScheme, ...]:
     )
 
 
-def _compressed_tensors(config: Config) -> tuple[WeightScheme, ...]:
-    groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise _unsupported("config_groups", groups, "an object with at least one group")
-    return tuple(_compressed_group(config, group) for group in groups.values())
-
-
-def _compressed_group(config: Config, group: Config) -> WeightScheme:
-    """One entry of `config_groups`; keys as compressed-tensors' QuantizationArgs."""
-    weights = group.get("weights")
-    if not isinstance(weights, dict):
-        raise _unsupported("weights", weights, "an object")
-    kind = (weights.get("type", "int"), weights.get("num_bits", 8))
-    stored = str(group.get("format") or config.get("format"))
-    build = _COMPRESSED.get((*kind, stored))
-    if build is None:
-        known = ", ".join(f"{name} ({bits}-bit {of})" for of, bits, name in sorted(_COMPRESSED))
-        raise _unsupported("format", f"{stored} ({kind[1]}-bit {kind[0]})", known)
-    if weights.get("actorder") in ("group", "dynamic", True):
-        raise _unsupported("actorder", weights.get("actorder"), "null, weight, static")
-    return schemes.for_targets(build(group, weights), tuple(map(str, group.get("targets") or ())))
-
-
-def _compressed_fp8(group: Config, weights: Config) -> WeightScheme:
-    strategy = _require(weights, "strategy", ("block", "channel", "tensor"))
-    if strategy == "block" and list(weights.get("block_structure") or ()) != [128, 128]:
-        raise _unsupported("block_structure", weights.get("block_structure"), "[128, 128]")
-    return schemes.fp8("compressed-tensors float-quantized", strategy, "weight_scale")
-
-
-def _compressed_int8(group: Config, weights: Config) -> WeightScheme:
-    strategy = _require(weights, "strategy", ("channel", "tensor"))
-    _require(weights, "symmetric", (True,), True)
-    activations = group.get("input_activations")
-    if activations is not None:
-        _require(activations, "num_bits", (8,), 8)
-        _require(activations, "dynamic", (True,), False)
-    return schemes.int8("compressed-tensors int-quantized", strategy, activations is not None)
-
-
-def _compressed_int4(group: Config, weights: Config) -> WeightScheme:
-    strategy = _require(weights, "strategy", ("group", "channel"))
-    size = _require(weights, "group_size", GROUP_SIZES) if strategy == "group" else 0
-    symmetric = _require(weights, "symmetric", (True, False), True)
-    return schemes.compressed_int4("compressed-tensors pack-quantized", size, symmetric)
-
-
-def _compressed_nvfp4(group: Config, weights: Config) -> WeightScheme:
-    scale = StoredRole("tensor_reciprocal", "weight_global_scale", ("F32",))
-    return schemes.nvfp4("compressed-tensors nvfp4-pack-quantized", "weight_packed", scale)
-
-
-def _compressed_mxfp4(group: Config, weights: Config) -> WeightScheme:
-    return schemes.mxfp4("compressed-tensors mxfp4-pack-quantized", "weight_packed", "weight_scale")
-
-
-# By type, bits and format.
-_COMPRESSED: Mapping[tuple[str, int, str], Callable[[Config, Config], WeightScheme]] = {
-    ("float", 8, "float-quantized"): _compressed_fp8,
-    ("float", 8, "naive-quantized"): _compressed_fp8,
-    ("int", 8, "int-quantized"): _compressed_int8,
-    ("int", 8, "naive-quantized"): _compressed_int8,
-    ("int", 4, "pack-quantized"): _compressed_int4,
-    ("float", 4, "nvfp4-pack-quantized"): _compressed_nvfp4,
-    ("float", 4, "mxfp4-pack-quantized"): _compressed_mxfp4,
-}
-
-
-def _awq(config: Config) -> tuple[WeightScheme, ...]:
-    _require(config, "bits" if "bits" in config else "w_bit", (4,))
-    _require({"version": str(config.get("version", "gemm")).lower()}, "version", ("gemm",))
-    size = _require(config, "group_size" if "group_size" in config else "q_group_size", (*GROUP_SIZES, -1))
-    return (schemes.awq(max(size, 0), bool(config.get("zero_point", True))),)
-
-
-def _gptq(config: Config) -> tuple[WeightScheme, ...]:
-    _require(config, "bits", (4,))
-    size = _require(config, "group_size", (*GROUP_SIZES, -1))
-    # Rows in the order of activations: their groups are scattered over the whole row.
-    _require(config, "desc_act", (False,), False)
-    version = _require(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    symmetric = _require(config, "sym", (True, False), True)
-    return (schemes.gptq(max(size, 0), symmetric, 1 if version == "gptq" else 0),)
+def _fbgemm_fp8(config: Config) -> tuple[WeightScheme, ...]:
+    return (schemes.fp8("fbgemm_fp8", "channel", "weight_scale"),)
 
 
 def _mxfp4(config: Config) -> tuple[WeightScheme, ...]:
@@ -171,18 +79,52 @@ def _mxfp4(config: Config) -> tuple[WeightScheme, ...]:
 
 
 def _modelopt(config: Config) -> tuple[WeightScheme, ...]:
-    algorithm = _require(config, "quant_algo", ("NVFP4", "FP8"))
-    if algorithm == "FP8":
-        return (schemes.fp8("modelopt FP8", "tensor", "weight_scale"),)
-    scale = StoredRole("tensor", "weight_scale_2", ("F32",))
-    return (schemes.nvfp4("modelopt NVFP4", "weight", scale),)
+    algorithm = require(config, "quant_algo", (*_MODELOPT, "MIXED_PRECISION"))
+    if algorithm != "MIXED_PRECISION":
+        return (_MODELOPT[algorithm](),)
+    layers = require_object(config, "quantized_layers")
+    found = [require(layer, "quant_algo", tuple(_MODELOPT)) for layer in layers.values()]
+    # Which module has which, its tensors tell.
+    return tuple(_MODELOPT[name]() for name in dict.fromkeys(found))
+
+
+def _modelopt_nvfp4() -> WeightScheme:
+    return schemes.nvfp4("modelopt NVFP4", "weight", StoredRole("tensor", "weight_scale_2", ("F32",)))
+
+
+_MODELOPT: Mapping[str, Callable[[], WeightScheme]] = {
+    "NVFP4": _modelopt_nvfp4,
+    "FP8": lambda: schemes.fp8("modelopt FP8", "tensor", "weight_scale"),
+}
+
+
+def _quark(config: Config) -> tuple[WeightScheme, ...]:
+    """AMD Quark: one scheme for all modules, and others for single ones."""
+    single = require_object(config, "layer_quant_config", {}).values()
+    layers = [require_object(config, "global_quant_config"), *single]
+    found = [_quark_scheme(require_object(layer, "weight")) for layer in layers]
+    return tuple(dict.fromkeys(found))
+
+
+def _quark_scheme(weight: Config) -> WeightScheme:
+    kind = require(weight, "dtype", ("fp4", "fp8_e4m3"))
+    if kind == "fp4":
+        require(weight, "qscheme", ("per_group",))
+        require(weight, "group_size", (32,))
+        require(weight, "scale_format", ("e8m0",))
+        return schemes.mxfp4("quark fp4", "weight", "weight_scale")
+    strategy = require(weight, "qscheme", ("per_tensor", "per_channel"))
+    return schemes.fp8("quark fp8_e4m3", strategy.removeprefix("per_"), "weight_scale")
 
 
 _METHODS: Mapping[str, Callable[[Config], tuple[WeightScheme, ...]]] = {
+    "auto-round": auto_round,
+    "awq": awq,
+    "compressed-tensors": read_groups,
+    "fbgemm_fp8": _fbgemm_fp8,
     "fp8": _fp8,
-    "compressed-tensors": _compressed_tensors,
-    "awq": _awq,
-    "gptq": _gptq,
-    "mxfp4": _mxfp4,
+    "gptq": gptq,
     "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
+    "quark": _quark,
 }
