@@ -60,6 +60,8 @@ def plan_load(model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "
     for layer in model.moe_layers:
         for expert in range(model.num_experts):
             found = experts[layer, expert] = checkpoint.expert(layer, expert)
+            if expert_dtype == "keep":
+                found.check_kept()
             formats = found.formats
             if kept.setdefault(layer, formats) != formats and expert_dtype == "keep":
                 raise CheckpointError(

@@ -33,6 +33,15 @@ class ExpertMatrices:
         """Packed formats that hold gate and up, and down, exactly."""
         return self.gate.packed_format, self.down.packed_format
 
+    def check_kept(self) -> None:
+        """Raises CheckpointError naming a matrix that no packed format holds exactly."""
+        for matrix in (self.gate, self.up, self.down):
+            if not matrix.packed_format:
+                raise CheckpointError(
+                    f"{matrix.name!r} is {matrix.scheme.name} with scales of a group size or type that "
+                    "experts can not keep; requantise them with --expert-dtype"
+                )
+
     @property
     def neuron_multiple(self) -> int:
         """The intermediate dimension can be divided at multiples of this: groups and blocks stay whole."""

@@ -57,6 +57,8 @@ class PackedExpertSource:
         """
         if layer not in self._formats:
             found = self._checkpoint.expert(layer, 0)
+            if self._target is None:
+                found.check_kept()
             begin, end = self._span(found)
             self._formats[layer] = layer_format(
                 self._format(found.gate.packed_format),
