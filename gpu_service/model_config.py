@@ -140,6 +140,8 @@ class ModelConfig:
     # Longest prompt + output: the checkpoint's, or the smaller override.
     max_model_len: int
     qk_norm: bool = False
+    # Whether the checkpoint's norms hold their weight less 1 (not those inside linear attention).
+    centered_norms: bool = False
     attention_bias: bool = False
     # Per layer, the latest positions that a query sees, or None for all; empty: every layer sees all.
     attention_windows: tuple[int | None, ...] = ()

@@ -11,7 +11,7 @@ from gpu_service.attention.base import AttentionBackend, AttentionLayer
 from gpu_service.context import ForwardContext
 from gpu_service.layers.full_width_norm import FullWidthNorm, norm_full_width
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
-from gpu_service.layers.norm import RMSNorm
+from gpu_service.layers.norm import RMSNorm, make_norm
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -61,8 +61,8 @@ class GQAttention(nn.Module):
             self.q_norm = FullWidthNorm(query_rows, parallel.tp_size, eps, dtype=dtype)
             self.k_norm = FullWidthNorm(key_rows, parallel.tp_size, eps, dtype=dtype)
         elif qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, eps, dtype=dtype)
-            self.k_norm = RMSNorm(config.head_dim, eps, dtype=dtype)
+            self.q_norm = make_norm(config, config.head_dim, dtype=dtype)
+            self.k_norm = make_norm(config, config.head_dim, dtype=dtype)
         self._group = parallel.tensor_group
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:

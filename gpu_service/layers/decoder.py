@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gpu_service.context import ForwardContext
-from gpu_service.layers.norm import RMSNorm
+from gpu_service.layers.norm import RMSNorm, make_norm
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.rope import RopeTable
 
@@ -48,20 +48,24 @@ class ResidualStream:
 
 
 class DecoderLayer(nn.Module):
-    """`x += attention(norm(x)); x += mlp(norm(x))`; `mlp` is a `GatedMLP` or a `MoE`."""
+    """`x += attention(norm(x)); x += mlp(norm(x))`; `mlp` is a `GatedMLP` or a `MoE`.
+
+    The attention's name is the checkpoint's: `linear_attn` where its class says so.
+    """
 
     def __init__(
         self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, *, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, dtype=dtype)
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype)
+        self.input_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
+        self._attention_name: str = getattr(attention, "checkpoint_name", "self_attn")
+        self.add_module(self._attention_name, attention)
+        self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
         self.mlp = mlp
 
     def forward(self, stream: ResidualStream, rope: RopeTable, context: ForwardContext) -> ResidualStream:
         """Adds the layer's two halves to the stream and returns it."""
-        stream.add(self.self_attn(stream.normed(self.input_layernorm), rope, context))
+        attention = self.get_submodule(self._attention_name)
+        stream.add(attention(stream.normed(self.input_layernorm), rope, context))
         stream.add(self.mlp(stream.normed(self.post_attention_layernorm), context))
         return stream

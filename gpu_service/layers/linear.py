@@ -6,7 +6,7 @@ which checkpoint tensors fill which rows (`checkpoint_parts`), so that the loade
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -30,6 +30,8 @@ class CheckpointPart:
     cols: Span | None
     # First row of the parameter that it fills.
     begin: int = 0
+    # Dimensions behind rows and columns, of which nothing is left out (a convolution's).
+    rest: tuple[int, ...] = ()
 
 
 @runtime_checkable
@@ -68,14 +70,32 @@ class FusedLinear(Linear):
 
     The checkpoint stores each part under its own name beside this module's: `q_proj.weight`, .... A rank
     holds the rows of each part that its span says (column parallel): what it computes needs no exchange.
+
+    `order`: where the checkpoint mixes what is to lie apart, the loaded rows in the order that they are
+    computed in.
     """
 
     def __init__(
-        self, in_features: int, parts: Mapping[str, Span], *, bias: bool, dtype: torch.dtype
+        self,
+        in_features: int,
+        parts: Mapping[str, Span],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        order: Sequence[int] | None = None,
     ) -> None:
         super().__init__(in_features, sum(span.size for span in parts.values()), bias=bias, dtype=dtype)
         self.in_features = in_features
         self.parts = dict(parts)
+        self._order = None if order is None else list(order)
+
+    def pack(self) -> None:
+        """See the base class; the rows are put into their order before."""
+        if self._order is not None:
+            self.weight = nn.Parameter(self.weight[self._order], requires_grad=False)
+            if self.bias is not None:
+                self.bias = nn.Parameter(self.bias[self._order], requires_grad=False)
+        super().pack()
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """See `Divided`."""

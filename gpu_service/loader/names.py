@@ -75,7 +75,8 @@ def expected_names(model: CausalLM) -> dict[str, Target]:
         parent = path.rpartition(".")[0]
         for part in _parts(module):
             name = f"{parent}.{part.sibling}" if part.sibling else path
-            shape = (part.rows.total,) if part.cols is None else (part.rows.total, part.cols.total)
+            cols = () if part.cols is None else (part.cols.total,)
+            shape = (part.rows.total, *cols, *part.rest)
             target = Target(module, part.parameter, shape, part.rows, part.cols, part.begin)
             expected[f"{name}.{part.parameter}"] = target
     return expected
@@ -87,4 +88,5 @@ def _parts(module: nn.Module) -> Iterator[CheckpointPart]:
         return
     for name, parameter in module.named_parameters(recurse=False):
         rows, *cols = parameter.shape
-        yield CheckpointPart("", name, Span.whole(rows), Span.whole(cols[0]) if cols else None)
+        whole = Span.whole(cols[0]) if cols else None
+        yield CheckpointPart("", name, Span.whole(rows), whole, rest=tuple(cols[1:]))

@@ -13,7 +13,7 @@ from gpu_service.layers.embedding import Embedding, Head, gather_logits
 from gpu_service.layers.linear import Linear
 from gpu_service.layers.mlp import GatedMLP
 from gpu_service.layers.moe import MoE
-from gpu_service.layers.norm import RMSNorm
+from gpu_service.layers.norm import CenteredRMSNorm, make_norm
 from gpu_service.layers.rope import RotaryEmbedding
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.linear import can_pack, linear, pack_weight
@@ -46,7 +46,7 @@ class Backbone(nn.Module):
             Embedding(config.vocab_size, size, dtype=dtype, parallel=parallel) if embeds else None
         )
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype) if last else None
+        self.norm = make_norm(config, size, dtype=dtype) if last else None
         self._rotary = RotaryEmbedding(config.rope, dtype=dtype, device=device)
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
@@ -130,9 +130,9 @@ class CausalLM(nn.Module):
         return gather_logits(logits, self.config.vocab_size, self.parallel).float()
 
     def pack(self) -> None:
-        """Put all loaded weights of products into the device's fastest layout; the loader calls it last."""
+        """Put all loaded weights into the form that they are used in; the loader calls it last, and once."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | CenteredRMSNorm):
                 module.pack()
         if self.lm_head is not None or not self.parallel.is_last_stage:
             return

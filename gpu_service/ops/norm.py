@@ -11,13 +11,14 @@ from gpu_service.ops.registry import Op
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang & Sennrich 2019).
 
-    hidden_states `[..., N]`, weight `[N]`, same dtype; statistics in float32, rounded to the input's
-    dtype before the weight is applied, as the checkpoints were trained. Returns a new `[..., N]`.
+    hidden_states `[..., N]`, weight `[N]` of the same dtype, or float32; statistics in float32, rounded to
+    the weight's dtype before it is applied, as the checkpoints were trained. Returns a new `[..., N]` of the
+    input's dtype.
     """
     if hidden_states.dtype == torch.float32:
         return torch.rms_norm(hidden_states, weight.shape, weight, eps)
     normalized = torch.rms_norm(hidden_states.float(), weight.shape, None, eps)
-    return normalized.to(hidden_states.dtype).mul_(weight)
+    return normalized.to(weight.dtype).mul_(weight).to(hidden_states.dtype)
 
 
 @Op
@@ -26,7 +27,7 @@ def fused_add_rms_norm(
 ) -> torch.Tensor:
     """`residual += update`, then `rms_norm(residual)`: the two halves of a pre-norm layer's seam.
 
-    update and residual `[T, N]`, rows contiguous; weight `[N]` of the residual's dtype. The update may be
+    update and residual `[T, N]`, rows contiguous; weight `[N]` as above. The update may be
     float32 beside 16-bit others: then it is rounded after the addition only. The residual is increased in
     place, the update may be overwritten. Returns the normed `[T, N]` in the residual's dtype; it may be
     the update's memory.

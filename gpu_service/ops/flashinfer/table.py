@@ -36,6 +36,7 @@ def can_rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) 
     """Rows, or heads in rows."""
     return (
         hidden_states.dtype in _HALVES
+        and weight.dtype == hidden_states.dtype
         and hidden_states.dim() in (2, 3)
         and hidden_states.numel() > 0
         and hidden_states.stride(-1) == 1

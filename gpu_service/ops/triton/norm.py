@@ -14,7 +14,7 @@ def _normalized(
 ) -> tl.tensor:
     """Float32 in, the stored dtype out; rounded before and after the weight, as the reference does."""
     scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / size + eps)
-    return ((values * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+    return ((values * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
 
 
 @jit

@@ -21,10 +21,10 @@ def _weighted(
     dtype: tl.constexpr,
 ) -> tl.tensor:
     """`values * scale * weight` in float32, rounded like the reference; the weight is the head's kind's."""
-    q = tl.load(q_weight, mask=mask, other=0.0).to(tl.float32)
-    k = tl.load(k_weight, mask=mask, other=0.0).to(tl.float32)
+    q = tl.load(q_weight, mask=mask, other=0.0)
+    k = tl.load(k_weight, mask=mask, other=0.0)
     weight = tl.where(is_query, q, k)
-    return ((values * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+    return ((values * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @jit
