@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from gpu_service.hf_common import read_common
+from gpu_service.hf_dsa import read_deepseek_v32, read_glm_moe_dsa
 from gpu_service.hf_gpt_oss import read_gpt_oss
 from gpu_service.hf_gqa import (
     read_dots1,
@@ -73,10 +74,12 @@ def _read_glm4_moe(hf: HfKeys) -> ModelConfig:
 READERS: Mapping[str, Callable[[HfKeys], ModelConfig]] = {
     "deepseek_v2": read_deepseek_v2,
     "deepseek_v3": read_deepseek_v3,
+    "deepseek_v32": read_deepseek_v32,
     "dots1": read_dots1,
     "ernie4_5_moe": read_ernie4_5_moe,
     "glm4_moe": _read_glm4_moe,
     "glm4_moe_lite": read_glm4_moe_lite,
+    "glm_moe_dsa": read_glm_moe_dsa,
     "kimi_k2": read_deepseek_v3,
     "gpt_oss": read_gpt_oss,
     "minimax_m2": read_minimax_m2,

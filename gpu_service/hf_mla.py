@@ -19,7 +19,7 @@ from gpu_service.ops.rope_frequencies import yarn_mscale
 _HARMLESS = ("aux_loss_alpha", "ep_size", "head_dim", "pretraining_tp", "qk_head_dim", "seq_aux")
 
 
-def _read_mla_common(hf: HfKeys) -> dict[str, Any]:
+def read_mla_common(hf: HfKeys) -> dict[str, Any]:
     """`read_common`, with a query's size for a head's, and what is common to latent attention."""
     hf.skip(*_HARMLESS)
     common = read_common(hf)
@@ -50,7 +50,7 @@ def _read_mla(hf: HfKeys, rope: RopeConfig) -> MlaConfig:
     )
 
 
-def _read_moe(hf: HfKeys, router: RouterConfig, layers: frozenset[int]) -> MoeConfig:
+def read_moe(hf: HfKeys, router: RouterConfig, layers: frozenset[int]) -> MoeConfig:
     """Shared experts are as wide as routed ones."""
     if hf.integer("moe_layer_freq", default=1) != 1:
         raise hf.error("moe_layer_freq", hf.integer("moe_layer_freq"), "1")
@@ -58,11 +58,23 @@ def _read_moe(hf: HfKeys, router: RouterConfig, layers: frozenset[int]) -> MoeCo
     return MoeConfig(router, size, hf.integer("n_shared_experts", default=0, minimum=0) * size, layers)
 
 
-def _after_dense(hf: HfKeys, num_layers: int) -> frozenset[int]:
+def after_dense(hf: HfKeys, num_layers: int) -> frozenset[int]:
+    """MoE layers where the first ones are dense."""
     return frozenset(range(hf.integer("first_k_dense_replace", minimum=0), num_layers))
 
 
-def _read_v3_router(hf: HfKeys) -> RouterConfig:
+def listed_or_after_dense(hf: HfKeys, num_layers: int) -> frozenset[int]:
+    """MoE layers as `mlp_layer_types` lists them; where it does not, those after the first dense ones."""
+    kinds = hf.strings("mlp_layer_types")
+    if not kinds:
+        return after_dense(hf, num_layers)
+    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise hf.error("mlp_layer_types", list(kinds), f"{num_layers} of 'dense' and 'sparse'")
+    hf.skip("first_k_dense_replace")
+    return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
+
+
+def read_v3_router(hf: HfKeys) -> RouterConfig:
     """The one kind that DeepSeek-V3's keys can name here."""
     hf.refuse("scoring_func", "sigmoid")
     hf.refuse("topk_method", "noaux_tc")
@@ -71,11 +83,11 @@ def _read_v3_router(hf: HfKeys) -> RouterConfig:
 
 def read_deepseek_v3(hf: HfKeys) -> ModelConfig:
     """DeepSeek-V3, R1 and V3.1, and Kimi-K2."""
-    common = _read_mla_common(hf)
+    common = read_mla_common(hf)
     return ModelConfig(
         **common,
         model_type=hf.string("model_type"),
-        moe=_read_moe(hf, _read_v3_router(hf), _after_dense(hf, common["num_layers"])),
+        moe=read_moe(hf, read_v3_router(hf), after_dense(hf, common["num_layers"])),
         num_mtp_layers=hf.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0),
     )
 
@@ -104,25 +116,17 @@ def read_deepseek_v2(hf: HfKeys) -> ModelConfig:
         scale=hf.number("routed_scaling_factor", default=1.0),
         float32_gate=True,
     )
-    common = _read_mla_common(hf)
-    moe = _read_moe(hf, router, _after_dense(hf, common["num_layers"]))
+    common = read_mla_common(hf)
+    moe = read_moe(hf, router, after_dense(hf, common["num_layers"]))
     return ModelConfig(**common, model_type="deepseek_v2", moe=moe)
 
 
 def read_glm4_moe_lite(hf: HfKeys) -> ModelConfig:
     """GLM-4.7-Flash: DeepSeek-V3's router and attention; layers may be listed by kind."""
-    common = _read_mla_common(hf)
-    num_layers, kinds = common["num_layers"], hf.strings("mlp_layer_types")
-    if not kinds:
-        layers = _after_dense(hf, num_layers)
-    elif len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
-        raise hf.error("mlp_layer_types", list(kinds), f"{num_layers} of 'dense' and 'sparse'")
-    else:
-        hf.skip("first_k_dense_replace")
-        layers = frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
+    common = read_mla_common(hf)
     return ModelConfig(
         **common,
         model_type="glm4_moe_lite",
-        moe=_read_moe(hf, _read_v3_router(hf), layers),
+        moe=read_moe(hf, read_v3_router(hf), listed_or_after_dense(hf, common["num_layers"])),
         num_mtp_layers=hf.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0),
     )

@@ -85,6 +85,22 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerConfig:
+    """DeepSeek Sparse Attention: how a token chooses the ones it attends to; filled by `hf_dsa`."""
+
+    # Of the small attention that only scores; its keys have one head.
+    num_heads: int
+    # Elements of its queries and keys; the first `qk_rope_head_dim` of them are rotated.
+    head_dim: int
+    # A token attends to at most so many, itself included.
+    top_k: int
+    # As `RopeConfig.interleaved`, of these queries and keys.
+    interleaved: bool
+    # Layers that choose for themselves; any other takes what the nearest of these before it chose.
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class MlaConfig:
     """Multi-head latent attention; filled by `hf_mla`. Names as in config.json."""
 
@@ -98,6 +114,8 @@ class MlaConfig:
     v_head_dim: int
     # Factor of the scores: that of the head's size, times what rotary scaling adds.
     softmax_scale: float
+    # None: a token attends to all earlier ones.
+    indexer: IndexerConfig | None = None
 
     @property
     def qk_head_dim(self) -> int:

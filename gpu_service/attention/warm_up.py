@@ -74,6 +74,10 @@ def _attend_latents(attention: MlaAttentionBackend, num_rows: int) -> None:
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(num_rows, *shape, dtype=cache.dtype, device=cache.device)
 
+    selection, index = None, sizes.index
+    if attention.selects and index is not None:
+        weights = zeros(index.num_heads).float()
+        selection = attention.select(zeros(index.num_heads, index.head_dim), weights, 0)
     query = zeros(sizes.num_heads, sizes.nope_dim + sizes.rope_dim)
     latent, key_rope = zeros(sizes.latent_dim), zeros(sizes.rope_dim)
     if attention.expands:
@@ -81,7 +85,7 @@ def _attend_latents(attention: MlaAttentionBackend, num_rows: int) -> None:
         attention.forward_expanded(query, query, value, latent, key_rope, 0)
     else:
         query_latent = zeros(sizes.num_heads, sizes.latent_dim)
-        attention.forward(query_latent, query[..., sizes.nope_dim :], latent, key_rope, 0)
+        attention.forward(query_latent, query[..., sizes.nope_dim :], latent, key_rope, 0, selection)
 
 
 def _dummy_inputs(step: list[tuple[int, int]], columns: int, device: torch.device) -> ForwardInputs:

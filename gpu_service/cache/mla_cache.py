@@ -5,9 +5,12 @@ Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from gpu_service.cache.fp8 import quantise_e4m3
+from gpu_service.cache.index_keys import IndexKeys
 from gpu_service.cache.layer_pages import LayerPages
 
 
@@ -16,7 +19,8 @@ class MlaCache(LayerPages):
 
     One tensor `[num_pages, page_size, latent_dim + rope_dim]` per layer: a token's compressed keys and
     values, then its rotated key part, which all heads share. The scales are those of `KVCache`, but one per
-    layer, set by a loader that finds one in the checkpoint.
+    layer, set by a loader that finds one in the checkpoint. Of a model with sparse attention, the same pages
+    hold the indexer's keys.
     """
 
     def __init__(
@@ -29,12 +33,30 @@ class MlaCache(LayerPages):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         storage_dtype: torch.dtype | None = None,
+        index_layers: int = 0,
+        index_dim: int = 0,
     ) -> None:
+        """`index_layers` choose what they attend to, by keys of `index_dim` elements."""
         row = (latent_dim + rope_dim,)
         super().__init__("MLA", num_layers, num_pages, page_size, row, dtype, device, storage_dtype)
         self.latent_dim = latent_dim
         self.rope_dim = rope_dim
         self.scales = [1.0] * num_layers
+        # None: attention is dense.
+        self.index_keys: IndexKeys | None = None
+        if index_layers:
+            self.index_keys = IndexKeys(index_layers, index_dim, num_pages, page_size, dtype, device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers, the indexer's keys included."""
+        return super().nbytes + (self.index_keys.nbytes if self.index_keys else 0)
+
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """See the base class; the indexer's keys as well."""
+        super().zero_pages(pages)
+        if self.index_keys is not None:
+            self.index_keys.zero_pages(pages)
 
     def latents(self, layer_id: int) -> torch.Tensor:
         """View of the compressed part, `[num_pages, page_size, latent_dim]`."""

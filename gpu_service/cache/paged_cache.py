@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gpu_service.cache.index_keys import index_bytes_per_page
 from gpu_service.cache.kv_cache import KVCache, bytes_per_page
 from gpu_service.cache.mla_cache import MlaCache, mla_bytes_per_page
 from gpu_service.model_config import ModelConfig
@@ -12,11 +13,15 @@ PagedCache = KVCache | MlaCache
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes one page takes over all layers; `dtype` is what pages hold."""
+    """Bytes one page takes over all layers; `dtype` is what pages hold of latents, keys and values."""
     if config.mla is None:
         return bytes_per_page(config, page_size, dtype)
-    mla = config.mla
-    return mla_bytes_per_page(config.num_layers, mla.kv_lora_rank, mla.qk_rope_head_dim, page_size, dtype)
+    mla, indexer = config.mla, config.mla.indexer
+    latents = mla_bytes_per_page(config.num_layers, mla.kv_lora_rank, mla.qk_rope_head_dim, page_size, dtype)
+    if indexer is None:
+        return latents
+    activations = config.torch_dtype
+    return latents + index_bytes_per_page(len(indexer.layers), indexer.head_dim, page_size, activations)
 
 
 def make_cache(
@@ -30,6 +35,7 @@ def make_cache(
     """The cache of a rank whose own configuration is `config`; the rest is as in the classes."""
     if config.mla is None:
         return KVCache(config, num_pages, page_size, dtype, device, storage_dtype=storage_dtype)
+    indexer = config.mla.indexer
     return MlaCache(
         config.num_layers,
         config.mla.kv_lora_rank,
@@ -39,4 +45,6 @@ def make_cache(
         dtype,
         device,
         storage_dtype,
+        index_layers=len(indexer.layers) if indexer else 0,
+        index_dim=indexer.head_dim if indexer else 0,
     )

@@ -10,6 +10,7 @@ from torch import nn
 from gpu_service.attention.mla.absorption import absorb_query, expand, project_values
 from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.context import ForwardContext
+from gpu_service.layers.indexer import Indexer, StepSelection
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.model_config import MlaConfig, ModelConfig
@@ -48,6 +49,9 @@ class MLAttention(nn.Module):
     `config` is the whole model's. A rank computes its own heads; latents, which all heads share, are
     computed and cached by every rank. `bias` is that of the projections from and to the hidden size.
     `layer_id` counts from the pipeline stage's first layer.
+
+    Sparse attention: `selection` is what the model's layers share; a layer without an `indexer` attends to
+    what the latest layer with one chose.
     """
 
     def __init__(
@@ -58,12 +62,16 @@ class MLAttention(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         parallel: ParallelContext = SOLO,
+        indexer: Indexer | None = None,
+        selection: StepSelection | None = None,
     ) -> None:
         super().__init__()
         mla = config.mla
         assert mla is not None, "the family's reader fills `mla`"
         self.layer_id = layer_id
         self._sizes = mla
+        self.indexer = indexer
+        self._selection = selection
         size, heads = config.hidden_size, query_heads(config, parallel)
         query_rows = heads.scaled(mla.qk_head_dim)
         latent_rows = {"kv_a_proj_with_mqa": Span.whole(mla.cached_dim)}
@@ -86,7 +94,7 @@ class MLAttention(nn.Module):
         """`[T, H]` to a new `[T, H]`; the new latents are in the cache afterwards."""
         mla, backend = self._sizes, context.attention
         assert isinstance(backend, MlaAttentionBackend), "the cache of this model holds latents"
-        query, compressed = self._project(hidden_states)
+        query, compressed = self._project(hidden_states, rope, context)
         latent = self.kv_a_layernorm(compressed[:, : mla.kv_lora_rank])
         key_rope = compressed[:, mla.kv_lora_rank :]
         query_nope, query_rope = query[..., : mla.qk_nope_head_dim], query[..., mla.qk_nope_head_dim :]
@@ -99,18 +107,27 @@ class MLAttention(nn.Module):
         else:
             key_weight, value_weight = weight[:, : mla.qk_nope_head_dim], weight[:, mla.qk_nope_head_dim :]
             query_latent = absorb_query(query_nope, key_weight)
-            latents = backend.forward(query_latent, query_rope, latent, key_rope, layer_id)
+            chosen = None if self._selection is None else self._selection.tokens
+            latents = backend.forward(query_latent, query_rope, latent, key_rope, layer_id, chosen)
             attended = project_values(latents, value_weight)
         output: torch.Tensor = self.o_proj(attended.flatten(1))
         return output
 
-    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries `[T, num_heads, qk_head_dim]`, and latents with key parts to rotate `[T, cached_dim]`."""
+    def _project(
+        self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries `[T, num_heads, qk_head_dim]`, and latents with key parts to rotate `[T, cached_dim]`.
+
+        The indexer, which reads the queries' latent, has made its choice afterwards.
+        """
         compressed: torch.Tensor = self.a_proj(hidden_states)
         rank = self._sizes.q_lora_rank
         if rank is None:
             query = self.q_proj(hidden_states)
         else:
-            query = self.q_b_proj(self.q_a_layernorm(compressed[:, :rank]))
+            query_latent = self.q_a_layernorm(compressed[:, :rank])
+            if self.indexer is not None:
+                self.indexer(hidden_states, query_latent, rope, context)
+            query = self.q_b_proj(query_latent)
             compressed = compressed[:, rank:]
         return query.view(hidden_states.shape[0], -1, self._sizes.qk_head_dim), compressed

@@ -19,7 +19,8 @@ from moebius.config import GpuConfig
 MIB = 2**20
 # The driver's context, the modules of torch, cuBLAS, Triton and FlashInfer: 0.5 to 0.7 GiB on Hopper.
 CUDA_CONTEXT = 768 * MIB
-# FlashInfer's plans (a float and an integer buffer for prefill and decode each), page tables, staging.
+# FlashInfer's plans (a float and an integer buffer for prefill and decode each), page tables, staging; or,
+# where Triton attends, results of splits and scores of sparse attention, which take less.
 ATTENTION_WORKSPACE = 512 * MIB
 # cuBLAS takes 32 MiB a stream on Hopper; two streams compute.
 CUBLAS_WORKSPACE = 64 * MIB
@@ -62,7 +63,7 @@ def activation_bytes(
     item, ranks = config.torch_dtype.itemsize, parallel.tp_size
     # Residual, normed input, its output and one temporary; partial sum and answer in float32.
     stream = config.hidden_size * (4 * item + 2 * 4)
-    attention = _attention_row(config) * item // ranks
+    attention = _attention_row(config) * item // ranks + _selection_row(config)
     return step.tokens * (stream + max(attention, _mlp_row(config, ranks, has_resident_experts))) + (
         logits_bytes(config, step)
     )
@@ -76,6 +77,16 @@ def _attention_row(config: ModelConfig) -> int:
     absorbed = 2 * mla.kv_lora_rank
     written_out = 2 * mla.qk_nope_head_dim + mla.qk_rope_head_dim + 2 * mla.v_head_dim
     return config.num_heads * (mla.qk_head_dim + max(absorbed, written_out) + 2 * mla.v_head_dim)
+
+
+def _selection_row(config: ModelConfig) -> int:
+    """Bytes of one token's row of sparse attention's choice, which every rank makes whole."""
+    indexer = config.mla.indexer if config.mla is not None else None
+    if indexer is None:
+        return 0
+    query = 2 * indexer.num_heads * indexer.head_dim * config.torch_dtype.itemsize
+    # Hidden states and weights of heads in float32, and the chosen positions.
+    return query + 4 * (config.hidden_size + 2 * indexer.num_heads + indexer.top_k)
 
 
 def _mlp_row(config: ModelConfig, ranks: int, has_resident_experts: bool) -> int:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from gpu_service.attention.factory import Attention
+from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.paged_cache import PagedCache
 from gpu_service.context import ForwardContext
@@ -42,7 +43,8 @@ def profile_activations(
 ) -> int:
     """Most bytes of tensors alive during one step of `step.tokens` tokens, weights and cache not counted.
 
-    The step is a prefill of one request on a cache of its own (`make_cache(pages)`). Experts of servers
+    The step is a prefill of one request on a cache of its own (`make_cache(pages)`); of latent attention,
+    which computes otherwise behind earlier tokens, also one behind as many as it takes. Experts of servers
     answer zeros, those in `resident` are computed, and `sample` is given `step.sequences` rows of logits.
     Its blocks stay reserved by the allocator, so that steps in service find them. 0 without a `memory`.
     """
@@ -53,10 +55,20 @@ def profile_activations(
     experts = NullExpertClient(geometry) if geometry is not None else None
     memory.reset_peak()
     before = memory.use().allocated
-    inputs = profile_inputs(step, cache, vocab_size)
-    _run(model, ForwardContext(inputs, cache, attention, experts, resident=resident), sample)
+    for earlier in _earlier_tokens(attention, page_size):
+        inputs = profile_inputs(step, cache, vocab_size, earlier)
+        _run(model, ForwardContext(inputs, cache, attention, experts, resident=resident), sample)
     peak = memory.use().peak
     return max(0, peak - before)
+
+
+def _earlier_tokens(attention: Attention, page_size: int) -> list[int]:
+    """In whole pages, of each step that has to be measured."""
+    if not isinstance(attention, MlaAttentionBackend):
+        return [0]
+    index = attention.dimensions.index
+    pages = 1 if index is None else -(-index.top_k // page_size)
+    return [0, pages * page_size]
 
 
 @torch.inference_mode()
@@ -66,19 +78,24 @@ def _run(model: ProfiledModel, context: ForwardContext, sample: Callable[[torch.
     sample(model.compute_logits(hidden_states[context.inputs.logits_indices]))
 
 
-def profile_inputs(step: StepSize, cache: PagedCache, vocab_size: int) -> ForwardInputs:
-    """One request of `step.tokens` tokens in pages 1, 2, …; logits of as many rows as may be sampled."""
+def profile_inputs(step: StepSize, cache: PagedCache, vocab_size: int, earlier: int = 0) -> ForwardInputs:
+    """One request of `step.tokens` tokens in pages 1, 2, …; logits of as many rows as may be sampled.
+
+    Its `earlier` tokens, whole pages of them, lie in the dummy page.
+    """
     tokens, device = step.tokens, cache.device
     pages = -(-tokens // cache.page_size)
     positions = torch.arange(tokens, device=device)
+    table = torch.zeros(1, earlier // cache.page_size + pages, dtype=torch.int32, device=device)
+    table[0, -pages:] = torch.arange(1, pages + 1)
     return ForwardInputs(
         input_ids=positions % vocab_size,
-        positions=positions,
+        positions=positions + earlier,
         slot_mapping=positions + cache.page_size,
-        block_table=torch.arange(1, pages + 1, dtype=torch.int32, device=device)[None],
+        block_table=table,
         query_start_loc=[0, tokens],
-        seq_lens=[tokens],
+        seq_lens=[earlier + tokens],
         logits_indices=positions[-min(step.sequences, tokens) :],
         query_start_loc_tensor=torch.tensor([0, tokens], dtype=torch.int32, device=device),
-        seq_lens_tensor=torch.tensor([tokens], dtype=torch.int32, device=device),
+        seq_lens_tensor=torch.tensor([earlier + tokens], dtype=torch.int32, device=device),
     )

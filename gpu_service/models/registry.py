@@ -10,6 +10,7 @@ from gpu_service.model_config import ModelConfig, ModelConfigError
 from gpu_service.models import (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     dots1,
     ernie4_5_moe,
     glm4_moe,
@@ -42,10 +43,12 @@ class ModelBuilder(Protocol):
 MODEL_BUILDERS: dict[str, ModelBuilder] = {
     "deepseek_v2": deepseek_v2.build,
     "deepseek_v3": deepseek_v3.build,
+    "deepseek_v32": deepseek_v32.build,
     "dots1": dots1.build,
     "ernie4_5_moe": ernie4_5_moe.build,
     "glm4_moe": glm4_moe.build,
     "glm4_moe_lite": glm4_moe_lite.build,
+    "glm_moe_dsa": deepseek_v32.build,
     "gpt_oss": gpt_oss.build,
     "kimi_k2": deepseek_v3.build,
     "minimax_m2": minimax_m2.build,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gpu_service.model_config import ModelConfig
+from gpu_service.model_config import MlaConfig, ModelConfig
 from gpu_service.parallel.context import ParallelContext
 from moebius.errors import ConfigError
 
@@ -112,6 +112,30 @@ def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
             f"pipeline_parallel_size: {parallel.num_stages} stages for {config.num_layers} layers; "
             f"allowed: 1 to {config.num_layers}"
         )
+    _check_choices_stay(config, parallel)
+
+
+def _check_choices_stay(config: ModelConfig, parallel: ParallelContext) -> None:
+    """Raises ConfigError where a layer would attend to what a layer of an earlier stage chose."""
+    indexer = config.mla.indexer if config.mla is not None else None
+    if indexer is None:
+        return
+    firsts = [stage_layers(config, replace(parallel, stage=i)).start for i in range(parallel.num_stages)]
+    shared = [first for first in firsts if first not in indexer.layers]
+    if shared:
+        raise ConfigError(
+            f"pipeline_parallel_size: {parallel.num_stages} stages would begin at layer {shared[0]}, which "
+            f"attends to what an earlier layer chose; stages may begin at {sorted(indexer.layers)}"
+        )
+
+
+def _own_choices(config: ModelConfig, layers: range) -> MlaConfig | None:
+    """Latent attention of a stage; the layers that choose count from its first one."""
+    mla = config.mla
+    if mla is None or mla.indexer is None:
+        return mla
+    own = frozenset(layer - layers.start for layer in mla.indexer.layers if layer in layers)
+    return replace(mla, indexer=replace(mla.indexer, layers=own))
 
 
 def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
@@ -137,6 +161,7 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
         num_kv_heads=kv_heads(config, parallel).size,
         intermediate_size=even_span(config.intermediate_size, rank, size).size,
         moe=moe,
+        mla=_own_choices(config, layers),
     )
 
 

@@ -142,6 +142,12 @@ FAMILIES: Mapping[str, FamilyKeys] = {
     "glm4_moe_lite": FamilyKeys(
         num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_by_layer_types
     ),
+    "deepseek_v32": FamilyKeys(
+        num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_by_layer_types
+    ),
+    "glm_moe_dsa": FamilyKeys(
+        num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_by_layer_types
+    ),
     "gpt_oss": FamilyKeys(
         num_experts=("num_local_experts",),
         moe_layers=_every,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests.helpers.tiny_dsa_models import DSA_MODELS
 from tests.helpers.tiny_gqa_models import GQA_MODELS
 from tests.helpers.tiny_mla_models import MLA_MODELS
 
@@ -146,6 +147,7 @@ TINY_MODELS: dict[str, TinyModel] = {
 }
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in MLA_MODELS.items()}
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in GQA_MODELS.items()}
+TINY_MODELS |= {name: TinyModel(**fields) for name, fields in DSA_MODELS.items()}
 
 
 def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
@@ -154,10 +156,12 @@ def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
     name = {
         "deepseek_v2": "DeepseekV2",
         "deepseek_v3": "DeepseekV3",
+        "deepseek_v32": "DeepseekV32",
         "dots1": "Dots1",
         "ernie4_5_moe": "Ernie4_5_Moe",
         "glm4_moe": "Glm4Moe",
         "glm4_moe_lite": "Glm4MoeLite",
+        "glm_moe_dsa": "GlmMoeDsa",
         "gpt_oss": "GptOss",
         "minimax_m2": "MiniMaxM2",
         "mixtral": "Mixtral",
@@ -199,6 +203,30 @@ def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int) -> Any:
         path = directory / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": tiny.model_type}))
     return model
+
+
+@torch.inference_mode()
+def greedy_answer(model: Any, prompt: list[int], count: int) -> list[int]:
+    """The tokens that transformers' whole forward finds best, one after another.
+
+    Decoding with its cache proposes them and one whole forward judges them all: of sparse attention the two
+    may differ. A proposal that is not the judge's is replaced from there on.
+    """
+    answer: list[int] = []
+    while len(answer) < count:
+        known, left = len(prompt) + len(answer), count - len(answer)
+        tokens = model.generate(
+            torch.tensor([prompt + answer]),
+            max_new_tokens=left,
+            min_new_tokens=left,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        proposed = tokens[0, known:].tolist()
+        best = model(tokens).logits[0, known - 1 : -1].argmax(-1).tolist()
+        agreed = next((i for i in range(left) if best[i] != proposed[i]), left)
+        answer += proposed[:agreed] + best[agreed : agreed + 1]
+    return answer
 
 
 def cached_tiny_models(root: Path) -> Callable[[str], tuple[Path, Any]]:

@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from prometheus_client import CollectorRegistry
 
 from gpu_service.build import build_engine
@@ -18,7 +17,7 @@ from gpu_service.metrics import EngineMetrics
 from gpu_service.request import Request, SamplingParams
 from gpu_service.telemetry import EngineTelemetry
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
-from tests.helpers.tiny_models import TINY_MODELS, make_tiny_model
+from tests.helpers.tiny_models import TINY_MODELS, greedy_answer, make_tiny_model
 
 NUM_TOKENS = 64
 SHARED = [11, 48, 190, 3, 66, 71, 28, 39, 5, 123, 8, 54]
@@ -42,13 +41,7 @@ def answered(
     """A checkpoint and what transformers answers to each prompt alone."""
     directory = tmp_path_factory.mktemp("engine")
     model = make_tiny_model(request.param, directory)
-    answers = []
-    for prompt in PROMPTS:
-        output = model.generate(
-            torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
-        )
-        answers.append(output[0, len(prompt) :].tolist())
-    return directory, answers
+    return directory, [greedy_answer(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
 def _run(directory: Path, gpu: GpuConfig) -> list[Request]:

@@ -13,6 +13,16 @@ from gpu_service.cache.mla_cache import MlaCache
 
 
 @dataclass(frozen=True, slots=True)
+class IndexDimensions:
+    """Sizes of sparse attention's indexer, the same on every rank; filled as `MlaDimensions`."""
+
+    num_heads: int
+    head_dim: int
+    # Tokens that a query attends to at most.
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
 class MlaDimensions:
     """Sizes of one rank's attention; filled by the model family from its configuration."""
 
@@ -23,6 +33,8 @@ class MlaDimensions:
     value_dim: int  # v_head_dim
     # (nope_dim + rope_dim) ** -0.5, times what a family's rotary scaling adds.
     softmax_scale: float
+    # None: a query attends to all tokens before it.
+    index: IndexDimensions | None = None
 
 
 class MlaAttentionBackend(PlannedAttention):
@@ -30,6 +42,11 @@ class MlaAttentionBackend(PlannedAttention):
 
     Absorbed, every head's queries are carried into the latent space, where all heads share one key (the
     latent and the rotated part) and one value (the latent): `absorption.py` has the algebra.
+
+    Of a model with sparse attention, a layer's `select` says which tokens each query attends to, and
+    `forward` is given that selection: int32 `[T, top_k]`, positions within the row's own request, ascending,
+    then -1. A query with at most `top_k` tokens up to it selects all of them, so that its attention is the
+    dense one. Several layers may use one selection.
     """
 
     def __init__(self, dimensions: MlaDimensions, cache: MlaCache) -> None:
@@ -42,6 +59,8 @@ class MlaAttentionBackend(PlannedAttention):
         self.cache = cache
         # Whether the planned step takes `forward_expanded`, else `forward`; filled by `plan`.
         self.expands = False
+        # Whether queries of the planned step may have to choose, else selections are None; filled by `plan`.
+        self.selects = False
 
     @classmethod
     def unsupported(cls, dimensions: MlaDimensions, cache: MlaCache) -> str:
@@ -56,13 +75,14 @@ class MlaAttentionBackend(PlannedAttention):
         latent: torch.Tensor,
         key_rope: torch.Tensor,
         layer_id: int,
+        selection: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new latents of this layer, then attend in the latent space.
 
         query_latent `[T, num_heads, latent_dim]` (queries after absorbing the key projection); query_rope
         `[T, num_heads, rope_dim]`; latent `[T, latent_dim]` (normed); key_rope `[T, rope_dim]`; rotary
         embedding already applied, all of the cache's `dtype`. Returns `[T, num_heads, latent_dim]`, to be
-        carried through the value projection.
+        carried through the value projection. selection: None means all tokens; else see the class.
         """
 
     @abstractmethod
@@ -81,6 +101,22 @@ class MlaAttentionBackend(PlannedAttention):
         query, key `[T, num_heads, nope_dim + rope_dim]`; value `[T, num_heads, value_dim]`. Returns
         `[T, num_heads, value_dim]`: what `forward` gives after the value projection.
         """
+
+    def select(self, query: torch.Tensor, head_weights: torch.Tensor, index_layer: int) -> torch.Tensor:
+        """The tokens with the highest scores, int32 `[T, top_k]` as the class says; where `selects`.
+
+        query `[T, index heads, index head_dim]`, rotary embedding applied; head_weights float32 `[T, index
+        heads]`, scales included; the step's keys are in `cache.index_keys` already. A token's score is the
+        sum over heads of weight times ReLU(query · key); among equal ones the earlier token wins, so that
+        the way a sequence was cut into steps can not decide. Raises NotImplementedError where this backend
+        can not serve sparse attention.
+        """
+        raise NotImplementedError(f"{type(self).__name__} can not select tokens")
+
+    def _may_select(self, longest: int) -> bool:
+        """Whether a step whose longest sequence has so many tokens must choose among them."""
+        index = self.dimensions.index
+        return index is not None and longest > index.top_k
 
     def _require_expands(self) -> None:
         if not self.expands:

@@ -53,6 +53,8 @@ class FlashInferMlaAttention(MlaAttentionBackend):
     def unsupported(cls, dimensions: MlaDimensions, cache: MlaCache) -> str:
         """See the base class."""
         sizes = dimensions.latent_dim, dimensions.rope_dim
+        if dimensions.index is not None:
+            return "FlashInfer's latent attention reads all tokens, and this model attends to selected ones"
         if cache.dtype not in HALF_TYPES:
             return f"FlashInfer computes in float16 and bfloat16, not in {cache.dtype}"
         if cache.is_quantised:
@@ -100,8 +102,11 @@ class FlashInferMlaAttention(MlaAttentionBackend):
         latent: torch.Tensor,
         key_rope: torch.Tensor,
         layer_id: int,
+        selection: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See the base class. A step planned for written-out keys must use `forward_expanded`."""
+        if selection is not None:
+            raise NotImplementedError("FlashInferMlaAttention can not attend to selected tokens")
         assert self._inputs is not None, "plan comes first"
         if self._wrapper is self._ragged:
             raise ValueError("this step was planned for forward_expanded: `expands` is True")

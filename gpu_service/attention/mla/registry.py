@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions
+from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend, MlaDimensions
 from gpu_service.attention.registry import ATTENTION_BACKENDS, BackendEntry, choose_backend
 from gpu_service.cache.mla_cache import MlaCache
 from gpu_service.model_config import ModelConfig
@@ -29,6 +29,7 @@ def mla_dimensions(config: ModelConfig) -> MlaDimensions:
     mla = config.mla
     if mla is None:
         raise ValueError(f"{config.model_type} has no latent attention")
+    indexer = mla.indexer
     return MlaDimensions(
         num_heads=config.num_heads,
         latent_dim=mla.kv_lora_rank,
@@ -36,6 +37,7 @@ def mla_dimensions(config: ModelConfig) -> MlaDimensions:
         rope_dim=mla.qk_rope_head_dim,
         value_dim=mla.v_head_dim,
         softmax_scale=mla.softmax_scale,
+        index=IndexDimensions(indexer.num_heads, indexer.head_dim, indexer.top_k) if indexer else None,
     )
 
 

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_service.attention.base import check_step
 from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions, has_only_first_chunks
+from gpu_service.attention.mla.selection import index_scores, select_tokens
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.mla_cache import MlaCache
 
@@ -36,7 +37,9 @@ class TorchMlaAttention(MlaAttentionBackend):
         """See the base class."""
         check_step(inputs, self.cache.page_size)
         self._slot_mapping = inputs.slot_mapping
-        self.expands = not self.cache.is_quantised and has_only_first_chunks(inputs)
+        self.selects = self._may_select(max(inputs.seq_lens, default=0))
+        expandable = not self.cache.is_quantised and has_only_first_chunks(inputs)
+        self.expands = expandable and not self.selects
         starts, table = inputs.query_start_loc, inputs.block_table.long()
         self._spans = [
             self._span(slice(starts[i], starts[i + 1]), kv_len, table[i])
@@ -57,6 +60,7 @@ class TorchMlaAttention(MlaAttentionBackend):
         latent: torch.Tensor,
         key_rope: torch.Tensor,
         layer_id: int,
+        selection: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See the base class."""
         self.cache.append(layer_id, latent, key_rope, self._slot_mapping)
@@ -67,15 +71,32 @@ class TorchMlaAttention(MlaAttentionBackend):
             # A single row's heads stand in the place of positions: one product for all of them.
             rows = query[span.rows] if span.mask is None else query[span.rows].transpose(0, 1)
             shared = keys.expand(rows.shape[0], -1, -1)
+            mask = span.mask
+            if selection is not None and self._may_select(span.kv_len):
+                mask = _selection_mask(selection[span.rows], span.kv_len, keys.dtype)
             attended = scaled_dot_product_attention(
                 rows,
                 shared,
                 shared[..., : self.dimensions.latent_dim],
-                attn_mask=span.mask,
+                attn_mask=mask,
                 scale=self.dimensions.softmax_scale,
             )
             output[span.rows] = attended if span.mask is None else attended.transpose(0, 1)
         return output
+
+    def select(self, query: torch.Tensor, head_weights: torch.Tensor, index_layer: int) -> torch.Tensor:
+        """See the base class."""
+        index, keys = self.dimensions.index, self.cache.index_keys
+        assert index is not None, "asked only where `selects`"
+        assert keys is not None, "the cache of this model holds the indexer's keys"
+        selection = torch.empty(query.shape[0], index.top_k, dtype=torch.int32, device=query.device)
+        for span in self._spans:
+            rows, num_new = span.rows, span.rows.stop - span.rows.start
+            gathered = keys.gather(index_layer, span.pages)[: span.kv_len]
+            scores = index_scores(query[rows], head_weights[rows], gathered)
+            lengths = torch.arange(span.kv_len - num_new + 1, span.kv_len + 1, device=query.device)
+            selection[rows] = select_tokens(scores, lengths, index.top_k)
+        return selection
 
     def forward_expanded(
         self,
@@ -91,6 +112,13 @@ class TorchMlaAttention(MlaAttentionBackend):
         self.cache.append(layer_id, latent, key_rope, self._slot_mapping)
         starts = [span.rows.start for span in self._spans] + [query.shape[0]]
         return attend_first_chunks(query, key, value, starts, self.dimensions.softmax_scale)
+
+
+def _selection_mask(selection: torch.Tensor, kv_len: int, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a row of `[n, top_k]` selects a token, else -inf: `[n, kv_len]`."""
+    mask = torch.full((selection.shape[0], kv_len + 1), float("-inf"), dtype=dtype, device=selection.device)
+    # -1 is the column behind the last, which is dropped.
+    return mask.scatter_(1, selection.long() % (kv_len + 1), 0.0)[:, :kv_len]
 
 
 def attend_first_chunks(

@@ -8,6 +8,7 @@ from gpu_service.attention.base import check_step
 from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions, has_only_first_chunks
 from gpu_service.attention.mla.torch_reference import attend_first_chunks
 from gpu_service.attention.mla.triton_decode import mla_attention, mla_tile
+from gpu_service.attention.mla.triton_index import MAX_SCORES, choose_tokens
 from gpu_service.attention.triton_kernels.decode import MIN_SPLIT
 from gpu_service.attention.triton_kernels.partial import Partial, PartialResults
 from gpu_service.attention.triton_kernels.shapes import num_splits, streaming_multiprocessors
@@ -25,15 +26,20 @@ class TritonMlaAttention(MlaAttentionBackend):
         self._min_split = min_split
         self._num_sms = streaming_multiprocessors(cache.device)
         self._inputs: ForwardInputs | None = None
+        self._longest = 1
         self._partial: Partial | None = None
         heads = min(dimensions.num_heads, mla_tile(cache.dtype).rows)
+        # One for all layers: in stream order, no two use it at a time.
+        num_scores = 0 if dimensions.index is None else MAX_SCORES
+        self._scores = torch.empty(num_scores, dtype=torch.float32, device=cache.device)
         self._partials = PartialResults(heads, dimensions.latent_dim, cache.device)
 
     def plan(self, inputs: ForwardInputs) -> None:
         """See the base class."""
         check_step(inputs, self.cache.page_size)
         self._prepare(inputs, max(inputs.seq_lens, default=1))
-        self.expands = not self.cache.is_quantised and has_only_first_chunks(inputs)
+        expandable = not self.cache.is_quantised and has_only_first_chunks(inputs)
+        self.expands = expandable and not self.selects
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
         """See the base class. Splits are chosen for the longest sequence that the block table can hold."""
@@ -51,6 +57,7 @@ class TritonMlaAttention(MlaAttentionBackend):
         latent: torch.Tensor,
         key_rope: torch.Tensor,
         layer_id: int,
+        selection: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See the base class."""
         inputs, scale = self._inputs, self.cache.scales[layer_id]
@@ -67,6 +74,25 @@ class TritonMlaAttention(MlaAttentionBackend):
             self.dimensions.softmax_scale * scale,
             scale,
             self._min_split,
+            selection,
+        )
+
+    def select(self, query: torch.Tensor, head_weights: torch.Tensor, index_layer: int) -> torch.Tensor:
+        """See the base class."""
+        index, keys, inputs = self.dimensions.index, self.cache.index_keys, self._inputs
+        assert inputs is not None, "plan comes first"
+        assert index is not None, "asked only where `selects`"
+        assert keys is not None, "the cache of this model holds the indexer's keys"
+        return choose_tokens(
+            query,
+            head_weights,
+            keys.pages(index_layer),
+            inputs.block_table,
+            inputs.seq_lens_tensor,
+            inputs.query_start_loc_tensor,
+            self._longest,
+            index.top_k,
+            self._scores,
         )
 
     def forward_expanded(
@@ -86,7 +112,11 @@ class TritonMlaAttention(MlaAttentionBackend):
         return attend_first_chunks(query, key, value, inputs.query_start_loc, self.dimensions.softmax_scale)
 
     def _prepare(self, inputs: ForwardInputs, max_length: int) -> None:
-        self._inputs = inputs
+        self._inputs, self._longest = inputs, max_length
+        self.selects = self._may_select(max_length)
+        if self.selects:
+            assert self.dimensions.index is not None
+            max_length = self.dimensions.index.top_k
         num_rows, heads = inputs.query_start_loc[-1], self.dimensions.num_heads
         blocks = -(-heads // mla_tile(self.cache.dtype).rows)
         splits = num_splits(num_rows, blocks, max_length, self._min_split, self._num_sms)

@@ -1,7 +1,8 @@
 """Latent attention as Triton kernels: a program serves a block of heads of one row over a share of its keys.
 
 A latent is read once and serves as key and as value. Rows of chunks are served like decodes, one by one:
-right for any mixture, fast for decodes; long prompts belong to `forward_expanded` or to FlashInfer.
+right for any mixture, fast for decodes; long prompts belong to `forward_expanded` or to FlashInfer. Of sparse
+attention a row's keys are those of its selection, in the same order and shares as if there were no others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gpu_service.ops.triton.jit import jit, next_power_of_2
 
 
 @jit
-def _position_of(row, query_starts, seq_lens, num_requests):  # type: ignore[no-untyped-def]
+def position_of(row, query_starts, seq_lens, num_requests):  # type: ignore[no-untyped-def]
     """The request that a row belongs to, by bisection, and how many tokens the row attends to."""
     low, high = 0, num_requests
     while low < high:
@@ -29,17 +30,27 @@ def _position_of(row, query_starts, seq_lens, num_requests):  # type: ignore[no-
     return request, tl.load(seq_lens + request) - (tl.load(query_starts + request + 1) - 1 - row)
 
 
+@jit
+def _chosen(selection, row, column, seen, TOP_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tokens in those columns of the row's selection, and where there are any."""
+    # 64 bits: rows times TOP_K can be more than 32 hold.
+    position = tl.load(selection + row.to(tl.int64) * TOP_K + column, mask=seen, other=-1)
+    return tl.maximum(position, 0), position >= 0
+
+
 @jit_for_any("num_requests", "table_stride", "num_splits")
 def _mla_kernel(  # type: ignore[no-untyped-def]
-    q_latent, q_rope, cache, output, partial_output, partial_lse, block_table, seq_lens, query_starts,
-    num_requests, table_stride, num_splits, score_scale, value_scale,
+    q_latent, q_rope, cache, output, partial_output, partial_lse, selection, block_table, seq_lens,
+    query_starts, num_requests, table_stride, num_splits, score_scale, value_scale,
     NUM_HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    MINIMUM: tl.constexpr, SINGLE_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    MINIMUM: tl.constexpr, SINGLE_SPLIT: tl.constexpr, PRECISION: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of heads, split); queries are contiguous."""
+    """Program (row, block of heads, split); queries are contiguous. TOP_K 0: there is no selection."""
     row, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    request, length = _position_of(row, query_starts, seq_lens, num_requests)
+    request, length = position_of(row, query_starts, seq_lens, num_requests)
+    if TOP_K > 0:
+        length = tl.minimum(length, TOP_K)
     share = keys_per_split(length, num_splits, MINIMUM, BLOCK_N)
     begin = split * share
     end = tl.minimum(begin + share, length)
@@ -57,6 +68,8 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
     for first in range(begin, end, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
         seen = position < end
+        if TOP_K > 0:
+            position, seen = _chosen(selection, row, position, seen, TOP_K)
         page = tl.load(block_table + request * table_stride + position // PAGE_SIZE, mask=seen, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
         at = cache + slot[:, None] * (LATENT + ROPE)
@@ -125,12 +138,14 @@ def mla_attention(
     score_scale: float,
     value_scale: float,
     min_split: int = MIN_SPLIT,
+    selection: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Absorbed attention of every row; returns `[T, num_heads, latent_dim]`.
 
     query_latent, query_rope as in `MlaAttentionBackend.forward`; pages `[num_pages, page_size, latent_dim +
     rope_dim]`; partial: float32 `[T, num_heads, num_splits, latent_dim]` and `[T, num_heads, num_splits]`,
-    or None for one split; the rest int32 as in `ForwardInputs`.
+    or None for one split; selection as in `MlaAttentionBackend`, contiguous; the rest int32 as in
+    `ForwardInputs`.
     """
     num_rows, num_heads, latent_dim = query_latent.shape
     rope_dim, page_size = query_rope.shape[2], pages.shape[1]
@@ -140,11 +155,13 @@ def mla_attention(
     partial_output, partial_lse = partial or (output, output)
     _mla_kernel[(num_rows, -(-num_heads // tile.rows), num_splits)](
         query_latent.contiguous(), query_rope.contiguous(), pages, output, partial_output, partial_lse,
-        block_table, seq_lens, query_starts, seq_lens.shape[0], block_table.stride(0), num_splits,
+        block_table if selection is None else selection, block_table, seq_lens, query_starts,
+        seq_lens.shape[0], block_table.stride(0), num_splits,
         score_scale * LOG2_E, value_scale,
         NUM_HEADS=num_heads, LATENT=latent_dim, ROPE=rope_dim, PAGE_SIZE=page_size, BLOCK_H=tile.rows,
         BLOCK_L=max(16, next_power_of_2(latent_dim)), BLOCK_R=max(16, next_power_of_2(rope_dim)),
         BLOCK_N=tile.keys, MINIMUM=min_split, SINGLE_SPLIT=partial is None, PRECISION=tile.precision,
+        TOP_K=0 if selection is None else selection.shape[1],
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if partial is not None:
