@@ -35,8 +35,8 @@ class Target:
 
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# Names outside of layers, and whether a stage reads them.
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+# Modules outside of layers; quantised ones have several tensors each.
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
 def wanted_name(name: str, config: ModelConfig, parallel: ParallelContext = SOLO) -> str | None:
@@ -47,7 +47,7 @@ def wanted_name(name: str, config: ModelConfig, parallel: ParallelContext = SOLO
     and what other pipeline stages read; a name that no stage knows is left out by none.
     """
     canonical = FAMILY_RULES[config.model_type].canonical_name(name, config.num_layers)
-    if canonical is None or (config.tie_word_embeddings and canonical == _HEAD):
+    if canonical is None or (config.tie_word_embeddings and _module(canonical) == _HEAD):
         return None
     layer = _LAYER.match(canonical)
     if layer is None:
@@ -61,9 +61,13 @@ def wanted_name(name: str, config: ModelConfig, parallel: ParallelContext = SOLO
 
 
 def _is_of_stage(canonical: str, config: ModelConfig, parallel: ParallelContext) -> bool:
-    if canonical == _EMBEDDING:
+    if _module(canonical) == _EMBEDDING:
         return parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings)
-    return parallel.is_last_stage or canonical not in (_NORM, _HEAD)
+    return parallel.is_last_stage or _module(canonical) not in (_NORM, _HEAD)
+
+
+def _module(canonical: str) -> str:
+    return canonical.rpartition(".")[0]
 
 
 def expected_names(model: CausalLM) -> dict[str, Target]:

@@ -1,0 +1,203 @@
+"""Every way a whole checkpoint may be quantised, dense layers and experts alike, with its configuration.
+
+Those of `quantised_checkpoints`, and those that experts can not keep at rest or spell otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, compressed, gptq
+from tests.helpers.quantised_sources import (
+    ENCODERS,
+    Array,
+    Floats,
+    bfloat16_bits,
+    bfloat16_values,
+    compressed_int4,
+    e8m0_values,
+    float8_bits,
+    float8_values,
+    fp8_block,
+    fp8_channel,
+    gptq_int4,
+    int4_codes,
+    mxfp4,
+    pack_words,
+    per_element,
+)
+
+# Tensors by the suffix behind the module's name, and the weights they mean.
+Encoded = tuple[Mapping[str, Array], Floats]
+
+
+@dataclass(frozen=True)
+class ModelFormat:
+    """`config`: quantization_config; None for plain checkpoints."""
+
+    encode: Callable[[Floats], Encoded]
+    config: dict[str, Any] | None
+    # safetensors dtypes that numpy's do not tell, by suffix.
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+
+def _known(name: str) -> ModelFormat:
+    def encode(weights: Floats) -> Encoded:
+        found = ENCODERS[name](weights)
+        return found.tensors, found.weights
+
+    fp4 = {"weight": "U8", "weight_packed": "U8"} if "fp4" in name else {}
+    return ModelFormat(encode, QUANTIZATION_CONFIGS[name], fp4)
+
+
+def _int8_codes(weights: Floats, group_size: int) -> tuple[Array, Array, Floats]:
+    """int8 codes `[out, in]`, float16 scales `[out, groups]`, and what they mean."""
+    groups = np.pad(weights, [(0, 0), (0, -weights.shape[1] % group_size)])
+    largest = np.abs(groups.reshape(len(weights), -1, group_size)).max(2)
+    scales = np.maximum(largest / 127, 1e-6).astype(np.float16)
+    spread = per_element(scales.astype(np.float32), group_size, weights.shape[1])
+    codes = np.clip(np.rint(weights / spread), -128, 127).astype(np.int8)
+    return codes, scales, codes.astype(np.float32) * spread
+
+
+def _words_of_bytes(codes: Array, axis: int) -> Array:
+    """Four of value + 128 to an int32 along `axis`, the first in the lowest bits."""
+    moved = np.moveaxis(codes.astype(np.int32) + 128, axis, -1).astype(np.uint32)
+    moved = np.pad(moved, [(0, 0), (0, -moved.shape[-1] % 4)]).reshape(len(moved), -1, 4)
+    words = sum(moved[..., byte] << np.uint32(8 * byte) for byte in range(4))
+    return np.ascontiguousarray(np.moveaxis(np.asarray(words), -1, axis)).astype(np.uint32).view(np.int32)
+
+
+def _packed_int8(weights: Floats, group_size: int | None) -> Encoded:
+    codes, scales, meant = _int8_codes(weights, group_size or weights.shape[1])
+    return {"weight_packed": _words_of_bytes(codes, 1), "weight_scale": scales}, meant
+
+
+def _int8_groups(weights: Floats) -> Encoded:
+    codes, scales, meant = _int8_codes(weights, 64)
+    return {"weight": codes, "weight_scale": scales}, meant
+
+
+def _gptq_int8(weights: Floats, group_size: int) -> Encoded:
+    """Version 1: zero points are 128 less one."""
+    size = weights.shape[1] if group_size == -1 else group_size
+    codes, scales, meant = _int8_codes(weights, size)
+    tensors = {
+        "qweight": _words_of_bytes(codes.T, 0),
+        "qzeros": np.full((scales.shape[1], -(-len(weights) // 4)), 0x7F7F7F7F, np.int32),
+        "scales": np.ascontiguousarray(scales.T),
+        "g_idx": np.arange(weights.shape[1], dtype=np.int32) // size,
+        "bias": np.zeros(len(weights), np.float16),
+    }
+    return tensors, meant
+
+
+def _int4_rows(weights: Floats) -> Encoded:
+    """compressed-tensors with one scale for a row."""
+    width = weights.shape[1]
+    int4 = int4_codes(weights, width, zeros=False, float16=False)
+    return {"weight_packed": pack_words(int4.codes, 1), "weight_scale": int4.stored_scales}, int4.weights(
+        width
+    )
+
+
+def _int4_float32_scales(weights: Floats) -> Encoded:
+    """Scales that neither bfloat16 nor float16 holds."""
+    int4 = int4_codes(weights, 32, zeros=False, float16=False)
+    scales = int4.scales * np.float32(1 + 2**-15)
+    codes = int4.codes.astype(np.float32) - 8
+    tensors = {"weight_packed": pack_words(int4.codes, 1), "weight_scale": scales}
+    return tensors, codes * per_element(scales, 32, weights.shape[1])
+
+
+def _gptq_bfloat16_scales(weights: Floats) -> Encoded:
+    found = gptq_int4(weights, 32, zeros=False)
+    int4 = int4_codes(weights, 32, zeros=False, float16=False)
+    changed = {"qweight": pack_words(int4.codes.T, 0), "scales": np.ascontiguousarray(int4.stored_scales.T)}
+    return {**found.tensors, **changed}, int4.weights(32)
+
+
+def _fp8_block(weights: Floats, suffix: str, scale: str) -> Encoded:
+    """128 x 128 with the scales rounded up to another type, and spelled otherwise."""
+    rows, cols = weights.shape
+    exact = fp8_block(weights).tensors["weight_scale_inv"]
+    if scale == "e8m0":
+        stored: Array = np.ceil(np.log2(exact) + 127).astype(np.uint8)
+        values = e8m0_values(stored)
+    else:
+        stored = bfloat16_bits(exact * np.float32(1.01))
+        values = bfloat16_values(stored)
+    spread = np.repeat(np.repeat(values, 128, 0), 128, 1)[:rows, :cols]
+    codes = float8_bits(weights / spread)
+    return {"weight": codes, suffix: stored}, float8_values(codes) * spread
+
+
+def _fbgemm(weights: Floats) -> Encoded:
+    found = fp8_channel(weights)
+    return found.tensors, found.weights
+
+
+def _mxfp4(weights: Floats, codes: str) -> Encoded:
+    found = mxfp4(weights)
+    return {codes: found.tensors["blocks"], "weight_scale": found.tensors["scales"]}, found.weights
+
+
+def _kimi_int4(weights: Floats) -> Encoded:
+    """Groups of 32 with `weight_shape` as int32."""
+    found = compressed_int4(weights, 32)
+    return {**found.tensors, "weight_shape": np.array(weights.shape, np.int32)}, found.weights
+
+
+_INT8_PACKED = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+_INT8_GROUPS = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True}
+_FP8_BLOCK = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+_MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True}
+_QUARK = {
+    "quant_method": "quark",
+    "global_quant_config": {
+        "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    },
+    "layer_quant_config": {},
+}
+_BYTES = {"weight": "U8", "weight_packed": "U8", "weight_scale": "U8"}
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+_AUTO_ROUND = {"bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
+
+_MORE: dict[str, ModelFormat] = {
+    "fp8_block_bfloat16_scales": ModelFormat(lambda w: _fp8_block(w, "weight_scale_inv", "bfloat16"), _FP8),
+    "fp8_block_e8m0_scales": ModelFormat(
+        lambda w: _fp8_block(w, "weight_scale_inv", "e8m0"), _FP8, {"weight_scale_inv": "F8_E8M0"}
+    ),
+    "fp8_block_compressed": ModelFormat(
+        lambda w: _fp8_block(w, "weight_scale", "bfloat16"), compressed(_FP8_BLOCK, "float-quantized")
+    ),
+    "fbgemm_fp8": ModelFormat(_fbgemm, {"quant_method": "fbgemm_fp8"}),
+    "int8_words": ModelFormat(lambda w: _packed_int8(w, None), compressed(_INT8_PACKED, "pack-quantized")),
+    "int8_words_g64": ModelFormat(lambda w: _packed_int8(w, 64), compressed(_INT8_GROUPS, "pack-quantized")),
+    "int8_g64": ModelFormat(_int8_groups, compressed(_INT8_GROUPS, "int-quantized")),
+    "gptq_int8_g32": ModelFormat(lambda w: _gptq_int8(w, 32), gptq(32, True, bits=8)),
+    "gptq_int8_rows": ModelFormat(lambda w: _gptq_int8(w, -1), gptq(-1, True, bits=8)),
+    "int4_rows": ModelFormat(_int4_rows, compressed({**_INT4, "strategy": "channel"}, "pack-quantized")),
+    "int4_float32_scales": ModelFormat(
+        _int4_float32_scales,
+        compressed({**_INT4, "strategy": "group", "group_size": 32}, "pack-quantized"),
+    ),
+    "kimi_int4": ModelFormat(
+        _kimi_int4, compressed({**_INT4, "strategy": "group", "group_size": 32}, "pack-quantized")
+    ),
+    "gptq_bfloat16_scales": ModelFormat(_gptq_bfloat16_scales, gptq(32, True)),
+    "auto_round": ModelFormat(
+        lambda w: (lambda found: (found.tensors, found.weights))(gptq_int4(w, 32, zeros=False)),
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", **_AUTO_ROUND},
+    ),
+    "mxfp4_compressed": ModelFormat(
+        lambda w: _mxfp4(w, "weight_packed"), compressed(_MXFP4, "mxfp4-pack-quantized"), _BYTES
+    ),
+    "mxfp4_quark": ModelFormat(lambda w: _mxfp4(w, "weight"), _QUARK, _BYTES),
+}
+MODEL_FORMATS: Mapping[str, ModelFormat] = {name: _known(name) for name in QUANTIZATION_CONFIGS} | _MORE

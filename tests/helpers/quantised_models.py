@@ -1,0 +1,131 @@
+"""Tiny checkpoints of whole models in any format, and transformers' float32 models of what they mean."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.checkpoints import write_safetensors
+from tests.helpers.model_formats import ModelFormat
+from tests.helpers.quantised_sources import Array
+from tests.helpers.tiny_models import TinyModel, write_tiny_model
+
+# Widths that are no multiples of most groups and blocks, several of which exceed one block of 128.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 216,
+    "hidden_size": 160,
+    "intermediate_size": 224,
+    "moe_intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+}
+QUANTISED_MODELS: dict[str, TinyModel] = {
+    "qwen3_moe": TinyModel(
+        "qwen3_moe",
+        {**_SIZES, "head_dim": 40, "num_key_value_heads": 2, "num_experts": 4, "mlp_only_layers": [0]},
+    ),
+    "deepseek_v3": TinyModel(
+        "deepseek_v3",
+        {
+            **_SIZES,
+            "head_dim": 8,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 56,
+            "kv_lora_rank": 136,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 48,
+            "num_mtp_layers": 0,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "attention_bias": True,
+        },
+    ),
+}
+PROMPT = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2]
+_MATRIX = re.compile(r".*(?:proj|proj_with_mqa|lm_head)\.weight")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+@dataclass(frozen=True)
+class PlainModel:
+    """Written once, quantised many times; made by `write_plain`."""
+
+    directory: Path
+    oracle: Any
+    weights: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+    # Of `PROMPT`.
+    logits: torch.Tensor
+
+
+def write_plain(name: str, directory: Path) -> PlainModel:
+    """The float32 checkpoint that is quantised, and transformers' model of it."""
+    oracle = write_tiny_model(QUANTISED_MODELS[name], directory, seed=len(name))
+    state = copy.deepcopy(oracle.state_dict())
+    weights = load_file(directory / "model.safetensors")
+    return PlainModel(directory, oracle, weights, state, oracle_logits(oracle))
+
+
+@torch.inference_mode()
+def oracle_logits(oracle: Any) -> torch.Tensor:
+    """`[len(PROMPT), V]`."""
+    logits: torch.Tensor = oracle(torch.tensor([PROMPT])).logits[0]
+    return logits
+
+
+# What a matrix of that name is stored as; None: left alone.
+Choose = Callable[[str], ModelFormat | None]
+
+
+def write_quantised(plain: PlainModel, directory: Path, choose: Choose, config: dict[str, Any] | None) -> Any:
+    """Write the checkpoint with matrices stored as chosen; the oracle, holding what they mean."""
+    tensors: dict[str, Array] = {}
+    dtypes: dict[str, str] = {}
+    plain.oracle.load_state_dict(plain.state)
+    for name, weight in plain.weights.items():
+        chosen = choose(name) if _MATRIX.fullmatch(name) else None
+        if chosen is None:
+            tensors[name] = weight.numpy()
+            continue
+        parts, meant = chosen.encode(weight.numpy())
+        _parameter(plain.oracle, name).copy_(torch.from_numpy(meant))
+        for suffix, array in parts.items():
+            stored = name.removesuffix("weight") + suffix
+            if stored in plain.weights and stored != name:
+                continue  # The model's own bias.
+            tensors[stored] = array
+            if suffix in chosen.dtypes:
+                dtypes[stored] = chosen.dtypes[suffix]
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(directory / "model.safetensors", tensors, dtypes)
+    settings = json.loads((plain.directory / "config.json").read_text())
+    settings |= {} if config is None else {"quantization_config": config}
+    (directory / "config.json").write_text(json.dumps(settings))
+    return plain.oracle
+
+
+def _parameter(oracle: Any, name: str) -> torch.Tensor:
+    """The part of transformers' parameters that a checkpoint's matrix is: experts are fused there."""
+    expert = _EXPERT.fullmatch(name)
+    if expert is None:
+        found: torch.Tensor = oracle.get_parameter(name).data
+        return found
+    stem, index, which = expert[1], int(expert[2]), expert[3]
+    if which == "down":
+        down: torch.Tensor = oracle.get_parameter(f"{stem}.down_proj").data[index]
+        return down
+    both: torch.Tensor = oracle.get_parameter(f"{stem}.gate_up_proj").data[index]
+    return both.chunk(2)[0 if which == "gate" else 1]

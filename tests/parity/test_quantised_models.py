@@ -1,0 +1,56 @@
+"""Invariant: in every checkpoint format, for dense layers and experts, our model is the dequantised model.
+
+The oracle is transformers' float32 model that holds the weights which the encoders say they stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_service.experts.local_client import LocalExpertClient
+from moebius.checkpoint.moe_config import MoeGeometry
+from tests.helpers.model_formats import MODEL_FORMATS
+from tests.helpers.paged_runner import load_runner
+from tests.helpers.quantised_models import (
+    PROMPT,
+    QUANTISED_MODELS,
+    PlainModel,
+    oracle_logits,
+    write_plain,
+    write_quantised,
+)
+from tests.tolerances import LOGITS_FLOAT32_VS_TRANSFORMERS
+
+Models = Callable[[str], PlainModel]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    root = tmp_path_factory.mktemp("plain")
+    return cache(lambda name: write_plain(name, root / name))
+
+
+def our_logits(directory: Path) -> torch.Tensor:
+    geometry = MoeGeometry.from_config(directory)
+    runner = load_runner(directory, experts=LocalExpertClient(str(directory), geometry, torch.float32))
+    _, logits = runner.prefill(PROMPT)
+    return logits
+
+
+@pytest.mark.parametrize("model", list(QUANTISED_MODELS))
+@pytest.mark.parametrize("name", list(MODEL_FORMATS))
+def test_logits_are_those_of_the_dequantised_weights(
+    name: str, model: str, models: Models, tmp_path: Path
+) -> None:
+    chosen, plain = MODEL_FORMATS[name], models(model)
+    with torch.inference_mode():
+        oracle = write_quantised(plain, tmp_path, lambda _: chosen, chosen.config)
+    expected = oracle_logits(oracle)
+    if name != "float32":
+        assert (expected - plain.logits).abs().max() > 1e-3, "the format must matter"
+    torch.testing.assert_close(our_logits(tmp_path), expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
