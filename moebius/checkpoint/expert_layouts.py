@@ -97,6 +97,15 @@ LAYOUTS: Mapping[str, ExpertLayout] = {
         _fused(False, False, "fused", _FUSED),  # [E, 2I, H] and [E, H, I]
         _fused(False, True, "fused_transposed", _FUSED),  # [E, H, 2I] and [E, I, H]
         _fused(True, True, "fused_interleaved", "model.layers.3.mlp.experts.gate_up_proj"),
+        # What GGUF files have, under canonical names.
+        _separate(
+            "stacked_projections",
+            "mlp.experts",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "model.layers.3.mlp.experts.gate_proj.weight",
+        ),
         _separate(
             "stacked", "moe", "gate_proj", "up_proj", "down_proj", "model.layers.3.moe.gate_proj.weight"
         ),

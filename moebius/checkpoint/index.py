@@ -1,4 +1,4 @@
-"""Which tensors a safetensors checkpoint holds and where, read from its headers alone.
+"""Which tensors a checkpoint holds and where, read from its headers alone; here those of safetensors.
 
 Format: https://huggingface.co/docs/safetensors (8-byte little-endian header length, JSON header, data).
 Values are read by `reader` (copies) or `mapped_reader` (views whose pages are given back after use): pages
@@ -16,7 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from moebius.checkpoint.derived import DerivedValues
 from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.gguf.files import is_gguf
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -57,6 +59,11 @@ class TensorInfo:
     # First byte of the data, counted from the start of the file.
     offset: int
     nbytes: int
+    # What makes the values where they do not lie in the file as such; None: they do.
+    derived: DerivedValues | None = None
+    # The packed format of an expert's matrix where it is not that of its type: values that were quantised
+    # do not deserve 32 bits.
+    packed_as: str = ""
 
     @property
     def numpy_dtype(self) -> np.dtype[np.generic]:
@@ -68,16 +75,24 @@ class TensorInfo:
 class CheckpointIndex:
     """All tensors of a checkpoint directory by name; filled by `open`."""
 
+    # Of a GGUF model this may be a file.
     directory: Path
     tensors: Mapping[str, TensorInfo]
+    # Keys of `expert_layouts.LAYOUTS` where the kind of file decides; empty: the family does.
+    layouts: tuple[str, ...] = ()
 
     @staticmethod
     def open(directory: str | Path) -> CheckpointIndex:
-        """Read the headers of `model.safetensors`, or of every shard of `model.safetensors.index.json`.
+        """Read the headers of a single file, of every shard that the index file names, or of GGUF.
 
         Raises CheckpointError naming the file when one is missing, truncated or malformed, when a
         tensor is listed but not present, or when a name occurs twice.
         """
+        if is_gguf(directory):
+            # Here, because what GGUF tensors become is told in terms of this module.
+            from moebius.checkpoint.gguf.tensors import open_gguf_index
+
+            return open_gguf_index(directory)
         directory = Path(directory)
         if not directory.is_dir():
             raise CheckpointError(f"{directory} is not a directory")

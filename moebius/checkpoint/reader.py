@@ -11,6 +11,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from moebius.checkpoint.derived import read_whole
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import TensorInfo, open_for_reading
 
@@ -42,6 +43,8 @@ class SliceReader:
 
     def read(self, info: TensorInfo) -> Array:
         """The whole tensor, in its own shape; bfloat16 as uint16."""
+        if info.derived is not None:
+            return read_whole(info.derived, self, info.shape)
         output = np.empty(info.shape, info.numpy_dtype)
         self._fill(info, 0, output)
         return output
@@ -62,12 +65,14 @@ class SliceReader:
         base, shape = _select_plane(info, plane)
         num_rows, num_cols = shape[0], math.prod(shape[1:])
         row_range = _bounded(info, rows, num_rows)
-        if cols is None:
-            picked = self._read_rows(info, base, row_range, num_cols, range(num_cols))
-            return picked.reshape(len(row_range), *shape[1:])
-        if len(shape) != 2:
+        if cols is not None and len(shape) != 2:
             raise CheckpointError(f"tensor {info.name!r} has shape {list(info.shape)}: no columns to slice")
-        return self._read_rows(info, base, row_range, num_cols, _bounded(info, cols, num_cols))
+        col_range = range(num_cols) if cols is None else _bounded(info, cols, num_cols)
+        if info.derived is None:
+            picked = self._read_rows(info, base, row_range, num_cols, col_range)
+        else:
+            picked = info.derived.read(self, plane or 0, row_range, col_range)
+        return picked if cols is not None else picked.reshape(len(row_range), *shape[1:])
 
     def _read_rows(self, info: TensorInfo, base: int, rows: range, width: int, cols: range) -> Array:
         """`[len(rows), len(cols)]` of a row-major matrix that starts `base` elements into the tensor."""

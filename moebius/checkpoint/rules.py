@@ -181,13 +181,14 @@ def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
     family = FAMILY_RULES.get(model_type)
     if family is None:
         raise CheckpointError(f"model_type is {model_type!r}; known: {', '.join(sorted(FAMILY_RULES))}")
-    for layout in (LAYOUTS[name] for name in family.layouts):
+    layouts = index.layouts or family.layouts
+    for layout in (LAYOUTS[name] for name in layouts):
         below = _gate_pattern(layout.gate.name)
         for prefix in LAYER_PREFIXES:
             pattern = re.compile(re.escape(prefix) + r"\d+\." + below)
             if any(pattern.fullmatch(name) for name in index.tensors):
                 return LocatedLayout(index, layout, prefix)
-    examples = ", ".join(LAYOUTS[name].example for name in family.layouts)
+    examples = ", ".join(LAYOUTS[name].example for name in layouts)
     raise CheckpointError(
         f"{index.directory} has no routed experts of {model_type}; expected names like {examples}"
     )

@@ -49,14 +49,15 @@ class StoredMatrix:
         total = 0
         for array in self.arrays:
             width = array.in_size if array.role.role != "channel" else 1
-            total += len(array.out) * width * array.tensor.numpy_dtype.itemsize
+            total += len(array.out) * width * array.tensor.nbytes // math.prod(array.tensor.shape)
         return total
 
     @property
     def packed_format(self) -> str:
-        """The packed format that holds it exactly (see kernels/format/weight_format.h); "" if none does."""
+        """The packed format that keeps it (see kernels/format/weight_format.h); "" if none can."""
         if self.scheme is PLAIN:
-            return FLOAT_CODES[self.arrays[0].tensor.dtype]
+            tensor = self.arrays[0].tensor
+            return tensor.packed_as or FLOAT_CODES[tensor.dtype]
         scales = self._array("scales")
         name = self.scheme.packed_format
         if scales is None or "{scale}" not in name:

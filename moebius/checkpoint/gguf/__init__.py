@@ -1,0 +1,5 @@
+"""GGUF files as one more source of weights, configuration and tokenizer; no torch.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What quantised blocks stand for comes from
+the package `gguf`; headers are read here, so that errors name file, tensor and byte.
+"""

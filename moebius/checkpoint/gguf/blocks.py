@@ -1,0 +1,76 @@
+"""Quantisation types of GGUF: sizes of their blocks, and the values blocks stand for.
+
+A type stores a row as blocks of `weights` values in `nbytes` bytes. Values follow from the package `gguf`,
+whose arithmetic is the format's reference in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from numpy.typing import NDArray
+
+from moebius.checkpoint.errors import CheckpointError
+
+# As safetensors headers spell what needs no arithmetic.
+FLOAT_TYPES: Mapping[str, str] = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+# Those that are quantised, as far as published files have them and the package decodes them.
+QUANTISED_TYPES = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    "MXFP4",
+)
+# Values decoded at a time: what the arithmetic needs besides its result stays in a core's cache.
+_CHUNK = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """Filled by `block_type`."""
+
+    name: str
+    weights: int
+    nbytes: int
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it stores floats as they are."""
+        return self.name in FLOAT_TYPES
+
+    def dequantise(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """uint8 `[rows, blocks * nbytes]` to float32 `[rows, blocks * weights]`."""
+        rows, width = blocks.shape
+        flat = blocks.reshape(-1, self.nbytes)
+        output = np.empty((len(flat), self.weights), np.float32)
+        step = max(1, _CHUNK // self.weights)
+        kind = GGMLQuantizationType[self.name]
+        for begin in range(0, len(flat), step):
+            output[begin : begin + step] = quants.dequantize(flat[begin : begin + step], kind)
+        return output.reshape(rows, width // self.nbytes * self.weights)
+
+
+@cache
+def _block_types() -> Mapping[int, BlockType]:
+    found: dict[int, BlockType] = {}
+    for name in (*FLOAT_TYPES, *QUANTISED_TYPES):
+        kind = GGMLQuantizationType[name]
+        weights, nbytes = GGML_QUANT_SIZES[kind]
+        found[kind.value] = BlockType(name, weights, nbytes)
+    return found
+
+
+def block_type(number: int, tensor: str) -> BlockType:
+    """The type of that number. Raises CheckpointError naming the tensor and the types there are."""
+    found = _block_types().get(number)
+    if found is None:
+        known = {kind.value: kind.name for kind in GGMLQuantizationType}
+        raise CheckpointError(
+            f"tensor {tensor!r} is of GGUF type {known.get(number, number)}; "
+            f"allowed: {', '.join(kind.name for kind in _block_types().values())}"
+        )
+    return found

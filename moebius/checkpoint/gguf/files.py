@@ -1,0 +1,59 @@
+"""Which files make up a GGUF model: one, a set of splits, or the only model of a directory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from moebius.checkpoint.errors import CheckpointError
+
+SUFFIX = ".gguf"
+# As llama.cpp's gguf-split names the parts.
+_SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+# Vision towers lie beside the model in files of their own.
+_COMPANION = re.compile(r"(?:mmproj|mtp)[-_.].*|.*[-_.]mmproj[-_.].*", re.IGNORECASE)
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def is_gguf(model_path: str | Path) -> bool:
+    """Whether the path is a `.gguf` file, or a directory that has such files but no safetensors."""
+    path = Path(model_path)
+    if path.suffix == SUFFIX:
+        return True
+    if not path.is_dir() or any((path / name).exists() for name in _SAFETENSORS):
+        return False
+    return next(path.glob(f"*{SUFFIX}"), None) is not None
+
+
+def gguf_files(model_path: str | Path) -> tuple[Path, ...]:
+    """All parts, ascending. Raises CheckpointError naming what is missing, or the models to choose from."""
+    path = Path(model_path)
+    if path.is_dir():
+        path = _only_model(path)
+    match = _SPLIT.fullmatch(path.name)
+    files = (path,) if match is None else _parts(path, match)
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+    return files
+
+
+def _parts(path: Path, match: re.Match[str]) -> tuple[Path, ...]:
+    stem, count = match["stem"], int(match["count"])
+    return tuple(
+        path.with_name(f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}") for number in range(1, count + 1)
+    )
+
+
+def _only_model(directory: Path) -> Path:
+    models: dict[str, Path] = {}
+    for file in sorted(directory.glob(f"*{SUFFIX}")):
+        if _COMPANION.fullmatch(file.name) is None:
+            match = _SPLIT.fullmatch(file.name)
+            models.setdefault(match["stem"] if match else file.name, file)
+    if len(models) != 1:
+        names = ", ".join(file.name for file in models.values()) or "none"
+        raise CheckpointError(
+            f"{directory} has {len(models)} GGUF models ({names}); give the path of one of them"
+        )
+    return next(iter(models.values()))

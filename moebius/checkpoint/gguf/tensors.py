@@ -1,0 +1,187 @@
+"""A GGUF model's tensors under their canonical names, as the index of any other checkpoint has them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from moebius.checkpoint.derived import DerivedValues
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.gguf.blocks import FLOAT_TYPES
+from moebius.checkpoint.gguf.config import family_of
+from moebius.checkpoint.gguf.model import GgufModel, StoredBlocks, open_gguf
+from moebius.checkpoint.gguf.names import Change, canonical_name
+from moebius.checkpoint.gguf.values import BlockScales, Dequantised, HalvesOfPairs, MergedHeads, PackedCodes
+from moebius.checkpoint.index import CheckpointIndex, TensorInfo
+from moebius.checkpoint.matrix_finder import side_name
+from moebius.checkpoint.weight_schemes import WeightScheme, compressed_int4, mxfp4
+
+# Keys of `expert_layouts.LAYOUTS`: how GGUF files have experts.
+LAYOUTS = ("stacked_projections",)
+# Values that were quantised in blocks nothing packs are packed as this: nearly exact, at 2 bytes a weight.
+PACKED_AS = "bfloat16"
+# Types of which a packed format holds codes and scales as they are, and in how many codes an element of the
+# scheme's tensor holds. The schemes are those of other checkpoints, whose tensors are derived here.
+EXACT_SCHEMES: Mapping[str, WeightScheme] = {
+    "Q4_0": compressed_int4("GGUF Q4_0", 32, True),
+    "MXFP4": mxfp4("GGUF MXFP4", "weight_packed", "weight_scale"),
+}
+_ROUTED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(?P<which>gate|up|down)_proj\.weight")
+
+
+def gguf_schemes() -> tuple[WeightScheme, ...]:
+    """What quantised experts of GGUF models may look like."""
+    return tuple(EXACT_SCHEMES.values())
+
+
+def open_gguf_index(model_path: str | Path) -> CheckpointIndex:
+    """Every tensor by its canonical name; nothing but headers is read.
+
+    Raises CheckpointError as `open_gguf` does, and naming an architecture that is not known, or tensors that
+    it does not have.
+    """
+    model = open_gguf(model_path)
+    family_of(model)
+    tensors: dict[str, TensorInfo] = {}
+    parts: dict[str, dict[Change, StoredBlocks]] = {}
+    unknown: list[str] = []
+    for stored in model.tensors.values():
+        renamed = canonical_name(model.architecture, stored.name)
+        if renamed is None:
+            unknown.append(stored.name)
+        elif renamed.name is None:
+            continue
+        elif renamed.change in ("key_part", "value_part"):
+            parts.setdefault(renamed.name, {})[renamed.change] = stored
+        else:
+            found = _tensors(model, stored, renamed.name, renamed.change)
+            _check_new(model, stored, tensors, found)
+            tensors |= found
+    if unknown:
+        raise CheckpointError(
+            f"{model.file}: tensors that {model.architecture} is not known to have: "
+            f"{', '.join(sorted(unknown))}"
+        )
+    tensors |= {name: _merged(model, name, by_change) for name, by_change in parts.items()}
+    return CheckpointIndex(Path(model_path), tensors, LAYOUTS)
+
+
+def _check_new(
+    model: GgufModel, stored: StoredBlocks, known: Mapping[str, TensorInfo], found: Mapping[str, TensorInfo]
+) -> None:
+    for name in found.keys() & known.keys():
+        raise CheckpointError(f"{model.file}: {stored.name!r} and another tensor are both {name}")
+
+
+def _tensors(model: GgufModel, stored: StoredBlocks, name: str, change: Change) -> dict[str, TensorInfo]:
+    """The tensor, or the several that a packed format takes it as."""
+    if _is_packed(model, stored, name):
+        return _packed(stored, name)
+    info = _plain(stored, name)
+    if change == "row" and len(info.shape) == 1:
+        info = replace(info, shape=(1, *info.shape))
+    if change in ("query_pairs", "key_pairs"):
+        info = _halves_of_pairs(model, info, change)
+    return {name: info}
+
+
+def _plain(stored: StoredBlocks, name: str) -> TensorInfo:
+    """The tensor in floats: as they lie, or dequantised when they are read."""
+    if stored.type.is_float:
+        kind = FLOAT_TYPES[stored.type.name]
+        return TensorInfo(name, stored.file, kind, stored.shape, stored.offset, stored.nbytes)
+    if len(stored.shape) not in (2, 3):
+        raise CheckpointError(
+            f"{stored.file}: tensor {stored.name!r} of {len(stored.shape)} axes is {stored.type.name}; "
+            f"allowed: {', '.join(FLOAT_TYPES)}"
+        )
+    return _derived(stored, name, "F32", stored.shape, Dequantised(stored.type, _raw(stored)), PACKED_AS)
+
+
+def _derived(
+    stored: StoredBlocks,
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    values: DerivedValues,
+    packed_as: str = "",
+    nbytes: int | None = None,
+) -> TensorInfo:
+    size = stored.nbytes if nbytes is None else nbytes
+    return TensorInfo(name, stored.file, dtype, shape, stored.offset, size, values, packed_as)
+
+
+def _raw(stored: StoredBlocks) -> TensorInfo:
+    """The blocks as bytes, `[planes, rows, bytes of a row]`."""
+    *outer, cols = stored.shape
+    planes = outer[0] if len(outer) == 2 else 1
+    width = cols // stored.type.weights * stored.type.nbytes
+    return TensorInfo(
+        stored.name, stored.file, "U8", (planes, outer[-1], width), stored.offset, stored.nbytes
+    )
+
+
+def _is_packed(model: GgufModel, stored: StoredBlocks, name: str) -> bool:
+    """Whether its codes are packed as they are; gate and up of a layer need the same format."""
+    match = _ROUTED.fullmatch(name)
+    if match is None or stored.type.name not in EXACT_SCHEMES:
+        return False
+    if match["which"] == "down":
+        return True
+    pair = (model.tensors.get(re.sub("(gate|up)_exps", f"{one}_exps", stored.name)) for one in ("gate", "up"))
+    return all(other is None or other.type == stored.type for other in pair)
+
+
+def _packed(stored: StoredBlocks, name: str) -> dict[str, TensorInfo]:
+    scheme = EXACT_SCHEMES[stored.type.name]
+    raw, (*outer, cols) = _raw(stored), stored.shape
+    found: dict[str, TensorInfo] = {}
+    for role in scheme.roles:
+        dtype = "F16" if "F16" in role.dtypes else role.dtypes[0]
+        shape = (*outer, cols // role.in_step)
+        values: DerivedValues
+        if role.role == "codes":
+            values = PackedCodes(stored.type, raw, role.in_step)
+            nbytes = math.prod(stored.shape) // 2
+        else:
+            values = BlockScales(stored.type, raw, np.dtype("<f2" if dtype == "F16" else "u1"))
+            nbytes = math.prod(shape) * values.dtype.itemsize
+        side = side_name(name, role.suffix)
+        found[side] = _derived(stored, side, dtype, shape, values, nbytes=nbytes)
+    return found
+
+
+def _halves_of_pairs(model: GgufModel, info: TensorInfo, change: Change) -> TensorInfo:
+    key = "attention.head_count" if change == "query_pairs" else "attention.head_count_kv"
+    heads = model.value(key)
+    if not isinstance(heads, int) or heads < 1 or info.shape[0] % (2 * heads):
+        raise CheckpointError(
+            f"{model.file}: {info.name} {list(info.shape)} can not be divided among {heads!r} heads ({key})"
+        )
+    dtype = info.dtype
+    return replace(info, dtype=dtype, derived=HalvesOfPairs(info, info.shape[0] // heads))
+
+
+def _merged(model: GgufModel, name: str, parts: Mapping[Change, StoredBlocks]) -> TensorInfo:
+    """kv_b_proj `[heads * (nope + value), rank]`."""
+    keys, values = parts.get("key_part"), parts.get("value_part")
+    if keys is None or values is None:
+        found = next(part for part in (keys, values) if part is not None)
+        raise CheckpointError(
+            f"{model.file}: {found.name!r} has no counterpart; attn_k_b and attn_v_b go together"
+        )
+    shapes = keys.shape, values.shape
+    if [len(shape) for shape in shapes] != [3, 3] or keys.shape[:2] != (values.shape[0], values.shape[2]):
+        raise CheckpointError(
+            f"{model.file}: {keys.name!r} {list(keys.shape)} and {values.name!r} {list(values.shape)} are not"
+            " [heads, rank, nope] and [heads, value, rank]"
+        )
+    heads, rank, nope = keys.shape
+    shape = (heads * (nope + values.shape[1]), rank)
+    merged = MergedHeads(_plain(keys, keys.name), _plain(values, values.name))
+    return _derived(keys, name, "F32", shape, merged, nbytes=keys.nbytes + values.nbytes)

@@ -1,0 +1,136 @@
+"""Values of GGUF tensors in the shapes that canonical names have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moebius.checkpoint.gguf.blocks import BlockType
+from moebius.checkpoint.index import TensorInfo
+from moebius.checkpoint.reader import SliceReader
+from moebius.checkpoint.stored_values import as_float32
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantised:
+    """Float32 values of quantised blocks; whole blocks are decoded and the columns between them dropped."""
+
+    type: BlockType
+    # U8 [planes, rows, bytes of a row].
+    stored: TensorInfo
+
+    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
+        """See `DerivedValues`."""
+        found, first = _read_blocks(reader, self.type, self.stored, plane, rows, cols)
+        values = self.type.dequantise(found)
+        begin = cols.start - first * self.type.weights
+        return values[:, begin : begin + len(cols)]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCodes:
+    """Codes of Q4_0 or MXFP4 blocks, two a byte, in the order of the columns.
+
+    A block's 16 last bytes hold columns 0 to 15 in the low nibbles and 16 to 31 in the high ones; here byte i
+    holds columns 2i and 2i + 1, the even one low. Elements are int32 words of eight or bytes of two.
+    """
+
+    type: BlockType
+    stored: TensorInfo
+    # Codes per element: 8 or 2.
+    codes: int
+
+    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
+        """See `DerivedValues`; columns are elements."""
+        wanted = range(cols.start * self.codes, cols.stop * self.codes)
+        found, first = _read_blocks(reader, self.type, self.stored, plane, rows, wanted)
+        halves = found.reshape(-1, self.type.nbytes)[:, -16:]
+        output = np.empty((len(halves), 16), np.uint8)
+        # Two neighbours of the same half share a byte.
+        output[:, :8] = (halves[:, 0::2] & 15) | (halves[:, 1::2] << 4)
+        output[:, 8:] = (halves[:, 0::2] >> 4) | (halves[:, 1::2] & 0xF0)
+        elements = output.reshape(len(rows), -1).view("<i4" if self.codes == 8 else np.uint8)
+        begin = cols.start - first * self.type.weights // self.codes
+        return elements[:, begin : begin + len(cols)]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScales:
+    """The scale that each block begins with: float16 (Q4_0) or the bits of an e8m0 (MXFP4)."""
+
+    type: BlockType
+    stored: TensorInfo
+    dtype: np.dtype[Any]
+
+    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
+        """See `DerivedValues`; columns are blocks."""
+        size = self.type.weights
+        found, _ = _read_blocks(
+            reader, self.type, self.stored, plane, rows, range(cols.start * size, cols.stop * size)
+        )
+        scales = found.reshape(-1, self.type.nbytes)[:, : self.dtype.itemsize]
+        return np.ascontiguousarray(scales).view(self.dtype).reshape(len(rows), len(cols))
+
+
+@dataclass(frozen=True, slots=True)
+class HalvesOfPairs:
+    """Rows of a query or key projection with each head's rotary pairs as two halves.
+
+    llama.cpp stores the two members of a pair side by side: stored row 2i + j of a head is row j * half + i.
+    """
+
+    source: TensorInfo
+    head_dim: int
+
+    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
+        """See `DerivedValues`."""
+        wanted = np.arange(rows.start, rows.stop, rows.step)
+        head, position = wanted // self.head_dim, wanted % self.head_dim
+        half = self.head_dim // 2
+        stored = head * self.head_dim + position % half * 2 + position // half
+        first, last = int(stored.min()), int(stored.max())
+        block = reader.read_slice(self.source, slice(first, last + 1), slice(cols.start, cols.stop))
+        picked: NDArray[np.generic] = block[stored - first]
+        return picked
+
+
+@dataclass(frozen=True, slots=True)
+class MergedHeads:
+    """kv_b_proj of latent attention from its two parts: per head, rows that make keys, then values."""
+
+    # [heads, rank, nope].
+    keys: TensorInfo
+    # [heads, value, rank].
+    values: TensorInfo
+
+    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
+        """See `DerivedValues`; float32."""
+        size = self.keys.shape[2] + self.values.shape[1]
+        heads = range(rows.start // size, -(-rows.stop // size))
+        parts: list[NDArray[np.float32]] = []
+        for head in heads:
+            keys = as_float32(reader.read_slice(self.keys, plane=head), self.keys.dtype)
+            values = as_float32(reader.read_slice(self.values, plane=head), self.values.dtype)
+            parts += [keys.T, values]
+        merged = np.concatenate(parts)
+        begin = heads.start * size
+        return merged[rows.start - begin : rows.stop - begin : rows.step, cols.start : cols.stop]
+
+
+def _read_blocks(
+    reader: SliceReader, kind: BlockType, stored: TensorInfo, plane: int, rows: range, cols: range
+) -> tuple[Bytes, int]:
+    """uint8 `[rows, blocks * nbytes]` of the blocks that hold the columns, and the first block's position."""
+    first, last = cols.start // kind.weights, -(-cols.stop // kind.weights)
+    found = reader.read_slice(
+        stored,
+        slice(rows.start, rows.stop, rows.step),
+        slice(first * kind.nbytes, last * kind.nbytes),
+        plane,
+    )
+    return np.ascontiguousarray(found).view(np.uint8), first
