@@ -7,14 +7,18 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from gpu_service.experts.local_client import LocalExpertClient
+from moebius.checkpoint.moe_config import MoeGeometry
 from tests.helpers.checkpoints import write_safetensors
 from tests.helpers.model_formats import ModelFormat
+from tests.helpers.paged_runner import load_runner
 from tests.helpers.quantised_sources import Array
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 
@@ -71,6 +75,9 @@ class PlainModel:
     logits: torch.Tensor
 
 
+Models = Callable[[str], PlainModel]
+
+
 def write_plain(name: str, directory: Path) -> PlainModel:
     """The float32 checkpoint that is quantised, and transformers' model of it."""
     oracle = write_tiny_model(QUANTISED_MODELS[name], directory, seed=len(name))
@@ -83,6 +90,19 @@ def write_plain(name: str, directory: Path) -> PlainModel:
 def oracle_logits(oracle: Any) -> torch.Tensor:
     """`[len(PROMPT), V]`."""
     logits: torch.Tensor = oracle(torch.tensor([PROMPT])).logits[0]
+    return logits
+
+
+def cached_plain_models(root: Path) -> Models:
+    """`name -> PlainModel`, each written once under `root`."""
+    return cache(lambda name: write_plain(name, root / name))
+
+
+def our_logits(directory: Path) -> torch.Tensor:
+    """`[len(PROMPT), V]` of our float32 model, experts dequantised."""
+    geometry = MoeGeometry.from_config(directory)
+    runner = load_runner(directory, experts=LocalExpertClient(str(directory), geometry, torch.float32))
+    _, logits = runner.prefill(PROMPT)
     return logits
 
 

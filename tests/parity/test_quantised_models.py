@@ -5,41 +5,26 @@ The oracle is transformers' float32 model that holds the weights which the encod
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from gpu_service.experts.local_client import LocalExpertClient
-from moebius.checkpoint.moe_config import MoeGeometry
 from tests.helpers.model_formats import MODEL_FORMATS
-from tests.helpers.paged_runner import load_runner
 from tests.helpers.quantised_models import (
-    PROMPT,
     QUANTISED_MODELS,
-    PlainModel,
+    Models,
+    cached_plain_models,
     oracle_logits,
-    write_plain,
+    our_logits,
     write_quantised,
 )
 from tests.tolerances import LOGITS_FLOAT32_VS_TRANSFORMERS
 
-Models = Callable[[str], PlainModel]
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    root = tmp_path_factory.mktemp("plain")
-    return cache(lambda name: write_plain(name, root / name))
-
-
-def our_logits(directory: Path) -> torch.Tensor:
-    geometry = MoeGeometry.from_config(directory)
-    runner = load_runner(directory, experts=LocalExpertClient(str(directory), geometry, torch.float32))
-    _, logits = runner.prefill(PROMPT)
-    return logits
+    return cached_plain_models(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.mark.parametrize("model", list(QUANTISED_MODELS))
