@@ -8,67 +8,30 @@ from pathlib import Path
 
 import structlog
 
-from gpu_service.hf_common import read_common
 from gpu_service.hf_dsa import read_deepseek_v32, read_glm_moe_dsa
 from gpu_service.hf_gpt_oss import read_gpt_oss
 from gpu_service.hf_gqa import (
     read_dots1,
     read_ernie4_5_moe,
+    read_glm4_moe,
     read_minimax_m2,
     read_mixtral,
     read_olmoe,
     read_qwen2_moe,
+    read_qwen3_moe,
 )
 from gpu_service.hf_keys import HfKeys
 from gpu_service.hf_mla import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
-from gpu_service.hf_rope import read_rope
-from gpu_service.hf_routers import (
-    read_biased_router,
-    read_softmax_router,
-    read_sparse_layers,
-    refuse_used_window,
-)
+from gpu_service.hf_multimodal import read_glm4v_moe, read_kimi_k25, read_qwen3_vl_moe
 from gpu_service.model_config import (
     TORCH_DTYPES,
     ModelConfig,
     ModelConfigError,
     ModelOverrides,
-    MoeConfig,
     RouterConfig,
 )
 
 log = structlog.get_logger(__name__)
-
-
-def _read_qwen3_moe(hf: HfKeys) -> ModelConfig:
-    common = read_common(hf)
-    refuse_used_window(hf)
-    layers = read_sparse_layers(hf, common["num_layers"])
-    router = read_softmax_router(hf)
-    return ModelConfig(
-        **common,
-        model_type="qwen3_moe",
-        rope=read_rope(hf, common["head_dim"], default_partial_factor=1.0),
-        moe=MoeConfig(router, hf.integer("moe_intermediate_size"), 0, layers),
-        qk_norm=True,
-    )
-
-
-def _read_glm4_moe(hf: HfKeys) -> ModelConfig:
-    common = read_common(hf)
-    hf.refuse("sliding_window")
-    first_moe = hf.integer("first_k_dense_replace", default=1, minimum=0)
-    router = read_biased_router(hf)
-    moe_size = hf.integer("moe_intermediate_size")
-    shared = hf.integer("n_shared_experts", default=1, minimum=0) * moe_size
-    return ModelConfig(
-        **common,
-        model_type="glm4_moe",
-        rope=read_rope(hf, common["head_dim"], default_partial_factor=0.5),
-        moe=MoeConfig(router, moe_size, shared, frozenset(range(first_moe, common["num_layers"]))),
-        qk_norm=hf.boolean("use_qk_norm", default=False),
-        num_mtp_layers=hf.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0),
-    )
 
 
 READERS: Mapping[str, Callable[[HfKeys], ModelConfig]] = {
@@ -77,16 +40,19 @@ READERS: Mapping[str, Callable[[HfKeys], ModelConfig]] = {
     "deepseek_v32": read_deepseek_v32,
     "dots1": read_dots1,
     "ernie4_5_moe": read_ernie4_5_moe,
-    "glm4_moe": _read_glm4_moe,
+    "glm4_moe": read_glm4_moe,
     "glm4_moe_lite": read_glm4_moe_lite,
     "glm_moe_dsa": read_glm_moe_dsa,
+    "glm4v_moe": read_glm4v_moe,
     "kimi_k2": read_deepseek_v3,
+    "kimi_k25": read_kimi_k25,
     "gpt_oss": read_gpt_oss,
     "minimax_m2": read_minimax_m2,
     "mixtral": read_mixtral,
     "olmoe": read_olmoe,
     "qwen2_moe": read_qwen2_moe,
-    "qwen3_moe": _read_qwen3_moe,
+    "qwen3_moe": read_qwen3_moe,
+    "qwen3_vl_moe": read_qwen3_vl_moe,
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from gpu_service.hf_common import read_common
 from gpu_service.hf_keys import HfKeys
-from gpu_service.hf_rope import read_rope
+from gpu_service.hf_rope import SectionDefaults, read_rope
 from gpu_service.hf_routers import (
     read_biased_router,
     read_softmax_router,
@@ -44,6 +44,41 @@ def read_qwen2_moe(hf: HfKeys) -> ModelConfig:
         model_type="qwen2_moe",
         rope=read_rope(hf, common["head_dim"]),
         moe=MoeConfig(router, hf.integer("moe_intermediate_size"), shared, layers, shared_gate=True),
+    )
+
+
+def read_qwen3_moe(
+    hf: HfKeys, *, default_theta: float = 10000.0, mrope: SectionDefaults | None = None
+) -> ModelConfig:
+    """Qwen3-MoE and Qwen3-Coder; the defaults are those of the text tower that uses this too."""
+    common = read_common(hf)
+    refuse_used_window(hf)
+    layers = read_sparse_layers(hf, common["num_layers"])
+    router = read_softmax_router(hf)
+    return ModelConfig(
+        **common,
+        model_type=hf.string("model_type"),
+        rope=read_rope(hf, common["head_dim"], default_theta=default_theta, mrope=mrope),
+        moe=MoeConfig(router, hf.integer("moe_intermediate_size"), 0, layers),
+        qk_norm=True,
+    )
+
+
+def read_glm4_moe(hf: HfKeys, *, mrope: SectionDefaults | None = None) -> ModelConfig:
+    """GLM-4.5 to 4.7: sigmoid router with groups, dense first layers, half of a head rotated."""
+    common = read_common(hf)
+    hf.refuse("sliding_window")
+    first_moe = hf.integer("first_k_dense_replace", default=1, minimum=0)
+    router = read_biased_router(hf)
+    moe_size = hf.integer("moe_intermediate_size")
+    shared = hf.integer("n_shared_experts", default=1, minimum=0) * moe_size
+    return ModelConfig(
+        **common,
+        model_type=hf.string("model_type"),
+        rope=read_rope(hf, common["head_dim"], default_partial_factor=0.5, mrope=mrope),
+        moe=MoeConfig(router, moe_size, shared, frozenset(range(first_moe, common["num_layers"]))),
+        qk_norm=hf.boolean("use_qk_norm", default=False),
+        num_mtp_layers=hf.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0),
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_service.model_config import ModelConfigError
+from moebius.checkpoint.text_config import flat_config
 
 _MISSING = object()
 
@@ -25,7 +26,10 @@ class HfKeys:
 
     @staticmethod
     def from_file(path: Path) -> HfKeys:
-        """Raises ModelConfigError when the file is missing or not a JSON object."""
+        """The file's object, see `flat_config`.
+
+        Raises ModelConfigError when it is missing or not a JSON object.
+        """
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -34,7 +38,7 @@ class HfKeys:
             raise ModelConfigError(f"{path} can not be read as JSON: {error}") from error
         if not isinstance(values, dict):
             raise ModelConfigError(f"{path} must hold a JSON object, found {type(values).__name__}")
-        return HfKeys(str(path), values)
+        return HfKeys(str(path), flat_config(values))
 
     @property
     def unread(self) -> tuple[str, ...]:

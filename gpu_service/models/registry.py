@@ -49,13 +49,16 @@ MODEL_BUILDERS: dict[str, ModelBuilder] = {
     "glm4_moe": glm4_moe.build,
     "glm4_moe_lite": glm4_moe_lite.build,
     "glm_moe_dsa": deepseek_v32.build,
+    "glm4v_moe": glm4_moe.build,
     "gpt_oss": gpt_oss.build,
     "kimi_k2": deepseek_v3.build,
+    "kimi_k25": deepseek_v3.build,
     "minimax_m2": minimax_m2.build,
     "mixtral": mixtral.build,
     "olmoe": olmoe.build,
     "qwen2_moe": qwen2_moe.build,
     "qwen3_moe": qwen3_moe.build,
+    "qwen3_vl_moe": qwen3_moe.build,
 }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.text_config import flat_config
 
 Config = Mapping[str, Any]
 
@@ -114,6 +115,7 @@ FAMILIES: Mapping[str, FamilyKeys] = {
     # transformers 5 writes num_local_experts for what the published checkpoints call num_experts.
     "qwen3_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
     "qwen2_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
+    "qwen3_vl_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
     "mixtral": FamilyKeys(
         num_experts=("num_local_experts", "num_experts"),
         moe_layers=_every,
@@ -136,9 +138,11 @@ FAMILIES: Mapping[str, FamilyKeys] = {
         moe_intermediate_size=("intermediate_size",),
     ),
     "glm4_moe": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
+    "glm4v_moe": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
     "deepseek_v2": FamilyKeys(num_experts=("n_routed_experts", "num_experts"), moe_layers=_after_dense),
     "deepseek_v3": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
     "kimi_k2": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
+    "kimi_k25": FamilyKeys(num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_after_dense),
     "glm4_moe_lite": FamilyKeys(
         num_experts=("n_routed_experts", "num_local_experts"), moe_layers=_by_layer_types
     ),
@@ -159,7 +163,7 @@ FAMILIES: Mapping[str, FamilyKeys] = {
 
 
 def read_config(directory: str | Path) -> Config:
-    """`config.json` as a mapping. Raises CheckpointError naming the file."""
+    """`config.json` as a mapping, see `flat_config`. Raises CheckpointError naming the file."""
     path = Path(directory) / "config.json"
     try:
         content = json.loads(path.read_bytes())
@@ -169,7 +173,7 @@ def read_config(directory: str | Path) -> Config:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")
-    return content
+    return flat_config(content)
 
 
 def _integer(config: Config, names: tuple[str, ...], smallest: int, default: int | None = None) -> int:

@@ -19,6 +19,7 @@ import torch
 from tests.helpers.tiny_dsa_models import DSA_MODELS
 from tests.helpers.tiny_gqa_models import GQA_MODELS
 from tests.helpers.tiny_mla_models import MLA_MODELS
+from tests.helpers.tiny_multimodal_text import MULTIMODAL_MODELS, TEXT_TOWERS
 
 _COMMON = {
     "vocab_size": 211,
@@ -148,6 +149,7 @@ TINY_MODELS: dict[str, TinyModel] = {
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in MLA_MODELS.items()}
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in GQA_MODELS.items()}
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in DSA_MODELS.items()}
+TINY_MODELS |= {name: TinyModel(**fields) for name, fields in MULTIMODAL_MODELS.items()}
 
 
 def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
@@ -191,14 +193,19 @@ def make_tiny_model(name: str, directory: Path) -> Any:
 
 def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int) -> Any:
     """The same for any configuration."""
-    config_class, model_class = _classes(tiny.written_as or tiny.model_type)
-    config = config_class(**(_COMMON | tiny.changes))
-    model = model_class(config).eval()
+    values, tower = _COMMON | tiny.changes, TEXT_TOWERS.get(tiny.model_type)
+    if tower is not None:
+        model = tower.model(tower.config(values)).eval()
+    else:
+        config_class, model_class = _classes(tiny.written_as or tiny.model_type)
+        model = model_class(config_class(**values)).eval()
     _randomize(model, seed=seed)
     if tiny.shard_bytes is None:
         model.save_pretrained(directory)
     else:
         model.save_pretrained(directory, max_shard_size=tiny.shard_bytes)
+    if tower is not None:
+        tower.publish(directory)
     if tiny.written_as is not None:
         path = directory / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": tiny.model_type}))

@@ -15,6 +15,9 @@ _NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 def _plain_name(name: str) -> str:
     """The name as most families have it."""
+    name = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
+    if not name.endswith(".weight"):
+        return name
     *path, matrix, suffix = name.replace(".block_sparse_moe.", ".mlp.").split(".")
     return ".".join([*path, _NUMBERED.get(matrix, matrix), suffix])
 
@@ -53,12 +56,20 @@ class TorchExperts:
     def _expert(self, layer: int, expert: int, hidden_state: torch.Tensor) -> torch.Tensor:
         if self.config["model_type"] == "gpt_oss":
             return self._gpt_oss_expert(f"model.layers.{layer}.mlp.experts.", expert, hidden_state.float())
-        gate, up, down = (
-            self.weights[f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"]
-            for part in ("gate", "up", "down")
-        )
+        gate, up, down = self._matrices(f"model.layers.{layer}.mlp.experts.", expert)
         x = hidden_state.float()
         return down @ (functional.silu(gate @ x) * (up @ x))
+
+    def _matrices(self, stem: str, expert: int) -> list[torch.Tensor]:
+        """Gate, up and down `[out, in]`, whether experts have tensors of their own or one for all."""
+        fused = self.weights.get(stem + "gate_up_proj")
+        if fused is None:
+            return [self.weights[f"{stem}{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+        gate_up, down = fused[expert], self.weights[stem + "down_proj"][expert]
+        # `[2I, H]`, or `[H, 2I]`: tiny models have no two sizes alike.
+        if gate_up.shape[0] == down.shape[1]:
+            gate_up, down = gate_up.T, down.T
+        return [*gate_up.chunk(2), down]
 
     def _gpt_oss_expert(self, stem: str, expert: int, x: torch.Tensor) -> torch.Tensor:
         """Matrices of all experts in one tensor, `[in, out]`, gate and up alternating; biases; clamped."""

@@ -1,0 +1,217 @@
+"""Tiny configurations of multimodal families' text towers, for `tiny_models.TINY_MODELS`, as published.
+
+Transformers writes some of these checkpoints otherwise than they were released; `TextTower.publish` puts
+names and layouts right. Vision towers are as small as they get: prompts here are text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+_GLM_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "image_size": 56,
+}
+_KIMI_VISION: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_attention_heads": 2,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
+Tensor = torch.Tensor
+
+
+def _as_is(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    return name, tensor
+
+
+def _transpose_experts(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """Qwen3-VL: released as `[E, H, 2I]` and `[E, I, H]`."""
+    return name, tensor.mT.contiguous() if ".experts." in name else tensor
+
+
+def _kimi_names(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """Kimi: decoder layers are `.layers.`, and the projector hangs outside of everything."""
+    name = re.sub(r"^(language_model\.model\.)blocks\.", r"\1layers.", name)
+    return name.removeprefix("model.") if name.startswith("model.mm_projector.") else name, tensor
+
+
+@dataclass(frozen=True)
+class TextTower:
+    """How a family nests its text model."""
+
+    # Of transformers' classes.
+    stem: str
+    vision: dict[str, Any]
+    # From what transformers writes to what was released: name and tensor.
+    published: Callable[[str, Tensor], tuple[str, Tensor]] = _as_is
+    text_model_type: str | None = None
+
+    def config(self, text: dict[str, Any]) -> Any:
+        """Transformers' configuration of the whole model."""
+        import transformers
+
+        if self.text_model_type is not None:
+            text = {**text, "model_type": self.text_model_type}
+        return getattr(transformers, f"{self.stem}Config")(
+            text_config=text,
+            vision_config=dict(self.vision),
+            tie_word_embeddings=text.get("tie_word_embeddings", False),
+        )
+
+    def model(self, config: Any) -> Any:
+        """Transformers' model of it."""
+        import transformers
+
+        return getattr(transformers, f"{self.stem}ForConditionalGeneration")(config)
+
+    def publish(self, directory: Path) -> None:
+        """Rewrite what `save_pretrained` left."""
+        from safetensors.torch import load_file, save_file
+
+        for file in directory.glob("*.safetensors"):
+            save_file(dict(self.published(*item) for item in load_file(file).items()), file)
+        index = directory / "model.safetensors.index.json"
+        if index.exists():
+            content = json.loads(index.read_text())
+            nothing = torch.empty(0, 0)
+            names = {self.published(name, nothing)[0]: file for name, file in content["weight_map"].items()}
+            index.write_text(json.dumps(content | {"weight_map": names}))
+
+
+TEXT_TOWERS: dict[str, TextTower] = {
+    "qwen3_vl_moe": TextTower("Qwen3VLMoe", _QWEN_VISION, _transpose_experts),
+    "glm4v_moe": TextTower("Glm4vMoe", _GLM_VISION),
+    "kimi_k25": TextTower("Kimi_K25", _KIMI_VISION, _kimi_names, "deepseek_v3"),
+}
+
+
+def _mrope(sections: list[int], **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **more}
+
+
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "head_dim": 8,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 26,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_mtp_layers": 0,
+}
+
+# Name -> fields of `TinyModel`; `changes` are those of the text model.
+MULTIMODAL_MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe",
+        "changes": {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "rope_parameters": _mrope([4, 2, 2], mrope_interleaved=True),
+        },
+    },
+    "qwen3_vl_moe_bias_dense_tied": {
+        "model_type": "qwen3_vl_moe",
+        "changes": {
+            "num_experts": 10,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "attention_bias": True,
+            "mlp_only_layers": [1],
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+            "rope_parameters": _mrope([2, 3, 3]) | {"rope_theta": 700.0},
+        },
+        "shard_bytes": 60_000,
+    },
+    "glm4v_moe": {
+        "model_type": "glm4v_moe",
+        "changes": {
+            "n_routed_experts": 10,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": _mrope([1, 1, 2], partial_rotary_factor=0.5),
+        },
+    },
+    "glm4v_moe_groups_tied": {
+        "model_type": "glm4v_moe",
+        "changes": {
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 3,
+            "first_k_dense_replace": 0,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": _mrope([2, 3, 3], partial_rotary_factor=1.0),
+        },
+        "shard_bytes": 60_000,
+    },
+    "kimi_k25": {
+        "model_type": "kimi_k25",
+        "changes": {
+            **_LATENT,
+            "n_routed_experts": 13,
+            "num_experts_per_tok": 5,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 50000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    },
+    # Transformers would mistake a direct projection of queries for the vision tower's.
+    "kimi_k25_two_dense_tied": {
+        "model_type": "kimi_k25",
+        "changes": {
+            **_LATENT,
+            "q_lora_rank": 22,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 9,
+            "n_routed_experts": 9,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+        "shard_bytes": 60_000,
+    },
+}
