@@ -100,13 +100,16 @@ def _multiple(model: MoeGeometry, servers: int, group: int) -> int:
     return wanted if size // wanted >= servers else group
 
 
-def rank_neurons(size: int, group: int, rank: int, count: int) -> tuple[int, int]:
+def rank_neurons(size: int, group: int, packed: str | None, rank: int, count: int) -> tuple[int, int]:
     """Neurons `[begin, end)` that a tensor-parallel rank holds of a resident expert of `size` neurons.
 
-    `group` neurons share scales and stay together. Raises UserError when there are more ranks than groups.
+    `group` neurons share scales and stay together, also those of `packed`, the format it is requantised to.
+    Raises UserError when there are more ranks than groups.
     """
     if count == 1:
         return 0, size
+    if packed == "int4_g32":
+        group = math.lcm(group, 32)
     if size // group < count:
         raise UserError(
             f"tensor_parallel_size is {count}, but the {size} neurons of an expert are quantised in "

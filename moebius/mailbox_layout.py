@@ -6,12 +6,39 @@ For tools that read a mailbox without the C++ module, and for the test that both
 from __future__ import annotations
 
 import ctypes
+from typing import Protocol
 
 ABI_VERSION = 2
 MAGIC = 0x31584F425345424D  # "MBESBOX1", little-endian
 MAX_SERVERS = 16
 MAX_CLIENTS = 8
 MAX_RECORDS = 16
+_LINE, _PAGE = 64, 4096
+
+
+class SizedGeometry(Protocol):
+    """What the segment's size follows from; `moebius.mailbox.MailboxGeometry` is the real one."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def max_rows(self) -> int: ...
+
+    @property
+    def num_servers(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def num_clients(self) -> int: ...
 
 
 class Geometry(ctypes.LittleEndianStructure):
@@ -169,3 +196,19 @@ def offsets() -> dict[str, int]:
 def row_begin(rows: int, client: int, num_clients: int) -> int:
     """First row of a client's part of a request; that of `num_clients` is the end of the last part."""
     return rows * client // num_clients
+
+
+def segment_bytes(geometry: SizedGeometry) -> int:
+    """Size of the segment of a `moebius.mailbox.MailboxGeometry`, as `regions_of` in layout.h computes it."""
+    element = 2 if geometry.dtype == "bfloat16" else 4
+    rows, slots, servers = geometry.max_rows, geometry.num_slots, geometry.num_servers
+    choices = rows * geometry.top_k * 4
+    ids = ctypes.sizeof(RequestHeader) + _align(rows * geometry.hidden_size * element, _LINE)
+    request = _align(ids + _align(choices, _LINE) + choices, _PAGE)
+    response = _align(ctypes.sizeof(ResponseHeader) + rows * geometry.hidden_size * 4, _PAGE)
+    flags = ctypes.sizeof(Header) + _LINE * slots * (geometry.num_clients + servers)
+    return _align(flags, _PAGE) + slots * (request + servers * response)
+
+
+def _align(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -100,7 +99,5 @@ class PackedExpertSource:
 
     def _span(self, found: ExpertMatrices) -> tuple[int, int]:
         """This rank's neurons; quantisation groups stay whole."""
-        group = found.neuron_multiple
-        if self._target == "int4_g32":
-            group = math.lcm(group, 32)
-        return rank_neurons(self.geometry.moe_intermediate_size, group, *self._ranks)
+        size = self.geometry.moe_intermediate_size
+        return rank_neurons(size, found.neuron_multiple, self._target, *self._ranks)
