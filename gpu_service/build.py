@@ -8,6 +8,7 @@ import torch
 
 from gpu_service.assembly.built import Built
 from gpu_service.assembly.experts import (
+    check_experts,
     connect_experts,
     expert_memory,
     load_resident,
@@ -85,6 +86,7 @@ def _assemble(
     kv_cache = shape.make(num_pages)
     memory.reached(KV)
     experts = connect_experts(config, moe, group)
+    self_test = check_experts(config, moe, experts, resident, stream, dtype, group)
     recorder = make_recorder(config, moe, stream)
     runner = group.model_runner(
         model,
@@ -112,7 +114,16 @@ def _assemble(
     )
     longest = warm_up_tokens(device, gpu.max_num_batched_tokens, limits.context_limit)
     return Built(
-        engine, group, experts, recorder, memory, model_config, num_pages, limits.context_limit, longest
+        engine,
+        group,
+        experts,
+        recorder,
+        memory,
+        model_config,
+        num_pages,
+        limits.context_limit,
+        longest,
+        self_test=self_test,
     )
 
 

@@ -179,6 +179,8 @@ def _load(config: MoebiusConfig) -> tuple[Built, WarmUpGate, EngineTelemetry]:
     gate = WarmUpGate()
     built = build_engine(config, telemetry, gate.on_output)
     metrics.describe_cache(config.gpu.page_size, built.num_pages, config.gpu.prefix_caching)
+    if built.self_test is not None:
+        metrics.describe_self_test(built.self_test.worst_by_layer)
     built.engine.start()
     timeout_s = config.supervisor.ready_timeout_s
     gate.run(built.engine, built.model_config.vocab_size, timeout_s, built.warm_up_tokens)

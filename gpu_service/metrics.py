@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -50,6 +52,14 @@ class EngineMetrics:
         names = [*self._labels, *values]
         gauge = Gauge("vllm:cache_config_info", "Shape of the KV cache", names, registry=self._registry)
         gauge.labels(**self._labels, **values).set(1)
+
+    def describe_self_test(self, worst_by_layer: Mapping[int, float]) -> None:
+        """The largest relative error that the self-test at start found in each layer it looked at."""
+        names = [*self._labels, "layer"]
+        text = "Relative error of the worst expert tested at start"
+        gauge = Gauge("moebius:expert_self_test_error", text, names, registry=self._registry)
+        for layer, error in worst_by_layer.items():
+            gauge.labels(**self._labels, layer=str(layer)).set(error)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         metric = Gauge(f"vllm:{name}", text, list(self._labels), registry=self._registry)

@@ -168,6 +168,14 @@ class ExpertConfig(Section):
     expert_recovery_s: float = Field(
         default=300.0, gt=0, description="Longest wait for a lost expert server to return"
     )
+    self_test_layers: int = Field(
+        default=3,
+        ge=0,
+        description="MoE layers whose experts are compared with the checkpoint before serving; 0: none",
+    )
+    self_test_experts: int = Field(
+        default=3, ge=1, description="Experts of each such layer, on the servers and on the device each"
+    )
 
 
 class ParallelConfig(Section):

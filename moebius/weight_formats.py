@@ -37,6 +37,11 @@ class WeightFormat:
     column_scale: bool = False
     quantised_rows: bool = False
 
+    @property
+    def bits(self) -> int:
+        """Of one code."""
+        return CODE_BITS[self.code]
+
 
 def _named_formats() -> dict[str, WeightFormat]:
     formats = {

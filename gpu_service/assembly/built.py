@@ -10,6 +10,7 @@ from gpu_service.experts.client import ExpertClient
 from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.group import RankGroup
 from gpu_service.placement.recorder import ExpertRecorder
+from gpu_service.verify.report import SelfTestReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Built:
     context_limit: int
     # Length of the warm-up's longest prompt.
     warm_up_tokens: int
+    # What was measured of this rank's experts before anything was served; None: switched off, or no experts.
+    self_test: SelfTestReport | None = None
 
     def close(self) -> None:
         """Ends every request, then the engine, its experts and its rank's part in the group, in order."""

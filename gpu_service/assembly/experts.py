@@ -18,6 +18,8 @@ from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.partition import stage_layers
 from gpu_service.placement.make import make_placement
 from gpu_service.placement.recorder import ExpertRecorder
+from gpu_service.verify.report import SelfTestReport
+from gpu_service.verify.self_test import ExpertsUnderTest, run_self_test
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 
@@ -76,6 +78,27 @@ def connect_experts(config: MoebiusConfig, moe: RankMoe | None, group: RankGroup
     assert experts is not None
     experts.wait_ready(config.supervisor.ready_timeout_s)
     return experts
+
+
+def check_experts(
+    config: MoebiusConfig,
+    moe: RankMoe | None,
+    experts: ExpertClient | None,
+    resident: ResidentExperts | None,
+    stream: DeviceStream,
+    dtype: torch.dtype,
+    group: RankGroup,
+) -> SelfTestReport | None:
+    """The self-test: all ranks at once. Raises SelfTestFailed; the client is closed then."""
+    if moe is None:
+        return None
+    tested = ExpertsUnderTest(moe.geometry, moe.layers, experts, resident, stream, dtype, group.parallel)
+    try:
+        return run_self_test(config, tested)
+    except BaseException:
+        if experts is not None:
+            experts.close()
+        raise
 
 
 def make_recorder(config: MoebiusConfig, moe: RankMoe | None, stream: DeviceStream) -> ExpertRecorder | None:

@@ -1,0 +1,63 @@
+"""What the self-test of experts found, and how it refuses to serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moebius.errors import UserError
+
+# How many wrong experts an error lists before it only counts the rest.
+_MAX_LISTED = 4
+
+
+class SelfTestFailed(UserError):
+    """Loaded experts do not compute what the checkpoint says."""
+
+
+@dataclass(frozen=True)
+class ExpertError:
+    """One expert, or several chosen together by the same rows; filled by `run_self_test`."""
+
+    layer: int
+    experts: tuple[int, ...]
+    # Who computed it, for people.
+    place: str
+    error: float
+    allowed: float
+
+    def __str__(self) -> str:
+        names = ", ".join(map(str, self.experts))
+        what = f"expert {names}" if len(self.experts) == 1 else f"experts {names} together"
+        return (
+            f"layer {self.layer}, {what} on {self.place}: relative error {self.error:.3g}, "
+            f"allowed {self.allowed:.3g}"
+        )
+
+
+@dataclass(frozen=True)
+class SelfTestReport:
+    """What was measured; filled by `run_self_test`."""
+
+    errors: tuple[ExpertError, ...]
+    seconds: float
+
+    @property
+    def worst_by_layer(self) -> dict[int, float]:
+        """The largest relative error of each layer that was looked at."""
+        worst: dict[int, float] = {}
+        for found in self.errors:
+            worst[found.layer] = max(worst.get(found.layer, 0.0), found.error)
+        return worst
+
+
+def refusal(wrong: Sequence[ExpertError]) -> str:
+    """A single expert says more than several together, which are wrong with it."""
+    single = [one for one in wrong if len(one.experts) == 1] or list(wrong)
+    listed = "; ".join(str(one) for one in single[:_MAX_LISTED])
+    more = f"; and {len(single) - _MAX_LISTED} more" if len(single) > _MAX_LISTED else ""
+    return (
+        "self-test: experts do not compute what the checkpoint's weights give in float32, so nothing is "
+        f"served: {listed}{more}. If the model is meant to be like this, --self-test-layers 0 switches the "
+        "test off"
+    )

@@ -1,0 +1,146 @@
+"""Before an engine serves: a few experts of the loaded model against the checkpoint, by the real way.
+
+Rows go to expert servers as those of requests do (`submit`, `collect`), and to experts on the device.
+Nothing of it is seen by a recorder, a cache or a sampler. Every rank tests its own layers; ranks of a stage
+add up their parts and come to the same verdict.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from gpu_service.device.stream import DeviceStream
+from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable
+from gpu_service.experts.local_client import LocalExpertClient
+from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.layers.moe import start_experts
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.verify.allowed import RowsDtype, allowed_error
+from gpu_service.verify.places import place_of
+from gpu_service.verify.probe import Probe, make_probe, spread
+from gpu_service.verify.report import ExpertError, SelfTestFailed, SelfTestReport, refusal
+from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.config import MoebiusConfig
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ExpertsUnderTest:
+    """How this rank reaches its experts; filled by the assembly."""
+
+    geometry: MoeGeometry
+    # Decoder layers with routed experts of this rank.
+    layers: tuple[int, ...]
+    experts: ExpertClient | None
+    resident: ResidentExperts | None
+    stream: DeviceStream
+    dtype: torch.dtype
+    parallel: ParallelContext = SOLO
+
+    def compute(
+        self, layer: int, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """`probe.Compute`: as the MoE block does."""
+        collect = start_experts(layer, hidden_states, ids, weights, self.experts, self.resident)
+        return self.parallel.tensor_group.all_reduce(collect(None).to(hidden_states.device))
+
+
+def run_self_test(config: MoebiusConfig, tested: ExpertsUnderTest) -> SelfTestReport | None:
+    """All ranks call it at once, once servers are ready; None: the settings switch it off.
+
+    Raises SelfTestFailed naming layer, expert, server, error and what is allowed; ExpertUnavailable when a
+    server that was lost meanwhile does not return in time.
+    """
+    layers = spread(tested.layers, config.experts.self_test_layers)
+    if not config.experts.self_test_layers:
+        _log.warning("the self-test of experts is switched off")
+        return None
+    begin = time.monotonic()
+    probes = [_probe(tested, layer, config.experts.self_test_experts) for layer in layers]
+    found = _compute(probes, tested, config.experts.expert_recovery_s)
+    with torch.inference_mode():
+        errors = tuple(_compare(config, tested, probes, found))
+    report = SelfTestReport(errors, time.monotonic() - begin)
+    wrong = [one for one in errors if not one.error <= one.allowed]
+    if wrong:
+        raise SelfTestFailed(refusal(wrong))
+    _log.info(
+        "experts compute what the checkpoint says",
+        layers=list(layers),
+        tested=len(errors),
+        largest_error=float(f"{max((one.error for one in errors), default=0.0):.3g}"),
+        allowed=float(f"{min((one.allowed for one in errors), default=0.0):.3g}"),
+        seconds=round(report.seconds, 3),
+    )
+    return report
+
+
+def _probe(tested: ExpertsUnderTest, layer: int, count: int) -> Probe:
+    """Some experts on the device, where there are any, and some on servers."""
+    on_device = () if tested.resident is None else tested.resident.experts(layer)
+    served = sorted(set(range(tested.geometry.num_experts)) - set(on_device))
+    chosen = (*spread(served, count), *spread(on_device, count))
+    return make_probe(layer, chosen, tested.geometry.hidden_size, tested.geometry.top_k, tested.dtype)
+
+
+def _compute(probes: Sequence[Probe], tested: ExpertsUnderTest, recovery_s: float) -> list[torch.Tensor]:
+    """One step; again after a lost server has come back. Ranks begin and repeat it together."""
+    deadline = time.monotonic() + recovery_s
+    while True:
+        try:
+            return _step(probes, tested)
+        except ExpertComputeFailed as error:
+            raise SelfTestFailed(f"self-test: {error}") from error
+        except ExpertUnavailable as error:
+            remaining = deadline - time.monotonic()
+            if tested.experts is None or remaining <= 0:
+                raise
+            _log.warning("expert server lost during the self-test, waiting for it", error=str(error))
+            with tested.stream.active():
+                tested.experts.recover(remaining)
+
+
+def _step(probes: Sequence[Probe], tested: ExpertsUnderTest) -> list[torch.Tensor]:
+    with tested.stream.active(), torch.inference_mode():
+        if tested.experts is not None:
+            tested.experts.begin_step()
+        answers = [probe.run(tested.compute, tested.stream.device) for probe in probes]
+        tested.stream.synchronize()
+        failure = None if tested.experts is None else tested.experts.failure()
+        if failure is not None:
+            raise failure
+        return [answer.cpu() for answer in answers]
+
+
+def _compare(
+    config: MoebiusConfig, tested: ExpertsUnderTest, probes: Sequence[Probe], found: Sequence[torch.Tensor]
+) -> list[ExpertError]:
+    model = config.model.model
+    oracle = LocalExpertClient(model, tested.geometry, tested.dtype, keeps=False)
+    checkpoint = ExpertCheckpoint.open(model, tested.geometry)
+    rows: RowsDtype = "float32" if tested.dtype == torch.float32 else "bfloat16"
+    errors = []
+    for probe, answer in zip(probes, found, strict=True):
+        wanted = oracle.collect(
+            oracle.submit(probe.layer, probe.hidden_states, probe.topk_ids, probe.topk_weights)
+        )
+        stored = [checkpoint.expert(probe.layer, expert) for expert in probe.experts]
+        formats = [name for one in stored for name in (one.gate.packed_format, one.down.packed_format)]
+        allowed = allowed_error(
+            rows, config.experts.expert_dtype, formats, config.experts.max_requantise_error
+        )
+        on_device = () if tested.resident is None else tested.resident.experts(probe.layer)
+        errors += [
+            ExpertError(
+                probe.layer, experts, place_of(config, tested.geometry, experts, on_device), error, allowed
+            )
+            for experts, error in probe.errors(answer, wanted)
+        ]
+    return errors
