@@ -101,3 +101,6 @@ LOGPROBS_BFLOAT16_RANKS = 0.25
 
 # Resident experts in float32 on a GPU against the reference: tensor cores are not used, only sums differ.
 RESIDENT_GPU_FLOAT32 = 1e-5
+
+# Weights dequantised in float32 against what the encoders say they mean, relative: products round once more.
+DEQUANTISED_FLOAT32 = 5e-7

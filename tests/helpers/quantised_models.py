@@ -6,7 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from moebius.checkpoint.moe_config import MoeGeometry
 from tests.helpers.checkpoints import write_safetensors
 from tests.helpers.model_formats import ModelFormat
 from tests.helpers.paged_runner import load_runner
-from tests.helpers.quantised_sources import Array
+from tests.helpers.quantised_sources import Array, Floats
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 
 # Widths that are no multiples of most groups and blocks, several of which exceed one block of 128.
@@ -59,7 +59,7 @@ QUANTISED_MODELS: dict[str, TinyModel] = {
     ),
 }
 PROMPT = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2]
-_MATRIX = re.compile(r".*(?:proj|proj_with_mqa|lm_head)\.weight")
+_MATRIX = re.compile(r".*(?:proj|proj_with_mqa|lm_head|embed_tokens)\.weight")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -110,30 +110,64 @@ def our_logits(directory: Path) -> torch.Tensor:
 Choose = Callable[[str], ModelFormat | None]
 
 
-def write_quantised(plain: PlainModel, directory: Path, choose: Choose, config: dict[str, Any] | None) -> Any:
-    """Write the checkpoint with matrices stored as chosen; the oracle, holding what they mean."""
-    tensors: dict[str, Array] = {}
-    dtypes: dict[str, str] = {}
-    plain.oracle.load_state_dict(plain.state)
+@dataclass
+class QuantisedModel:
+    """A checkpoint before it is written; made by `quantise`. Tests may spoil any part of it."""
+
+    tensors: dict[str, Array]
+    # safetensors dtypes that numpy's do not tell.
+    dtypes: dict[str, str]
+    # config.json.
+    config: dict[str, Any]
+    # What quantised matrices mean, by their plain names.
+    meant: dict[str, Floats] = field(default_factory=dict)
+    # Names of the tensors that they are stored as.
+    parts: set[str] = field(default_factory=set)
+
+    def dequantised(self) -> QuantisedModel:
+        """The same weights as a plain checkpoint."""
+        kept = {name: array for name, array in self.tensors.items() if name not in self.parts}
+        config = {key: value for key, value in self.config.items() if key != "quantization_config"}
+        return QuantisedModel({**kept, **self.meant}, {}, config)
+
+    def write(self, directory: Path) -> Path:
+        """One safetensors file and config.json."""
+        directory.mkdir(parents=True, exist_ok=True)
+        write_safetensors(directory / "model.safetensors", self.tensors, self.dtypes)
+        (directory / "config.json").write_text(json.dumps(self.config))
+        return directory
+
+
+def quantise(plain: PlainModel, choose: Choose, config: dict[str, Any] | None) -> QuantisedModel:
+    """Store every matrix as chosen."""
+    settings = json.loads((plain.directory / "config.json").read_text())
+    settings |= {} if config is None else {"quantization_config": config}
+    model = QuantisedModel({}, {}, settings)
     for name, weight in plain.weights.items():
         chosen = choose(name) if _MATRIX.fullmatch(name) else None
         if chosen is None:
-            tensors[name] = weight.numpy()
+            model.tensors[name] = weight.numpy()
             continue
-        parts, meant = chosen.encode(weight.numpy())
-        _parameter(plain.oracle, name).copy_(torch.from_numpy(meant))
+        parts, model.meant[name] = chosen.encode(weight.numpy())
         for suffix, array in parts.items():
             stored = name.removesuffix("weight") + suffix
             if stored in plain.weights and stored != name:
                 continue  # The model's own bias.
-            tensors[stored] = array
+            model.tensors[stored] = array
+            model.parts.add(stored)
             if suffix in chosen.dtypes:
-                dtypes[stored] = chosen.dtypes[suffix]
-    directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(directory / "model.safetensors", tensors, dtypes)
-    settings = json.loads((plain.directory / "config.json").read_text())
-    settings |= {} if config is None else {"quantization_config": config}
-    (directory / "config.json").write_text(json.dumps(settings))
+                model.dtypes[stored] = chosen.dtypes[suffix]
+    return model
+
+
+@torch.no_grad()
+def write_quantised(plain: PlainModel, directory: Path, choose: Choose, config: dict[str, Any] | None) -> Any:
+    """Write the checkpoint with matrices stored as chosen; the oracle, holding what they mean."""
+    model = quantise(plain, choose, config)
+    model.write(directory)
+    plain.oracle.load_state_dict(plain.state)
+    for name, meant in model.meant.items():
+        _parameter(plain.oracle, name).copy_(torch.from_numpy(meant))
     return plain.oracle
 
 

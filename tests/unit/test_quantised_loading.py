@@ -1,0 +1,81 @@
+"""Guards that ranks hold their parts of dequantised matrices, wherever groups, blocks and words end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_service.loader import sources
+from gpu_service.loader.load import load_weights
+from gpu_service.model_config import ModelConfig
+from gpu_service.models.registry import build_model
+from gpu_service.parallel.context import ParallelContext
+from tests.helpers.model_formats import MODEL_FORMATS
+from tests.helpers.quantised_models import Models, cached_plain_models, quantise
+from tests.tolerances import DEQUANTISED_FLOAT32
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return cached_plain_models(tmp_path_factory.mktemp("plain"))
+
+
+def parameters(directory: Path, parallel: ParallelContext) -> dict[str, torch.Tensor]:
+    """A rank's, out of their packed layouts."""
+    model = build_model(ModelConfig.from_dir(directory), parallel=parallel)
+    load_weights(model, directory)
+    found = dict(model.named_parameters())
+    return {name: value.to_dense() if value.is_mkldnn else value for name, value in found.items()}
+
+
+def check(quantised: Path, plain: Path, parallel: ParallelContext) -> None:
+    expected = parameters(plain, parallel)
+    for name, value in parameters(quantised, parallel).items():
+        torch.testing.assert_close(value, expected[name], rtol=DEQUANTISED_FLOAT32, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("name", list(MODEL_FORMATS))
+def test_ranks_hold_their_parts(name: str, models: Models, tmp_path: Path) -> None:
+    """Four ranks cut groups, blocks of 128 and words of eight; the last one has padded rows of the head."""
+    chosen = MODEL_FORMATS[name]
+    model = quantise(models("deepseek_v3"), lambda _: chosen, chosen.config)
+    quantised, plain = model.write(tmp_path / "quantised"), model.dequantised().write(tmp_path / "plain")
+    for rank in (1, 3):
+        check(quantised, plain, ParallelContext(rank, 4, 0, 1))
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "awq_int4_g32", "int8_words", "nvfp4"])
+def test_blocks_and_threads_change_nothing(
+    name: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a few rows, which no bound of groups or ranks falls on, dequantised three at a time."""
+    chosen = MODEL_FORMATS[name]
+    model = quantise(models("qwen3_moe"), lambda _: chosen, chosen.config)
+    quantised, plain = model.write(tmp_path / "quantised"), model.dequantised().write(tmp_path / "plain")
+    monkeypatch.setattr(sources, "_BLOCK_ELEMENTS", 24 * 160)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    check(quantised, plain, ParallelContext(1, 2, 0, 1))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_stages_read_their_quantised_ends(stage: int, models: Models, tmp_path: Path) -> None:
+    """The embedding's tensors are the first stage's, the head's the last one's, none of them unused."""
+    chosen = MODEL_FORMATS["int8"]
+    model = quantise(models("qwen3_moe"), lambda _: chosen, chosen.config)
+    quantised, plain = model.write(tmp_path / "quantised"), model.dequantised().write(tmp_path / "plain")
+    check(quantised, plain, ParallelContext(0, 1, stage, 2))
+
+
+def test_a_tied_head_that_is_stored_as_well_is_left_out(models: Models, tmp_path: Path) -> None:
+    """With all of its tensors, scales included."""
+    chosen = MODEL_FORMATS["int8"]
+    model = quantise(models("qwen3_moe"), lambda _: chosen, chosen.config)
+    model.config["tie_word_embeddings"] = True
+    assert "lm_head.weight_scale" in model.tensors
+    loaded = parameters(model.write(tmp_path), ParallelContext())
+    embedding = torch.from_numpy(model.meant["model.embed_tokens.weight"])
+    torch.testing.assert_close(
+        loaded["model.embed_tokens.weight"], embedding, rtol=DEQUANTISED_FLOAT32, atol=0
+    )
