@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gpu_service.request import Request
+from gpu_service.vision.features import ImageFeatures
 
 
 @dataclass(slots=True)
@@ -55,8 +56,10 @@ class ForwardInputs:
     seq_lens_tensor: torch.Tensor
     # int64 [3, T], rows of time, height and width, of a model with mRoPE; None: `positions` say it all.
     mrope_positions: torch.Tensor | None = None
+    # What image tokens of the step are in the stream; None: there are none.
+    image_features: ImageFeatures | None = None
     trace_sampled: bool = False  # whether expert spans are recorded for this step
-    extra: dict[str, torch.Tensor] = field(default_factory=dict)  # family-specific (vision, state slots)
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)  # family-specific (state slots)
 
     @property
     def is_uniform_decode(self) -> bool:

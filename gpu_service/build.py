@@ -19,6 +19,7 @@ from gpu_service.assembly.info import model_info
 from gpu_service.assembly.kv_memory import cache_shape, make_kv_memory, scheduler_limits
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.steps import make_step_runner
+from gpu_service.assembly.vision import check_vision, load_vision, vision_bytes
 from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
 from gpu_service.attention.factory import make_attention
 from gpu_service.cache.page_pool import PagePool
@@ -27,16 +28,19 @@ from gpu_service.cache.request_cache import RequestCache
 from gpu_service.device.stream import DeviceStream, device_stream
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
+from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.outputs import EngineObserver, OutputDelta
+from gpu_service.engine.step_runner import StepRunner
 from gpu_service.engine.token_pool import TokenPool
 from gpu_service.loader.load import load_weights
-from gpu_service.memory.plan import DENSE, GRAPHS, KV, RESIDENT
+from gpu_service.memory.plan import DENSE, GRAPHS, KV, RESIDENT, VISION
 from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.registry import build_model
 from gpu_service.ops import backends
 from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.join import join_group
 from gpu_service.recorder_calls import recorder_operations
+from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
 from moebius.config import MoebiusConfig
 
@@ -52,8 +56,9 @@ def build_engine(
     to the stream it was made on.
     """
     device = prepare_process(config)
-    overrides = ModelOverrides(config.model.top_k, config.model.max_model_len, config.model.dtype)
-    model_config = ModelConfig.from_dir(config.model.model, overrides)
+    chosen = config.model
+    overrides = ModelOverrides(chosen.top_k, chosen.max_model_len, chosen.dtype, chosen.language_model_only)
+    model_config = ModelConfig.from_dir(chosen.model, overrides)
     group = join_group(config, device)
     backends.install(device, config.gpu.attention_backend, model_config.torch_dtype)
     stream = device_stream(device)
@@ -70,10 +75,14 @@ def _assemble(
     on_output: Callable[[list[OutputDelta]], None],
 ) -> Built:
     gpu, device, dtype = config.gpu, stream.device, model_config.torch_dtype
+    check_vision(model_config, group.parallel)
     model = build_model(model_config, device=device, parallel=group.parallel)
     moe = rank_moe(config, model_config, group)
     shape = cache_shape(gpu, model.rank_config, device)
-    memory = make_kv_memory(config, shape, model, expert_memory(config, moe, dtype, group))
+    seeing = vision_bytes(config, model_config)
+    memory = make_kv_memory(config, shape, model, expert_memory(config, moe, dtype, group), seeing)
+    vision = load_vision(config, model_config, device)
+    memory.reached(VISION)
     load_weights(model, config.model.model)
     memory.reached(DENSE)
     resident = load_resident(config, moe, device, dtype, group)
@@ -97,21 +106,12 @@ def _assemble(
         sampler,
         resident=resident,
         recorder=recorder,
+        encoder=None if vision is None else vision.encoder,
+        has_mrope=bool(model_config.rope.mrope_sections),
     )
     steps = make_step_runner(config, runner, stream, limits, model_config.vocab_size, group.parallel)
     memory.reached(GRAPHS)
-    cache = RequestCache(PagePool(num_pages), RadixCache(gpu.page_size), gpu.prefix_caching)
-    engine = Engine(
-        Scheduler(limits, cache),
-        InputBuilder(limits, gpu.page_size),
-        group.guard(steps),
-        on_output,
-        observer=observer,
-        overlap=gpu.overlap_scheduling,
-        max_waiting=gpu.max_waiting_requests,
-        inbox=group.inbox(),
-        operations={} if recorder is None else recorder_operations(recorder),
-    )
+    engine = _engine(config, group, runner, steps, limits, num_pages, observer, on_output)
     longest = warm_up_tokens(device, gpu.max_num_batched_tokens, limits.context_limit)
     return Built(
         engine,
@@ -124,6 +124,33 @@ def _assemble(
         limits.context_limit,
         longest,
         self_test=self_test,
+        vision=vision,
+    )
+
+
+def _engine(
+    config: MoebiusConfig,
+    group: RankGroup,
+    runner: ModelRunner,
+    steps: StepRunner,
+    limits: SchedulerLimits,
+    num_pages: int,
+    observer: EngineObserver,
+    on_output: Callable[[list[OutputDelta]], None],
+) -> Engine:
+    """Scheduler and loops around what runs the steps."""
+    gpu, recorder = config.gpu, runner.recorder
+    cache = RequestCache(PagePool(num_pages), RadixCache(gpu.page_size), gpu.prefix_caching)
+    return Engine(
+        Scheduler(limits, cache),
+        InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope),
+        group.guard(steps),
+        on_output,
+        observer=observer,
+        overlap=gpu.overlap_scheduling,
+        max_waiting=gpu.max_waiting_requests,
+        inbox=group.inbox(),
+        operations={} if recorder is None else recorder_operations(recorder),
     )
 
 

@@ -23,6 +23,7 @@ from gpu_service.hf_gqa import (
 from gpu_service.hf_keys import HfKeys
 from gpu_service.hf_mla import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
 from gpu_service.hf_multimodal import read_glm4v_moe, read_kimi_k25, read_qwen3_vl_moe
+from gpu_service.hf_vision import read_vision
 from gpu_service.model_config import (
     TORCH_DTYPES,
     ModelConfig,
@@ -90,6 +91,8 @@ def read_model_config(directory: Path, overrides: ModelOverrides) -> ModelConfig
     if reader is None:
         raise hf.error("model_type", model_type, ", ".join(sorted(READERS)))
     config = _apply_overrides(hf, reader(hf), overrides)
+    vision = read_vision(hf, model_type)
+    config = replace(config, vision=None if overrides.language_model_only else vision)
     if config.dtype not in TORCH_DTYPES:
         raise hf.error("dtype", config.dtype, ", ".join(sorted(TORCH_DTYPES)))
     _check_router(hf, config.moe.router)

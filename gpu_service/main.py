@@ -114,8 +114,9 @@ async def _serve(config: MoebiusConfig) -> int:
     gate.open(router.on_output)
     bounds = Bounds(built.model_config.vocab_size, built.context_limit, config.gpu.random_seed)
     info = model_info(config, built)
+    preparer = None if built.vision is None else built.vision.preparer
     servicer.service = Service(
-        built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder
+        built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder, preparer
     )
     await report.set(True)
     _log.info("ready", address=config.gpu.gpu_address, model=info.served_model_name)

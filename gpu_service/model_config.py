@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from gpu_service.vision.config import VisionConfig
+
 ScoreFunction = Literal["softmax", "sigmoid", "none"]
 GroupScore = Literal["max", "top2_sum"]
 RouterPost = Literal["none", "renormalize", "softmax"]
@@ -135,6 +137,8 @@ class ModelOverrides:
     top_k: int | None = None
     max_model_len: int | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # Whether a vision tower is left out.
+    language_model_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,8 @@ class ModelConfig:
     num_mtp_layers: int = 0
     # None: grouped-query attention. Else `num_kv_heads` is `num_heads`, and `head_dim` a query's.
     mla: MlaConfig | None = None
+    # None: the model does not see, or is served without its tower.
+    vision: VisionConfig | None = None
     # Keys of config.json that nothing here reads; logged, so that nothing is ignored in silence.
     unread_keys: tuple[str, ...] = field(default=(), compare=False)
 

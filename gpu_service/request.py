@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpu_service.cache.radix_cache import PrefixHandle
+    from gpu_service.vision.prompt import VisionPrompt
 
 
 class FinishReason(enum.Enum):
@@ -77,6 +78,8 @@ class Request:
     cache_namespace: str = ""
     arrival: int = 0
     trace_context: dict[str, str] = field(default_factory=dict)
+    # None: there is no image in the prompt.
+    vision: VisionPrompt | None = None
 
     # Filled by the scheduler. The slot is fixed from admission to the end or the next preemption.
     slot: int = -1
@@ -130,6 +133,11 @@ class Request:
         if end <= split:
             return self.prompt_token_ids[start:end]
         return self.prompt_token_ids[start:] + self.output_token_ids[max(0, start - split) : end - split]
+
+    def prefix_keys(self, end: int) -> list[int]:
+        """What stands for the tokens at positions [0, end) in the prefix tree: an image by its content."""
+        tokens = self.known_tokens(0, end)
+        return tokens if self.vision is None else self.vision.keyed(tokens)
 
     @property
     def finished(self) -> bool:

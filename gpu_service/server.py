@@ -25,6 +25,7 @@ from gpu_service.request import Request
 from gpu_service.scheduler.limits import QueueFull, RequestRefused
 from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds, InvalidField, make_requests
+from gpu_service.vision.processor import ImagePreparer
 from moebius import __version__
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
@@ -45,6 +46,8 @@ class Service:
     page_size: int
     # None: the model has no MoE layers.
     recorder: ExpertRecorder | None = None
+    # None: the model does not see.
+    preparer: ImagePreparer | None = None
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
@@ -192,9 +195,14 @@ async def _validated(
     message: pb.GenerateRequest, service: Service, context: _GenerateContext
 ) -> list[Request]:
     try:
+        if message.images:
+            # Decoding and resizing take as long as a step: other calls go on meanwhile.
+            made = await asyncio.to_thread(make_requests, message, service.bounds, service.preparer)
+        else:
+            made = make_requests(message, service.bounds)
         if message.request_id in service.router:
             raise InvalidField("request_id", message.request_id, "ids of live requests are unique")
-        return make_requests(message, service.bounds)
+        return made
     except InvalidField as error:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         raise AssertionError("abort returned") from error

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from gpu_service.engine.random import derive_seed
 from gpu_service.request import Request, SamplingParams
+from gpu_service.vision.processor import ImagePreparer
+from gpu_service.vision.prompt import ImageError, PreparedImage, VisionPrompt, place_images
 from protos import engine_pb2 as pb
 
 MAX_LOGPROBS = 20
@@ -29,11 +31,16 @@ class Bounds:
     random_seed: int = 0
 
 
-def make_requests(message: pb.GenerateRequest, bounds: Bounds) -> list[Request]:
-    """One engine request per output. Raises InvalidField."""
+def make_requests(
+    message: pb.GenerateRequest, bounds: Bounds, preparer: ImagePreparer | None = None
+) -> list[Request]:
+    """One engine request per output; prepares images, which takes a while. Raises InvalidField.
+
+    `preparer` None: the model does not see.
+    """
     if not 1 <= len(message.request_id) <= 256:
         raise InvalidField("request_id", message.request_id[:300], "1 to 256 characters")
-    prompt = list(message.tokenized.input_ids)
+    prompt, vision = _prompt(message, preparer)
     if not 1 <= len(prompt) < bounds.context_limit:
         raise InvalidField(
             "tokenized.input_ids", f"{len(prompt)} tokens", f"1 to {bounds.context_limit - 1} tokens"
@@ -50,9 +57,33 @@ def make_requests(message: pb.GenerateRequest, bounds: Bounds) -> list[Request]:
             index=index,
             priority=message.priority,
             cache_namespace=message.cache_salt,
+            vision=vision,
         )
         for index in range(outputs)
     ]
+
+
+def _prompt(
+    message: pb.GenerateRequest, preparer: ImagePreparer | None
+) -> tuple[list[int], VisionPrompt | None]:
+    """The prompt's tokens, each image as many as it becomes."""
+    sent = list(message.tokenized.input_ids)
+    if not message.images:
+        return sent, None
+    if preparer is None:
+        raise InvalidField("images", f"{len(message.images)} images", "this model takes text only")
+    images = [_image(index, item.data, preparer) for index, item in enumerate(message.images)]
+    try:
+        return place_images(sent, images, preparer.image_token_id)
+    except ImageError as error:
+        raise InvalidField("images", f"{len(images)} images", str(error)) from error
+
+
+def _image(index: int, data: bytes, preparer: ImagePreparer) -> PreparedImage:
+    try:
+        return preparer.prepare(data)
+    except ImageError as error:
+        raise InvalidField(f"images[{index}]", f"{len(data)} bytes", str(error)) from error
 
 
 def _seed(message: pb.GenerateRequest, index: int, bounds: Bounds) -> int:

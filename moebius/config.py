@@ -33,6 +33,31 @@ class ModelConfigSection(Section):
     max_model_len: int | None = Field(
         default=None, ge=2, description="Prompt + output, tokens; unset: the checkpoint's"
     )
+    language_model_only: bool = Field(
+        default=False, description="Leave out the vision tower; requests with images are refused"
+    )
+
+
+class ImageConfig(Section):
+    """Images in requests to a model that sees."""
+
+    max_images_per_request: int = Field(default=16, ge=1, description="Images in one request")
+    max_image_mib: float = Field(default=20.0, gt=0, description="Size of an image file, MiB")
+    max_image_megapixels: float = Field(
+        default=50.0, gt=0, description="Width times height of an image, millions"
+    )
+    image_url_hosts: tuple[str, ...] = Field(
+        default=(), description="Hosts from which images are fetched, or *; empty: none, data URLs only"
+    )
+    image_url_timeout_s: float = Field(
+        default=10.0, gt=0, description="Longest wait for an image to be fetched"
+    )
+    image_dir: str = Field(
+        default="", description="Directory below which file: URLs may name images; empty: none"
+    )
+    image_cache_mib: int = Field(
+        default=256, ge=0, description="Encoded images kept on the device for later requests, MiB"
+    )
 
 
 class GatewayConfig(Section):
@@ -259,6 +284,7 @@ class MoebiusConfig(Section):
     """The whole tree; filled by `config_loader.load_config` from defaults, YAML and flags, in that order."""
 
     model: ModelConfigSection = Field(default_factory=ModelConfigSection)
+    images: ImageConfig = Field(default_factory=ImageConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     gpu: GpuConfig = Field(default_factory=GpuConfig)
     experts: ExpertConfig = Field(default_factory=ExpertConfig)

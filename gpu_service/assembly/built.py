@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpu_service.assembly.kv_memory import KvMemory
+from gpu_service.assembly.vision import Vision
 from gpu_service.engine.engine import Engine
 from gpu_service.experts.client import ExpertClient
 from gpu_service.model_config import ModelConfig
@@ -29,6 +30,8 @@ class Built:
     warm_up_tokens: int
     # What was measured of this rank's experts before anything was served; None: switched off, or no experts.
     self_test: SelfTestReport | None = None
+    # None: the model does not see, or is served without its tower.
+    vision: Vision | None = None
 
     def close(self) -> None:
         """Ends every request, then the engine, its experts and its rank's part in the group, in order."""

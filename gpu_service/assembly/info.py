@@ -34,4 +34,6 @@ def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
         bos_token_id=-1 if model.bos_token_id is None else model.bos_token_id,
         max_req_input_len=built.context_limit - 1,
         default_sampling_params_json=json.dumps(sampling),
+        supports_vision=model.vision is not None,
+        image_token_id=-1 if model.vision is None else model.vision.image_token_id,
     )

@@ -12,11 +12,11 @@ from gpu_service.attention.factory import make_attention
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.paged_cache import PagedCache, make_cache, page_bytes
 from gpu_service.experts.resident.experts import ResidentExperts
-from gpu_service.memory.device_memory import make_device_memory
+from gpu_service.memory.device_memory import MemoryUse, make_device_memory
 from gpu_service.memory.estimate import StepSize
 from gpu_service.memory.kv_pool import size_kv_pool, useful_pages
 from gpu_service.memory.ledger import MemoryLedger
-from gpu_service.memory.plan import ExpertMemory, plan_memory
+from gpu_service.memory.plan import ExpertMemory, MemoryPlan, plan_memory
 from gpu_service.memory.profile import profile_activations
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
@@ -132,15 +132,29 @@ class DeviceKvMemory(KvMemory):
         return size_kv_pool(self.ledger.plan, config, model.config, memory.use())
 
 
+def plan_device(
+    config: MoebiusConfig,
+    shape: CacheShape,
+    model: CausalLM,
+    use: MemoryUse,
+    experts: ExpertMemory,
+    vision_bytes: int = 0,
+) -> MemoryPlan:
+    """A GPU's ledger before loading; `moebius plan` asks here as well. Raises UserError: it can not fit."""
+    return plan_memory(
+        config, model.config, model, use, shape.page_bytes, experts, model.parallel, vision_bytes
+    )
+
+
 def make_kv_memory(
-    config: MoebiusConfig, shape: CacheShape, model: CausalLM, experts: ExpertMemory
+    config: MoebiusConfig, shape: CacheShape, model: CausalLM, experts: ExpertMemory, vision_bytes: int = 0
 ) -> KvMemory:
     """Before anything is loaded: `model` is on the meta device. Raises UserError when it can not fit."""
     memory = make_device_memory(shape.device)
     if memory is None:
         return SharedKvMemory(config, shape)
     before = memory.use()
-    plan = plan_memory(config, model.config, model, before, shape.page_bytes, experts, model.parallel)
+    plan = plan_device(config, shape, model, before, experts, vision_bytes)
     return DeviceKvMemory(config, shape, MemoryLedger(plan, memory, before))
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-TokenArray = npt.NDArray[np.int32]
+# Token ids, and 63-bit keys of images in the place of theirs.
+TokenArray = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +65,7 @@ class RadixCache:
 
         The caller must `lock` the handle before the next `evict`, or drop it.
         """
-        node, pages = self._walk(np.asarray(tokens, dtype=np.int32), self._root(namespace))
+        node, pages = self._walk(np.asarray(tokens, dtype=np.int64), self._root(namespace))
         return PrefixHandle(node, len(pages) * self.page_size, tuple(pages))
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], namespace: str = "") -> InsertResult:
@@ -78,7 +79,7 @@ class RadixCache:
         """
         if len(tokens) != len(pages) * self.page_size:
             raise ValueError(f"{len(tokens)} tokens do not fill {len(pages)} pages of {self.page_size}")
-        array = np.asarray(tokens, dtype=np.int32)
+        array = np.asarray(tokens, dtype=np.int64)
         node, found = self._walk(array, self._root(namespace))
         already = len(found) * self.page_size
         if already < len(array):
@@ -147,7 +148,7 @@ class RadixCache:
 
     def _root(self, namespace: str) -> Node:
         if namespace not in self._roots:
-            self._roots[namespace] = Node(np.empty(0, np.int32), [], None, -1)
+            self._roots[namespace] = Node(np.empty(0, np.int64), [], None, -1)
         return self._roots[namespace]
 
     def _key(self, tokens: TokenArray) -> bytes:

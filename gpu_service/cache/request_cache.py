@@ -49,7 +49,7 @@ class RequestCache:
         wanted = request.params.prompt_logprobs is not None
         if not self.prefix_caching or (wanted and len(request.prompt_logprobs) < request.prompt_len):
             return None
-        return self.tree.match(request.known_tokens(0, request.total_len - 1), request.cache_namespace)
+        return self.tree.match(request.prefix_keys(request.total_len - 1), request.cache_namespace)
 
     def attach(self, request: Request, handle: PrefixHandle | None) -> None:
         """Starts a request on its cached prefix (which is locked) or on nothing."""
@@ -89,7 +89,7 @@ class RequestCache:
         locked = len(request.prefix_handle.pages) if request.prefix_handle else 0
         if not self.prefix_caching or whole <= locked:
             return
-        tokens = request.known_tokens(0, whole * self.page_size)
+        tokens = request.prefix_keys(whole * self.page_size)
         result = self.tree.insert(tokens, request.pages[:whole], request.cache_namespace)
         already = result.already_cached // self.page_size
         self.pool.hand_to_cache(request.pages[already:whole])

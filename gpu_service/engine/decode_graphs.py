@@ -163,6 +163,7 @@ class DecodeGraphs:
             logits_indices=torch.arange(size, device=rows.positions.device),
             query_start_loc_tensor=rows.query_start_loc,
             seq_lens_tensor=rows.seq_lens,
+            mrope_positions=rows.mrope_positions if self._runner.has_mrope else None,
         )
 
     def _step(self, graph: DecodeGraph, rows: DecodeRows) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from gpu_service.engine.input_builder import StepPlan
+from gpu_service.vision.prompt import NUM_AXES
 
 
 class DecodeRows(NamedTuple):
@@ -20,6 +21,7 @@ class DecodeRows(NamedTuple):
     query_start_loc: torch.Tensor  # int32 [B + 1]
     seq_lens: torch.Tensor  # int32 [B]
     valid_rows: torch.Tensor  # bool [B]
+    mrope_positions: torch.Tensor  # int64 [3, B]; read by models with mRoPE only
     # int32 [B, P], only as wide as the longest of the step; last, so that the others keep their places.
     block_table: torch.Tensor
 
@@ -44,6 +46,7 @@ def empty_rows(size: int, num_pages: int, dummy_slot: int) -> DecodeRows:
         query_start_loc=torch.arange(size + 1, dtype=torch.int32),
         seq_lens=torch.ones(size, dtype=torch.int32),
         valid_rows=torch.zeros(size, dtype=torch.bool),
+        mrope_positions=torch.zeros((NUM_AXES, size), dtype=torch.int64),
         block_table=torch.zeros((size, num_pages), dtype=torch.int32),
     )
 
@@ -59,4 +62,6 @@ def padded_rows(plan: StepPlan, size: int, dummy_slot: int) -> DecodeRows:
     rows.seq_lens[:count] = plan.seq_lens_tensor
     rows.block_table[:count] = plan.block_table
     rows.valid_rows[:count] = True
+    if plan.mrope_positions is not None:
+        rows.mrope_positions[:, :count] = plan.mrope_positions
     return rows

@@ -13,9 +13,11 @@ from opentelemetry.context import Context
 
 from gpu_service.batch import Batch
 from gpu_service.engine.block_table import BlockTable
+from gpu_service.engine.image_plan import plan_axis_positions, plan_images
 from gpu_service.engine.sampling_plan import SamplingPlan, build_sampling_plan, has_penalties
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits
+from gpu_service.vision.features import ImagePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,10 @@ class StepPlan:
     num_top_logprobs: list[int]  # per logprob row
     # The context that expert spans of this step hang under; None: no spans are recorded.
     trace_context: Context | None
+    # int64 [3, T], of a model with mRoPE; else None.
+    mrope_positions: torch.Tensor | None = None
+    # None: no token of the step is part of an image.
+    images: ImagePlan | None = None
 
     @property
     def num_requests(self) -> int:
@@ -70,16 +76,19 @@ class StepPlan:
 
     @property
     def is_sampling_decode(self) -> bool:
-        """Whether every request computes exactly one token and samples the next."""
+        """Whether every request computes exactly one token, which is text, and samples the next."""
         rows = len(self.seq_lens)
-        return self.query_start_loc[-1] == len(self.sample_batch_indices) == rows and not self.prompt_logprobs
+        one_each = self.query_start_loc[-1] == len(self.sample_batch_indices) == rows
+        return one_each and not self.prompt_logprobs and self.images is None
 
 
 class InputBuilder:
     """Owns the host mirror of the block table."""
 
-    def __init__(self, limits: SchedulerLimits, page_size: int) -> None:
+    def __init__(self, limits: SchedulerLimits, page_size: int, *, has_mrope: bool = False) -> None:
+        """`has_mrope`: the model's rotary embedding wants positions in time, height and width."""
         self._limits = limits
+        self._has_mrope = has_mrope
         self._page_size = page_size
         max_pages = -(-limits.context_limit // page_size)
         self._block_table = BlockTable(limits.max_num_seqs, max_pages)
@@ -119,6 +128,8 @@ class InputBuilder:
             prompt_logprobs=_prompt_logprob_rows(batch),
             num_top_logprobs=[r.params.logprobs for r in requests if r.params.logprobs is not None],
             trace_context=trace_context,
+            mrope_positions=plan_axis_positions(batch, positions) if self._has_mrope else None,
+            images=plan_images(batch),
         )
 
 

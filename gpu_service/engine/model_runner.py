@@ -25,6 +25,7 @@ from gpu_service.engine.token_pool import TokenPool
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.placement.recorder import ExpertRecorder
+from gpu_service.vision.features import ImageEncoder, ImageFeatures
 
 # Rows of prompt logits alive at once: 64 rows of a 150 k vocabulary are 38 MB.
 _PROMPT_ROWS = 64
@@ -57,7 +58,10 @@ class ModelRunner:
         *,
         resident: ResidentExperts | None = None,
         recorder: ExpertRecorder | None = None,
+        encoder: ImageEncoder | None = None,
+        has_mrope: bool = False,
     ) -> None:
+        """`encoder`: of a model that sees; `has_mrope`: its plans bring positions by axis."""
         self.model = model
         self.kv_cache = kv_cache
         self.attention = attention
@@ -66,6 +70,8 @@ class ModelRunner:
         self.sampler = sampler
         self.resident = resident
         self.recorder = recorder
+        self.encoder = encoder
+        self.has_mrope = has_mrope
 
     def run(self, plan: StepPlan) -> StepOutputs:
         """Runs the step. Raises what the expert client raises."""
@@ -133,8 +139,17 @@ class ModelRunner:
             logits_indices=plan.logits_indices,
             query_start_loc_tensor=plan.query_start_loc_tensor,
             seq_lens_tensor=plan.seq_lens_tensor,
+            mrope_positions=plan.mrope_positions,
             trace_sampled=plan.trace_context is not None,
+            image_features=self._image_features(plan),
         )
+
+    def _image_features(self, plan: StepPlan) -> ImageFeatures | None:
+        """Encodes images that no earlier step left behind."""
+        if plan.images is None:
+            return None
+        assert self.encoder is not None, "requests with images are refused where there is no tower"
+        return self.encoder.features_of(plan.images)
 
     def _score_prompt(self, wanted: PromptLogprobRows, hidden_states: torch.Tensor) -> list[Logprobs]:
         scored = []

@@ -24,6 +24,7 @@ from moebius.errors import UserError
 
 GIB = 2**30
 DENSE, RESIDENT, RING = "dense weights", "resident experts", "expert streaming ring"
+VISION = "vision tower"
 GRAPHS, WORKSPACE, ACTIVATIONS = "CUDA graphs", "workspaces", "activations"
 CONTEXT, SLACK, KV = "CUDA context", "allocator slack", "KV cache"
 
@@ -81,8 +82,11 @@ def plan_memory(
     page_bytes: int,
     experts: ExpertMemory | None = None,
     parallel: ParallelContext = SOLO,
+    vision_bytes: int = 0,
 ) -> MemoryPlan:
     """The plan of this rank. `model` is its part, memory or not; `use` the device before loading.
+
+    `vision_bytes`: of the tower, and of what it needs and keeps.
 
     The KV cache gets num_pages or kv_cache_gib where one is set, else all that is left. Raises UserError
     when the parts do not fit the budget, naming the numbers and what would fit.
@@ -91,6 +95,7 @@ def plan_memory(
     step, has_resident = StepSize.largest(config.gpu), experts.count > 0
     lines = (
         MemoryLine(DENSE, parameter_bytes(model)),
+        MemoryLine(VISION, vision_bytes),
         MemoryLine(RESIDENT, experts.count * experts.bytes_each),
         MemoryLine(RING, experts.ring_bytes),
         MemoryLine(GRAPHS, graph_bytes(model_config, config.gpu, parallel, has_resident)),

@@ -51,12 +51,17 @@ class Backbone(nn.Module):
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` after the final norm; on a stage that is not the last, what was sent to the next one."""
-        inputs = context.inputs
+        inputs, images = context.inputs, context.inputs.image_features
         by_axis = inputs.mrope_positions
         rope = self._rotary.table(inputs.positions if by_axis is None else by_axis)
-        stream = ResidualStream(self._begin(inputs.input_ids))
-        for layer in self.layers:
+        embedded = self._begin(inputs.input_ids)
+        if images is not None:
+            images.replace_embeddings(embedded)
+        stream = ResidualStream(embedded)
+        for index, layer in enumerate(self.layers):
             stream = layer(stream, rope, context)
+            if images is not None and images.reaches(index):
+                images.add_behind(index, stream.sum())
         if self.norm is None:
             hidden_states = stream.sum()
             self._parallel.send_to_next_stage(hidden_states)

@@ -47,7 +47,8 @@ def answered(
 def _run(directory: Path, gpu: GpuConfig) -> list[Request]:
     """All prompts at once; the requests after their end."""
     config = MoebiusConfig(
-        model=ModelConfigSection(model=str(directory)),
+        # Towers are `test_vision.py`'s business.
+        model=ModelConfigSection(model=str(directory), language_model_only=True),
         gpu=gpu,
         experts=ExpertConfig(expert_transport="local"),
     )

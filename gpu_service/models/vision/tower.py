@@ -1,0 +1,41 @@
+"""The interface of vision towers, and the one that most families share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class VisionTower(nn.Module, ABC):
+    """From an image's patches to what stands in the language model's stream at the image's tokens."""
+
+    @abstractmethod
+    def encode(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        """Features `[1 + D, N, H]` of one image, in the tower's dtype.
+
+        pixels `[P, ...]` as the family's image processor makes them, grid int64 `[1, 3]` with P patches.
+        The first of the 1 + D replaces the embeddings of the image's N tokens, the others are added to the
+        stream behind the first D decoder layers (DeepStack, arXiv 2406.04334).
+        """
+
+    def parts(self, name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters that a checkpoint's tensor fills, and with what; `name` by `tower_name`."""
+        yield name, values
+
+
+class GridTower(VisionTower):
+    """One module that does it all; its name in the checkpoint is `visual`."""
+
+    def __init__(self, visual: nn.Module) -> None:
+        super().__init__()
+        self.visual = visual
+
+    def encode(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        output: Any = self.visual(pixels, grid_thw=grid, return_dict=True)
+        deep = getattr(output, "deepstack_features", None) or []
+        return torch.stack([output.pooler_output, *deep])

@@ -1,0 +1,91 @@
+"""Images on the device: encoded once each, kept while there is room, and put into the stream of a step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from gpu_service.models.vision.tower import VisionTower
+from gpu_service.vision.prompt import PreparedImage
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSlice:
+    """Tokens [begin, end) of an image that a step computes; filled by the input builder."""
+
+    image: PreparedImage
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """A step's image tokens; filled by the input builder."""
+
+    rows: torch.Tensor  # int64 [N], rows of the step that are image tokens
+    slices: tuple[ImageSlice, ...]  # in the order of these rows
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """What image tokens are in the stream; filled by `ImageEncoder.features_of`."""
+
+    rows: torch.Tensor  # int64 [N]
+    # [1 + D, N, H]: instead of the embeddings, then what is added behind each of the first D layers.
+    values: torch.Tensor
+
+    def replace_embeddings(self, stream: torch.Tensor) -> None:
+        """Writes into `stream` `[T, H]`."""
+        stream.index_copy_(0, self.rows, self.values[0].to(stream.dtype))
+
+    def add_behind(self, layer: int, stream: torch.Tensor) -> None:
+        """Adds into `stream` `[T, H]`, the sum behind decoder layer `layer`, what belongs there, if any."""
+        if self.reaches(layer):
+            stream.index_add_(0, self.rows, self.values[1 + layer].to(stream.dtype))
+
+    def reaches(self, layer: int) -> bool:
+        """Whether anything is added behind decoder layer `layer`."""
+        return layer + 1 < self.values.shape[0]
+
+
+class ImageEncoder:
+    """Runs the tower and keeps what it gives. Used in stream order only, like the model."""
+
+    def __init__(self, tower: VisionTower, device: torch.device, cache_bytes: int) -> None:
+        """`cache_bytes`: how much is kept for later steps and requests; the latest image always is."""
+        self._tower = tower
+        self._device = device
+        self._cache_bytes = cache_bytes
+        self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
+        # Images encoded since start, for tests and metrics.
+        self.num_encoded = 0
+
+    def features_of(self, plan: ImagePlan) -> ImageFeatures:
+        """The features of a step's image tokens."""
+        parts = [self._encoded(item.image)[:, item.begin : item.end] for item in plan.slices]
+        return ImageFeatures(plan.rows, torch.cat(parts, dim=1))
+
+    def _encoded(self, image: PreparedImage) -> torch.Tensor:
+        """`[1 + D, n, H]` of the whole image."""
+        found = self._kept.get(image.key)
+        if found is None:
+            found = self._encode(image)
+            self._kept[image.key] = found
+            self._shrink()
+        self._kept.move_to_end(image.key)
+        return found
+
+    def _encode(self, image: PreparedImage) -> torch.Tensor:
+        self.num_encoded += 1
+        dtype = next(self._tower.parameters()).dtype
+        pixels = torch.from_numpy(image.pixels).to(self._device, dtype)
+        grid = torch.tensor([image.grid], device=self._device)
+        return self._tower.encode(pixels, grid)
+
+    def _shrink(self) -> None:
+        """Gives up the least recently used ones, but never the latest."""
+        total = sum(features.nbytes for features in self._kept.values())
+        while total > self._cache_bytes and len(self._kept) > 1:
+            total -= self._kept.popitem(last=False)[1].nbytes

@@ -1,0 +1,129 @@
+"""A prompt with images: its tokens, what stands for an image in the prefix tree, positions by axis.
+
+as sent      t t [image] t t            one placeholder token for each image
+as computed  t t i i i i i i t t        as many as the image has features
+in the tree  t t k k k k k k t t        k: negative, from the image's content
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# Time, height, width.
+NUM_AXES = 3
+Positions = npt.NDArray[np.int64]
+
+
+class ImageError(ValueError):
+    """A prompt's images can not be used; the message says which one and why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedImage:
+    """One image as the tower reads it; filled by `ImagePreparer`."""
+
+    # Negative, equal for equal files only; stands for each of the image's tokens in the prefix tree.
+    key: int
+    # float32 [patches, ...], as the family's image processor makes them.
+    pixels: npt.NDArray[Any]
+    # Patches in time, height and width.
+    grid: tuple[int, int, int]
+    # Height and width in tokens; the image has as many tokens as their product.
+    token_grid: tuple[int, int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the image is for the language model."""
+        return self.token_grid[0] * self.token_grid[1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImage:
+    """An image at its place: tokens [start, end) of the prompt; filled by `place_images`."""
+
+    image: PreparedImage
+    start: int
+
+    @property
+    def end(self) -> int:
+        """One behind its last token."""
+        return self.start + self.image.num_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VisionPrompt:
+    """What a request with images has beside its tokens; filled by `place_images`."""
+
+    images: tuple[PromptImage, ...]
+    # int64 [3, P], positions of the prompt's P tokens in time, height and width.
+    positions: Positions
+    # What is added to the index of a token behind the prompt: an image takes fewer positions than tokens.
+    offset: int
+
+    def axis_positions(self, start: int, end: int) -> Positions:
+        """int64 `[3, end - start]` for the tokens at [start, end), those of the prompt or behind it."""
+        prompt_len = self.positions.shape[1]
+        behind = np.arange(max(start, prompt_len), max(end, prompt_len)) + self.offset
+        return np.concatenate(
+            (self.positions[:, start:end], np.broadcast_to(behind, (NUM_AXES, len(behind)))), axis=1
+        )
+
+    def keyed(self, tokens: Sequence[int]) -> list[int]:
+        """`tokens`, the request's first ones, with the images' keys in place of their placeholders."""
+        keys = list(tokens)
+        for placed in self.images:
+            stop = min(placed.end, len(keys))
+            keys[placed.start : stop] = [placed.image.key] * max(0, stop - placed.start)
+        return keys
+
+
+def place_images(
+    token_ids: Sequence[int], images: Sequence[PreparedImage], image_token_id: int
+) -> tuple[list[int], VisionPrompt]:
+    """Puts each image in the place of its placeholder; the longer prompt, and what it has beside tokens.
+
+    Raises ImageError unless there are as many placeholders as images.
+    """
+    places = [index for index, token in enumerate(token_ids) if token == image_token_id]
+    if len(places) != len(images):
+        raise ImageError(
+            f"{len(images)} images for {len(places)} placeholders (token {image_token_id}) in the prompt"
+        )
+    tokens: list[int] = []
+    placed: list[PromptImage] = []
+    taken = 0
+    for place, image in zip(places, images, strict=True):
+        tokens += token_ids[taken:place]
+        placed.append(PromptImage(image, len(tokens)))
+        tokens += [image_token_id] * image.num_tokens
+        taken = place + 1
+    tokens += token_ids[taken:]
+    positions, offset = _axis_positions(len(tokens), placed)
+    return tokens, VisionPrompt(tuple(placed), positions, offset)
+
+
+def _axis_positions(num_tokens: int, placed: Sequence[PromptImage]) -> tuple[Positions, int]:
+    """Text counts on along all axes. An image's tokens share one position in time and count along the
+    others; what follows begins behind the longer side (Qwen2-VL, arXiv 2409.12191, section 2.1).
+    """
+    pieces: list[Positions] = []
+    position = taken = 0
+    for item in placed:
+        pieces.append(_text(position, item.start - taken))
+        position += item.start - taken
+        height, width = item.image.token_grid
+        rows, columns = np.divmod(np.arange(height * width), width)
+        pieces.append(np.stack((np.zeros_like(rows), rows, columns)) + position)
+        position += max(height, width)
+        taken = item.end
+    pieces.append(_text(position, num_tokens - taken))
+    return np.concatenate(pieces, axis=1), position - taken
+
+
+def _text(start: int, count: int) -> Positions:
+    return np.broadcast_to(np.arange(start, start + count), (NUM_AXES, count))

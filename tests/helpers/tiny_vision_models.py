@@ -1,0 +1,205 @@
+"""Tiny random checkpoints that see: a language model of `tiny_multimodal_text` and a tower of 2 or 3 layers.
+
+The oracle's inputs are made by transformers' own image processors. Patches are 4 pixels wide and four of
+them make a token, so that an image of 24 x 16 pixels is 6 tokens.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tests.helpers.tiny_models import _COMMON, TINY_MODELS, _randomize
+from tests.helpers.tiny_multimodal_text import TEXT_TOWERS
+
+IMAGE_TOKEN = 200
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 2],
+}
+_GLM_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 48,
+    "image_size": 24,
+}
+_KIMI_VISION: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "pos_emb_height": 6,
+    "pos_emb_width": 6,
+}
+_GRID_PROCESSOR: dict[str, Any] = {
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 128, "longest_edge": 4096},
+}
+_KIMI_PROCESSOR: dict[str, Any] = {
+    "patch_size": 4,
+    "merge_size": 2,
+    "max_patches": 64,
+    "size": {"max_height": 12, "max_width": 12},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyVision:
+    """A tower for one of the text models of `TINY_MODELS`."""
+
+    text: str
+    vision: dict[str, Any]
+    processor: dict[str, Any]
+
+
+VISION_MODELS: dict[str, TinyVision] = {
+    "qwen3_vl_moe": TinyVision(
+        "qwen3_vl_moe", _QWEN_VISION, _GRID_PROCESSOR | {"image_processor_type": "Qwen2VLImageProcessorFast"}
+    ),
+    "qwen3_vl_moe_bias_dense_tied": TinyVision(
+        "qwen3_vl_moe_bias_dense_tied",
+        _QWEN_VISION | {"depth": 2, "num_heads": 3, "deepstack_visual_indexes": [1]},
+        _GRID_PROCESSOR | {"image_processor_type": "Qwen2VLImageProcessorFast"},
+    ),
+    "glm4v_moe": TinyVision(
+        "glm4v_moe", _GLM_VISION, _GRID_PROCESSOR | {"image_processor_type": "Glm4vImageProcessor"}
+    ),
+    "glm4v_moe_groups_tied": TinyVision(
+        "glm4v_moe_groups_tied",
+        _GLM_VISION | {"depth": 3, "num_heads": 3, "image_size": 32},
+        _GRID_PROCESSOR | {"image_processor_type": "Glm46VImageProcessor"},
+    ),
+    "kimi_k25": TinyVision("kimi_k25", _KIMI_VISION, _KIMI_PROCESSOR),
+    "kimi_k25_two_dense_tied": TinyVision(
+        "kimi_k25_two_dense_tied",
+        _KIMI_VISION
+        | {"num_hidden_layers": 3, "num_attention_heads": 3, "pos_emb_height": 5, "pos_emb_width": 5},
+        _KIMI_PROCESSOR,
+    ),
+}
+
+
+def write_vision_model(name: str, directory: Path) -> Any:
+    """Write the checkpoint as it would be published, and return transformers' float32 model of it."""
+    tiny = VISION_MODELS[name]
+    text = TINY_MODELS[tiny.text]
+    family = TEXT_TOWERS[text.model_type]
+    tower = dataclasses.replace(family, vision=tiny.vision)
+    config = tower.config(_COMMON | text.changes)
+    config.image_token_id = IMAGE_TOKEN
+    if text.model_type == "kimi_k25":
+        config.projection_hidden_size = tiny.vision["hidden_size"]
+    model = tower.model(config).eval()
+    _randomize(model, seed=sum(name.encode()) + 1)
+    model.save_pretrained(directory)
+    tower.publish(directory)
+    if text.model_type == "kimi_k25":
+        _put_patches_right(directory)
+    (directory / "preprocessor_config.json").write_text(json.dumps(tiny.processor))
+    return model
+
+
+def _put_patches_right(directory: Path) -> None:
+    """Kimi's patches are embedded outside of its encoder; transformers writes them inside."""
+    from safetensors.torch import load_file, save_file
+
+    file = directory / "model.safetensors"
+    wrong = "vision_tower.encoder.patch_embed."
+    tensors = load_file(file)
+    save_file({name.replace(wrong, "vision_tower.patch_embed."): t for name, t in tensors.items()}, file)
+
+
+@functools.cache
+def noise(seed: int, width: int, height: int) -> bytes:
+    """A PNG of random coarse blocks, different for every seed."""
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8)
+    image = Image.fromarray(blocks).resize((width, height), Image.Resampling.BILINEAR)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def oracle_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, torch.Tensor]:
+    """What transformers' model is given for a prompt with one placeholder for each file."""
+    made = [_processed(name, file) for file in files]
+    grids = torch.cat([grid for _, grid in made])
+    counts = iter((grids.prod(-1) // 4).tolist())
+    ids = [token for item in prompt for token in ([item] * (next(counts) if item == IMAGE_TOKEN else 1))]
+    inputs = {
+        "input_ids": torch.tensor([ids]),
+        "pixel_values": torch.cat([pixels for pixels, _ in made]),
+        "image_grid_thw": grids,
+    }
+    if not name.startswith("kimi"):
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).int()
+    return inputs
+
+
+def _processed(name: str, file: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+    image = Image.open(io.BytesIO(file)).convert("RGB")
+    settings = VISION_MODELS[name].processor
+    if name.startswith("kimi"):
+        return _kimi_processed(image, settings)
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+    from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    kinds: dict[str, Any] = {
+        "Glm4vImageProcessor": Glm4vImageProcessorPil,
+        "Glm46VImageProcessor": Glm46VImageProcessorPil,
+        "Qwen2VLImageProcessorFast": Qwen2VLImageProcessorPil,
+    }
+    made = kinds[settings["image_processor_type"]](**settings)(image, return_tensors="pt")
+    return made["pixel_values"], made["image_grid_thw"]
+
+
+@functools.cache
+def kimi_sizes() -> Callable[..., tuple[tuple[int, int], tuple[int, int]]]:
+    """The rule of transformers, taken out of its module, which can not be imported without torchvision."""
+    import transformers
+
+    file = Path(transformers.__file__).parent / "models/kimi_k25/image_processing_kimi_k25.py"
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    function = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "navit_resize")
+    names: dict[str, Any] = {"math": math}
+    exec(compile(ast.Module([function], []), str(file), "exec"), names)
+    found: Callable[..., Any] = names["navit_resize"]
+    return found
+
+
+def _kimi_processed(image: Image.Image, settings: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The steps of transformers' processor, which itself needs torchvision, by torch's own functions."""
+    sizes = {"max_patches": settings["max_patches"], "max_size_per_side": settings["size"]["max_height"]}
+    (height, width), (full_height, full_width) = kimi_sizes()(
+        image.height, image.width, patch_size=4, merge_kernel_size=2, **sizes
+    )
+    resized = image.resize((width, height), Image.Resampling.BICUBIC)
+    pixels = torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+    padded = torch.nn.functional.pad(pixels, (0, full_width - width, 0, full_height - height))
+    normal = (padded.float() / 255 - 0.5) / 0.5
+    patches = normal.unfold(1, 4, 4).unfold(2, 4, 4).permute(1, 2, 0, 3, 4).flatten(0, 1)
+    return patches.contiguous(), torch.tensor([[1, full_height // 4, full_width // 4]])
