@@ -85,7 +85,7 @@ def _apply_overrides(hf: HfKeys, config: ModelConfig, overrides: ModelOverrides)
 
 def read_model_config(directory: Path, overrides: ModelOverrides) -> ModelConfig:
     """See `ModelConfig.from_dir`."""
-    hf = HfKeys.from_file(directory / "config.json")
+    hf = HfKeys.from_checkpoint(directory)
     model_type = hf.string("model_type")
     reader = READERS.get(model_type)
     if reader is None:

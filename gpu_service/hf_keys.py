@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gpu_service.model_config import ModelConfigError
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.gguf.files import is_gguf
+from moebius.checkpoint.moe_config import read_config
 from moebius.checkpoint.text_config import flat_config
 
 _MISSING = object()
@@ -39,6 +42,19 @@ class HfKeys:
         if not isinstance(values, dict):
             raise ModelConfigError(f"{path} must hold a JSON object, found {type(values).__name__}")
         return HfKeys(str(path), flat_config(values))
+
+    @staticmethod
+    def from_checkpoint(path: Path) -> HfKeys:
+        """A checkpoint directory's config.json, or what a GGUF model says instead.
+
+        Raises ModelConfigError as `from_file` does, or naming what is wrong with the model's metadata.
+        """
+        if not is_gguf(path):
+            return HfKeys.from_file(path / "config.json")
+        try:
+            return HfKeys(str(path), dict(read_config(path)))
+        except CheckpointError as error:
+            raise ModelConfigError(str(error)) from error
 
     @property
     def unread(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.gguf.files import is_gguf
 from moebius.checkpoint.text_config import flat_config
 
 Config = Mapping[str, Any]
@@ -163,7 +164,15 @@ FAMILIES: Mapping[str, FamilyKeys] = {
 
 
 def read_config(directory: str | Path) -> Config:
-    """`config.json` as a mapping, see `flat_config`. Raises CheckpointError naming the file."""
+    """`config.json`, or a GGUF model's metadata, as a mapping; see `flat_config`.
+
+    Raises CheckpointError naming the file.
+    """
+    if is_gguf(directory):
+        # Here, because few processes need the package that knows the format's types.
+        from moebius.checkpoint.gguf.config import gguf_config
+
+        return gguf_config(directory)
     path = Path(directory) / "config.json"
     try:
         content = json.loads(path.read_bytes())

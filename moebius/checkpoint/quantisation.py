@@ -13,6 +13,8 @@ from pathlib import Path
 from moebius.checkpoint import weight_schemes as schemes
 from moebius.checkpoint.compressed_tensors import read_groups
 from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.gguf.files import is_gguf
+from moebius.checkpoint.gguf.schemes import GGUF_SCHEMES
 from moebius.checkpoint.integer_methods import auto_round, awq, gptq
 from moebius.checkpoint.moe_config import read_config
 from moebius.checkpoint.quantisation_keys import BLOCK, Config, require, require_object, unsupported
@@ -27,6 +29,8 @@ def read_schemes(directory: str | Path) -> tuple[WeightScheme, ...]:
 
     Raises CheckpointError naming the scheme, or the key and its value, that is not supported.
     """
+    if is_gguf(directory):
+        return GGUF_SCHEMES
     found = _quantisation_config(directory)
     if found is None:
         return ()

@@ -14,6 +14,8 @@ from moebius.checkpoint.gguf.model import GgufModel, open_gguf
 
 # Kinds of rotary scaling that files may ask for.
 _SCALINGS = ("none", "linear", "yarn")
+# Projections that have a bias where a model's attention has any.
+_BIASED = ("attn_q", "attn_kv_a_mqa")
 # general.file_type of files whose every tensor is float32.
 _ALL_FLOAT32 = 0
 
@@ -79,7 +81,7 @@ def _shape(model: GgufModel, keys: MetadataKeys, config: dict[str, Any]) -> dict
         "num_hidden_layers": layers,
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in model.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in model.tensors,
+        "attention_bias": any(f"blk.0.{name}.bias" in model.tensors for name in _BIASED),
         "dtype": "float32" if model.metadata.get("general.file_type") == _ALL_FLOAT32 else "bfloat16",
     }
     return found | ({"num_nextn_predict_layers": predicting} if predicting else {})

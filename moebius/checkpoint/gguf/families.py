@@ -128,15 +128,9 @@ def _rotated(keys: MetadataKeys, config: Config) -> Config:
     return {"partial_rotary_factor": keys.integer("rope.dimension_count", head) / head}
 
 
-def _qwen(keys: MetadataKeys, config: Config) -> Config:
-    moe = keys.layers_with(_ROUTER)
-    dense = [layer for layer in range(config["num_hidden_layers"]) if layer not in moe]
-    return _rotated(keys, config) | {"mlp_only_layers": dense, "qkv_bias": config["attention_bias"]}
-
-
 def _qwen2(keys: MetadataKeys, config: Config) -> Config:
     # The family spells its bias otherwise; the general key would be one on the output projection.
-    return _qwen(keys, config) | {"attention_bias": False}
+    return _rotated(keys, config) | {"qkv_bias": config["attention_bias"], "attention_bias": False}
 
 
 def _grouped(keys: MetadataKeys) -> Config:
@@ -244,5 +238,5 @@ FAMILIES: Mapping[str, Callable[[MetadataKeys], GgufFamily]] = {
             _qwen2,
         )
     ),
-    "qwen3moe": _always(GgufFamily("qwen3_moe", _SPARSE, 1, {"norm_topk_prob": True}, _qwen)),
+    "qwen3moe": _always(GgufFamily("qwen3_moe", _SPARSE, 1, {"norm_topk_prob": True}, _rotated)),
 }

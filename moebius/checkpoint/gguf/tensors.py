@@ -16,27 +16,16 @@ from moebius.checkpoint.gguf.blocks import FLOAT_TYPES
 from moebius.checkpoint.gguf.config import family_of
 from moebius.checkpoint.gguf.model import GgufModel, StoredBlocks, open_gguf
 from moebius.checkpoint.gguf.names import Change, canonical_name
+from moebius.checkpoint.gguf.schemes import EXACT_SCHEMES
 from moebius.checkpoint.gguf.values import BlockScales, Dequantised, HalvesOfPairs, MergedHeads, PackedCodes
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.matrix_finder import side_name
-from moebius.checkpoint.weight_schemes import WeightScheme, compressed_int4, mxfp4
 
 # Keys of `expert_layouts.LAYOUTS`: how GGUF files have experts.
 LAYOUTS = ("stacked_projections",)
 # Values that were quantised in blocks nothing packs are packed as this: nearly exact, at 2 bytes a weight.
 PACKED_AS = "bfloat16"
-# Types of which a packed format holds codes and scales as they are, and in how many codes an element of the
-# scheme's tensor holds. The schemes are those of other checkpoints, whose tensors are derived here.
-EXACT_SCHEMES: Mapping[str, WeightScheme] = {
-    "Q4_0": compressed_int4("GGUF Q4_0", 32, True),
-    "MXFP4": mxfp4("GGUF MXFP4", "weight_packed", "weight_scale"),
-}
 _ROUTED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(?P<which>gate|up|down)_proj\.weight")
-
-
-def gguf_schemes() -> tuple[WeightScheme, ...]:
-    """What quantised experts of GGUF models may look like."""
-    return tuple(EXACT_SCHEMES.values())
 
 
 def open_gguf_index(model_path: str | Path) -> CheckpointIndex:

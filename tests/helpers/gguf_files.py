@@ -1,0 +1,165 @@
+"""GGUF files of transformers models, written by the package `gguf` under the names that its own tables give.
+
+Weights are quantised on the way, and the model gets the values that the package dequantises, so that it says
+what the file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
+from numpy.typing import NDArray
+
+from tests.helpers.gguf_metadata import ARCHITECTURES, write_metadata
+
+FLOATS = ("F32", "F16", "BF16")
+# Position of the float16 factors in a block of types that the package can only dequantise.
+_FACTORS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+@dataclass(frozen=True)
+class GgufTypes:
+    """Quantisation types by what tensors are; vectors and routers are float32 as llama.cpp writes them."""
+
+    gate_up: str = "F32"
+    down: str = "F32"
+    other: str = "F32"
+
+    def of(self, name: str, shape: tuple[int, ...]) -> str:
+        """The type of a GGUF tensor."""
+        if len(shape) == 1 or ".ffn_gate_inp." in name or name.endswith(".bias"):
+            return "F32"
+        if "_exps." in name:
+            return self.down if ".ffn_down_exps." in name else self.gate_up
+        weights, _ = GGML_QUANT_SIZES[GGMLQuantizationType[self.other]]
+        # llama.cpp falls back likewise where a row is no multiple of the block.
+        return self.other if shape[-1] % weights == 0 else "F16"
+
+
+def random_blocks(kind: str, rows: int, cols: int, random: np.random.Generator) -> NDArray[np.uint8]:
+    """uint8 `[rows, bytes]` of a type that only dequantises, its values about as large as a layer's."""
+    weights, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = random.integers(0, 256, (rows * cols // weights, nbytes), np.uint8)
+    factor = np.float32(1)
+    for _ in range(2):
+        for number, place in enumerate(_FACTORS[kind]):
+            # The second factor is that of the minimum: codes of 4 or 5 bits lie around its middle.
+            value = factor * (1 if number == 0 else (7.5 if kind == "Q4_K" else 15.5))
+            blocks[:, place : place + 2] = np.float16(value).reshape(1).view(np.uint8)
+        values = quants.dequantize(blocks, GGMLQuantizationType[kind])
+        factor = factor * np.float32(1.5 / cols**0.5) / values.std()
+    return blocks.reshape(rows, -1)
+
+
+def encode(kind: str, values: NDArray[np.float32], random: np.random.Generator) -> NDArray[Any]:
+    """What a file stores: rows of blocks, near `values` unless the type only dequantises."""
+    if kind in _FACTORS:
+        rows = values.size // values.shape[-1]
+        blocks = random_blocks(kind, rows, values.shape[-1], random)
+        return blocks.reshape(*values.shape[:-1], -1)
+    return quants.quantize(values, GGMLQuantizationType[kind])
+
+
+def _views(
+    config: Any, name: str, values: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+    """Names as llama.cpp's converter maps them, views in its orientation, and their shapes there."""
+    if "experts.gate_up_proj" in name:
+        kind = "bias" if name.endswith("_bias") else "weight"
+        stem = name.partition("gate_up_proj")[0]
+        if config.model_type == "gpt_oss":
+            last = values.transpose(1, 2) if kind == "weight" else values
+            parts = last[:, 0::2], last[:, 1::2]
+        else:
+            parts = tuple(values.chunk(2, dim=1))
+        for which, part in zip(("gate", "up"), parts, strict=True):
+            yield f"{stem}{which}_proj.{kind}", part, tuple(part.shape)
+    elif "experts.down_proj" in name and "shared" not in name:
+        kind = "bias" if name.endswith("_bias") else "weight"
+        turned = values.transpose(1, 2) if config.model_type == "gpt_oss" and kind == "weight" else values
+        yield f"{name.removesuffix('_bias')}.{kind}", turned, tuple(turned.shape)
+    elif config.model_type == "mixtral" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        pairs = values.view(heads, 2, -1, values.shape[1]).transpose(1, 2)
+        yield name, pairs, tuple(values.shape)
+    elif name.endswith("e_score_correction_bias"):
+        mapped = name.replace("_correction_bias", "_correction.bias").replace(
+            "gate.moe_statics", "moe_statics"
+        )
+        yield mapped, values, (values.numel(),)
+    elif name.endswith("shared_expert_gate.weight"):
+        yield name, values, (values.numel(),)
+    elif name.endswith("sinks"):
+        yield f"{name}.weight", values, tuple(values.shape)
+    else:
+        yield name, values, tuple(values.shape)
+
+
+def _split_latent(config: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """kv_b as newer files have it, in two."""
+    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
+    by_head = values.view(heads, -1, values.shape[1])
+    return {"attn_k_b": by_head[:, :nope].transpose(1, 2), "attn_v_b": by_head[:, nope:]}
+
+
+@torch.no_grad()
+def gguf_tensors(
+    model: Any, types: GgufTypes, *, latent_split: bool = True
+) -> dict[str, tuple[NDArray[Any], str]]:
+    """Stored arrays and their types by GGUF name; rounds the model's own weights to what they say."""
+    random = np.random.default_rng(7)
+    architecture = MODEL_ARCH[ARCHITECTURES[model.config.model_type]]
+    names = get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    found: dict[str, tuple[NDArray[Any], str]] = {}
+    for name, values in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        for mapped, view, shape in _views(model.config, name, values):
+            gguf_name = names.get_name(mapped, try_suffixes=(".weight", ".bias"))
+            assert gguf_name is not None, f"the package has no name for {mapped}"
+            views = {gguf_name: (view, shape)}
+            if latent_split and ".attn_kv_b." in gguf_name:
+                parts = _split_latent(model.config, values)
+                views = {
+                    gguf_name.replace("attn_kv_b", part): (one, tuple(one.shape))
+                    for part, one in parts.items()
+                }
+            for stored_name, (stored, stored_shape) in views.items():
+                kind = types.of(stored_name, stored_shape)
+                array = encode(kind, stored.reshape(stored_shape).contiguous().numpy(), random)
+                exact = quants.dequantize(array, GGMLQuantizationType[kind])
+                stored.copy_(torch.from_numpy(np.array(exact)).reshape(stored.shape))
+                found[stored_name] = array, kind
+    return found
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    types: GgufTypes,
+    *,
+    latent_split: bool = True,
+    max_tensors: int = 0,
+    leave_out: str = "",
+) -> None:
+    """The model's file, or its parts of at most `max_tensors`; `leave_out`: a tensor that is forgotten."""
+    config = model.config
+    name = config.model_type
+    arch = MODEL_ARCH[ARCHITECTURES[name]]
+    from gguf import MODEL_ARCH_NAMES
+
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch], split_max_tensors=max_tensors)
+    write_metadata(writer, config, latent_split=latent_split)
+    for stored_name, (array, kind) in gguf_tensors(model, types, latent_split=latent_split).items():
+        if stored_name != leave_out:
+            writer.add_tensor(stored_name, array, raw_dtype=GGMLQuantizationType[kind])
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,117 @@
+"""Metadata of GGUF files as llama.cpp's converters write it, from configurations of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
+
+# Names in gguf.MODEL_ARCH.
+ARCHITECTURES = {
+    "deepseek_v2": "DEEPSEEK2",
+    "deepseek_v3": "DEEPSEEK2",
+    "dots1": "DOTS1",
+    "ernie4_5_moe": "ERNIE4_5_MOE",
+    "glm4_moe": "GLM4_MOE",
+    "gpt_oss": "GPT_OSS",
+    "minimax_m2": "MINIMAXM2",
+    "mixtral": "LLAMA",
+    "olmoe": "OLMOE",
+    "qwen2_moe": "QWEN2MOE",
+    "qwen3_moe": "QWEN3MOE",
+}
+_SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "minimax_m2")
+_LATENT = ("deepseek_v2", "deepseek_v3")
+
+
+def write_metadata(writer: GGUFWriter, config: Any, *, latent_split: bool) -> None:
+    """All keys that the family's converter would write."""
+    kind = config.model_type
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_file_type(0)
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    writer.add_pad_token_id(config.pad_token_id)
+    if kind in _SIGMOID:
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    _write_rope(writer, config)
+    _write_experts(writer, config)
+    if kind in _LATENT:
+        _write_latent(writer, config, latent_split)
+        return
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if kind in ("glm4_moe", "minimax_m2"):
+        partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
+        writer.add_rope_dimension_count(int(head_dim * partial))
+
+
+def _write_rope(writer: GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "mscale_all_dim" in rope:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def _write_experts(writer: GGUFWriter, config: Any) -> None:
+    kind = config.model_type
+    deepseek_like = (*_LATENT, "glm4_moe", "dots1")
+    if kind in deepseek_like:
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group or 1)
+        writer.add_expert_group_used_count(config.topk_group or 1)
+        if getattr(config, "norm_topk_prob", False):
+            writer.add_expert_weights_norm(True)
+    elif kind == "ernie4_5_moe":
+        writer.add_expert_count(config.moe_num_experts)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+    else:
+        writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+    if kind == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if kind == "gpt_oss":
+        writer.add_sliding_window(config.sliding_window)
+    width = getattr(config, "moe_intermediate_size", None)
+    if kind in ("gpt_oss", "minimax_m2"):
+        width = config.intermediate_size
+    if width is not None and kind not in ("mixtral", "olmoe"):
+        writer.add_expert_feed_forward_length(width)
+
+
+def _write_latent(writer: GGUFWriter, config: Any, split: bool) -> None:
+    """Newer files call a head's own sizes _mla, and what is cached its sizes."""
+    query, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    if split:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(query)
+        writer.add_value_length_mla(value)
+    else:
+        writer.add_head_count_kv(config.num_attention_heads)
+        writer.add_key_length(query)
+        writer.add_value_length(value)

@@ -1,0 +1,228 @@
+"""Tiny models of every family that GGUF files are read of, with rows that blocks divide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.helpers.gguf_files import GgufTypes, write_gguf
+from tests.helpers.tiny_models import TinyModel, write_tiny_model
+
+
+@dataclass(frozen=True)
+class GgufModelCase:
+    """One file: a configuration of transformers and the types its tensors are stored in."""
+
+    model_type: str
+    types: GgufTypes
+    changes: dict[str, Any] = field(default_factory=dict)
+    latent_split: bool = True
+    max_tensors: int = 0
+
+
+# Rows of 64 and 32, or of 256 for types with blocks of that many.
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+}
+_SHARED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_LATENT: dict[str, Any] = _SHARED | {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_mtp_layers": 0,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+# Both of DeepSeek's temperatures are the same in all models, which is why files have but one.
+_YARN_V3 = _YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}
+_GPT_OSS: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "num_hidden_layers": 2,
+    "rope_parameters": _YARN | {"rope_theta": 150000.0, "truncate": False},
+}
+
+CASES: dict[str, GgufModelCase] = {
+    "qwen3_moe": GgufModelCase(
+        "qwen3_moe",
+        GgufTypes("Q4_K", "Q6_K", "Q4_K"),
+        _WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        max_tensors=9,
+    ),
+    "qwen3_moe_tied": GgufModelCase(
+        "qwen3_moe",
+        GgufTypes("Q4_0", "Q4_0", "F16"),
+        _SMALL
+        | {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2_moe": GgufModelCase(
+        "qwen2_moe",
+        GgufTypes("Q8_0", "Q4_0", "Q8_0"),
+        _SMALL | {"num_experts": 6, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 32},
+    ),
+    "deepseek_v3": GgufModelCase(
+        "deepseek_v3",
+        GgufTypes("Q5_K", "Q5_K", "Q8_0"),
+        _WIDE | _LATENT | {"norm_topk_prob": True, "attention_bias": False, "rope_parameters": _YARN_V3},
+    ),
+    "deepseek_v3_whole_kv_b": GgufModelCase(
+        "deepseek_v3",
+        GgufTypes("Q4_0", "Q8_0", "BF16"),
+        _SMALL
+        | _LATENT
+        | {
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "attention_bias": False,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        latent_split=False,
+    ),
+    "deepseek_v2": GgufModelCase(
+        "deepseek_v2",
+        GgufTypes("Q8_0", "Q8_0", "Q4_0"),
+        _SMALL | _LATENT | {"topk_method": "group_limited_greedy", "rope_parameters": _YARN_V3},
+    ),
+    "glm4_moe": GgufModelCase(
+        "glm4_moe",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL
+        | _SHARED
+        | {
+            "num_mtp_layers": 0,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gpt_oss": GgufModelCase("gpt_oss", GgufTypes("MXFP4", "MXFP4", "Q8_0"), _GPT_OSS),
+    "olmoe": GgufModelCase(
+        "olmoe",
+        GgufTypes("Q8_0", "Q5_0", "Q8_0"),
+        {
+            "hidden_size": 64,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "head_dim": 8,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "minimax_m2": GgufModelCase(
+        "minimax_m2",
+        GgufTypes("Q4_1", "Q8_0", "Q8_0"),
+        _SMALL | {"intermediate_size": 32, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8},
+    ),
+    "mixtral": GgufModelCase(
+        "mixtral",
+        GgufTypes("Q4_0", "Q4_0", "Q8_0"),
+        _SMALL | {"intermediate_size": 32, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "ernie4_5_moe": GgufModelCase(
+        "ernie4_5_moe",
+        GgufTypes("BF16", "F16", "Q8_0"),
+        _SMALL
+        | {
+            "num_hidden_layers": 4,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 2,
+        },
+    ),
+    "dots1": GgufModelCase(
+        "dots1",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL
+        | _SHARED
+        | {
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": False,
+            "sliding_window": None,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """Filled by `make_gguf`."""
+
+    # The file, or the first of its parts.
+    path: Path
+    # The same model's config.json lies here; its weights are those before they were quantised.
+    published: Path
+    # Transformers' model with the weights that the file says.
+    oracle: Any
+
+
+def make_gguf(name: str, root: Path) -> GgufFile:
+    """Writes the case's file, or its parts, below `root`."""
+    case, published, directory = CASES[name], root / f"{name}-published", root / name
+    directory.mkdir(parents=True)
+    tiny = TinyModel(case.model_type, case.changes)
+    oracle = write_tiny_model(tiny, published, seed=sum(name.encode()))
+    path = directory / f"{name}.gguf"
+    write_gguf(oracle, path, case.types, latent_split=case.latent_split, max_tensors=case.max_tensors)
+    return GgufFile(min(directory.iterdir()), published, oracle)
+
+
+def cached_gguf_files(root: Path) -> Callable[[str], GgufFile]:
+    """`name -> file`, each made once under `root`."""
+    return cache(lambda name: make_gguf(name, root))
+
+
+@torch.inference_mode()
+def oracle_logits(oracle: Any, tokens: list[int]) -> torch.Tensor:
+    """float32 `[tokens, vocabulary]`."""
+    logits: torch.Tensor = oracle(torch.tensor([tokens])).logits[0]
+    return logits
