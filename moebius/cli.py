@@ -17,6 +17,7 @@ from moebius.commands import (
     chat,
     demo,
     experts,
+    plan,
     random_model,
     serve,
     services,
@@ -44,7 +45,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for module in (serve, services, chat, demo, topology, version):
+for module in (serve, plan, services, chat, demo, topology, version):
     module.register(app)
 bench_engine.register(bench.app)
 app.add_typer(bench.app, name="bench")

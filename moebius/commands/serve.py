@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -11,6 +12,9 @@ from moebius.commands.models import with_checkpoint
 from moebius.config import MoebiusConfig
 from moebius.config_loader import printable_config
 
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the memory plan and whether it fits; start nothing")
+]
 QUESTION = "What is the capital of France?"
 
 
@@ -19,13 +23,16 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     @with_settings()
-    def serve(config: MoebiusConfig) -> None:
+    def serve(config: MoebiusConfig, dry_run: DryRun = False) -> None:
         """Start gateway, gpu_service and expert servers, and keep them running."""
         from moebius.commands.running import running
         from moebius.supervisor.plan import make_plan
         from moebius.telemetry.logging import configure_logging
 
         config = with_checkpoint(config)
+        if dry_run:
+            print_dry_run(config)
+            return
         configure_logging(config.telemetry, "supervisor")
         serve_plan = make_plan(config)
         print(printable_config(serve_plan.config), file=sys.stderr, flush=True)
@@ -34,6 +41,15 @@ def register(app: typer.Typer) -> None:
                 name, key = serve_plan.config.model.served_model_name, config.gateway.api_key
                 print(examples(serve_plan.base_url, name, bool(key)), flush=True)
             supervisor.run()
+
+
+def print_dry_run(config: MoebiusConfig) -> None:
+    """The plan of `moebius plan` with just these settings. Raises typer.Exit when it does not fit here."""
+    from moebius.planning.capacity import Wish
+    from moebius.planning.hardware import HardwareOptions
+    from moebius.planning.run import run
+
+    run(config, HardwareOptions(), Wish(), fill=False)
 
 
 def examples(base_url: str, model: str, needs_key: bool) -> str:

@@ -1,0 +1,131 @@
+"""What every rank of an engine will hold, from configuration and model alone: for `moebius plan`.
+
+Models are composed on the meta device as `build_engine` composes them, and the same functions plan with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gpu_service.assembly.kv_memory import CacheShape, SharedKvMemory, cache_shape, plan_device
+from gpu_service.assembly.vision import vision_bytes
+from gpu_service.memory.device_memory import MemoryUse
+from gpu_service.memory.estimate import StepSize, activation_bytes, parameter_bytes
+from gpu_service.memory.kv_pool import useful_pages
+from gpu_service.memory.plan import ExpertMemory, MemoryPlan
+from gpu_service.model_config import ModelConfig, ModelOverrides
+from gpu_service.models.common import CausalLM
+from gpu_service.models.registry import build_model
+from gpu_service.ops.linear import can_pack
+from gpu_service.parallel.context import ParallelContext
+from gpu_service.parallel.partition import stage_layers
+from moebius.config import MoebiusConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankForecast:
+    """One rank's part of the model; filled by `Forecast`. Bytes."""
+
+    rank: int
+    stage: int
+    tp_rank: int
+    # All parameters and buffers, and those that a decode step reads.
+    dense_bytes: int
+    read_bytes: int
+    # Elements of the latter: a token costs two operations for each.
+    read_elements: int
+    largest_tensor_bytes: int
+    # One page of the KV cache over this rank's layers.
+    page_bytes: int
+    moe_layers: tuple[int, ...]
+    # Beside the parameters on a CPU: the packed copy of an embedding that is the head as well.
+    packed_head_bytes: int
+    activation_bytes: int
+
+
+class Forecast:
+    """All ranks of a configuration. Raises what the configuration of a model or of ranks may raise."""
+
+    def __init__(self, config: MoebiusConfig, on_gpu: bool) -> None:
+        """`on_gpu`: whether GPUs, which need not be there, compute the dense part."""
+        chosen, parallel = config.model, config.parallel
+        overrides = ModelOverrides(
+            chosen.top_k, chosen.max_model_len, chosen.dtype, chosen.language_model_only
+        )
+        self.model_config = ModelConfig.from_dir(chosen.model, overrides)
+        # Of every rank: towers are not divided.
+        self.vision_bytes = vision_bytes(config, self.model_config)
+        tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        # Sizes do not depend on which GPU it is.
+        device = torch.device("meta" if on_gpu else "cpu")
+        self._models: list[CausalLM] = [
+            build_model(
+                self.model_config, device=device, parallel=ParallelContext(tp_rank, tp, stage, stages)
+            )
+            for stage in range(stages)
+            for tp_rank in range(tp)
+        ]
+        self._shapes = [cache_shape(config.gpu, model.rank_config, device) for model in self._models]
+        self.ranks = tuple(
+            _forecast(config, rank, model, shape)
+            for rank, (model, shape) in enumerate(zip(self._models, self._shapes, strict=True))
+        )
+
+    def device_plans(
+        self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]
+    ) -> tuple[MemoryPlan, ...]:
+        """Each rank's ledger on an empty GPU of so many bytes. Raises UserError: it can not fit."""
+        empty = MemoryUse(total_bytes, total_bytes, 0, 0, 0, 0)
+        return tuple(
+            plan_device(config, shape, model, empty, held, self.vision_bytes)
+            for model, shape, held in zip(self._models, self._shapes, experts, strict=True)
+        )
+
+    def shared_pages(self, config: MoebiusConfig) -> int:
+        """Pages of the pool of an engine on a CPU."""
+        return min(
+            SharedKvMemory(config, shape).num_pages(model, None, None)
+            for model, shape in zip(self._models, self._shapes, strict=True)
+        )
+
+    def useful_pages(self, config: MoebiusConfig) -> int:
+        """More pages than these no engine takes of its own accord."""
+        return useful_pages(config, self.model_config)
+
+
+def _forecast(config: MoebiusConfig, rank: int, model: CausalLM, shape: CacheShape) -> RankForecast:
+    read = _read_tensors(model)
+    held = stage_layers(model.config, model.parallel)
+    tied = model.lm_head is None and model.parallel.is_last_stage and model.model.embed_tokens is not None
+    embedding = model.model.embed_tokens.weight if model.model.embed_tokens is not None else None
+    on_cpu = shape.device.type == "cpu"
+    packs = on_cpu and tied and embedding is not None and can_pack(torch.empty(0, dtype=embedding.dtype))
+    return RankForecast(
+        rank=rank,
+        stage=model.parallel.stage,
+        tp_rank=model.parallel.tp_rank,
+        dense_bytes=parameter_bytes(model),
+        read_bytes=sum(tensor.numel() * tensor.element_size() for tensor in read),
+        read_elements=sum(tensor.numel() for tensor in read),
+        largest_tensor_bytes=max(tensor.numel() * tensor.element_size() for tensor in model.parameters()),
+        page_bytes=shape.page_bytes,
+        moe_layers=tuple(layer for layer in model.config.moe_layer_ids if layer in held),
+        packed_head_bytes=embedding.numel() * embedding.element_size()
+        if packs and embedding is not None
+        else 0,
+        activation_bytes=activation_bytes(
+            model.config, StepSize.largest(config.gpu), model.parallel, has_resident_experts=False
+        ),
+    )
+
+
+def _read_tensors(model: CausalLM) -> list[nn.Parameter]:
+    """What a step of text reads whole: of the embedding it looks up rows, unless it is the head as well."""
+    tied = model.lm_head is None and model.parallel.is_last_stage
+    looked_up = None if tied or model.model.embed_tokens is None else model.model.embed_tokens.weight
+    parts = [model.model, *([model.lm_head] if model.lm_head is not None else [])]
+    return [tensor for part in parts for tensor in part.parameters() if tensor is not looked_up]

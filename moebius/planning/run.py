@@ -1,0 +1,41 @@
+"""What `moebius plan` and `moebius serve --dry-run` do."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import structlog
+import typer
+
+from moebius.config import MoebiusConfig
+from moebius.planning.capacity import CapacityPlan, Wish
+from moebius.planning.detect import hardware
+from moebius.planning.document import write_document
+from moebius.planning.hardware import HardwareOptions
+from moebius.planning.make import make_plan
+from moebius.planning.refusal import DoesNotFit
+from moebius.planning.table import print_plan
+
+EXIT_DOES_NOT_FIT = 1
+
+
+def run(
+    config: MoebiusConfig, options: HardwareOptions, wish: Wish, fill: bool, json_file: Path | None = None
+) -> CapacityPlan:
+    """Prints the plan and writes it, if asked, as JSON.
+
+    Raises typer.Exit with status 1, after one line on stderr, when it does not fit; UserError for all else.
+    """
+    # Keys of config.json that nothing reads are news when a model is loaded.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    try:
+        found = make_plan(config, hardware(options), wish, fill)
+    except DoesNotFit as error:
+        print(f"moebius: does not fit: {' '.join(str(error).split())}", file=sys.stderr)
+        raise typer.Exit(EXIT_DOES_NOT_FIT) from error
+    print_plan(found)
+    if json_file is not None:
+        write_document(found, json_file)
+    return found
