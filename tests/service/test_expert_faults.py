@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -29,6 +29,7 @@ from tests.helpers.expert_cluster import (
     start_expert,
     wait_until,
 )
+from tests.helpers.idle import idle_share
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +81,16 @@ def test_silent_server_meets_the_deadline(cluster: Cluster) -> None:
         client.close()
 
 
+def cpu_seconds(process: psutil.Process) -> float:
+    """User and system time of a process."""
+    return sum(process.cpu_times()[:2])
+
+
 def test_idle_servers_sleep(cluster: Cluster) -> None:
     """Below 2 % of one CPU when nobody asks, although the last request was a moment ago."""
     compute(cluster.client("mailbox"), 1, random_routing(cluster.geometry, 4))
-    time.sleep(1.0)
-    processes = [psutil.Process(process.pid) for process in cluster.processes]
-    used = [sum(process.cpu_times()[:2]) for process in processes]
-    time.sleep(3.0)
-    used = [sum(process.cpu_times()[:2]) - before for process, before in zip(processes, used, strict=True)]
-    assert max(used) / 3.0 < 0.02
+    for process in cluster.processes:
+        assert idle_share(partial(cpu_seconds, psutil.Process(process.pid)), window_s=1.0) < 0.02
 
 
 def test_wrong_geometry_is_refused_and_named(cluster: Cluster, tmp_path: Path) -> None:
