@@ -49,7 +49,7 @@ class FamilyRules:
     """How one `model_type` names its tensors."""
 
     renames: tuple[RenameRule, ...]
-    # Keys of `LAYOUTS`, most likely first.
+    # Keys of `LAYOUTS`, most likely first. Quantisers take fused experts apart.
     layouts: tuple[str, ...] = ("per_expert",)
     # Layers numbered behind the last decoder layer are multi-token prediction, not the model.
     prediction_layers: bool = False
@@ -155,8 +155,8 @@ FAMILY_RULES: Mapping[str, FamilyRules] = {
     "qwen2_moe": FamilyRules((_ROTARY, _SHARED)),
     "qwen3_moe": FamilyRules((_ROTARY,)),
     "qwen3_next": FamilyRules((_ROTARY, _MTP, _SHARED)),
-    "qwen3_5_moe": FamilyRules((_MTP, _VISION, _TEXT_SHARED, _TEXT), ("fused",)),
-    "qwen3_vl_moe": FamilyRules((_VISION, _TEXT), ("fused_transposed",)),
+    "qwen3_5_moe": FamilyRules((_MTP, _VISION, _TEXT_SHARED, _TEXT), ("fused", "per_expert")),
+    "qwen3_vl_moe": FamilyRules((_VISION, _TEXT), ("fused_transposed", "per_expert")),
     "glm4_moe": FamilyRules((_ROTARY,), prediction_layers=True),
     "glm4_moe_lite": FamilyRules((_ROTARY,), prediction_layers=True),
     "glm4v_moe": FamilyRules((_VISION, _TEXT), prediction_layers=True),

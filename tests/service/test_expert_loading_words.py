@@ -1,0 +1,98 @@
+"""Guards that experts at rest mean what words, groups and scales of unusual types mean, or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expert_service.host import ExpertHost, LoadSettings
+from expert_service.placement import Placement
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.expert_slices import SliceRequest
+from tests.helpers.model_formats import MODEL_FORMATS
+from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS
+from tests.helpers.quantised_models import Models, QuantisedModel, cached_plain_models, quantise
+from tests.tolerances import EXPERTS_FLOAT32
+
+LAYER = 1
+# Held exactly by the packed formats of those names.
+KEPT = {
+    "fp8_block_bfloat16_scales": "fp8_block",
+    "fp8_block_e8m0_scales": "fp8_block",
+    "fp8_block_compressed": "fp8_block",
+    "fbgemm_fp8": "fp8_channel",
+    "int8_words": "int8",
+    "int4_rows": "int4_g128",
+    "kimi_int4": "int4_g32",
+    "gptq_bfloat16_scales": "int4_g32",
+    "auto_round": "int4_g32_f16",
+    "mxfp4_compressed": "mxfp4",
+    "mxfp4_quark": "mxfp4",
+}
+# Groups or types of scales that no packed format has.
+REFUSED = ("int8_words_g64", "int8_g64", "gptq_int8_g32", "gptq_int8_rows", "int4_float32_scales")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return cached_plain_models(tmp_path_factory.mktemp("plain"))
+
+
+def make(models: Models, name: str) -> QuantisedModel:
+    chosen = MODEL_FORMATS[name]
+    return quantise(models("qwen3_moe"), lambda _: chosen, chosen.config)
+
+
+def host_of(directory: Path, **request: str) -> ExpertHost:
+    settings = LoadSettings(calibrate_kernels=False)
+    host = ExpertHost(Placement(-1, 1, ()), lambda *_: None, lambda: None, settings)
+    host.load(SliceRequest(str(directory), **request))  # type: ignore[arg-type]
+    return host
+
+
+def difference(host: ExpertHost, model: QuantisedModel, directory: Path) -> float:
+    """Of the layer's output from that of the weights in float64, over the largest value."""
+    geometry = MoeGeometry.from_config(directory)
+    rng = np.random.default_rng(5)
+    hidden = rng.standard_normal((6, geometry.hidden_size), np.float32)
+    ids = np.argsort(rng.random((6, geometry.num_experts)), 1)[:, : geometry.top_k].astype(np.int32)
+    router = rng.random(ids.shape, np.float32)
+    wanted = np.zeros(hidden.shape)
+    for row, choice in np.ndindex(ids.shape):
+        below, x = f"model.layers.{LAYER}.mlp.experts.{ids[row, choice]}", hidden[row].astype(np.float64)
+        gate, up, down = (
+            model.meant[f"{below}.{part}_proj.weight"].astype(np.float64) for part in ("gate", "up", "down")
+        )
+        neurons = gate @ x
+        wanted[row] += router[row, choice] * (down @ (neurons / (1 + np.exp(-neurons)) * (up @ x)))
+    found = host.forward(LAYER, hidden, ids, router)
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", list(KEPT))
+def test_experts_at_rest_are_exact(name: str, models: Models, tmp_path: Path) -> None:
+    model = make(models, name)
+    directory = model.write(tmp_path)
+    host = host_of(directory)
+    assert host.loaded is not None
+    assert host.loaded.weight_format == KEPT[name]
+    assert difference(host, model, directory) < EXPERTS_FLOAT32
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_not_be_kept_is_requantised_only_when_asked(
+    name: str, models: Models, tmp_path: Path
+) -> None:
+    model = make(models, name)
+    directory = model.write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\..* can not keep; .*--expert-dtype"):
+        host_of(directory)
+    assert difference(host_of(directory, weight_dtype="float32"), model, directory) < EXPERTS_FLOAT32
+
+
+def test_every_format_is_kept_or_refused() -> None:
+    """The formats that `test_expert_loading_formats` lacks are all above."""
+    assert set(MODEL_FORMATS) - set(QUANTIZATION_CONFIGS) == {*KEPT, *REFUSED}
