@@ -31,6 +31,7 @@ from gpu_service.model_config import (
     ModelOverrides,
     RouterConfig,
 )
+from moebius.checkpoint.gguf.files import companion_directory
 
 log = structlog.get_logger(__name__)
 
@@ -43,8 +44,8 @@ READERS: Mapping[str, Callable[[HfKeys], ModelConfig]] = {
     "ernie4_5_moe": read_ernie4_5_moe,
     "glm4_moe": read_glm4_moe,
     "glm4_moe_lite": read_glm4_moe_lite,
-    "glm_moe_dsa": read_glm_moe_dsa,
     "glm4v_moe": read_glm4v_moe,
+    "glm_moe_dsa": read_glm_moe_dsa,
     "kimi_k2": read_deepseek_v3,
     "kimi_k25": read_kimi_k25,
     "gpt_oss": read_gpt_oss,
@@ -96,7 +97,7 @@ def read_model_config(directory: Path, overrides: ModelOverrides) -> ModelConfig
     if config.dtype not in TORCH_DTYPES:
         raise hf.error("dtype", config.dtype, ", ".join(sorted(TORCH_DTYPES)))
     _check_router(hf, config.moe.router)
-    generation = directory / "generation_config.json"
+    generation = companion_directory(directory) / "generation_config.json"
     if generation.exists():
         extra = HfKeys.from_file(generation).integers("eos_token_id")
         ids = dict.fromkeys((*config.eos_token_ids, *extra))

@@ -58,7 +58,7 @@ def with_settings(
 def _model_parameter(wanted: bool) -> list[inspect.Parameter]:
     if not wanted:
         return []
-    help_text = "Checkpoint directory in Hugging Face format, or `demo` for the demo model"
+    help_text = "Checkpoint directory in Hugging Face format, GGUF file, or `demo` for the demo model"
     annotation = Annotated[str | None, typer.Argument(metavar="MODEL", help=help_text)]
     return [_keyword(MODEL_LEAF, annotation)]
 

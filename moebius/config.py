@@ -22,7 +22,7 @@ class Section(BaseModel):
 class ModelConfigSection(Section):
     """Which checkpoint is served, and how it is read."""
 
-    model: str = Field(default="", description="Checkpoint directory in Hugging Face format")
+    model: str = Field(default="", description="Checkpoint directory in Hugging Face format, or a GGUF model")
     served_model_name: str = Field(default="", description="Name clients send; empty: the directory's name")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="Type of dense weights, activations and KV; auto: the checkpoint's own"
@@ -42,7 +42,7 @@ class ImageConfig(Section):
     """Images in requests to a model that sees."""
 
     max_images_per_request: int = Field(default=16, ge=1, description="Images in one request")
-    max_image_mib: float = Field(default=20.0, gt=0, description="Size of an image file, MiB")
+    max_image_mib: float = Field(default=15.0, gt=0, description="Size of an image file, MiB")
     max_image_megapixels: float = Field(
         default=50.0, gt=0, description="Width times height of an image, millions"
     )

@@ -13,6 +13,9 @@ from tokenizers import decoders
 
 from gateway.text.byte_level import piece_to_bytes
 from gateway.text.chat_template import ChatTemplate
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.gguf.files import companion_directory, is_gguf
+from moebius.checkpoint.gguf.tokenizer import read_tokenizer
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -35,15 +38,18 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, directory: Path, template_file: str = "") -> Tokenizer:
-        """Reads tokenizer.json, tokenizer_config.json and the chat template from a checkpoint directory.
+        """Reads tokenizer.json, tokenizer_config.json and the chat template of a checkpoint.
 
         Args:
-            directory: holds `tokenizer.json`.
+            directory: holds `tokenizer.json`; or a GGUF model, whose metadata counts where there is none.
             template_file: a Jinja file that replaces the checkpoint's template; empty: the checkpoint's.
         Raises:
             TokenizerError: a file is missing or malformed.
         """
+        model, directory = directory, companion_directory(directory)
         path = directory / "tokenizer.json"
+        if is_gguf(model) and not path.is_file():
+            return cls._from_gguf(model, template_file)
         if not path.is_file():
             raise TokenizerError(f"{path} does not exist: the gateway needs a tokenizer.json")
         try:
@@ -54,6 +60,15 @@ class Tokenizer:
         source = _template_source(directory, settings, template_file)
         template = ChatTemplate(source, _named_tokens(settings)) if source else None
         return cls(backend, template)
+
+    @classmethod
+    def _from_gguf(cls, model: Path, template_file: str) -> Tokenizer:
+        try:
+            found = read_tokenizer(model)
+        except CheckpointError as error:
+            raise TokenizerError(str(error)) from error
+        source = _read_template(template_file) if template_file else found.chat_template
+        return cls(found.backend, ChatTemplate(source, dict(found.named_tokens)) if source else None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` applies the checkpoint's post-processor ."""
@@ -95,13 +110,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _read_template(template_file: str) -> str:
+    try:
+        return Path(template_file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise TokenizerError(f"chat template {template_file} is not readable: {error}") from error
+
+
 def _template_source(directory: Path, settings: dict[str, Any], template_file: str) -> str:
     """The chat template's text: the given file, chat_template.jinja, or tokenizer_config.json."""
     if template_file:
-        try:
-            return Path(template_file).read_text(encoding="utf-8")
-        except OSError as error:
-            raise TokenizerError(f"chat template {template_file} is not readable: {error}") from error
+        return _read_template(template_file)
     own_file = directory / "chat_template.jinja"
     if own_file.is_file():
         return own_file.read_text(encoding="utf-8")

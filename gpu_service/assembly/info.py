@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 from gpu_service.assembly.built import Built
+from moebius.checkpoint.gguf.files import companion_directory, served_name
+from moebius.checkpoint.moe_config import read_config
 from moebius.config import MoebiusConfig
 from protos import engine_pb2 as pb
 
@@ -14,8 +16,8 @@ def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
     """Static facts for clients."""
     directory = Path(config.model.model)
     model = built.model_config
-    raw = json.loads((directory / "config.json").read_text())
-    defaults = directory / "generation_config.json"
+    raw = read_config(directory)
+    defaults = companion_directory(directory) / "generation_config.json"
     generation = json.loads(defaults.read_text()) if defaults.exists() else {}
     kept = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     sampling = {key: generation[key] for key in kept if generation.get(key) is not None}
@@ -25,7 +27,7 @@ def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
         is_generation=True,
         max_context_length=built.context_limit,
         vocab_size=model.vocab_size,
-        served_model_name=config.model.served_model_name or directory.resolve().name,
+        served_model_name=config.model.served_model_name or served_name(directory),
         tokenizer_path=str(directory),
         model_type=model.model_type,
         architectures=raw.get("architectures") or [],

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.gguf.files import is_gguf
+from moebius.checkpoint.moe_config import read_config
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 
@@ -12,7 +15,7 @@ DEMO = "demo"
 
 
 def with_checkpoint(config: MoebiusConfig) -> MoebiusConfig:
-    """The configuration with `model` as an absolute directory that holds a config.json.
+    """The configuration with `model` as an absolute directory that holds a config.json, or as a GGUF model.
 
     `demo` stands for the demo model, built on first use (unless a directory of that name is here), and
     takes exact experts.
@@ -20,7 +23,9 @@ def with_checkpoint(config: MoebiusConfig) -> MoebiusConfig:
     """
     given = config.model.model
     if not given:
-        raise UserError("MODEL is missing: give a checkpoint directory, or `demo` for the demo model")
+        raise UserError(
+            "MODEL is missing: give a checkpoint directory or .gguf file, or `demo` for the demo model"
+        )
     path = Path(given).expanduser().absolute()
     experts = config.experts
     if given == DEMO and not path.exists():
@@ -28,8 +33,21 @@ def with_checkpoint(config: MoebiusConfig) -> MoebiusConfig:
         # Its routers score experts within rounding of each other, and each expert is a sixteenth of a small
         # model: its answers should not depend on what else is computed with them.
         experts = experts.model_copy(update={"exact_experts": True})
+    _check(given, path)
+    section = config.model.model_copy(update={"model": str(path)})
+    return config.model_copy(update={"model": section, "experts": experts})
+
+
+def _check(given: str, path: Path) -> None:
+    """Raises UserError unless a model's configuration can be read there."""
+    if is_gguf(path):
+        try:
+            read_config(path)
+        except CheckpointError as error:
+            raise UserError(f"MODEL {given!r}: {error}") from None
+        return
     if not path.is_dir():
-        raise UserError(f"MODEL {given!r}: there is no such directory")
+        raise UserError(f"MODEL {given!r}: there is no such directory, and no such .gguf file")
     try:
         document = json.loads((path / "config.json").read_text())
     except FileNotFoundError:
@@ -38,8 +56,6 @@ def with_checkpoint(config: MoebiusConfig) -> MoebiusConfig:
         raise UserError(f"MODEL {given!r}: cannot read its config.json: {error}") from None
     if not isinstance(document, dict) or "model_type" not in document:
         raise UserError(f"MODEL {given!r}: its config.json has no model_type")
-    section = config.model.model_copy(update={"model": str(path)})
-    return config.model_copy(update={"model": section, "experts": experts})
 
 
 def build_demo_model(directory: Path | None, gguf: Path | None = None) -> Path:

@@ -25,6 +25,19 @@ def is_gguf(model_path: str | Path) -> bool:
     return next(path.glob(f"*{SUFFIX}"), None) is not None
 
 
+def companion_directory(model_path: str | Path) -> Path:
+    """Where files that describe a model lie: its directory, which of a GGUF model may be that of its file."""
+    path = Path(model_path)
+    return path.parent if path.suffix == SUFFIX and not path.is_dir() else path
+
+
+def served_name(model_path: str | Path) -> str:
+    """What clients call a model that nobody named: its directory's name, or its file's without the ending."""
+    name = Path(model_path).resolve().name
+    match = _SPLIT.fullmatch(name)
+    return match["stem"] if match else name.removesuffix(SUFFIX)
+
+
 def gguf_files(model_path: str | Path) -> tuple[Path, ...]:
     """All parts, ascending. Raises CheckpointError naming what is missing, or the models to choose from."""
     path = Path(model_path)

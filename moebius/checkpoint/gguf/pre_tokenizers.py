@@ -1,0 +1,82 @@
+"""How text is cut before its merges: what GGUF calls `tokenizer.ggml.pre`, for byte-level vocabularies.
+
+The patterns are those of the published tokenizers; every one is matched within what those before it left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+
+
+def _words(digits: str) -> str:
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{_REST}"
+
+
+def _cased_words(but: str, rest: str) -> str:
+    """Words that begin in capitals or not, each with its contraction; `but`: letters they do not have."""
+    upper, lower, start = f"[{_UPPER}{but}]", f"[{_LOWER}{but}]", r"[^\r\n\p{L}\p{N}]?"
+    ends = f"{_CONTRACTIONS}?"
+    return rf"{start}{upper}*{lower}+{ends}|{start}{upper}+{lower}*{ends}|\p{{N}}{{1,3}}|{rest}"
+
+
+_THREE_DIGITS = (_words(r"\p{N}{1,3}"),)
+_GPT_4O = (_cased_words("", r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"),)
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_KIMI_K2 = (r"[\p{Han}]+|" + _cased_words(r"&&[^\p{Han}]", _REST),)
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """One row of the table."""
+
+    # Patterns whose matches are pieces; empty: GPT-2's.
+    patterns: tuple[str, ...] = ()
+    # Whether text is composed (NFC) first.
+    composes: bool = False
+    # Whether every digit is a piece.
+    single_digits: bool = False
+
+    @property
+    def normalizer(self) -> normalizers.Normalizer | None:
+        """What is done to the text before all."""
+        return normalizers.NFC() if self.composes else None
+
+    @property
+    def splitter(self) -> pre_tokenizers.PreTokenizer:
+        """Cuts text into pieces and spells their bytes."""
+        spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not self.patterns)
+        cuts: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns
+        ]
+        if self.single_digits:
+            cuts.append(pre_tokenizers.Digits(individual_digits=True))
+        return pre_tokenizers.Sequence([*cuts, spell])
+
+
+_QWEN2 = PreTokenizer((_words(r"\p{N}"),), composes=True)
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "chatglm-bpe": PreTokenizer(_THREE_DIGITS),
+    "deepseek-r1-qwen": _QWEN2,
+    "deepseek-v3": PreTokenizer(_DEEPSEEK_V3),
+    "glm4": PreTokenizer(_THREE_DIGITS),
+    "gpt-2": PreTokenizer(),
+    "gpt-4o": PreTokenizer(_GPT_4O),
+    "kimi-k2": PreTokenizer(_KIMI_K2),
+    "llama-bpe": PreTokenizer(_THREE_DIGITS),
+    "minimax-m2": PreTokenizer(_GPT_4O),
+    "olmo": PreTokenizer(composes=True),
+    "qwen2": _QWEN2,
+    "smollm": PreTokenizer(single_digits=True),
+}

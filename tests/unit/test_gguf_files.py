@@ -1,0 +1,190 @@
+"""Invariant: a GGUF model that can not be served whole is refused, and the message says which part of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter
+
+from gpu_service.loader.load import load_weights
+from gpu_service.model_config import ModelConfig, ModelConfigError
+from gpu_service.models.registry import build_model
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.gguf.config import gguf_config
+from moebius.checkpoint.gguf.files import gguf_files, is_gguf, served_name
+from moebius.checkpoint.gguf.names import ARCHITECTURE_RULES, COMMON_RULES, canonical_name
+from moebius.checkpoint.index import CheckpointIndex
+from tests.helpers.gguf_files import GgufTypes, write_gguf
+from tests.helpers.gguf_models import CASES, GgufFile, cached_gguf_files
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
+    return cached_gguf_files(tmp_path_factory.mktemp("gguf"))
+
+
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointIndex.open(path)
+
+
+def small_file(
+    path: Path,
+    architecture: str = "qwen3moe",
+    experts: int = 2,
+    kind: int = 0,
+    name: str = "token_embd.weight",
+) -> Path:
+    """One tensor `[2, 32]` whose bytes are of no account."""
+    writer = GGUFWriter(path, architecture)
+    writer.add_expert_count(experts)
+    writer.add_tensor(name, np.zeros((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if kind:
+        # The type's number follows name, axes and sizes.
+        content = bytearray(path.read_bytes())
+        at = content.index(name.encode()) + len(name) + 4 + 2 * 8
+        content[at : at + 4] = kind.to_bytes(4, "little")
+        path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("part", [0.0, 0.001, 0.02, 0.5, 0.999])
+def test_a_truncated_file_is_named(part: float, tmp_path: Path, gguf: Callable[[str], GgufFile]) -> None:
+    """Wherever it ends: in the header or in the data."""
+    content = gguf("qwen3_moe_tied").path.read_bytes()
+    short = tmp_path / "short.gguf"
+    short.write_bytes(content[: int(len(content) * part)])
+    refused(short, r"short\.gguf (is truncated|can not be read as GGUF)")
+
+
+def test_what_is_not_gguf_is_refused(tmp_path: Path) -> None:
+    """Another format, another byte order, a version without a description."""
+    file = small_file(tmp_path / "m.gguf")
+    content = file.read_bytes()
+    file.write_bytes(b"GGML" + content[4:])
+    refused(file, "is not GGUF")
+    file.write_bytes(content[:4] + bytes([0, 0, 0, 3]) + content[8:])
+    refused(file, "GGUF of version 50331648")
+    refused(tmp_path / "absent.gguf", r"absent\.gguf is missing")
+
+
+def test_an_unknown_architecture_is_named_beside_those_that_are_known(tmp_path: Path) -> None:
+    path = small_file(tmp_path / "m.gguf", "gemma3")
+    refused(path, "general.architecture is 'gemma3'; allowed: deepseek2, .*qwen3moe")
+    with pytest.raises(ModelConfigError, match="gemma3"):
+        ModelConfig.from_dir(path)
+    refused(small_file(tmp_path / "dense.gguf", "llama", 0), "llama.expert_count is 0")
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.TQ1_0.value, GGMLQuantizationType.I32.value, 99])
+def test_an_unknown_type_is_named_with_its_tensor(kind: int, tmp_path: Path) -> None:
+    known = {member.value: member.name for member in GGMLQuantizationType}
+    message = f"'token_embd.weight' is of GGUF type {known.get(kind, kind)}; allowed: F32, .*Q6_K"
+    refused(small_file(tmp_path / "m.gguf", kind=kind), message)
+
+
+def test_rows_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
+    path = small_file(tmp_path / "m.gguf", kind=GGMLQuantizationType.Q6_K.value)
+    refused(path, r"'token_embd.weight' of shape \[2, 32\] is Q6_K, which stores rows of multiples of 256")
+
+
+def test_tensors_that_no_rule_knows_are_listed(tmp_path: Path) -> None:
+    """Such as factors of a rotary scaling that the metadata does not mention."""
+    path = small_file(tmp_path / "m.gguf", name="rope_freqs.weight")
+    refused(path, "qwen3moe is not known to have: rope_freqs.weight")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "missing"),
+    [
+        ("blk.1.attn_k_norm.weight", "model.layers.1.self_attn.k_norm.weight"),
+        ("output_norm.weight", "model.norm.weight"),
+    ],
+)
+def test_a_missing_dense_tensor_is_named(
+    left_out: str, missing: str, tmp_path: Path, gguf: Callable[[str], GgufFile]
+) -> None:
+    oracle = gguf("qwen3_moe_tied").oracle
+    path = tmp_path / "m.gguf"
+    write_gguf(oracle, path, GgufTypes(), leave_out=left_out)
+    model = build_model(ModelConfig.from_dir(path))
+    with pytest.raises(CheckpointError, match=f"1 missing: {re.escape(missing)}"):
+        load_weights(model, path)
+
+
+def test_half_of_a_latent_projection_is_named(tmp_path: Path, gguf: Callable[[str], GgufFile]) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(gguf("deepseek_v2").oracle, path, GgufTypes(), leave_out="blk.1.attn_v_b.weight")
+    refused(path, "'blk.1.attn_k_b.weight' has no counterpart")
+
+
+def test_parts_are_found_from_any_of_them_and_missed_by_name(
+    tmp_path: Path, gguf: Callable[[str], GgufFile]
+) -> None:
+    """The first part has the metadata; a directory of parts is one model."""
+    first = gguf("qwen3_moe").path
+    parts = gguf_files(first)
+    assert len(parts) > 2
+    assert gguf_files(parts[-1]) == parts == gguf_files(first.parent)
+    names = set(CheckpointIndex.open(first).tensors)
+    assert set(CheckpointIndex.open(parts[-1]).tensors) == names
+    assert gguf_config(parts[-1]) == gguf_config(first)
+    assert served_name(first) == "qwen3_moe"
+    for part in parts:
+        shutil.copy(part, tmp_path)
+    lost = tmp_path / parts[1].name
+    lost.unlink()
+    refused(tmp_path, re.escape(f"{lost} is missing"))
+    shutil.copy(parts[2], lost)
+    refused(tmp_path, re.escape(f"{lost} is part 3 of {len(parts)} by its own account, 2 of {len(parts)}"))
+
+
+def test_a_directory_is_a_gguf_model_if_it_has_one_and_no_safetensors(tmp_path: Path) -> None:
+    """Vision towers beside a model are not a second one; two models have to be told apart by path."""
+    assert not is_gguf(tmp_path)
+    model = small_file(tmp_path / "m-Q4_K_M.gguf")
+    small_file(tmp_path / "mmproj-m-F16.gguf", "clip")
+    assert is_gguf(tmp_path)
+    assert gguf_files(tmp_path) == (model,)
+    other = small_file(tmp_path / "m-Q8_0.gguf")
+    refused(tmp_path, r"2 GGUF models \(m-Q4_K_M\.gguf, m-Q8_0\.gguf\)")
+    assert set(CheckpointIndex.open(other).tensors) == {"model.embed_tokens.weight"}
+    (tmp_path / "model.safetensors").touch()
+    assert not is_gguf(tmp_path)
+
+
+def test_every_rule_says_what_its_example_says() -> None:
+    """Each row is reachable: its own example is renamed by it, not by a row before it."""
+    for architecture, rules in {"": COMMON_RULES, **ARCHITECTURE_RULES}.items():
+        for rule in rules:
+            name, wanted = rule.example
+            found = canonical_name(architecture, name)
+            assert found is not None
+            assert (found.name, found.change) == (wanted, rule.change)
+
+
+def test_metadata_that_changes_the_function_is_refused(
+    tmp_path: Path, gguf: Callable[[str], GgufFile]
+) -> None:
+    """A kind of rotary scaling that is not known, and a router of another family."""
+    content = gguf("glm4_moe").path.read_bytes()
+    path = tmp_path / "m.gguf"
+    key = b"glm4moe.expert_gating_func"
+    at = content.index(key) + len(key) + 4
+    path.write_bytes(content[:at] + (1).to_bytes(4, "little") + content[at + 4 :])
+    with pytest.raises(CheckpointError, match="expert_gating_func is 1; allowed: 2 with glm4_moe"):
+        gguf_config(path)
+    content = gguf("gpt_oss").path.read_bytes()
+    path.write_bytes(content.replace(b"yarn", b"rope"))
+    with pytest.raises(CheckpointError, match="rope.scaling.type is 'rope'; allowed: none, linear, yarn"):
+        gguf_config(path)
+    assert CASES["gpt_oss"].changes["rope_parameters"]["rope_type"] == "yarn"
