@@ -104,3 +104,16 @@ RESIDENT_GPU_FLOAT32 = 1e-5
 
 # Weights dequantised in float32 against what the encoders say they mean, relative: products round once more.
 DEQUANTISED_FLOAT32 = 5e-7
+
+# Between the last index score that sparse attention chooses and the first that it does not: tiny models whose
+# gaps are smaller could choose otherwise on another machine. Scores of random weights reach 1.
+INDEX_SCORE_GAP = 1e-4
+
+# GGUF types that no packed format holds are rounded to bfloat16 at rest, 8 bits: relative, of the weights and
+# of what experts compute with them.
+EXPERTS_GGUF_BFLOAT16 = 5e-3
+
+# Bytes of a plan against the real ones, where only headers or a running process could tell exactly, relative.
+PLANNED_BYTES = 0.03
+# Parameters of published shapes against the rounded numbers their makers state, relative.
+STATED_PARAMETERS = 0.015

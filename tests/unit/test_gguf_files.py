@@ -185,6 +185,6 @@ def test_metadata_that_changes_the_function_is_refused(
         gguf_config(path)
     content = gguf("gpt_oss").path.read_bytes()
     path.write_bytes(content.replace(b"yarn", b"rope"))
-    with pytest.raises(CheckpointError, match="rope.scaling.type is 'rope'; allowed: none, linear, yarn"):
+    with pytest.raises(CheckpointError, match=r"rope\.scaling\.type is 'rope'; allowed: none, linear, yarn"):
         gguf_config(path)
     assert CASES["gpt_oss"].changes["rope_parameters"]["rope_type"] == "yarn"

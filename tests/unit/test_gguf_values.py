@@ -1,4 +1,4 @@
-"""Invariant: what is read of a GGUF tensor is what the package `gguf` decodes, in every type and any slice."""
+"""Invariant: what is read of a GGUF tensor is what the package `gguf` decodes, in every type and slice."""
 
 from __future__ import annotations
 

@@ -1,0 +1,89 @@
+"""Invariant: expert servers compute what a GGUF file means, whatever its types and however it is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFReader, quants
+
+from moebius.checkpoint.gguf.files import gguf_files
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.checkpoint.split import split_bounds
+from tests.helpers.gguf_models import GgufFile, cached_gguf_files
+from tests.service.test_expert_loading_formats import distance, golden, host_of, loaded_of, rows_of
+from tests.tolerances import EXPERTS_FLOAT32, EXPERTS_GGUF_BFLOAT16
+
+# What its experts are packed as: exactly, or with values rounded to bfloat16.
+PACKED = {
+    "mixtral": "int4_g32_f16",
+    "qwen3_moe": "bfloat16",
+    "minimax_m2": "bfloat16",
+    "glm4_moe": "int4_g32_f16/bfloat16",
+}
+EXACT = ("mixtral",)
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
+    return cached_gguf_files(tmp_path_factory.mktemp("gguf"))
+
+
+def decoded(path: Path, geometry: MoeGeometry) -> dict[tuple[int, int, str], np.ndarray[Any, Any]]:
+    """float32 weights by (layer, expert, matrix), as the package `gguf` decodes them."""
+    weights: dict[tuple[int, int, str], np.ndarray[Any, Any]] = {}
+    for part in gguf_files(path):
+        for tensor in GGUFReader(part).tensors:
+            _, layer, *rest = f"{tensor.name}..".split(".")
+            if not rest[0].endswith("_exps"):
+                continue
+            matrix = rest[0].split("_")[1]
+            for expert, values in enumerate(quants.dequantize(tensor.data, tensor.tensor_type)):
+                weights[int(layer), expert, matrix] = values
+    assert len(weights) == len(geometry.moe_layers) * geometry.num_experts * 3
+    return weights
+
+
+@pytest.mark.parametrize("name", sorted(PACKED))
+def test_servers_compute_the_decoded_weights(name: str, gguf: Callable[[str], GgufFile]) -> None:
+    """Whole, by neurons over several servers (cuts inside blocks of 256 as well), and by experts."""
+    path = gguf(name).path
+    geometry = MoeGeometry.from_config(path)
+    weights, layer = decoded(path, geometry), geometry.moe_layers[-1]
+    hidden, ids, router = rows_of(geometry)
+    wanted = golden(weights, layer, hidden, ids, router)
+    divisions: list[dict[str, Any]] = [{}, {"split": "expert", "split_count": 2}]
+    if name in ("qwen3_moe", "minimax_m2"):
+        # A group of 32 stays whole, and these models have one; blocks that are decoded may be cut.
+        divisions.append({"split_count": 2, "split_shares": (3, 5)})
+    for division in divisions:
+        count = division.get("split_count", 1)
+        hosts = [host_of(path, **division, split_index=index) for index in range(count)]
+        total = sum(host.forward(layer, hidden, ids, router) for host in hosts)
+        assert isinstance(total, np.ndarray)
+        tolerance = EXPERTS_FLOAT32 if name in EXACT else EXPERTS_GGUF_BFLOAT16
+        assert distance(total, wanted) < tolerance, division
+        for host in hosts:
+            loaded = loaded_of(host)
+            assert loaded.weight_format == PACKED[name]
+            assert all((error == 0) == (name in EXACT) for error in loaded.relative_errors.values())
+            assert all(error < EXPERTS_GGUF_BFLOAT16 for error in loaded.relative_errors.values())
+
+
+def test_the_cut_of_the_wide_model_lies_inside_a_block(gguf: Callable[[str], GgufFile]) -> None:
+    """Guards the division above: blocks of 256 neurons would not be cut by an even one."""
+    geometry = MoeGeometry.from_config(gguf("qwen3_moe").path)
+    bounds = split_bounds(geometry.moe_intermediate_size, (3, 5), 16)
+    assert 0 < bounds[0][1] % 256 < 256
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 0.0, 0.0), ("int4", 0.01, 0.2)])
+def test_requantising_a_quantised_file_reports_what_it_loses(
+    dtype: str, least: float, most: float, gguf: Callable[[str], GgufFile]
+) -> None:
+    """float32 holds the decoded values exactly; four bits of four bits are a second loss, with a figure."""
+    loaded = loaded_of(host_of(gguf("qwen3_moe").path, weight_dtype=dtype))
+    assert all(least <= error <= most for error in loaded.relative_errors.values())
