@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import structlog
 
@@ -26,12 +27,14 @@ from gpu_service.hf_multimodal import read_glm4v_moe, read_kimi_k25, read_qwen3_
 from gpu_service.hf_vision import read_vision
 from gpu_service.model_config import (
     TORCH_DTYPES,
+    DTypeName,
     ModelConfig,
     ModelConfigError,
     ModelOverrides,
     RouterConfig,
 )
 from moebius.checkpoint.gguf.files import companion_directory
+from moebius.checkpoint.moe_config import COMPUTED_IN
 
 log = structlog.get_logger(__name__)
 
@@ -79,9 +82,11 @@ def _apply_overrides(hf: HfKeys, config: ModelConfig, overrides: ModelOverrides)
         if overrides.max_model_len > config.max_model_len:
             raise hf.error("max_model_len", overrides.max_model_len, f"at most {config.max_model_len}")
         config = replace(config, max_model_len=overrides.max_model_len)
-    if overrides.dtype != "auto":
-        config = replace(config, dtype=overrides.dtype)
-    return config
+    stored: str = config.dtype
+    dtype = COMPUTED_IN.get(stored, stored) if overrides.dtype == "auto" else overrides.dtype
+    if dtype not in TORCH_DTYPES:
+        raise hf.error("dtype", dtype, ", ".join(sorted(TORCH_DTYPES)))
+    return replace(config, dtype=cast(DTypeName, dtype))
 
 
 def read_model_config(directory: Path, overrides: ModelOverrides) -> ModelConfig:
@@ -94,8 +99,6 @@ def read_model_config(directory: Path, overrides: ModelOverrides) -> ModelConfig
     config = _apply_overrides(hf, reader(hf), overrides)
     vision = read_vision(hf, model_type)
     config = replace(config, vision=None if overrides.language_model_only else vision)
-    if config.dtype not in TORCH_DTYPES:
-        raise hf.error("dtype", config.dtype, ", ".join(sorted(TORCH_DTYPES)))
     _check_router(hf, config.moe.router)
     generation = companion_directory(directory) / "generation_config.json"
     if generation.exists():

@@ -235,9 +235,14 @@ def _geometry(model_type: str, config: Config, family: FamilyKeys) -> MoeGeometr
     )
 
 
+# AWQ and GPTQ checkpoints say float16, which their authors' kernels compute in.
+COMPUTED_IN: Mapping[str, str] = {"float16": "bfloat16"}
+
+
 def _dtype(config: Config) -> str:
     """The checkpoint's activation type: transformers 5 writes `dtype`, earlier ones `torch_dtype`."""
     value = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    value = COMPUTED_IN.get(str(value), value)
     allowed = ("float32", "bfloat16")
     if value not in allowed:
         raise CheckpointError(f"config.json: dtype is {value!r}; allowed: {', '.join(allowed)}")

@@ -46,6 +46,7 @@ def test_dtype_spellings(tmp_path: Path) -> None:
     """The newer key wins; without any, bfloat16, which is what every published model of these families is."""
     assert geometry(tmp_path, TinyMoe(), dtype="bfloat16").dtype == "bfloat16"
     assert geometry(tmp_path, TinyMoe(), torch_dtype=None).dtype == "bfloat16"
+    assert geometry(tmp_path, TinyMoe(), torch_dtype="float16").dtype == "bfloat16", "as AWQ and GPTQ say"
 
 
 @pytest.mark.parametrize(

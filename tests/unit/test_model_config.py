@@ -64,6 +64,7 @@ def test_overrides_and_generation_config(tmp_path: Path) -> None:
     assert (config.moe.router.top_k, config.max_model_len, config.dtype) == (8, 20, "float32")
     assert config.eos_token_ids == (5, 6, 9)
     assert _read(tmp_path, QWEN).dtype == "bfloat16"
+    assert _read(tmp_path, QWEN, dtype="float16").dtype == "bfloat16"
 
 
 def test_old_and_new_rope_spellings_agree(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_old_and_new_rope_spellings_agree(tmp_path: Path) -> None:
         (QWEN, {"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'.*default, dynamic, linear"),
         (QWEN, {"rope_scaling": {"type": "linear", "factor": 2, "alpha": 1}}, "alpha"),
         (QWEN, {"num_experts_per_tok": 9}, r"top_k \(num_experts_per_tok\) = 9.*1 to 8"),
-        (QWEN, {"dtype": "float16"}, "dtype = 'float16'.*float32"),
+        (QWEN, {"dtype": "float64"}, "dtype = 'float64'.*float32"),
         (QWEN, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0.*absent"),
         (GLM, {"sliding_window": 128}, "sliding_window = 128"),
         (GLM, {"n_group": 3}, "n_group = 3.*divisor"),
