@@ -25,7 +25,8 @@ class ModelConfigSection(Section):
     model: str = Field(default="", description="Checkpoint directory in Hugging Face format, or a GGUF model")
     served_model_name: str = Field(default="", description="Name clients send; empty: the directory's name")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Type of dense weights, activations and KV; auto: the checkpoint's own"
+        default="auto",
+        description="Type of dense weights, activations and KV; auto: the checkpoint's, bfloat16 for float16",
     )
     top_k: int | None = Field(
         default=None, ge=1, description="Experts per token; unset: the checkpoint's own"
