@@ -26,12 +26,19 @@ class PromptJob:
     first_index: int  # choice index of the first of the n outputs
     completion_tokens: int = 0
     cached_tokens: int = 0
+    # With images more than were sent; 0: the engine has not told yet.
+    counted_prompt_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
 
     @property
     def prompt_ids(self) -> Sequence[int]:
         """The prompt's tokens."""
         return self.request.tokenized.input_ids
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt as the engine computes it."""
+        return self.counted_prompt_tokens or len(self.prompt_ids)
 
     async def run(
         self, engine: EngineClient, tokenizer: Tokenizer, context: Any
@@ -71,6 +78,7 @@ class PromptJob:
             message: engine_pb2.GenerateComplete | engine_pb2.GenerateStreamChunk = response.complete
         else:
             message = response.chunk
+        self.counted_prompt_tokens = message.prompt_tokens
         self.cached_tokens = max(self.cached_tokens, message.cached_tokens)
         state = states[message.index]
         if state.finish is not None:

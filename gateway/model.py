@@ -26,6 +26,8 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     defaults: dict[str, Any]  # generation_config.json's sampling fields
     tokenizer: Tokenizer
+    supports_vision: bool = False
+    image_token_id: int = -1  # what stands for one image in a prompt; only when supports_vision
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
     def card(self) -> dict[str, Any]:
@@ -98,4 +100,6 @@ def load_served_model(
         eos_token_ids=frozenset(info.eos_token_ids),
         defaults=json.loads(info.default_sampling_params_json or "{}"),
         tokenizer=Tokenizer.from_dir(Path(directory), template_file),
+        supports_vision=info.supports_vision,
+        image_token_id=info.image_token_id if info.supports_vision else -1,
     )

@@ -52,7 +52,7 @@ def output_limit(model: ServedModel, prompt_length: int, param: str, requested: 
 def build_sampling_params(
     body: GenerationFields,
     model: ServedModel,
-    max_tokens: int,
+    max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> engine_pb2.SamplingParams:
@@ -61,14 +61,14 @@ def build_sampling_params(
     Args:
         body: the validated request.
         model: gives vocabulary size and generation defaults.
-        max_tokens: from `output_limit`.
+        max_tokens: from `output_limit`; None: as many as fit.
         logprobs: alternatives per output token; None: no logprobs.
         prompt_logprobs: alternatives per prompt token; None: none.
     """
     bias = body.token_bias()
     model.check_token_ids(sorted(bias), "logit_bias")
     model.check_token_ids(body.stop_token_ids or [], "stop_token_ids")
-    if body.min_tokens > max_tokens:
+    if max_tokens is not None and body.min_tokens > max_tokens:
         raise ApiError(
             400,
             f"'min_tokens' is {body.min_tokens}, but at most {max_tokens} tokens are generated",

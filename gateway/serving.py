@@ -194,7 +194,7 @@ class RequestRun:
     def _totals(self) -> tuple[int, int, int]:
         """Prompt, completion and cached tokens over all prompts."""
         return (
-            sum(len(job.prompt_ids) for job in self._jobs),
+            sum(job.prompt_tokens for job in self._jobs),
             sum(job.completion_tokens for job in self._jobs),
             sum(job.cached_tokens for job in self._jobs),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opentelemetry import trace
@@ -38,6 +39,7 @@ class JobPlan:
     logprobs: int | None  # alternatives per output token; None: no log-probabilities
     prompt_logprobs: int | None  # alternatives per prompt token
     echo: bool = False
+    images: Sequence[bytes] = ()  # files of the (only) prompt's images, in the order of their placeholders
 
 
 def build_jobs(
@@ -51,7 +53,7 @@ def build_jobs(
     jobs = []
     for number, (text, prompt_ids) in enumerate(prompts):
         check_prompt(model, prompt_ids, plan.prompt_param)
-        max_tokens = output_limit(model, len(prompt_ids), plan.limit_param, plan.limit)
+        max_tokens = _max_tokens(model, len(prompt_ids), plan)
         params = build_sampling_params(body, model, max_tokens, plan.logprobs, plan.prompt_logprobs)
         stops = body.stop_strings()
         request = engine_pb2.GenerateRequest(
@@ -61,6 +63,7 @@ def build_jobs(
             stream=bool(body.stream or stops),  # stop strings are found while the text grows
             priority=body.priority,
             cache_salt=body.cache_salt or "",
+            images=[engine_pb2.ImageInput(data=data) for data in plan.images],
         )
         rules = _rules(body, model, text if plan.echo else None, plan.limit == 0)
         jobs.append(PromptJob(request, rules, first_index=number * (body.n or 1)))
@@ -68,6 +71,13 @@ def build_jobs(
         trace.get_current_span(), plan.operation, body, jobs[0].request.sampling_params
     )
     return jobs
+
+
+def _max_tokens(model: ServedModel, prompt_length: int, plan: JobPlan) -> int | None:
+    """Most output tokens; None: as many as fit, which only the engine knows of a prompt with images."""
+    if plan.images and plan.limit is None:
+        return None
+    return output_limit(model, prompt_length, plan.limit_param, plan.limit)
 
 
 def _rules(body: GenerationFields, model: ServedModel, echo: str | None, echo_only: bool) -> OutputRules:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from gateway.errors import bad_request
 from gateway.routes.jobs import encode
 from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from gateway.state import gateway_of
@@ -20,6 +21,10 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     model = gateway_of(request).model_named(body.model)
     special = body.add_special_tokens
     if body.messages is not None:
+        if any(message.image_urls() for message in body.messages):
+            raise bad_request(
+                "images are not tokenised here: how many tokens they take depends on them", "messages"
+            )
         messages = [message.for_template() for message in body.messages]
         text = model.render_chat(messages, body.add_generation_prompt, kwargs=body.chat_template_kwargs)
         tokens = await encode(model, text, bool(special))

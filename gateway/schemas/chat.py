@@ -22,11 +22,32 @@ def _parse_arguments(arguments: Any) -> Any:
         raise ValueError(f"not valid JSON: {error}") from error
 
 
-class TextPart(StrictModel):
-    """One part of a message's content; only text is understood."""
+class ImageUrl(StrictModel):
+    """Where an image is; `detail` "high" and "auto" are what is always done, the checkpoint's own sizes."""
 
-    type: Literal["text"]
-    text: str
+    url: str
+    detail: Literal["auto", "high"] | None = None
+
+
+class ContentPart(StrictModel):
+    """One part of a message's content: text or an image."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        given = [name for name in ("text", "image_url") if getattr(self, name) is not None]
+        if given != [self.type]:
+            raise param_error(
+                "messages", f"a part of type {self.type!r} needs {self.type!r} and nothing else"
+            )
+        return self
+
+    def for_template(self) -> dict[str, str]:
+        """The part as chat templates read it."""
+        return {"type": "image"} if self.text is None else {"type": "text", "text": self.text}
 
 
 class FunctionCall(StrictModel):
@@ -48,7 +69,7 @@ class ChatMessage(StrictModel):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -71,11 +92,21 @@ class ChatMessage(StrictModel):
             raise param_error("messages", f"a message of role {self.role!r} needs 'content'")
         return self
 
+    def image_urls(self) -> list[tuple[int, str]]:
+        """Index of each part of the content that is an image, and its URL."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [(i, part.image_url.url) for i, part in enumerate(parts) if part.image_url is not None]
+
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: text parts joined by newlines, unset fields left out."""
+        """The message as chat templates read it, unset fields left out.
+
+        Text parts are joined by newlines, unless there are images among them: then templates get the parts.
+        """
         message = self.model_dump(exclude_none=True)
-        if isinstance(self.content, list):
-            message["content"] = "\n".join(part.text for part in self.content)
+        if isinstance(self.content, list) and self.image_urls():
+            message["content"] = [part.for_template() for part in self.content]
+        elif isinstance(self.content, list):
+            message["content"] = "\n".join(part.text or "" for part in self.content)
         message.setdefault("content", "")
         return message
 

@@ -1,0 +1,164 @@
+"""Images of chat messages: from data URLs, from hosts and from the directory that the settings allow."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from urllib.parse import SplitResult, unquote_to_bytes, urlsplit
+
+import httpx
+
+from gateway.errors import ApiError
+from gateway.model import ServedModel
+from gateway.schemas.chat import ChatMessage
+from moebius.config import ImageConfig
+from moebius.image_files import open_image, read_below
+
+_MIB = 2**20
+# What one call to the engine can carry beside its prompt (its server takes 256 MiB).
+_MOST_BYTES = 240 * _MIB
+_LONGEST_URL = 8192
+
+
+class ImageRefused(ValueError):
+    """One image can not be used; the message says why and what is allowed."""
+
+
+async def collect_images(
+    messages: Sequence[ChatMessage], model: ServedModel, config: ImageConfig
+) -> list[bytes]:
+    """The files of all images, in the order of the conversation.
+
+    Raises:
+        ApiError: 400 that names the part at fault.
+    """
+    places = [
+        (f"messages[{number}].content[{index}].image_url.url", url)
+        for number, message in enumerate(messages)
+        for index, url in message.image_urls()
+    ]
+    if not places:
+        return []
+    if not model.supports_vision:
+        raise _refused(
+            places[0][0], f"the model {model.name!r} takes text only, not images", "unsupported_image"
+        )
+    if len(places) > config.max_images_per_request:
+        raise _refused(
+            places[config.max_images_per_request][0],
+            f"{len(places)} images were sent; at most {config.max_images_per_request} are allowed",
+            "too_many_images",
+        )
+    files = await asyncio.gather(*(_collected(place, url, config) for place, url in places))
+    if sum(map(len, files)) > _MOST_BYTES:
+        raise _refused(
+            "messages", f"the images together are larger than {_MOST_BYTES // _MIB} MiB", "image_too_large"
+        )
+    return files
+
+
+def check_placeholders(model: ServedModel, prompt_ids: Sequence[int], images: int) -> None:
+    """ApiError 400 unless the chat template wrote one placeholder for each image."""
+    found = sum(token == model.image_token_id for token in prompt_ids)
+    if found != images:
+        raise _refused(
+            "messages",
+            f"the prompt has {found} image placeholders for {images} images: the chat template does not show "
+            "all images, or a text contains the placeholder",
+            "invalid_image",
+        )
+
+
+def _refused(param: str, message: str, code: str) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+async def _collected(place: str, url: str, config: ImageConfig) -> bytes:
+    try:
+        scheme = url.partition(":")[0].lower()
+        source = _SOURCES.get(scheme)
+        if source is None:
+            raise ImageRefused(f"URLs of images begin with {', '.join(_SOURCES)}, not with {scheme[:20]!r}")
+        data = await source(url, config)
+        if len(data) > config.max_image_mib * _MIB:
+            raise ImageRefused(_too_large(config))
+        open_image(data, config.max_image_megapixels)
+    except ValueError as error:
+        raise _refused(place, str(error), "invalid_image") from error
+    return data
+
+
+def _too_large(config: ImageConfig) -> str:
+    return f"the image is larger than {config.max_image_mib:g} MiB (max_image_mib)"
+
+
+async def _from_data(url: str, config: ImageConfig) -> bytes:
+    """RFC 2397: `data:image/png;base64,...`. Not split by `urlsplit`, which would keep it in its cache."""
+    kind, comma, payload = url.partition(":")[2].partition(",")
+    media, *options = kind.split(";")
+    if not (comma and media.lower().startswith("image/") and options[-1:] == ["base64"]):
+        raise ImageRefused("a data URL must begin with data:image/TYPE;base64,")
+    if len(payload) * 3 // 4 > config.max_image_mib * _MIB + 3:
+        raise ImageRefused(_too_large(config))
+    try:
+        return await asyncio.to_thread(base64.b64decode, payload, validate=True)
+    except binascii.Error as error:
+        raise ImageRefused(f"the data URL is not valid base64: {error}") from error
+
+
+def _split(url: str) -> SplitResult:
+    if len(url) > _LONGEST_URL:
+        raise ImageRefused(f"the URL is longer than {_LONGEST_URL} characters")
+    return urlsplit(url)
+
+
+async def _from_host(url: str, config: ImageConfig) -> bytes:
+    """Redirects are not followed: they would lead to hosts that nobody allowed."""
+    parts = _split(url)
+    allowed = config.image_url_hosts
+    if "*" not in allowed and (parts.hostname or "") not in allowed:
+        raise ImageRefused(
+            f"images are not fetched from {parts.hostname!r}; allowed hosts (image_url_hosts): "
+            + (", ".join(allowed) or "none, send a data URL")
+        )
+    most = int(config.max_image_mib * _MIB)
+    try:
+        async with asyncio.timeout(config.image_url_timeout_s), httpx.AsyncClient() as client:
+            return await _fetched(client, url, most)
+    except TimeoutError:
+        raise ImageRefused(
+            f"{parts.hostname} did not answer within {config.image_url_timeout_s:g} s"
+        ) from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ImageRefused(f"the image could not be fetched: {type(error).__name__} {error}") from error
+
+
+async def _fetched(client: httpx.AsyncClient, url: str, most: int) -> bytes:
+    """The body, or as much of it as shows that it is too large."""
+    data = bytearray()
+    async with client.stream("GET", url) as response:
+        if response.status_code != httpx.codes.OK:
+            raise ImageRefused(f"the image could not be fetched: status {response.status_code}")
+        async for chunk in response.aiter_bytes():
+            data += chunk
+            if len(data) > most:
+                break
+    return bytes(data)
+
+
+async def _from_file(url: str, config: ImageConfig) -> bytes:
+    parts = _split(url)
+    if not config.image_dir or parts.netloc not in ("", "localhost"):
+        raise ImageRefused("local files are not allowed here (image_dir); send a data URL")
+    path = unquote_to_bytes(parts.path).decode("utf-8", "replace")
+    return await asyncio.to_thread(read_below, config.image_dir, path, int(config.max_image_mib * _MIB))
+
+
+_SOURCES: Mapping[str, Callable[[str, ImageConfig], Awaitable[bytes]]] = {
+    "data": _from_data,
+    "file": _from_file,
+    "http": _from_host,
+    "https": _from_host,
+}
