@@ -88,7 +88,12 @@ def read_tokenizer(model_path: str | Path) -> GgufTokenizer:
         raise CheckpointError(
             f"{file}: tokenizer.ggml.model is {kind!r}; allowed: {', '.join(_KINDS)}; or {_ADVICE}"
         )
-    backend = build(vocabulary)
+    try:
+        backend = build(vocabulary)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the Rust library raises bare Exception
+        raise CheckpointError(f"{file}: its tokenizer can not be built ({error}); {_ADVICE}") from error
     add_special_tokens(backend, vocabulary)
     named = {
         f"{short}_token": vocabulary.special(name)
