@@ -48,8 +48,10 @@ class StoredMatrix:
         """Stored bytes of codes and scales of the whole matrix."""
         total = 0
         for array in self.arrays:
-            width = array.in_size if array.role.role != "channel" else 1
-            total += len(array.out) * width * array.tensor.nbytes // math.prod(array.tensor.shape)
+            # A channel has one element per row, a group index one per column.
+            rows = 1 if array.role.role == "group_index" else len(array.out)
+            width = 1 if array.role.role == "channel" else array.in_size
+            total += rows * width * array.tensor.nbytes // math.prod(array.tensor.shape)
         return total
 
     @property

@@ -89,10 +89,8 @@ def _declared(directory: str | Path, geometry: MoeGeometry, layer: int) -> Store
 
 
 def _declared_format(scheme: WeightScheme, geometry: MoeGeometry) -> str:
-    if scheme is PLAIN:
-        return geometry.dtype
-    halves = any(role.role == "scales" and role.dtypes[0] == "F16" for role in scheme.roles)
-    return scheme.packed_format.format(scale="_f16" if halves else "")
+    """With scales in bfloat16: in float16, which only headers tell, they take as many bytes."""
+    return geometry.dtype if scheme is PLAIN else scheme.packed_format.format(scale="")
 
 
 def _declared_bytes(scheme: WeightScheme, rows: int, columns: int, geometry: MoeGeometry) -> int:
@@ -100,9 +98,11 @@ def _declared_bytes(scheme: WeightScheme, rows: int, columns: int, geometry: Moe
         return rows * columns * (4 if geometry.dtype == "float32" else 2)
     total = 0
     for role in scheme.roles:
+        dtype = "BF16" if "BF16" in role.dtypes else role.dtypes[0]
+        height = 1 if role.role == "group_index" else count_elements(rows, role.out_step)
         width = 1 if role.role == "channel" else count_elements(columns, role.in_step)
-        if role.role in ("codes", "scales", "zeros", "channel"):
-            total += count_elements(rows, role.out_step) * width * NUMPY_DTYPES[role.dtypes[0]].itemsize
+        if role.role not in ("tensor", "tensor_reciprocal"):
+            total += height * width * NUMPY_DTYPES[dtype].itemsize
     return total
 
 

@@ -1,0 +1,158 @@
+"""Guards that planned bytes are those of the real thing: packed experts, mailbox, dense weights, KV pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expert_service.host import ExpertHost, LoadSettings
+from expert_service.placement import Placement
+from gpu_service.assembly.forecast import Forecast
+from gpu_service.assembly.kv_memory import SharedKvMemory, cache_shape
+from gpu_service.experts.resident.make import make_resident_experts
+from gpu_service.loader.load import load_weights
+from gpu_service.memory.estimate import parameter_bytes
+from gpu_service.models.registry import build_model
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.errors import UserError
+from moebius.expert_slices import SliceRequest
+from moebius.mailbox import SHARED_MEMORY, Mailbox, MailboxGeometry
+from moebius.mailbox_layout import segment_bytes
+from moebius.planning.components import expert_servers
+from moebius.planning.expert_bytes import arena_bytes, server_bytes, stored_experts
+from moebius.planning.planner import Planner
+from tests.helpers.checkpoints import TinyMoe
+from tests.helpers.plan_models import hardware, settings
+from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, GptOssMoe, QuantisedMoe
+from tests.helpers.tiny_models import make_tiny_model
+from tests.tolerances import PLANNED_BYTES
+
+DENSE_MODELS = ("deepseek_v3", "gpt_oss_no_bias_tied", "qwen3_moe")
+
+
+def packed_bytes(model: Path, index: int, **request: Any) -> int:
+    """What a real expert server in this process has mapped."""
+    quiet = LoadSettings(calibrate_kernels=False, max_requantise_error=9.0)
+    host = ExpertHost(Placement(-1, 1, ()), lambda *_: None, lambda: None, quiet)
+    return host.load(SliceRequest(str(model), split_index=index, **request)).engine.packed_bytes
+
+
+@pytest.mark.parametrize("split", ["tensor", "expert"])
+@pytest.mark.parametrize("dtype", ["keep", "int4"])
+@pytest.mark.parametrize("encoder", ["bfloat16", "fp8_block", "compressed_int4_g32_zeros", "nvfp4", "int8"])
+def test_packed_experts_take_what_was_planned(tmp_path: Path, encoder: str, dtype: str, split: str) -> None:
+    """To the byte, of each of two servers."""
+    sizes = TinyMoe(hidden_size=96, moe_intermediate_size=256, num_layers=2, num_experts=3)
+    model = QuantisedMoe(encoder, sizes).write(tmp_path / "model")
+    geometry = MoeGeometry.from_config(model)
+    stored = stored_experts(model, geometry)
+    config = settings(model, expert_servers="2", expert_split=split, expert_dtype=dtype)
+    for server in expert_servers(config, geometry, stored, 1):
+        planned = server_bytes(stored, geometry.hidden_size, server.part, dtype)
+        real = packed_bytes(model, server.index, split=split, split_count=2, weight_dtype=dtype)
+        assert planned == real
+
+
+def test_biases_are_counted(tmp_path: Path) -> None:
+    """gpt-oss: stacked MXFP4 with biases."""
+    model = GptOssMoe().write(tmp_path / "model")
+    geometry = MoeGeometry.from_config(model)
+    stored = stored_experts(model, geometry)
+    (server,) = expert_servers(settings(model), geometry, stored, 1)
+    assert server_bytes(stored, geometry.hidden_size, server.part, "keep") == packed_bytes(model, 0)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 2**20 - 1, 2**20, 2**21 + 1])
+def test_arenas_are_whole_pages(nbytes: int) -> None:
+    """Small pages below half a huge one, huge pages from there on, never less than asked for."""
+    page = 4096 if nbytes < 2**20 else 2**21
+    assert arena_bytes(nbytes) >= nbytes
+    assert arena_bytes(nbytes) % page == 0
+    assert arena_bytes(nbytes) - nbytes < page
+
+
+@pytest.mark.parametrize("encoder", sorted(set(QUANTIZATION_CONFIGS) - {"float32", "float16"}))
+def test_a_configuration_tells_what_headers_will(tmp_path: Path, encoder: str) -> None:
+    """Planning before downloading: the same packed formats, cuts and, within 3 %, source bytes.
+
+    Only headers tell whether scales of groups are float16, and whether a scale is of a row or of all.
+    """
+    model = QuantisedMoe(encoder).write(tmp_path / "model")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    found, declared = (stored_experts(path, MoeGeometry.from_config(path)) for path in (model, bare))
+    assert declared.keys() == found.keys()
+    for layer, experts in found.items():
+        assert declared[layer].gate_up.removesuffix("_f16") == experts.gate_up.removesuffix("_f16")
+        assert declared[layer].down.removesuffix("_f16") == experts.down.removesuffix("_f16")
+        assert declared[layer].has_bias == experts.has_bias
+        assert declared[layer].group == experts.group
+        assert declared[layer].nbytes == pytest.approx(experts.nbytes, rel=PLANNED_BYTES)
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        MailboxGeometry(3, 48, 2, 4, 128, 1, "float32"),
+        MailboxGeometry(61, 7168, 8, 8, 128, 2, "bfloat16", 4),
+        MailboxGeometry(1, 33, 5, 1, 7, 16, "bfloat16", 8),
+    ],
+)
+def test_the_mailbox_is_as_large_as_planned(geometry: MailboxGeometry) -> None:
+    """The segment that C++ makes."""
+    name = "moebius-test-plan-bytes"
+    box = Mailbox.create(name, geometry)
+    try:
+        assert (SHARED_MEMORY / name).stat().st_size == segment_bytes(geometry)
+    finally:
+        del box
+        Mailbox.unlink(name)
+
+
+@pytest.mark.parametrize("name", DENSE_MODELS)
+def test_the_engine_takes_what_was_planned(tmp_path: Path, name: str) -> None:
+    """Dense weights, a tied head's packed copy, KV pages, resident experts: all loaded for real."""
+    make_tiny_model(name, tmp_path)
+    config = settings(tmp_path, gpu_experts="2", kv_cache_gib="0.01", device="cpu", expert_dtype="int8")
+    plan = Planner(config, on_gpu=False).plan(hardware(sockets=1, ram_gib=8))
+    planned = {part.part: part.nbytes for part in plan.components}
+    model = build_model(Forecast(config, on_gpu=False).model_config, device="cpu")
+    load_weights(model, tmp_path)
+    copies = [] if model._packed_tied_head is None else [model._packed_tied_head]
+    assert planned["engine: dense weights"] == parameter_bytes(model)
+    assert planned.get("engine: packed head", 0) == sum(c.numel() * c.element_size() for c in copies)
+    shape = cache_shape(config.gpu, model.rank_config, torch.device("cpu"))
+    pages = SharedKvMemory(config, shape).num_pages(model, None, None)
+    assert plan.kv.pages == pages
+    assert planned["engine: KV cache"] == shape.make(pages).nbytes
+    geometry = MoeGeometry.from_config(tmp_path)
+    dtype = model.config.torch_dtype
+    held = make_resident_experts(config, geometry, torch.device("cpu"), dtype)
+    assert held is not None
+    assert planned["engine: resident experts"] == held.nbytes
+    assert planned["experts of server 0"] == packed_bytes(tmp_path, 0, weight_dtype="int8")
+
+
+def test_what_can_not_be_read_is_named(tmp_path: Path) -> None:
+    """Impossible divisions, formats that can not be kept, a scheme that is not known."""
+    model = QuantisedMoe("fp8_block").write(tmp_path / "model")
+    geometry = MoeGeometry.from_config(model)
+    stored = stored_experts(model, geometry)
+    with pytest.raises(UserError, match="split_count is 9"):
+        expert_servers(settings(model, expert_servers="9"), geometry, stored, 1)
+    with pytest.raises(UserError, match="expert_transport local"):
+        expert_servers(settings(model, expert_transport="local"), geometry, stored, 1)
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "nobody's"}
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="nobody's"):
+        stored_experts(bare, geometry)
