@@ -1,0 +1,247 @@
+"""Guards towers and their settings: published names load completely, what does not fit is named."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from gpu_service.assembly.vision import check_vision, encoding_bytes
+from gpu_service.hf_keys import HfKeys
+from gpu_service.hf_vision import read_vision
+from gpu_service.loader.tower import load_tower
+from gpu_service.model_config import ModelConfig, ModelConfigError, ModelOverrides
+from gpu_service.models.vision.kimi_k25 import build_kimi_tower
+from gpu_service.models.vision.registry import TOWER_BUILDERS, build_tower
+from gpu_service.parallel.context import ParallelContext
+from gpu_service.vision.config import VisionConfig
+from gpu_service.vision.kimi_processor import KimiImageProcessor
+from gpu_service.vision.processor import ImagePreparer
+from gpu_service.vision.prompt import ImageError
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.tower_rules import TOWER_RULES, tower_name
+from moebius.errors import ConfigError, UserError
+from tests.helpers.tiny_vision_models import kimi_sizes, noise, write_vision_model
+
+# Kimi-K2.5's own config.json, as far as it is about vision.
+KIMI: dict[str, Any] = {
+    "media_placeholder_token_id": 163605,
+    "vision_config": {
+        "init_pos_emb_height": 64,
+        "init_pos_emb_time": 4,
+        "init_pos_emb_width": 64,
+        "merge_kernel_size": [2, 2],
+        "mm_hidden_size": 1152,
+        "mm_projector_type": "patchmerger",
+        "patch_size": 14,
+        "projector_ln_eps": 1e-05,
+        "text_hidden_size": 7168,
+        "vt_hidden_size": 1152,
+        "vt_intermediate_size": 4304,
+        "vt_num_attention_heads": 16,
+        "vt_num_hidden_layers": 27,
+    },
+}
+
+
+def _kimi_names() -> dict[str, tuple[int, ...]]:
+    """The tensors of the tower as Kimi-K2.5 was released."""
+    names: dict[str, tuple[int, ...]] = {
+        "vision_tower.patch_embed.proj.weight": (1152, 3, 14, 14),
+        "vision_tower.patch_embed.proj.bias": (1152,),
+        "vision_tower.patch_embed.pos_emb.weight": (64, 64, 1152),
+        "mm_projector.proj.0.weight": (4608, 4608),
+        "mm_projector.proj.0.bias": (4608,),
+        "mm_projector.proj.2.weight": (7168, 4608),
+        "mm_projector.proj.2.bias": (7168,),
+    }
+    for norm in ("mm_projector.pre_norm", "vision_tower.encoder.final_layernorm"):
+        names |= {f"{norm}.weight": (1152,), f"{norm}.bias": (1152,)}
+    sizes = {"mlp.fc0": (4304, 1152), "mlp.fc1": (1152, 4304), "wqkv": (3456, 1152), "wo": (1152, 1152)}
+    for layer in range(27):
+        block = f"vision_tower.encoder.blocks.{layer}."
+        for part, shape in sizes.items():
+            names |= {f"{block}{part}.weight": shape, f"{block}{part}.bias": shape[:1]}
+        for norm in ("norm0", "norm1"):
+            names |= {f"{block}{norm}.weight": (1152,), f"{block}{norm}.bias": (1152,)}
+    return names
+
+
+def test_the_released_names_of_kimi_fill_its_tower() -> None:
+    """Every tensor has its place, of its shape, and no place is left."""
+    with torch.device("meta"):
+        tower = build_kimi_tower(KIMI, 7168, torch.bfloat16)
+    found: dict[str, tuple[int, ...]] = {}
+    for published, shape in _kimi_names().items():
+        name = tower_name("kimi_k25", published)
+        assert name is not None, published
+        for part, values in tower.parts(name, torch.empty(shape, device="meta")):
+            assert part not in found
+            found[part] = tuple(values.shape)
+    assert found == {name: tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
+    vision = read_vision(HfKeys("config.json", dict(KIMI)), "kimi_k25")
+    assert vision == VisionConfig(163605, 2, 14, 1152, 4304)
+
+
+def test_every_family_that_sees_has_names_and_a_tower() -> None:
+    assert set(TOWER_RULES) == set(TOWER_BUILDERS)
+    for rules in TOWER_RULES.values():
+        for rule in rules:
+            assert rule.apply(rule.example[0]) == (True, rule.example[1])
+    for family in TOWER_RULES:
+        assert tower_name(family, "model.language_model.norm.weight") is None
+        assert tower_name(family, "language_model.model.norm.weight") is None
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tower")
+    write_vision_model("qwen3_vl_moe", directory)
+    return directory
+
+
+def _copy(source: Path, target: Path, **config: Any) -> Path:
+    """The checkpoint again, with other keys in config.json."""
+    for name in ("model.safetensors", "preprocessor_config.json"):
+        (target / name).write_bytes((source / name).read_bytes())
+    values = json.loads((source / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(values))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda t: t.pop("model.visual.merger.norm.bias"), "lacks visual.merger.norm.bias"),
+        (lambda t: t.update({"model.visual.extra": torch.ones(2)}), "no use for model.visual.extra"),
+        (lambda t: t.update({"model.visual.pos_embed.weight": torch.ones(3, 24)}), r"\[3, 24\], expected"),
+        (
+            lambda t: t.update({"model.visual.pos_embed.weight": torch.ones(36, 24, dtype=torch.int8)}),
+            "is I8",
+        ),
+    ],
+)
+def test_a_tower_that_does_not_fit_is_an_error_by_name(
+    spoil: Any, message: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    directory = _copy(checkpoint, tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    config = ModelConfig.from_dir(directory)
+    tower = build_tower(config, directory, "cpu")
+    with pytest.raises(CheckpointError, match=message):
+        load_tower(tower, directory, config.model_type)
+
+
+def test_a_model_that_sees_says_so(checkpoint: Path) -> None:
+    config = ModelConfig.from_dir(checkpoint)
+    assert config.vision == VisionConfig(200, 2, 4, 24, 36)
+    assert config.unread_keys == ()
+    assert ModelConfig.from_dir(checkpoint, ModelOverrides(language_model_only=True)).vision is None
+    # Residual and the inner side of an MLP are what lives at once.
+    assert config.vision is not None
+    assert encoding_bytes(config.vision, patches=10, itemsize=2) == 10 * 8 * 24 * 2
+
+
+@pytest.mark.parametrize("missing", ["image_token_id", "vision_config"])
+def test_half_a_description_is_an_error_or_no_vision(missing: str, checkpoint: Path, tmp_path: Path) -> None:
+    directory = _copy(checkpoint, tmp_path, **{missing: None})
+    if missing == "vision_config":
+        assert ModelConfig.from_dir(directory).vision is None
+        return
+    with pytest.raises(ModelConfigError, match="image_token_id"):
+        ModelConfig.from_dir(directory)
+
+
+def test_several_gpus_are_refused_by_name(checkpoint: Path) -> None:
+    config = ModelConfig.from_dir(checkpoint)
+    with pytest.raises(ConfigError, match="language_model_only"):
+        check_vision(config, ParallelContext(tp_size=2))
+    check_vision(
+        ModelConfig.from_dir(checkpoint, ModelOverrides(language_model_only=True)), ParallelContext()
+    )
+    check_vision(config, ParallelContext())
+
+
+def test_a_checkpoint_must_say_how_images_are_prepared(checkpoint: Path, tmp_path: Path) -> None:
+    directory = _copy(checkpoint, tmp_path)
+    settings = json.loads((directory / "preprocessor_config.json").read_text())
+    config = ModelConfig.from_dir(directory)
+    (directory / "preprocessor_config.json").write_text(json.dumps(settings | {"patch_size": 8}))
+    with pytest.raises(UserError, match="patches of 8"):
+        ImagePreparer(config, directory, 1.0)
+    (directory / "preprocessor_config.json").unlink()
+    with pytest.raises(UserError, match="preprocessor_config"):
+        ImagePreparer(config, directory, 1.0)
+    # What transformers 5 writes: the image processor's keys inside the processor's.
+    (directory / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
+    assert ImagePreparer(config, directory, 1.0).prepare(noise(1, 40, 16)).token_grid == (2, 5)
+
+
+def test_files_that_are_no_images_are_refused(checkpoint: Path) -> None:
+    preparer = ImagePreparer(ModelConfig.from_dir(checkpoint), checkpoint, 0.001)
+    whole = noise(1, 40, 16)
+    thin = io.BytesIO()
+    Image.new("RGB", (900, 1)).save(thin, "PNG")
+    for data, message in [
+        (b"nothing", "not a PNG"),
+        (whole[: len(whole) // 2], "damaged"),
+        (noise(2, 80, 40), "megapixels"),
+        (thin.getvalue(), "aspect ratio"),
+    ]:
+        with pytest.raises(ImageError, match=message):
+            preparer.prepare(data)
+
+
+def test_an_image_is_upright_and_opaque(checkpoint: Path) -> None:
+    """The camera's orientation is applied, palettes and grey become RGB."""
+    preparer = ImagePreparer(ModelConfig.from_dir(checkpoint), checkpoint, 1.0)
+    buffer = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    Image.new("RGB", (40, 16)).save(buffer, "JPEG", exif=exif)
+    assert preparer.prepare(buffer.getvalue()).token_grid == (5, 2)
+    for mode in ("L", "P", "RGBA"):
+        buffer = io.BytesIO()
+        Image.new(mode, (40, 16)).save(buffer, "PNG")
+        assert preparer.prepare(buffer.getvalue()).token_grid == (2, 5)
+
+
+def test_sizes_of_kimi_are_transformers() -> None:
+    """For the released limits and small ones, images of all proportions."""
+    for limits in ({}, {"max_patches": 100, "max_side_patches": 17}):
+        processor = KimiImageProcessor(**limits)
+        for step in range(60):
+            height, width = 1 + 37 * step % 4001, 1 + int(7000 * abs(math.sin(step)))
+            assert processor.sizes(height, width) == kimi_sizes()(
+                height,
+                width,
+                patch_size=14,
+                merge_kernel_size=2,
+                max_patches=processor.max_patches,
+                max_size_per_side=processor.max_side_patches,
+            )
+
+
+def test_settings_of_kimi_in_both_spellings() -> None:
+    published = {
+        "media_proc_cfg": {
+            "in_patch_limit": 16384,
+            "patch_limit_on_one_side": 512,
+            "patch_size": 14,
+            "merge_kernel_size": 2,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        }
+    }
+    theirs = {"size": {"max_height": 512, "max_width": 512}, "max_patches": 16384, "merge_size": 2}
+    assert KimiImageProcessor.from_settings(published) == KimiImageProcessor()
+    assert KimiImageProcessor.from_settings(theirs) == KimiImageProcessor()
