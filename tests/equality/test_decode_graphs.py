@@ -20,6 +20,7 @@ from gpu_service.engine.input_builder import StepPlan
 from gpu_service.models.common import CausalLM
 from gpu_service.request import Request, SamplingParams
 from tests.helpers.capturable_attention import CapturableAttention
+from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.device_experts import DenseExperts, DoomedDenseExperts
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
 from tests.helpers.tiny_models import make_tiny_model
@@ -55,7 +56,7 @@ def run(tiny: Tiny, setup: Setup, wanted: list[Request]) -> list[list[int]]:
     """All at once in an engine on the host's twins of stream and graphs."""
     model, experts = tiny
     with tiny_engine(
-        model, experts, HostDeviceStream(), CapturableAttention, setup, RecordedOperations()
+        model, experts, HostDeviceStream(), make_capturable_attention, setup, RecordedOperations()
     ) as engine:
         return engine.run(wanted)
 
@@ -90,6 +91,19 @@ def test_preempted_equals_not(tiny: Tiny) -> None:
     tight = run(tiny, Setup(largest_graph=4, num_pages=14), wanted)
     assert sum(request.num_preemptions for request in wanted) > 0, "the scenario must preempt"
     assert tight == run(tiny, Setup(), requests(4, GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_experts"), [("deepseek_v3", 12), ("glm_moe_dsa_shared_groups_biased_tied", 12)]
+)
+def test_latent_attention(tmp_path: Path, name: str, num_experts: int) -> None:
+    """Over all latents, and over those that layers choose or take over: padded, preempted, chosen anew."""
+    make_tiny_model(name, tmp_path)
+    model = tiny_model(tmp_path, HOST), DenseExperts(tmp_path, num_experts)
+    wanted = requests(4, GREEDY)
+    tight = run(model, Setup(largest_graph=4, num_pages=14), wanted)
+    assert sum(request.num_preemptions for request in wanted) > 0, "the scenario must preempt"
+    assert tight == run(model, Setup(), requests(4, GREEDY))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

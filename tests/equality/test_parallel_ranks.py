@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.rank_graphs import use_recordings
 from tests.helpers.rank_group import Outcome, rank_config, run_group
-from tests.helpers.tiny_models import TinyModel, write_tiny_model
+from tests.helpers.tiny_models import TINY_MODELS, TinyModel, write_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_RANKS
 
 # Eight query heads over two KV heads: with four ranks each KV head is held twice. 211 tokens divide by
@@ -45,6 +45,10 @@ MODELS = {
             "attention_bias": True,
             "norm_topk_prob": True,
         },
+    ),
+    "glm_sparse_dense": TinyModel(
+        "glm_moe_dsa",
+        TINY_MODELS["glm_moe_dsa_shared_groups_biased_tied"].changes | {"first_k_dense_replace": 4},
     ),
     "gpt_oss": TinyModel(
         "gpt_oss",
@@ -98,10 +102,13 @@ def test_ranks_do_not_show(truth: Truth, name: str, tp: int, pp: int, changes: d
     assert_same(run_group(rank_config(directory, tp, pp, **changes)), expected)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_replayed_decode_steps_do_not_show(truth: Truth, tp: int, pp: int) -> None:
-    """Decode steps recorded with their collectives, as a GPU replays them, of padded batches and stages."""
-    directory, expected = truth("dense")
+@pytest.mark.parametrize(("name", "tp", "pp"), [("dense", 2, 1), ("dense", 1, 2), ("glm_sparse_dense", 1, 2)])
+def test_replayed_decode_steps_do_not_show(truth: Truth, name: str, tp: int, pp: int) -> None:
+    """Decode steps recorded with their collectives, as a GPU replays them, of padded batches and stages.
+
+    Also of latent attention, of stages that choose tokens for themselves in their first layers.
+    """
+    directory, expected = truth(name)
     assert_same(run_group(rank_config(directory, tp, pp), use_recordings), expected)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
 
 from gpu_service.attention.mla.absorption import absorb_query, expand, project_values
-from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions
+from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend, MlaDimensions
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.mla_cache import MlaCache
 from tests.helpers.attention_cases import Shape, make_inputs
@@ -18,6 +18,9 @@ TINY = MlaDimensions(num_heads=5, latent_dim=24, nope_dim=12, rope_dim=8, value_
 DEEPSEEK = MlaDimensions(
     16, latent_dim=512, nope_dim=128, rope_dim=64, value_dim=128, softmax_scale=192**-0.5
 )
+# With an indexer: far fewer tokens than the cases have.
+TINY_SPARSE = replace(TINY, index=IndexDimensions(num_heads=7, head_dim=10, top_k=6))
+DEEPSEEK_SPARSE = replace(DEEPSEEK, index=IndexDimensions(num_heads=64, head_dim=128, top_k=256))
 
 
 @dataclass
@@ -33,6 +36,9 @@ class MlaCase:
     key_rope: torch.Tensor
     key_weight: torch.Tensor
     value_weight: torch.Tensor
+    # The indexer's query and weights of heads for each row, float32 where it says so; empty: there is none.
+    index_query: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    head_weights: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
     def weight(self) -> torch.Tensor:
@@ -42,20 +48,28 @@ class MlaCase:
     def fresh_cache(self) -> MlaCache:
         """A copy of the cache as it was before the step."""
         cache = self.cache
-        other = MlaCache(
-            cache.num_layers,
-            cache.latent_dim,
-            cache.rope_dim,
-            cache.num_pages,
-            cache.page_size,
-            cache.dtype,
-            cache.device,
-            cache.storage_dtype,
+        other = _make_cache(
+            self.dimensions, cache.num_pages, cache.page_size, cache.dtype, cache.device, cache.storage_dtype
         )
         for layer in range(cache.num_layers):
             other.pages(layer).view(torch.uint8).copy_(cache.pages(layer).view(torch.uint8))
+        if cache.index_keys is not None and other.index_keys is not None:
+            other.index_keys.pages(0).copy_(cache.index_keys.pages(0))
         other.scales = list(cache.scales)
         return other
+
+
+def _make_cache(
+    d: MlaDimensions,
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    storage_dtype: torch.dtype | None,
+) -> MlaCache:
+    index = (1, d.index.head_dim) if d.index is not None else (0, 0)
+    pages = num_pages, page_size, dtype, device, storage_dtype
+    return MlaCache(2, d.latent_dim, d.rope_dim, *pages, *index)
 
 
 def make_mla_case(
@@ -67,10 +81,13 @@ def make_mla_case(
     device: str = "cpu",
     spare_pages: int = 1,
 ) -> MlaCase:
-    """Random latents, queries and projections; pages scattered over the pool."""
+    """Random latents, queries and projections; pages scattered over the pool.
+
+    Of sparse attention, the cache has the step's index keys as well.
+    """
     generator = torch.Generator().manual_seed(len(shape))
     d, counts = dimensions, [-(-(old + new) // page_size) for old, new in shape]
-    cache = MlaCache(2, d.latent_dim, d.rope_dim, sum(counts) + 1, page_size, dtype, device, storage_dtype)
+    cache = _make_cache(d, sum(counts) + 1, page_size, dtype, device, storage_dtype)
     order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
     table = torch.zeros(len(shape), max(counts) + spare_pages, dtype=torch.int32)
     old_slots, new_slots = [], []
@@ -87,7 +104,7 @@ def make_mla_case(
 
     earlier, total = torch.cat(old_slots).to(device), sum(new for _, new in shape)
     cache.append(LAYER, random(len(earlier), d.latent_dim), random(len(earlier), d.rope_dim), earlier)
-    return MlaCase(
+    case = MlaCase(
         dimensions,
         cache,
         make_inputs(shape, table.to(device), torch.cat(new_slots).to(device)),
@@ -98,14 +115,21 @@ def make_mla_case(
         random(d.num_heads, d.nope_dim, d.latent_dim, scale=d.latent_dim**-0.5),
         random(d.num_heads, d.value_dim, d.latent_dim, scale=d.latent_dim**-0.5),
     )
+    if d.index is not None and cache.index_keys is not None:
+        keys = cache.index_keys.pages(0)
+        keys.copy_(random(*keys.shape))
+        case.index_query = random(total, d.index.num_heads, d.index.head_dim)
+        case.head_weights = random(total, d.index.num_heads).float()
+    return case
 
 
 def run_absorbed(case: MlaCase, backend: MlaAttentionBackend, planned: bool = False) -> torch.Tensor:
     """The step in the latent space; `[T, H, value_dim]`."""
     if not planned:
         backend.plan(case.inputs)
+    selection = backend.select(case.index_query, case.head_weights, 0) if backend.selects else None
     query_latent = absorb_query(case.query_nope, case.key_weight)
-    attended = backend.forward(query_latent, case.query_rope, case.latent, case.key_rope, LAYER)
+    attended = backend.forward(query_latent, case.query_rope, case.latent, case.key_rope, LAYER, selection)
     return project_values(attended, case.value_weight)
 
 
@@ -118,8 +142,27 @@ def run_expanded(case: MlaCase, backend: MlaAttentionBackend) -> torch.Tensor:
     return backend.forward_expanded(query, key, value, case.latent, case.key_rope, LAYER)
 
 
-def naive_mla(case: MlaCase) -> torch.Tensor:
-    """Plain attention in float64 over keys and values written out from the cache; `[T, H, value_dim]`."""
+def naive_selection(case: MlaCase) -> list[list[int]]:
+    """The tokens that each row attends to, by sorting scores in float64: the highest, then the earliest."""
+    cache, index, chosen = case.cache, case.dimensions.index, []
+    assert index is not None
+    assert cache.index_keys is not None
+    for request, (begin, end) in enumerate(pairwise(case.inputs.query_start_loc)):
+        keys = cache.index_keys.pages(0)[case.inputs.block_table[request].long()].flatten(0, 1).double()
+        for row in range(begin, end):
+            length = case.inputs.seq_lens[request] - (end - 1 - row)
+            products = (keys[:length] @ case.index_query[row].double().T).relu()
+            scores = (products @ case.head_weights[row].double()).tolist()
+            best = sorted(range(length), key=lambda position: (-scores[position], position))
+            chosen.append(sorted(best[: index.top_k]))
+    return chosen
+
+
+def naive_mla(case: MlaCase, chosen: list[list[int]] | None = None) -> torch.Tensor:
+    """Plain attention in float64 over keys and values written out from the cache; `[T, H, value_dim]`.
+
+    `chosen`: the tokens that each row attends to; None: all.
+    """
     cache, inputs, d = case.fresh_cache(), case.inputs, case.dimensions
     cache.append(LAYER, case.latent, case.key_rope, inputs.slot_mapping)
     stored = cache.pages(LAYER).double().flatten(0, 1) * cache.scales[LAYER]
@@ -137,6 +180,9 @@ def naive_mla(case: MlaCase) -> torch.Tensor:
         )
         scores = torch.einsum("qhd,khd->hqk", query[begin:end], key) * d.softmax_scale
         hidden = positions[None, :] > positions[-(end - begin) :, None]
+        for row in range(begin, end) if chosen is not None else ():
+            left_out = set(positions.tolist()) - set(chosen[row])
+            hidden[row - begin, list(left_out)] = True
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, value))
     return torch.cat(outputs)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import gpu_service.build
-from gpu_service.cache.kv_cache import KVCache
 from gpu_service.device import host_graphs
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.stream import DeviceStream
@@ -18,11 +17,10 @@ from gpu_service.engine.decode_rows import graph_sizes
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.step_runner import StepRunner
-from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.context import ParallelContext
 from gpu_service.scheduler.limits import SchedulerLimits
 from moebius.config import MoebiusConfig
-from tests.helpers.capturable_attention import CapturableAttention
+from tests.helpers.capturable_mla import make_capturable_attention
 
 
 class _Recorder(host_graphs._Recorder):
@@ -88,12 +86,8 @@ def _make_step_runner(
     return steps
 
 
-def _make_attention(config: ModelConfig, kv_cache: KVCache, *_: object) -> CapturableAttention:
-    return CapturableAttention(config, kv_cache)
-
-
 def use_recordings() -> None:
     """From now on this process builds its engine so."""
     build: Any = gpu_service.build
     build.make_step_runner = _make_step_runner
-    build.make_attention = _make_attention
+    build.make_attention = make_capturable_attention

@@ -79,7 +79,7 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
         "model_type": "glm_moe_dsa",
         "changes": {
             **_SIZES,
-            "index_n_heads": 14,
+            "index_n_heads": 12,
             "index_head_dim": 18,
             "index_topk": 7,
             "n_routed_experts": 10,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from gpu_service.attention.base import AttentionBackend
-from gpu_service.cache.kv_cache import KVCache
+from gpu_service.attention.factory import Attention
 from gpu_service.cache.page_pool import PagePool
+from gpu_service.cache.paged_cache import PagedCache, make_cache
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import RequestCache
 from gpu_service.device.graphs import GraphBackend
@@ -57,7 +57,7 @@ class TinyEngine:
 
     engine: Engine
     graphs: DecodeGraphs | None
-    kv_cache: KVCache
+    kv_cache: PagedCache
     stream: DeviceStream
     _ended: threading.Semaphore
 
@@ -87,14 +87,14 @@ def tiny_engine(
     model: CausalLM,
     experts: Any,
     stream: DeviceStream,
-    attention: Callable[[ModelConfig, KVCache], AttentionBackend],
+    attention: Callable[[ModelConfig, Any], Attention],
     setup: Setup,
     backend: GraphBackend | None = None,
 ) -> Iterator[TinyEngine]:
     """Runs an engine; at the end stops it and checks its books."""
     limits = SchedulerLimits(setup.max_num_seqs, setup.budget, CONTEXT_LIMIT, 1, frozenset())
     cache = RequestCache(PagePool(setup.num_pages), RadixCache(PAGE_SIZE), True)
-    kv_cache = KVCache(model.config, setup.num_pages, PAGE_SIZE, model.dtype, stream.device)
+    kv_cache = make_cache(model.config, setup.num_pages, PAGE_SIZE, model.dtype, stream.device)
     runner = ModelRunner(
         model,
         kv_cache,

@@ -31,7 +31,7 @@ TABLE = torch.tensor([[1, 2, 0]], dtype=torch.int32)
 
 @torch.inference_mode()
 def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
-    """Five tokens, then two more, of one request; the rank's addend, the cache, and who wrote keys out."""
+    """Five tokens, then two more, of one request; the rank's addend, the cache, and which wrote keys out."""
     model = build_model(ModelConfig.from_dir(directory), parallel=parallel)
     load_weights(model, directory)
     config = model.rank_config
@@ -51,12 +51,25 @@ def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, t
         context = ForwardContext(inputs, cache, attention, None)
         layer = model.model.layers[LAYER].self_attn
         outputs.append(layer(hidden_states[old : old + new], rotary.table(positions), context))
-    return torch.cat(outputs), cache.pages(LAYER), expanded
+    pages = [cache.pages(LAYER)] + ([] if cache.index_keys is None else [cache.index_keys.pages(LAYER)])
+    assert attention.selects == (len(pages) == 2)
+    return torch.cat(outputs), torch.cat(pages, dim=-1), expanded
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_direct_query_half_split_tied"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v3",
+        "deepseek_v3_direct_query_half_split_tied",
+        # Five of seven tokens are attended to.
+        "deepseek_v32_listed_layers_biased_tied",
+    ],
+)
 def test_ranks_add_up_and_hold_the_same_latents(name: str, tmp_path: Path) -> None:
-    """Written out and absorbed: each rank has its heads' rows of every projection, and all latents."""
+    """Written out and absorbed: each rank has its heads' rows of every projection, and all latents.
+
+    Every rank chooses the tokens alike, by keys of its own.
+    """
     make_tiny_model(name, tmp_path)
     whole, latents, expanded = _attend(tmp_path, SOLO)
     assert expanded == [True, False], "both ways must have been taken"
