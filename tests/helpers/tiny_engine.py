@@ -35,6 +35,7 @@ from gpu_service.models.registry import build_model
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
+from gpu_service.vision.features import ImageEncoder
 
 PAGE_SIZE = 4
 CONTEXT_LIMIT = 96
@@ -90,6 +91,7 @@ def tiny_engine(
     attention: Callable[[ModelConfig, Any], Attention],
     setup: Setup,
     backend: GraphBackend | None = None,
+    encoder: ImageEncoder | None = None,
 ) -> Iterator[TinyEngine]:
     """Runs an engine; at the end stops it and checks its books."""
     limits = SchedulerLimits(setup.max_num_seqs, setup.budget, CONTEXT_LIMIT, 1, frozenset())
@@ -102,6 +104,8 @@ def tiny_engine(
         experts,
         TokenPool(setup.max_num_seqs, CONTEXT_LIMIT + 1, stream.device),
         Sampler(model.config.vocab_size, stream.device, setup.max_num_seqs),
+        encoder=encoder,
+        has_mrope=bool(model.config.rope.mrope_sections),
     )
     uploader = Uploader(stream)
     graphs = None
@@ -128,7 +132,8 @@ def tiny_engine(
                 ended.release()
 
     scheduler = Scheduler(limits, cache)
-    engine = Engine(scheduler, InputBuilder(limits, PAGE_SIZE), steps, on_output, overlap=setup.overlap)
+    builder = InputBuilder(limits, PAGE_SIZE, has_mrope=runner.has_mrope)
+    engine = Engine(scheduler, builder, steps, on_output, overlap=setup.overlap)
     engine.start()
     try:
         yield TinyEngine(engine, graphs, kv_cache, stream, ended)
