@@ -98,7 +98,8 @@ def _declared_bytes(scheme: WeightScheme, rows: int, columns: int, geometry: Moe
         return rows * columns * (4 if geometry.dtype == "float32" else 2)
     total = 0
     for role in scheme.roles:
-        dtype = "BF16" if "BF16" in role.dtypes else role.dtypes[0]
+        # Scales of float8 are published in float32, those of narrower codes in 16 bits.
+        dtype = "BF16" if "BF16" in role.dtypes and scheme.code != "float8" else role.dtypes[0]
         height = 1 if role.role == "group_index" else count_elements(rows, role.out_step)
         width = 1 if role.role == "channel" else count_elements(columns, role.in_step)
         if role.role not in ("tensor", "tensor_reciprocal"):
