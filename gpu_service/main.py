@@ -22,6 +22,7 @@ from gpu_service.parallel.follower import run_follower
 from gpu_service.server import EngineServicer, Service
 from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds
+from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.telemetry import configure_logging, configure_tracing, start_metrics_server
@@ -174,7 +175,7 @@ def _start_loading(
 
 def _load(config: MoebiusConfig) -> tuple[Built, WarmUpGate, EngineTelemetry]:
     """Everything slow, off the event loop, so that health checks are answered meanwhile."""
-    name = config.model.served_model_name or Path(config.model.model).resolve().name
+    name = config.model.served_model_name or served_name(Path(config.model.model).resolve())
     metrics = EngineMetrics(name)
     telemetry = EngineTelemetry(metrics, config.telemetry.expert_span_ratio)
     gate = WarmUpGate()

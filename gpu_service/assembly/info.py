@@ -27,7 +27,7 @@ def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
         is_generation=True,
         max_context_length=built.context_limit,
         vocab_size=model.vocab_size,
-        served_model_name=config.model.served_model_name or served_name(directory),
+        served_model_name=config.model.served_model_name or served_name(directory.resolve()),
         tokenizer_path=str(directory),
         model_type=model.model_type,
         architectures=raw.get("architectures") or [],

@@ -133,9 +133,11 @@ def _compare(
         )
         stored = [checkpoint.expert(probe.layer, expert) for expert in probe.experts]
         formats = [name for one in stored for name in (one.gate.packed_format, one.down.packed_format)]
-        allowed = allowed_error(
-            rows, config.experts.expert_dtype, formats, config.experts.max_requantise_error
-        )
+        kind = config.experts.expert_dtype
+        if kind == "keep" and any(one.is_rounded for one in stored):
+            # As if it had been asked for: what no format holds exactly is kept as bfloat16.
+            kind = "bfloat16"
+        allowed = allowed_error(rows, kind, formats, config.experts.max_requantise_error)
         on_device = () if tested.resident is None else tested.resident.experts(probe.layer)
         errors += [
             ExpertError(

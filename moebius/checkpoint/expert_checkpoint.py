@@ -30,8 +30,13 @@ class ExpertMatrices:
 
     @property
     def formats(self) -> tuple[str, str]:
-        """Packed formats that hold gate and up, and down, exactly."""
+        """Packed formats that keep gate and up, and down."""
         return self.gate.packed_format, self.down.packed_format
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether these formats only come near what is stored, as with most types of GGUF."""
+        return any(matrix.is_rounded for matrix in (self.gate, self.up, self.down))
 
     def check_kept(self) -> None:
         """Raises CheckpointError naming a matrix that no packed format holds exactly."""

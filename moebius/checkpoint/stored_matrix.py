@@ -68,6 +68,11 @@ class StoredMatrix:
         return "" if ending is None else name.format(scale=ending)
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether its packed format only comes near what is stored."""
+        return self.scheme is PLAIN and bool(self.arrays[0].tensor.packed_as)
+
+    @property
     def row_multiple(self) -> int:
         """Rows can be cut at multiples of this."""
         # Blocks of fp8 may be cut inside: kernels are told how far into a block the first row lies.

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moebius.checkpoint.gguf.files import served_name
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig, Section
 from moebius.config_loader import effective_config
@@ -198,7 +199,10 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
     """What all processes agree on: sockets, the mailbox's name, the served name."""
     model = Path(config.model.model).absolute()
     config = _replace(
-        config, "model", model=str(model), served_model_name=config.model.served_model_name or model.name
+        config,
+        "model",
+        model=str(model),
+        served_model_name=config.model.served_model_name or served_name(model),
     )
     gpu_address = _socket(directory, "gpu")
     config = _replace(config, "gpu", gpu_address=gpu_address)

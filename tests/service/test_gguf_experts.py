@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGUFReader, quants
 
+from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
 from moebius.checkpoint.gguf.files import gguf_files
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.split import split_bounds
@@ -53,6 +54,7 @@ def test_servers_compute_the_decoded_weights(name: str, gguf: Callable[[str], Gg
     path = gguf(name).path
     geometry = MoeGeometry.from_config(path)
     weights, layer = decoded(path, geometry), geometry.moe_layers[-1]
+    assert ExpertCheckpoint.open(str(path), geometry).expert(layer, 0).is_rounded is (name not in EXACT)
     hidden, ids, router = rows_of(geometry)
     wanted = golden(weights, layer, hidden, ids, router)
     divisions: list[dict[str, Any]] = [{}, {"split": "expert", "split_count": 2}]

@@ -19,6 +19,9 @@ from moebius.checkpoint.gguf.config import gguf_config
 from moebius.checkpoint.gguf.files import gguf_files, is_gguf, served_name
 from moebius.checkpoint.gguf.names import ARCHITECTURE_RULES, COMMON_RULES, canonical_name
 from moebius.checkpoint.index import CheckpointIndex
+from moebius.commands.models import with_checkpoint
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
 from tests.helpers.gguf_files import GgufTypes, write_gguf
 from tests.helpers.gguf_models import CASES, GgufFile, cached_gguf_files
 
@@ -160,6 +163,16 @@ def test_a_directory_is_a_gguf_model_if_it_has_one_and_no_safetensors(tmp_path: 
     assert set(CheckpointIndex.open(other).tensors) == {"model.embed_tokens.weight"}
     (tmp_path / "model.safetensors").touch()
     assert not is_gguf(tmp_path)
+
+
+def test_commands_take_a_file_or_a_directory_of_one(gguf: Callable[[str], GgufFile], tmp_path: Path) -> None:
+    """Before anything starts, and with the message of what is wrong with it."""
+    for path in (gguf("qwen3_moe").path, gguf("qwen3_moe").path.parent):
+        config = MoebiusConfig.model_validate({"model": {"model": str(path)}})
+        assert with_checkpoint(config).model.model == str(path)
+    wrong = small_file(tmp_path / "m.gguf", "gemma3")
+    with pytest.raises(UserError, match=r"m\.gguf.*'gemma3'; allowed"):
+        with_checkpoint(MoebiusConfig.model_validate({"model": {"model": str(wrong)}}))
 
 
 def test_every_rule_says_what_its_example_says() -> None:

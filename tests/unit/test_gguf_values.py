@@ -97,6 +97,7 @@ def test_codes_and_scales_are_packed_as_they_are(tmp_path: Path, name: str, pack
             matrix = checkpoint.matrix(1, 2, which)
             source = matrix.read(reader)
             assert matrix.packed_format == packed
+            assert not matrix.is_rounded
             np.testing.assert_array_equal(_kernels.dequantise_matrix(source), wanted)
             at_rest = _kernels.pack_matrix(packed, source)
             has_bias = source.bias is not None

@@ -31,9 +31,9 @@ def companion_directory(model_path: str | Path) -> Path:
     return path.parent if path.suffix == SUFFIX and not path.is_dir() else path
 
 
-def served_name(model_path: str | Path) -> str:
+def served_name(model_path: Path) -> str:
     """What clients call a model that nobody named: its directory's name, or its file's without the ending."""
-    name = Path(model_path).resolve().name
+    name = model_path.name
     match = _SPLIT.fullmatch(name)
     return match["stem"] if match else name.removesuffix(SUFFIX)
 
