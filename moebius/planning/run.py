@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
@@ -28,10 +30,9 @@ def run(
 
     Raises typer.Exit with status 1, after one line on stderr, when it does not fit; UserError for all else.
     """
-    # Keys of config.json that nothing reads are news when a model is loaded.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     try:
-        found = make_plan(config, hardware(options), wish, fill)
+        with _quiet():
+            found = make_plan(config, hardware(options), wish, fill)
     except DoesNotFit as error:
         print(f"moebius: does not fit: {' '.join(str(error).split())}", file=sys.stderr)
         raise typer.Exit(EXIT_DOES_NOT_FIT) from error
@@ -39,3 +40,14 @@ def run(
     if json_file is not None:
         write_document(found, json_file)
     return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keys of config.json that nothing reads are news when a model is loaded, not when it is planned."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)

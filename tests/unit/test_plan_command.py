@@ -1,0 +1,147 @@
+"""Guards `moebius plan` and `serve --dry-run`: options, exit status, JSON, what is detected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moebius import cli
+from moebius.errors import UserError
+from moebius.planning.detect import gpu_names
+from moebius.planning.detect import hardware as detect
+from moebius.planning.gpu_table import GPU_MODELS, parse_gpus
+from moebius.planning.hardware import HardwareOptions
+from moebius.random_model.shapes import parse_shape
+from tests.helpers.plan_models import GIB, write_config
+
+HOST = ("--ram", "16", "--sockets", "1", "--cores", "8", "--bandwidth", "100", "--isa", "amx")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json of a small shape, no weights."""
+    return write_config(tmp_path_factory.mktemp("plan") / "small", parse_shape("small", 0).hf_config(None))
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of a command line."""
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return int(exit_info.value.code or 0), captured.out, captured.err
+
+
+def test_a_plan_is_printed_and_written(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    """Table and JSON say the same; every number of the hardware says where it comes from."""
+    file = tmp_path / "plan.json"
+    status, out, err = run_cli(
+        capsys, "plan", model, "--gpus", "2x4090", *HOST, "--streams", "1,8", "--json", file
+    )
+    assert (status, err) == (0, "")
+    document: dict[str, Any] = json.loads(file.read_text())
+    assert document["total"] == sum(part["nbytes"] for part in document["components"])
+    assert set(document["totals"]) == {"GPU 0", "GPU 1", "RAM"}
+    assert [row["rows"] for row in document["decode"]] == [1, 8]
+    assert document["hardware"]["ram_bytes"] == 16 * GIB
+    assert document["hardware"]["origin"]["bandwidth"] == "given"
+    assert document["residency"]["count"] == 4 * 32
+    for row in document["decode"]:
+        assert f"decode {row['rows']}" in out
+        assert f"{row['tokens_per_second']:.1f}" in out
+    assert f"{document['totals']['RAM'] / GIB:.2f}" in out
+    assert "serve with: --tensor-parallel-size 2 --gpu-experts 32" in out
+
+
+def test_what_does_not_fit_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    """Naming what is needed, what is allowed and what would do."""
+    host = ("--gpus", "none", *HOST[2:], "--kv-cache-gib", "0.1")
+    status, out, err = run_cli(capsys, "plan", model, *host, "--ram", "0.9")
+    assert status == 1
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("moebius: does not fit: needs 1.2 GiB of RAM (")
+    assert "0.9 GiB are allowed" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gpus", "7xnothing"), "--gpus: '7xnothing' is not allowed"),
+        (("--gpus", "3"), "needed: --gpu-memory, --gpu-bandwidth, --gpu-tflops"),
+        (("--isa", "sse2"), "--isa: 'sse2' is not allowed"),
+        (("--streams", "0"), "--streams"),
+        (("--context", "9999999"), "--context: 9999999 is not allowed"),
+        (("--gpus", "none", "--device", "cuda"), "there is no GPU to plan with"),
+        (("--gpus", "none", "--json", "/no/such/dir/x"), "--json /no/such/dir/x"),
+        (("--gpu-experts", "99"), "gpu_experts: 99 is not allowed"),
+    ],
+)
+def test_mistakes_are_named(
+    capsys: pytest.CaptureFixture[str], model: Path, options: tuple[str, ...], message: str
+) -> None:
+    """One line and the status of every user error."""
+    status, _, err = run_cli(capsys, "plan", model, *HOST, *options)
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_dry_run_starts_nothing(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+    """`serve --dry-run` plans with the settings as they are, on this host, and leaves no state behind."""
+    state = tmp_path / "state"
+    status, out, _ = run_cli(
+        capsys, "serve", model, "--dry-run", "--kv-cache-gib", "0.1", "--state-dir", state
+    )
+    assert status == 0
+    assert "experts of server 0" in out
+    assert "Ready:" not in out
+    assert not state.exists()
+
+
+def test_gpus_are_parsed() -> None:
+    """Names as people and drivers write them."""
+    assert parse_gpus("none") == (0, None)
+    assert parse_gpus("4") == (4, None)
+    assert parse_gpus("2xH200") == (2, GPU_MODELS["h200"])
+    assert parse_gpus("NVIDIA GeForce RTX 4090") == (1, GPU_MODELS["4090"])
+    assert parse_gpus("rtx-pro-6000")[1] == GPU_MODELS["rtxpro6000"]
+    for wrong in ("0xh200", "x", "h999", "-1"):
+        with pytest.raises(UserError, match="--gpus"):
+            parse_gpus(wrong)
+
+
+def test_a_host_is_detected_from_its_files(tmp_path: Path) -> None:
+    """Two GPUs by the driver's files, memory by the kernel's estimate within what the cgroup leaves."""
+    for index, address in enumerate(("0000:01:00.0", "0000:02:00.0")):
+        directory = tmp_path / "proc/driver/nvidia/gpus" / address
+        directory.mkdir(parents=True)
+        (directory / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
+        (tmp_path / "dev").mkdir(exist_ok=True)
+        (tmp_path / f"dev/nvidia{index}").write_text("")
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n")
+    assert gpu_names(tmp_path) == ["NVIDIA H200", "NVIDIA H200"]
+    found = detect(HardwareOptions(bandwidth_gbs=50, sockets=2), tmp_path)
+    assert (found.gpus, found.gpu) == (2, GPU_MODELS["h200"])
+    assert found.ram_bytes == 8 * GIB
+    assert found.bandwidth == 100e9
+    assert found.origin["gpus"] == found.origin["ram"] == "detected"
+    assert found.origin["gpu"] == "table"
+    assert found.origin["cpu_flops"] == "assumed"
+    cgroup = tmp_path / "sys/fs/cgroup"
+    cgroup.mkdir(parents=True)
+    (cgroup / "memory.max").write_text(f"{3 * GIB}\n")
+    (cgroup / "memory.current").write_text(f"{GIB}\n")
+    assert detect(HardwareOptions(), tmp_path).ram_bytes == 2 * GIB
+    (cgroup / "memory.max").write_text("max\n")
+    assert detect(HardwareOptions(), tmp_path).ram_bytes == 8 * GIB
+    given = detect(
+        HardwareOptions(gpus="1", gpu_memory_gib=10, gpu_bandwidth_gbs=100, gpu_tflops=5), tmp_path
+    )
+    assert given.gpu is not None
+    assert (given.gpu.memory_bytes, given.gpu.bandwidth, given.gpu.flops) == (10 * GIB, 100e9, 5e12)
+    assert given.origin["gpu"] == "given"
