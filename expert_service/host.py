@@ -46,6 +46,28 @@ class LoadSettings:
     exact_experts: bool = False
 
 
+def make_engine(plan: LoadPlan, part: ExpertSlice, placement: Placement, exact: bool) -> ExpertEngine:
+    """An empty engine for a slice of the plan's experts; `exact` as `LoadSettings.exact_experts`."""
+    model = plan.model
+    return ExpertEngine(
+        model.hidden_size,
+        part.intermediate_size,
+        part.num_experts,
+        model.num_layers,
+        expert_begin=part.expert_begin,
+        weight_format=plan.gate_up_formats,
+        down_format=plan.down_formats,
+        activation=model.activation,
+        alpha=model.alpha,
+        limit=model.limit,
+        has_bias=plan.has_bias,
+        num_threads=placement.num_threads,
+        cpus=placement.cpus,
+        numa_node=placement.numa_node,
+        isa=float32_isa() if exact else "auto",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedSlice:
     """What is loaded; filled by `ExpertHost.load`."""
@@ -120,7 +142,7 @@ class ExpertHost:
             raise ValueError(f"{request.model_path} has no mixture-of-experts layers")
         plan = plan_load(model, request.model_path, request.weight_dtype)
         part = plan_slice(model, request, plan.group)
-        engine = self._make_engine(plan, part)
+        engine = make_engine(plan, part, self.placement, self._settings.exact_experts)
         self._on_engine(engine, model, request)
         errors = {
             done.layer: done.relative_error
@@ -133,26 +155,6 @@ class ExpertHost:
             self._calibrate(engine)
         seconds = time.monotonic() - begin
         return LoadedSlice(request, model, part, plan.weight_format, engine, seconds, errors)
-
-    def _make_engine(self, plan: LoadPlan, part: ExpertSlice) -> ExpertEngine:
-        model = plan.model
-        return ExpertEngine(
-            model.hidden_size,
-            part.intermediate_size,
-            part.num_experts,
-            model.num_layers,
-            expert_begin=part.expert_begin,
-            weight_format=plan.gate_up_formats,
-            down_format=plan.down_formats,
-            activation=model.activation,
-            alpha=model.alpha,
-            limit=model.limit,
-            has_bias=plan.has_bias,
-            num_threads=self.placement.num_threads,
-            cpus=self.placement.cpus,
-            numa_node=self.placement.numa_node,
-            isa=float32_isa() if self._settings.exact_experts else "auto",
-        )
 
     def _accept(self, done: LoadedLayer, engine: ExpertEngine, plan: LoadPlan) -> bool:
         """Log the layer. Raises RequantiseError when its weights were changed too much; NaN is too much."""

@@ -22,6 +22,7 @@ from moebius.commands import (
     serve,
     services,
     topology,
+    verify,
     version,
 )
 from moebius.errors import UserError
@@ -45,7 +46,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for module in (serve, plan, services, chat, demo, topology, version):
+for module in (serve, plan, services, chat, demo, topology, verify, version):
     module.register(app)
 bench_engine.register(bench.app)
 app.add_typer(bench.app, name="bench")

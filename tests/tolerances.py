@@ -109,6 +109,9 @@ DEQUANTISED_FLOAT32 = 5e-7
 # gaps are smaller could choose otherwise on another machine. Scores of random weights reach 1.
 INDEX_SCORE_GAP = 1e-4
 
+# Perplexity of a float32 model against transformers' own, relative.
+VERIFY_PERPLEXITY = 1e-4
+
 # GGUF types that no packed format holds are rounded to bfloat16 at rest, 8 bits: relative, of the weights and
 # of what experts compute with them.
 EXPERTS_GGUF_BFLOAT16 = 5e-3

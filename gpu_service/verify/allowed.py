@@ -21,6 +21,9 @@ ROWS: Mapping[RowsDtype, float] = {"float32": 1e-4, "bfloat16": 1e-2}
 QUANTISED_ROWS = 6e-2
 # Weights rounded to so many bits; three matrices are, and their errors add up as squares.
 WEIGHTS: Mapping[int, float] = {32: 0.0, 16: 8e-3, 8: 0.1, 4: 0.4}
+# Mean KL divergence, nats per token, of a model whose weights (or rows, where weights are exact) have so many
+# bits, from the reference.
+MEAN_KL: Mapping[int, float] = {32: 1e-3, 16: 1e-2, 8: 3e-2, 4: 1e-1}
 # What is accepted of a matrix (`max_requantise_error`) makes up to so many times the error in the output.
 _OUTPUT_PER_WEIGHT = 2.0
 
@@ -57,3 +60,8 @@ def allowed_error(
     if target.startswith("int"):
         rounding = max(rounding, _OUTPUT_PER_WEIGHT * max_requantise_error)
     return allowed_rows(rows, [target]) + rounding
+
+
+def allowed_against_other(rows: RowsDtype, formats: Sequence[str]) -> float:
+    """Of experts in these packed formats against another checkpoint's, of which they are a rounding."""
+    return allowed_rows(rows, formats) + WEIGHTS[coarsest_bits(formats)]
