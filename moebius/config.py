@@ -23,7 +23,9 @@ class ModelConfigSection(Section):
     """Which checkpoint is served, and how it is read."""
 
     model: str = Field(default="", description="Checkpoint directory in Hugging Face format, or a GGUF model")
-    served_model_name: str = Field(default="", description="Name clients send; empty: the directory's or file's name")
+    served_model_name: str = Field(
+        default="", description="Name clients send; empty: the directory's or file's name"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="Type of dense weights, activations and KV; auto: the checkpoint's, bfloat16 for float16",
