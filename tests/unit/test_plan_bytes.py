@@ -12,10 +12,12 @@ import torch
 from expert_service.host import ExpertHost, LoadSettings
 from expert_service.placement import Placement
 from gpu_service.assembly.forecast import Forecast
-from gpu_service.assembly.kv_memory import SharedKvMemory, cache_shape
+from gpu_service.assembly.kv_memory import SharedKvMemory, cache_shape, make_kv_memory
 from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.estimate import parameter_bytes
+from gpu_service.memory.kv_pool import size_kv_pool
+from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, DENSE, KV, WORKSPACE, ExpertMemory
 from gpu_service.models.registry import build_model
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.moe_config import MoeGeometry
@@ -25,9 +27,12 @@ from moebius.mailbox import SHARED_MEMORY, Mailbox, MailboxGeometry
 from moebius.mailbox_layout import segment_bytes
 from moebius.planning.components import expert_servers
 from moebius.planning.expert_bytes import arena_bytes, server_bytes, stored_experts
+from moebius.planning.gpu_table import GPU_MODELS
 from moebius.planning.planner import Planner
+from moebius.random_model.shapes import parse_shape
 from tests.helpers.checkpoints import TinyMoe
-from tests.helpers.plan_models import hardware, settings
+from tests.helpers.fake_memory import FakeMemory
+from tests.helpers.plan_models import hardware, settings, write_config
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, GptOssMoe, QuantisedMoe
 from tests.helpers.tiny_models import make_tiny_model
 from tests.tolerances import PLANNED_BYTES
@@ -140,6 +145,28 @@ def test_the_engine_takes_what_was_planned(tmp_path: Path, name: str) -> None:
     assert held is not None
     assert planned["engine: resident experts"] == held.nbytes
     assert planned["experts of server 0"] == packed_bytes(tmp_path, 0, weight_dtype="int8")
+
+
+def test_a_gpus_ledger_is_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assembly on a device of fake memory: the same lines, and the pool it measures is the planned one."""
+    model_dir = write_config(tmp_path / "small", parse_shape("small", 0).hf_config(None))
+    config = settings(model_dir, max_num_seqs="512")
+    plan = Planner(config, on_gpu=True).plan(hardware("4090"), fill=False)
+    fake = FakeMemory(GPU_MODELS["4090"].memory_bytes)
+    monkeypatch.setattr("gpu_service.assembly.kv_memory.make_device_memory", lambda device: fake)
+    model = build_model(Forecast(config, on_gpu=True).model_config)
+    shape = cache_shape(config.gpu, model.rank_config, torch.device("cpu"))
+    ledger = make_kv_memory(config, shape, model, ExpertMemory()).ledger
+    assert ledger is not None
+    parts = {part.part: part.nbytes for part in plan.components if part.place == "GPU 0"}
+    assert {line.part: line.nbytes for line in ledger.plan.lines if line.nbytes and line.part != KV} == {
+        part: size for part, size in parts.items() if part != KV
+    }
+    for part in (DENSE, WORKSPACE, ACTIVATIONS):
+        fake.allocate(parts[part])
+    fake.context = parts[CONTEXT]
+    pages = size_kv_pool(ledger.plan, config, model.config, fake.use())
+    assert pages == pytest.approx(plan.kv.pages, rel=PLANNED_BYTES)
 
 
 def test_what_can_not_be_read_is_named(tmp_path: Path) -> None:
