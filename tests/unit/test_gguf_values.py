@@ -82,6 +82,26 @@ def test_slices_are_those_of_the_decoded_tensor(
             np.testing.assert_array_equal(as_float32(found, query.dtype), wanted)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v2"])
+def test_parts_of_rearranged_matrices_are_those_of_the_whole(tmp_path: Path, name: str) -> None:
+    """What a tensor-parallel rank reads: some heads' rows, or some columns, and rows inside of heads."""
+    file = make_gguf(name, tmp_path)
+    index = CheckpointIndex.open(file.path)
+    tensors = file.oracle.state_dict()
+    for projection in ("q_proj", "k_proj") if name == "mixtral" else ("kv_b_proj",):
+        tensor = f"model.layers.1.self_attn.{projection}.weight"
+        whole, info = tensors[tensor].numpy(), index[tensor]
+        half = whole.shape[0] // 2
+        with SliceReader() as reader:
+            for rows, cols in (
+                (slice(0, half), None),
+                (slice(half, None), None),
+                (slice(5, 29), slice(3, 40)),
+            ):
+                found = reader.read_slice(info, rows, cols)
+                np.testing.assert_array_equal(found, whole[rows, cols or slice(None)])
+
+
 @pytest.mark.parametrize(("name", "packed"), [("mixtral", "int4_g32_f16"), ("gpt_oss", "mxfp4")])
 def test_codes_and_scales_are_packed_as_they_are(tmp_path: Path, name: str, packed: str) -> None:
     """Q4_0 and MXFP4 lose nothing at rest: the packed matrix is what the package decodes, bit by bit."""

@@ -1,0 +1,101 @@
+"""Values of the types that published files are mostly made of, ten times as fast as the package `gguf`.
+
+Every function takes uint8 `[blocks, bytes of a block]` and returns float32 `[blocks, weights]`, the package's
+values bit by bit: the same operations in the same order, into memory that is written once. Layouts of blocks:
+ggml-common.h of https://github.com/ggml-org/ggml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+
+def _halves(blocks: Bytes) -> Floats:
+    """float16 factors, `[blocks, factors]`."""
+    return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
+
+
+def _q4_0(blocks: Bytes) -> Floats:
+    """Factor; 16 bytes of two codes from 0 to 15, which mean -8 to 7."""
+    codes = blocks[:, 2:]
+    values = np.empty((len(blocks), 32), np.float32)
+    np.subtract(codes & 15, np.float32(8), out=values[:, :16])
+    np.subtract(codes >> 4, np.float32(8), out=values[:, 16:])
+    values *= _halves(blocks[:, :2])
+    return values
+
+
+def _q8_0(blocks: Bytes) -> Floats:
+    """Factor; 32 int8."""
+    return np.multiply(blocks[:, 2:].view(np.int8), _halves(blocks[:, :2]), dtype=np.float32)
+
+
+def _scales_and_minima(packed: Bytes) -> tuple[Bytes, Bytes]:
+    """Eight of each, 6 bits wide, from 12 bytes: the first four whole, of the others two bits beside them."""
+    low, high, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate((low & 63, (rest & 15) | ((low >> 2) & 0x30)), axis=1)
+    minima = np.concatenate((high & 63, (rest >> 4) | ((high >> 2) & 0x30)), axis=1)
+    return scales, minima
+
+
+def _scaled(values: Floats, factors: Floats, packed: Bytes) -> Floats:
+    """Codes `[blocks, 8, 32]` times their scales less their minima, in place."""
+    scales, minima = _scales_and_minima(packed)
+    values *= (factors[:, :1] * scales)[:, :, None]
+    values -= (factors[:, 1:] * minima)[:, :, None]
+    return values.reshape(len(values), 256)
+
+
+def _q4_k(blocks: Bytes) -> Floats:
+    """Two factors; scales and minima of 8 groups; 4 x 32 bytes, each of a group's code and the next one's."""
+    count = len(blocks)
+    codes = blocks[:, 16:].reshape(count, 4, 32)
+    values = np.empty((count, 4, 2, 32), np.float32)
+    values[:, :, 0], values[:, :, 1] = codes & 15, codes >> 4
+    return _scaled(values.reshape(count, 8, 32), _halves(blocks[:, :4]), blocks[:, 4:16])
+
+
+def _q5_k(blocks: Bytes) -> Floats:
+    """As Q4_K, with the codes' fifth bits of all groups in 32 bytes before them."""
+    count = len(blocks)
+    fifth, codes = blocks[:, None, 16:48], blocks[:, 48:].reshape(count, 4, 32)
+    values = np.empty((count, 8, 32), np.float32)
+    bits = (fifth >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    bits <<= 4
+    values[:, 0::2] = (codes & 15) | bits[:, 0::2]
+    values[:, 1::2] = (codes >> 4) | bits[:, 1::2]
+    return _scaled(values, _halves(blocks[:, :4]), blocks[:, 4:16])
+
+
+def _q6_k(blocks: Bytes) -> Floats:
+    """Two halves of 64 low bytes and 32 high ones; 16 int8 scales; a factor. Codes mean -32 to 31.
+
+    In a half, low nibbles of the two 32 bytes are quarters 0 and 1, high ones 2 and 3, and bits 2q and 2q + 1
+    of the high bytes are quarter q's.
+    """
+    count = len(blocks)
+    low = blocks[:, :128].reshape(count, 2, 2, 32)
+    high = blocks[:, 128:192].reshape(count, 2, 1, 32)
+    codes = np.empty((count, 2, 4, 32), np.uint8)
+    codes[:, :, :2], codes[:, :, 2:] = low & 15, low >> 4
+    codes |= ((high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3) << 4
+    values = np.subtract(codes, np.float32(32)).reshape(count, 16, 16)
+    scales = _halves(blocks[:, 208:]) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    values *= scales[:, :, None]
+    return values.reshape(count, 256)
+
+
+# By the type's name; the package decodes the others.
+DECODERS: Mapping[str, Callable[[Bytes], Floats]] = {
+    "Q4_0": _q4_0,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
