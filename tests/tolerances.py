@@ -109,6 +109,9 @@ DEQUANTISED_FLOAT32 = 5e-7
 # gaps are smaller could choose otherwise on another machine. Scores of random weights reach 1.
 INDEX_SCORE_GAP = 1e-4
 
+# Index scores of random bfloat16 inputs, summed in float32 over 64 heads to some hundreds, against float64.
+INDEX_SCORES_BFLOAT16 = 1e-2
+
 # Perplexity of a float32 model against transformers' own, relative.
 VERIFY_PERPLEXITY = 1e-4
 

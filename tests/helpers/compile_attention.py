@@ -13,7 +13,7 @@ from gpu_service.attention.triton_kernels.backend import TritonAttention
 from gpu_service.cache.fp8 import E4M3
 from tests.helpers.attention_cases import Geometry, Shape, make_case, run
 from tests.helpers.compile_triton import launches_compile
-from tests.helpers.mla_cases import DEEPSEEK, make_mla_case, run_absorbed
+from tests.helpers.mla_cases import DEEPSEEK, DEEPSEEK_SPARSE, make_mla_case, run_absorbed
 
 # What a multiprocessor of an H100 or H200 lends to one program.
 SHARED_BYTES = 227 * 1024
@@ -40,6 +40,8 @@ def main() -> None:
         for dtype, storage in ((BF16, None), (BF16, E4M3)):
             latent = make_mla_case(DEEPSEEK, [(900, 1)], 64, dtype, storage)
             run_absorbed(latent, TritonMlaAttention(DEEPSEEK, latent.cache))
+        sparse = make_mla_case(DEEPSEEK_SPARSE, [(900, 1)], 64, BF16)
+        run_absorbed(sparse, TritonMlaAttention(DEEPSEEK_SPARSE, sparse.cache))
         inputs = make_case(GEOMETRIES[0], SHAPES[1]).inputs
         list_pages(inputs.block_table, inputs.seq_lens_tensor, torch.zeros(99, dtype=torch.int32), 16)
     for kernel in compiled:

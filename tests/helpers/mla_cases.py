@@ -142,19 +142,27 @@ def run_expanded(case: MlaCase, backend: MlaAttentionBackend) -> torch.Tensor:
     return backend.forward_expanded(query, key, value, case.latent, case.key_rope, LAYER)
 
 
-def naive_selection(case: MlaCase) -> list[list[int]]:
-    """The tokens that each row attends to, by sorting scores in float64: the highest, then the earliest."""
-    cache, index, chosen = case.cache, case.dimensions.index, []
-    assert index is not None
-    assert cache.index_keys is not None
+def naive_scores(case: MlaCase) -> list[torch.Tensor]:
+    """Of each row's tokens, itself included, float64."""
+    index_keys, rows = case.cache.index_keys, []
+    assert index_keys is not None
     for request, (begin, end) in enumerate(pairwise(case.inputs.query_start_loc)):
-        keys = cache.index_keys.pages(0)[case.inputs.block_table[request].long()].flatten(0, 1).double()
+        keys = index_keys.pages(0)[case.inputs.block_table[request].long()].flatten(0, 1).double()
         for row in range(begin, end):
             length = case.inputs.seq_lens[request] - (end - 1 - row)
             products = (keys[:length] @ case.index_query[row].double().T).relu()
-            scores = (products @ case.head_weights[row].double()).tolist()
-            best = sorted(range(length), key=lambda position: (-scores[position], position))
-            chosen.append(sorted(best[: index.top_k]))
+            rows.append(products @ case.head_weights[row].double())
+    return rows
+
+
+def naive_selection(case: MlaCase) -> list[list[int]]:
+    """The tokens that each row attends to: the highest scores, then the earliest."""
+    index, chosen = case.dimensions.index, []
+    assert index is not None
+    for row in naive_scores(case):
+        scores = row.tolist()
+        best = sorted(range(len(scores)), key=lambda position: (-scores[position], position))
+        chosen.append(sorted(best[: index.top_k]))
     return chosen
 
 

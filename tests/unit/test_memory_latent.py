@@ -1,0 +1,63 @@
+"""Guards that memory is measured in every form that a step of latent attention may take in service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_service.attention.factory import make_attention
+from gpu_service.attention.mla.base import MlaAttentionBackend
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.paged_cache import make_cache
+from gpu_service.loader.load import load_weights
+from gpu_service.memory.estimate import StepSize
+from gpu_service.memory.profile import profile_activations
+from gpu_service.model_config import ModelConfig
+from gpu_service.models.registry import build_model
+from moebius.checkpoint.moe_config import MoeGeometry
+from tests.helpers.fake_memory import GIB, FakeMemory
+from tests.helpers.tiny_models import make_tiny_model
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [
+        ("deepseek_v3", [(True, False), (False, False)]),
+        ("glm_moe_dsa", [(True, False), (False, True)]),
+    ],
+)
+def test_both_forms_of_a_step_are_measured(name: str, seen: list[tuple[bool, bool]], tmp_path: Path) -> None:
+    """Keys written out; then behind earlier tokens in the latent space, and as many as make it choose."""
+    make_tiny_model(name, tmp_path)
+    config = ModelConfig.from_dir(tmp_path)
+    model, memory, found = build_model(config), FakeMemory(10 * GIB), []
+    load_weights(model, tmp_path)
+
+    def watched(cache: object) -> MlaAttentionBackend:
+        attention = make_attention(config, cache, "cpu")  # type: ignore[arg-type]
+        assert isinstance(attention, MlaAttentionBackend)
+        plan = attention.plan
+
+        def watch(inputs: ForwardInputs) -> None:
+            plan(inputs)
+            found.append((attention.expands, attention.selects))
+            memory.allocate(1000 * len(found))
+            memory.free(1000 * len(found))
+
+        attention.plan = watch  # type: ignore[method-assign]
+        return attention
+
+    peak = profile_activations(
+        model,
+        lambda pages: make_cache(config, pages, 4, torch.float32),
+        watched,
+        MoeGeometry.from_config(tmp_path),
+        StepSize(6, 2),
+        4,
+        memory,
+        vocab_size=config.vocab_size,
+    )
+    assert found == seen
+    assert peak == 2000
