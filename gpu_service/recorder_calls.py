@@ -9,8 +9,8 @@ from typing import Any, get_args
 import grpc
 
 from gpu_service.placement.recorder import ExpertRecorder
-from gpu_service.placement.statistics import FileFormat
 from moebius.errors import UserError
+from moebius.placement.statistics import FileFormat
 from protos import engine_pb2 as pb
 
 START, STOP = "start recorder", "stop recorder"

@@ -16,12 +16,12 @@ from gpu_service.memory.plan import ExpertMemory
 from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.partition import stage_layers
-from gpu_service.placement.make import make_placement
 from gpu_service.placement.recorder import ExpertRecorder
 from gpu_service.verify.report import SelfTestReport
 from gpu_service.verify.self_test import ExpertsUnderTest, run_self_test
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
+from moebius.placement.make import make_placement
 
 
 @dataclass(frozen=True, slots=True)

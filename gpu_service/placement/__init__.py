@@ -1,1 +1,1 @@
-"""Which routed experts are on the GPU, and what is recorded of routing to decide it."""
+"""Counts, on the device, which routed experts are chosen."""

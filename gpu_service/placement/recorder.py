@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from gpu_service.device.stream import DeviceStream
-from gpu_service.placement.statistics import ExpertStatistics
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
+from moebius.placement.statistics import ExpertStatistics
 
 RecorderMode = Literal["stat", "per_pass", "per_token"]
 # Memory for details (modes per_pass and per_token); what comes once it is full is counted only.

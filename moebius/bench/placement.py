@@ -136,7 +136,7 @@ def statistics_of(
     before: Sequence[ServerCounters], after: Sequence[ServerCounters], geometry: MoeGeometry, whole: bool
 ) -> bytes:
     """A statistics file from the servers' counters. `whole`: servers hold whole experts, so rows add up."""
-    from gpu_service.placement.statistics import ExpertStatistics
+    from moebius.placement.statistics import ExpertStatistics
 
     layers, zeros = geometry.moe_layers, (0,) * geometry.num_experts
     per_server = np.array(

@@ -9,6 +9,7 @@ from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.expert_dtype import REQUANTISED
 from moebius.expert_slices import rank_neurons
+from moebius.placement.make import make_placement
 from moebius.planning.expert_bytes import StoredExperts, packed_expert
 
 
@@ -47,8 +48,6 @@ def has_placement(config: MoebiusConfig) -> bool:
 
 def chosen_residency(config: MoebiusConfig, geometry: MoeGeometry) -> Residency:
     """What `moebius serve` would place. Raises UserError naming a setting."""
-    from gpu_service.placement.make import make_placement
-
     placed = make_placement(config.placement, geometry).resident
     by_layer = {layer: len(placed[layer]) for layer in geometry.moe_layers}
     return Residency(by_layer, geometry.num_experts, False, "")

@@ -190,7 +190,7 @@ def _placements(config: MoebiusConfig) -> tuple[ExpertPlacement, ...]:
 
 def _is_all_resident(config: MoebiusConfig, model: MoeGeometry) -> bool:
     """Whether the engine computes every expert itself. Raises UserError for a placement that can not be."""
-    from gpu_service.placement.make import make_placement
+    from moebius.placement.make import make_placement
 
     return make_placement(config.placement, model).covers_everything
 

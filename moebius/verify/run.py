@@ -12,12 +12,12 @@ import torch
 
 from gpu_service.assembly.process import prepare_process
 from gpu_service.ops import backends
-from gpu_service.placement.layer_ranges import parse_layers
 from gpu_service.verify.allowed import MEAN_KL, coarsest_bits
 from gpu_service.verify.errors import TokenScores, perplexity
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.placement.layer_ranges import parse_layers
 from moebius.verify.comparison import Comparison
 from moebius.verify.result import OutputResult, Thresholds, VerifyResult
 from moebius.verify.same_shape import check_same_shape

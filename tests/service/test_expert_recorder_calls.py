@@ -21,11 +21,11 @@ from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.main import make_server
 from gpu_service.metrics import EngineMetrics
 from gpu_service.output_router import OutputRouter
-from gpu_service.placement.statistics import ExpertStatistics
 from gpu_service.server import EngineServicer, Service
 from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds
 from moebius import cli
+from moebius.placement.statistics import ExpertStatistics
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 from tests.equality.test_engine_real_model import config_for

@@ -10,14 +10,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from gpu_service.placement.make import make_placement
-from gpu_service.placement.statistics import ExpertStatistics
 from moebius.bench.engine.measure import DecodeResult
 from moebius.bench.engine.servers import ServerCounters
 from moebius.bench.placement import CurvePoint, PlacementOptions, check, placed, statistics_of, table
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.placement.make import make_placement
+from moebius.placement.statistics import ExpertStatistics
 
 GEOMETRY = MoeGeometry("qwen3_moe", 8, 2, (0, 1), 4, 2, 4, "silu", "bfloat16")
 

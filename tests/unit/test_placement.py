@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_service.placement.layer_ranges import format_layers, parse_layers
-from gpu_service.placement.make import make_placement
-from gpu_service.placement.placement import Placement
-from gpu_service.placement.statistics import ExpertStatistics
-from gpu_service.placement.strategies import spread
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import PlacementConfig
 from moebius.errors import UserError
+from moebius.placement.layer_ranges import format_layers, parse_layers
+from moebius.placement.make import make_placement
+from moebius.placement.placement import Placement
+from moebius.placement.statistics import ExpertStatistics
+from moebius.placement.strategies import spread
 
 STATIC = ("uniform", "front-loading", "random")
 

@@ -19,12 +19,12 @@ from gpu_service.experts.resident.kernels import make_kernels
 from gpu_service.experts.resident.slots import LayerSlots, make_slots
 from gpu_service.experts.resident.source import PackedExpertSource
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.placement.make import make_placement
-from gpu_service.placement.placement import Placement
 from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.placement.make import make_placement
+from moebius.placement.placement import Placement
 
 _log = structlog.get_logger(__name__)
 _MAX_THREADS = 16

@@ -68,7 +68,7 @@ class Setting:
 
 def make_setting(engine: EngineUnderTest, servers: ExpertServers, bandwidths: Bandwidths) -> Setting:
     """Reads the checkpoint's headers and asks the servers what they hold."""
-    from gpu_service.placement.make import make_placement
+    from moebius.placement.make import make_placement
 
     config, model = servers.config, engine.built.model_config
     weights = WeightBytes.of(Path(config.model.model))

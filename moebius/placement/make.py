@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from gpu_service.placement.layer_ranges import parse_layers
-from gpu_service.placement.placement import Placement
-from gpu_service.placement.statistics import ExpertStatistics
-from gpu_service.placement.strategies import STRATEGIES, Candidates, Pair, Strategy, take_per_layer
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import PlacementConfig
 from moebius.errors import UserError
+from moebius.placement.layer_ranges import parse_layers
+from moebius.placement.placement import Placement
+from moebius.placement.statistics import ExpertStatistics
+from moebius.placement.strategies import STRATEGIES, Candidates, Pair, Strategy, take_per_layer
 
 
 def make_placement(config: PlacementConfig, geometry: MoeGeometry) -> Placement:
