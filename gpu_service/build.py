@@ -19,7 +19,7 @@ from gpu_service.assembly.info import model_info
 from gpu_service.assembly.kv_memory import cache_shape, make_kv_memory, scheduler_limits
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.steps import make_step_runner
-from gpu_service.assembly.vision import check_vision, load_vision, vision_bytes
+from gpu_service.assembly.vision import load_vision, vision_bytes
 from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
 from gpu_service.attention.factory import make_attention
 from gpu_service.cache.page_pool import PagePool
@@ -75,7 +75,6 @@ def _assemble(
     on_output: Callable[[list[OutputDelta]], None],
 ) -> Built:
     gpu, device, dtype = config.gpu, stream.device, model_config.torch_dtype
-    check_vision(model_config, group.parallel)
     model = build_model(model_config, device=device, parallel=group.parallel)
     moe = rank_moe(config, model_config, group)
     shape = cache_shape(gpu, model.rank_config, device)

@@ -11,12 +11,11 @@ from gpu_service.loader.tower import load_tower
 from gpu_service.memory.estimate import parameter_bytes
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.vision.registry import build_tower
-from gpu_service.parallel.context import ParallelContext
 from gpu_service.vision.config import VisionConfig
 from gpu_service.vision.features import ImageEncoder
 from gpu_service.vision.processor import ImagePreparer
 from moebius.config import MoebiusConfig
-from moebius.errors import ConfigError, UserError
+from moebius.errors import UserError
 
 _log = structlog.get_logger(__name__)
 _MIB = 2**20
@@ -28,15 +27,6 @@ class Vision:
 
     encoder: ImageEncoder
     preparer: ImagePreparer
-
-
-def check_vision(model: ModelConfig, parallel: ParallelContext) -> None:
-    """Raises ConfigError where images could not reach every rank, before anything is loaded."""
-    if model.vision is not None and parallel.size > 1:
-        raise ConfigError(
-            f"images are not supported with {parallel.size} GPUs yet; allowed: tensor_parallel_size 1 and "
-            "pipeline_parallel_size 1, or language_model_only: true, which serves the model without its tower"
-        )
 
 
 def load_vision(config: MoebiusConfig, model: ModelConfig, device: torch.device) -> Vision | None:

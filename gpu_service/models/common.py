@@ -40,6 +40,7 @@ class Backbone(nn.Module):
         super().__init__()
         size, last = config.hidden_size, parallel.is_last_stage
         self._parallel = parallel
+        self._first_layer = stage_layers(config, parallel).start
         self._size, self._dtype = size, dtype
         embeds = parallel.is_first_stage or (last and config.tie_word_embeddings)
         self.embed_tokens = (
@@ -55,10 +56,10 @@ class Backbone(nn.Module):
         by_axis = inputs.mrope_positions
         rope = self._rotary.table(inputs.positions if by_axis is None else by_axis)
         embedded = self._begin(inputs.input_ids)
-        if images is not None:
+        if images is not None and self._parallel.is_first_stage:
             images.replace_embeddings(embedded)
         stream = ResidualStream(embedded)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers, self._first_layer):
             stream = layer(stream, rope, context)
             if images is not None and images.reaches(index):
                 images.add_behind(index, stream.sum())

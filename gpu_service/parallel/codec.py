@@ -1,4 +1,4 @@
-"""Messages of the engine's inbox as bytes: a JSON list, then all prompts as little-endian int32.
+"""Messages of the engine's inbox as bytes: a JSON object, then images, then all prompts as int32.
 
 Only plain data travels; a receiver rebuilds dataclasses from known fields and refuses all others.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from gpu_service.engine.inbox import Abort, Add, Call, Flush, Message, Stop
+from gpu_service.parallel.image_codec import ImageReceiver, ImageSender
 from gpu_service.request import Request, SamplingParams
 
 _LENGTH = struct.Struct("!I")
@@ -24,9 +25,11 @@ _PARAMS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 def encode_messages(messages: Sequence[Message]) -> bytes:
     """What rank 0 sends in one iteration of its loop."""
     prompts: list[np.ndarray[Any, np.dtype[np.int32]]] = []
-    header = json.dumps([_encode(message, prompts) for message in messages]).encode()
+    images = ImageSender()
+    items = [_encode(message, prompts, images) for message in messages]
+    header = json.dumps({"messages": items, "images": images.facts}).encode()
     tail = b"".join(prompt.tobytes() for prompt in prompts)
-    return _LENGTH.pack(len(header)) + header + tail
+    return _LENGTH.pack(len(header)) + header + images.tail + tail
 
 
 def decode_messages(payload: bytes) -> list[Message]:
@@ -36,9 +39,9 @@ def decode_messages(payload: bytes) -> list[Message]:
     """
     (length,) = _LENGTH.unpack_from(payload)
     header = json.loads(payload[_LENGTH.size : _LENGTH.size + length])
-    tokens = np.frombuffer(payload, "<i4", offset=_LENGTH.size + length)
-    prompts = _Prompts(tokens)
-    messages = [_decode(item, prompts) for item in header]
+    images = ImageReceiver(header["images"], payload, _LENGTH.size + length)
+    prompts = _Prompts(np.frombuffer(payload, "<i4", offset=images.end))
+    messages = [_decode(item, prompts, images) for item in header["messages"]]
     prompts.check_spent()
     return messages
 
@@ -59,11 +62,13 @@ class _Prompts:
             raise ValueError(f"{len(self._tokens)} prompt tokens arrived for {self._position} announced")
 
 
-def _encode(message: Message, prompts: list[np.ndarray[Any, np.dtype[np.int32]]]) -> list[Any]:
+def _encode(
+    message: Message, prompts: list[np.ndarray[Any, np.dtype[np.int32]]], images: ImageSender
+) -> list[Any]:
     match message:
         case Add(requests):
             prompts += [np.asarray(request.prompt_token_ids, "<i4") for request in requests]
-            return ["add", [_encode_request(request) for request in requests]]
+            return ["add", [_encode_request(request, images) for request in requests]]
         case Abort(request_id):
             return ["abort", request_id]
         case Flush():
@@ -74,10 +79,10 @@ def _encode(message: Message, prompts: list[np.ndarray[Any, np.dtype[np.int32]]]
             return ["stop"]
 
 
-def _decode(item: list[Any], prompts: _Prompts) -> Message:
+def _decode(item: list[Any], prompts: _Prompts, images: ImageReceiver) -> Message:
     match item:
         case ["add", list() as requests]:
-            return Add(tuple(_decode_request(request, prompts) for request in requests))
+            return Add(tuple(_decode_request(request, prompts, images) for request in requests))
         case ["abort", str() as request_id]:
             return Abort(request_id)
         case ["flush"]:
@@ -89,7 +94,7 @@ def _decode(item: list[Any], prompts: _Prompts) -> Message:
     raise ValueError(f"unknown message {item!r}")
 
 
-def _encode_request(request: Request) -> dict[str, Any]:
+def _encode_request(request: Request, images: ImageSender) -> dict[str, Any]:
     params = dataclasses.asdict(request.params)
     params["stop_token_ids"] = sorted(request.params.stop_token_ids)
     return {
@@ -99,10 +104,11 @@ def _encode_request(request: Request) -> dict[str, Any]:
         "namespace": request.cache_namespace,
         "tokens": len(request.prompt_token_ids),
         "params": params,
+        "images": images.places(request.vision),
     }
 
 
-def _decode_request(fields: dict[str, Any], prompts: _Prompts) -> Request:
+def _decode_request(fields: dict[str, Any], prompts: _Prompts, images: ImageReceiver) -> Request:
     params = dict(fields["params"])
     if set(params) != _PARAMS:
         raise ValueError(f"sampling parameters {sorted(params)} arrived; {sorted(_PARAMS)} expected")
@@ -115,4 +121,5 @@ def _decode_request(fields: dict[str, Any], prompts: _Prompts) -> Request:
         index=fields["index"],
         priority=fields["priority"],
         cache_namespace=fields["namespace"],
+        vision=images.vision(fields["images"], fields["tokens"]),
     )

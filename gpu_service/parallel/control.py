@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gpu_service.parallel.wire import Connection, Kind, WireError
+from gpu_service.parallel.wire import MAX_PAYLOAD, Connection, Kind, WireError
 
 # Heartbeats in the time after which a silent rank is given up.
 _BEATS = 4
@@ -54,6 +54,8 @@ class RankControl:
         self._ended = threading.Event()
         # None wakes whoever waits when the group is lost.
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        # Of messages that arrive in several frames; touched by the thread that receives from rank 0.
+        self._parts: list[bytes] = []
         self._values: dict[int, queue.SimpleQueue[Any]] = {peer: queue.SimpleQueue() for peer in connections}
         for peer, connection in self._connections.items():
             self._thread(f"rank-{peer}", self._receive, peer, connection)
@@ -61,8 +63,11 @@ class RankControl:
 
     def publish(self, payload: bytes) -> None:
         """Rank 0: gives all others what the next iteration applies."""
+        last = max(0, len(payload) - 1) // MAX_PAYLOAD * MAX_PAYLOAD
         for peer in self._connections:
-            self._send(peer, Kind.MESSAGES, payload)
+            for begin in range(0, last, MAX_PAYLOAD):
+                self._send(peer, Kind.PART, payload[begin : begin + MAX_PAYLOAD])
+            self._send(peer, Kind.MESSAGES, payload[last:])
 
     def next_messages(self) -> bytes:
         """Every other rank: blocks for what rank 0 published next."""
@@ -135,8 +140,11 @@ class RankControl:
 
     def _accept(self, peer: int, kind: Kind, payload: bytes) -> None:
         match kind:
+            case Kind.PART:
+                self._parts.append(payload)
             case Kind.MESSAGES:
-                self._messages.put(payload)
+                self._messages.put(b"".join((*self._parts, payload)))
+                self._parts.clear()
             case Kind.VALUE:
                 self._values[peer].put(json.loads(payload))
             case Kind.FATAL:

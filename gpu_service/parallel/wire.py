@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 _HEADER = struct.Struct("!BI")
-# A prompt of a million tokens takes 4 MB.
+# A prompt of a million tokens takes 4 MB, a large image some 50 MB; what is longer goes in parts.
 MAX_PAYLOAD = 1 << 28
 
 
@@ -32,6 +32,7 @@ class Kind(enum.IntEnum):
     VALUE = 6  # JSON, one rank's number, or all ranks' numbers
     FATAL = 7  # JSON text: why the group ends
     GOODBYE = 8  # empty: the connection ends in order
+    PART = 9  # begin or middle of messages that are too long for one frame; MESSAGES is their end
 
 
 class Connection:

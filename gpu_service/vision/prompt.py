@@ -57,7 +57,7 @@ class PromptImage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionPrompt:
-    """What a request with images has beside its tokens; filled by `place_images`."""
+    """What a request with images has beside its tokens; filled by `locate`."""
 
     images: tuple[PromptImage, ...]
     # int64 [3, P], positions of the prompt's P tokens in time, height and width.
@@ -103,12 +103,13 @@ def place_images(
         tokens += [image_token_id] * image.num_tokens
         taken = place + 1
     tokens += token_ids[taken:]
-    positions, offset = _axis_positions(len(tokens), placed)
-    return tokens, VisionPrompt(tuple(placed), positions, offset)
+    return tokens, locate(len(tokens), placed)
 
 
-def _axis_positions(num_tokens: int, placed: Sequence[PromptImage]) -> tuple[Positions, int]:
-    """Text counts on along all axes. An image's tokens share one position in time and count along the
+def locate(num_tokens: int, placed: Sequence[PromptImage]) -> VisionPrompt:
+    """What a prompt of so many tokens has beside them. `placed`: its images, ascending.
+
+    Text counts on along all axes. An image's tokens share one position in time and count along the
     others; what follows begins behind the longer side (Qwen2-VL, arXiv 2409.12191, section 2.1).
     """
     pieces: list[Positions] = []
@@ -122,7 +123,7 @@ def _axis_positions(num_tokens: int, placed: Sequence[PromptImage]) -> tuple[Pos
         position += max(height, width)
         taken = item.end
     pieces.append(_text(position, num_tokens - taken))
-    return np.concatenate(pieces, axis=1), position - taken
+    return VisionPrompt(tuple(placed), np.concatenate(pieces, axis=1), position - taken)
 
 
 def _text(start: int, count: int) -> Positions:

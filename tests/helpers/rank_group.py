@@ -21,6 +21,7 @@ from gpu_service.parallel.follower import run_follower
 from gpu_service.recorder_calls import START, STOP
 from gpu_service.request import Request, SamplingParams
 from gpu_service.telemetry import EngineTelemetry
+from gpu_service.vision.prompt import VisionPrompt
 from moebius.config import (
     ExpertConfig,
     GpuConfig,
@@ -107,9 +108,12 @@ class Script:
                     self._ended.add(delta.request.key)
             self._changed.notify_all()
 
-    def submit(self, name: str, prompt: list[int], **params: Any) -> Request:
+    def submit(
+        self, name: str, prompt: list[int], vision: VisionPrompt | None = None, **params: Any
+    ) -> Request:
         """Starts a request."""
-        request = Request(name, prompt, SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | params)))
+        chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | params))
+        request = Request(name, prompt, chosen, vision=vision)
         self.built.engine.submit([request])
         return request
 
@@ -162,6 +166,9 @@ class Script:
         self.built.engine.scheduler.check_integrity()
 
 
+Cases = Callable[[Script], dict[str, list[Outcome]]]
+
+
 def _outcome(request: Request) -> Outcome:
     assert not request.error_message, request.error_message
     return Outcome(
@@ -174,13 +181,16 @@ def _outcome(request: Request) -> Outcome:
 
 
 def _run_rank(
-    config: MoebiusConfig, prepare: Callable[[], None], results: multiprocessing.connection.Connection
+    config: MoebiusConfig,
+    prepare: Callable[[], None],
+    results: multiprocessing.connection.Connection,
+    cases: Cases,
 ) -> None:
     prepare()
     if config.parallel.rank:
         sys.exit(run_follower(config))
     script = Script(config)
-    results.send(script.run_cases())
+    results.send(cases(script))
     script.close()
 
 
@@ -188,12 +198,14 @@ def _nothing() -> None:
     """Ranks run as they are."""
 
 
-def run_group(config: MoebiusConfig, prepare: Callable[[], None] = _nothing) -> dict[str, list[Outcome]]:
+def run_group(
+    config: MoebiusConfig, prepare: Callable[[], None] = _nothing, cases: Cases = Script.run_cases
+) -> dict[str, list[Outcome]]:
     """All cases on a group of fresh processes, which call `prepare` first; every rank must end in order."""
     size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
     receiving, sending = CONTEXT.Pipe(duplex=False)
     ranks = [
-        CONTEXT.Process(target=_run_rank, args=(with_rank(config, rank), prepare, sending))
+        CONTEXT.Process(target=_run_rank, args=(with_rank(config, rank), prepare, sending, cases))
         for rank in range(size)
     ]
     for rank in ranks:

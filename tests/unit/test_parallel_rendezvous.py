@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import gpu_service.parallel.control
 from gpu_service.parallel.control import GroupLost, RankControl
 from gpu_service.parallel.rendezvous import Meeting, meet
 from gpu_service.parallel.wire import Kind
@@ -77,6 +78,18 @@ def test_messages_arrive_once_each_and_in_order(trio: Trio) -> None:
         controls[0].publish(payload)
     for control in controls[1:]:
         assert [control.next_messages() for _ in range(3)] == [b"one", b"", b"three"]
+
+
+@pytest.mark.parametrize("length", [999, 1000, 1001, 3000, 3500])
+def test_long_messages_arrive_whole(trio: Trio, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame has a largest size; images make messages longer than that."""
+    monkeypatch.setattr(gpu_service.parallel.control, "MAX_PAYLOAD", 1000)
+    controls, _ = trio
+    payload = bytes(index * index % 251 for index in range(length))
+    controls[0].publish(payload)
+    controls[0].publish(b"next")
+    for other in controls[1:]:
+        assert [other.next_messages() for _ in range(2)] == [payload, b"next"]
 
 
 def test_a_failure_is_told_to_all(trio: Trio) -> None:

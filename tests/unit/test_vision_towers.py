@@ -13,21 +13,20 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from gpu_service.assembly.vision import check_vision, encoding_bytes
+from gpu_service.assembly.vision import encoding_bytes
 from gpu_service.hf_keys import HfKeys
 from gpu_service.hf_vision import read_vision
 from gpu_service.loader.tower import load_tower
 from gpu_service.model_config import ModelConfig, ModelConfigError, ModelOverrides
 from gpu_service.models.vision.kimi_k25 import build_kimi_tower
 from gpu_service.models.vision.registry import TOWER_BUILDERS, build_tower
-from gpu_service.parallel.context import ParallelContext
 from gpu_service.vision.config import VisionConfig
 from gpu_service.vision.kimi_processor import KimiImageProcessor
 from gpu_service.vision.processor import ImagePreparer
 from gpu_service.vision.prompt import ImageError
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.tower_rules import TOWER_RULES, tower_name
-from moebius.errors import ConfigError, UserError
+from moebius.errors import UserError
 from tests.helpers.tiny_vision_models import kimi_sizes, noise, write_vision_model
 
 # Kimi-K2.5's own config.json, as far as it is about vision.
@@ -159,16 +158,6 @@ def test_half_a_description_is_an_error_or_no_vision(missing: str, checkpoint: P
         return
     with pytest.raises(ModelConfigError, match="image_token_id"):
         ModelConfig.from_dir(directory)
-
-
-def test_several_gpus_are_refused_by_name(checkpoint: Path) -> None:
-    config = ModelConfig.from_dir(checkpoint)
-    with pytest.raises(ConfigError, match="language_model_only"):
-        check_vision(config, ParallelContext(tp_size=2))
-    check_vision(
-        ModelConfig.from_dir(checkpoint, ModelOverrides(language_model_only=True)), ParallelContext()
-    )
-    check_vision(config, ParallelContext())
 
 
 def test_a_checkpoint_must_say_how_images_are_prepared(checkpoint: Path, tmp_path: Path) -> None:

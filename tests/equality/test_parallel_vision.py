@@ -1,0 +1,77 @@
+"""Guards that dividing a model that sees never shows: four ranks in two stages answer as one does.
+
+The stage that embeds puts features into the stream, DeepStack's second addition is the other stage's. The
+tower is a stand-in that every rank has; towers themselves are held to transformers' in `test_vision.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import gpu_service.build
+from gpu_service.assembly.vision import Vision
+from gpu_service.models.vision.tower import VisionTower
+from gpu_service.vision.features import ImageEncoder
+from gpu_service.vision.prompt import PreparedImage, place_images
+from tests.helpers.rank_group import Outcome, Script, rank_config, run_group
+from tests.helpers.tiny_vision_models import IMAGE_TOKEN, write_vision_model
+
+
+def image(seed: int, rows: int, columns: int) -> PreparedImage:
+    """Random patches, different for every seed."""
+    pixels = np.random.default_rng(seed).normal(size=(4 * rows * columns, 6)).astype(np.float32)
+    return PreparedImage(-seed, pixels, (1, 2 * rows, 2 * columns), (rows, columns))
+
+
+WIDE, TALL, OTHER = image(1, 2, 5), image(2, 4, 2), image(3, 2, 5)
+PROMPTS: list[tuple[list[int], list[PreparedImage]]] = [
+    ([11, 48, IMAGE_TOKEN, 71, 28], [WIDE]),
+    ([IMAGE_TOKEN, 5, 123, IMAGE_TOKEN, 8], [TALL, WIDE]),
+    ([11, 48, IMAGE_TOKEN, 71, 28], [OTHER]),
+    ([10, 110, 4], []),
+]
+
+
+class StandIn(VisionTower):
+    """A random projection of four patches each, once for the embedding and for two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(3, 24, 48, generator=torch.Generator().manual_seed(5))
+        self.weight = torch.nn.Parameter(weight)
+
+    def encode(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return pixels.view(1, -1, 24) @ self.weight
+
+
+def use_stand_in() -> None:
+    """From now on this process builds its engine so."""
+    build: Any = gpu_service.build
+    tower = ImageEncoder(StandIn(), torch.device("cpu"), 1 << 20)
+    build.load_vision = lambda config, model, device: Vision(tower, None)  # type: ignore[arg-type]
+    build.vision_bytes = lambda config, model: 0
+
+
+def image_cases(script: Script) -> dict[str, list[Outcome]]:
+    """All at once in chunks, then again from the prefix cache."""
+    cases = {}
+    for name in ("fresh", "prefix"):
+        requests = []
+        for index, (prompt, images) in enumerate(PROMPTS):
+            tokens, vision = place_images(prompt, images, IMAGE_TOKEN) if images else (prompt, None)
+            requests.append(script.submit(f"{name}{index}", tokens, vision, ignore_eos=True))
+        cases[name] = script.wait(requests)
+    return cases
+
+
+def test_ranks_do_not_show(tmp_path: Path) -> None:
+    write_vision_model("qwen3_vl_moe", tmp_path)
+    alone = run_group(rank_config(tmp_path, 1, 1), use_stand_in, image_cases)
+    assert alone["fresh"][0].token_ids != alone["fresh"][2].token_ids
+    assert alone["prefix"][1].cached_len > 8
+    assert run_group(rank_config(tmp_path, 2, 2), use_stand_in, image_cases) == alone
