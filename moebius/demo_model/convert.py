@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from moebius.checkpoint.gguf.values import rows_of_pairs
 from moebius.demo_model import recipe
 from moebius.demo_model.errors import DemoModelError
 from moebius.demo_model.progress import ProgressCallback
@@ -26,9 +27,8 @@ def unpermute_rotary(weight: Array, num_heads: int) -> Array:
     `weight` is float32 [num_heads * head_dim, hidden_size]. GGUF's llama layout interleaves the two members
     of a rotary pair (0, d/2, 1, d/2+1, ...); Hugging Face keeps them as two halves.
     """
-    rows, hidden_size = weight.shape
-    pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, hidden_size)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, hidden_size)
+    rows = len(weight)
+    return weight[rows_of_pairs(np.arange(rows), rows // num_heads)]
 
 
 def attention_tensors(dense: DenseWeights, layer: int) -> dict[str, Array]:

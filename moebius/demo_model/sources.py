@@ -3,55 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.reader import SliceReader
+from moebius.checkpoint.stored_values import as_float32
 from moebius.demo_model import recipe
 from moebius.demo_model.errors import DemoModelError
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.model import GgufModel
 
 
 class DenseWeights:
     """The GGUF's tensors, dequantised to float32 one at a time, and a record of which were used."""
 
-    def __init__(self, tensors: dict[str, Any], fields: dict[str, Any]) -> None:
-        """Filled by `open`: `tensors` and `fields` are gguf reader entries by name."""
-        self._tensors = tensors
-        self._fields = fields
-        self._unused = set(tensors)
+    def __init__(self, model: GgufModel) -> None:
+        """See `open`."""
+        self._model = model
+        self._unused = set(model.tensors)
 
     @classmethod
     def open(cls, path: Path) -> DenseWeights:
         """Open a GGUF file; raises DemoModelError when it is not GGUF or not the recipe's geometry."""
-        from gguf import GGUFReader
+        from moebius.checkpoint.gguf.model import open_gguf
 
         try:
-            reader = GGUFReader(path)
-        except (ValueError, OSError) as error:
+            weights = cls(open_gguf(path))
+        except CheckpointError as error:
             raise DemoModelError(f"{path} is not a readable GGUF file: {error}") from error
-        weights = cls({tensor.name: tensor for tensor in reader.tensors}, dict(reader.fields))
         weights._check_geometry()
         return weights
 
     def field(self, name: str) -> Any:
         """Return a metadata value (number, string or list); raises DemoModelError when it is absent."""
-        if name not in self._fields:
+        if name not in self._model.metadata:
             raise DemoModelError(f"the GGUF file has no field {name!r}")
-        return self._fields[name].contents()
+        return self._model.metadata[name]
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """Return a tensor as float32, [out_features, in_features] for matrices."""
-        from gguf.quants import dequantize
+        from moebius.checkpoint.gguf.tensors import in_floats
 
-        if name not in self._tensors:
+        if name not in self._model.tensors:
             raise DemoModelError(f"the GGUF file has no tensor {name!r}")
-        source = self._tensors[name]
         self._unused.discard(name)
-        values: NDArray[np.float32] = dequantize(source.data, source.tensor_type).astype(
-            np.float32, copy=False
-        )
-        return values
+        info = in_floats(self._model.tensors[name], name)
+        with SliceReader() as reader:
+            return as_float32(reader.read(info), info.dtype)
 
     def layer(self, layer: int, name: str) -> NDArray[np.float32]:
         """Return `blk.<layer>.<name>.weight` as float32."""

@@ -71,7 +71,7 @@ def _tensors(model: GgufModel, stored: StoredBlocks, name: str, change: Change) 
     """The tensor, or the several that a packed format takes it as."""
     if _is_packed(model, stored, name):
         return _packed(stored, name)
-    info = _plain(stored, name)
+    info = in_floats(stored, name)
     if change == "row" and len(info.shape) == 1:
         info = replace(info, shape=(1, *info.shape))
     if change in ("query_pairs", "key_pairs"):
@@ -79,7 +79,7 @@ def _tensors(model: GgufModel, stored: StoredBlocks, name: str, change: Change) 
     return {name: info}
 
 
-def _plain(stored: StoredBlocks, name: str) -> TensorInfo:
+def in_floats(stored: StoredBlocks, name: str) -> TensorInfo:
     """The tensor in floats: as they lie, or dequantised when they are read."""
     if stored.type.is_float:
         kind = FLOAT_TYPES[stored.type.name]
@@ -172,5 +172,5 @@ def _merged(model: GgufModel, name: str, parts: Mapping[Change, StoredBlocks]) -
         )
     heads, rank, nope = keys.shape
     shape = (heads * (nope + values.shape[1]), rank)
-    merged = MergedHeads(_plain(keys, keys.name), _plain(values, values.name))
+    merged = MergedHeads(in_floats(keys, keys.name), in_floats(values, values.name))
     return _derived(keys, name, "F32", shape, merged, nbytes=keys.nbytes + values.nbytes)

@@ -79,20 +79,14 @@ class BlockScales:
 
 @dataclass(frozen=True, slots=True)
 class HalvesOfPairs:
-    """Rows of a query or key projection with each head's rotary pairs as two halves.
-
-    llama.cpp stores the two members of a pair side by side: stored row 2i + j of a head is row j * half + i.
-    """
+    """Rows of a query or key projection with each head's rotary pairs as two halves, see `rows_of_pairs`."""
 
     source: TensorInfo
     head_dim: int
 
     def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
         """See `DerivedValues`."""
-        wanted = np.arange(rows.start, rows.stop, rows.step)
-        head, position = wanted // self.head_dim, wanted % self.head_dim
-        half = self.head_dim // 2
-        stored = head * self.head_dim + position % half * 2 + position // half
+        stored = rows_of_pairs(np.arange(rows.start, rows.stop, rows.step), self.head_dim)
         first, last = int(stored.min()), int(stored.max())
         block = reader.read_slice(self.source, slice(first, last + 1), slice(cols.start, cols.stop))
         picked: NDArray[np.generic] = block[stored - first]
@@ -120,6 +114,16 @@ class MergedHeads:
         merged = np.concatenate(parts)
         begin = heads.start * size
         return merged[rows.start - begin : rows.stop - begin : rows.step, cols.start : cols.stop]
+
+
+def rows_of_pairs(rows: NDArray[np.intp], head_dim: int) -> NDArray[np.intp]:
+    """Where llama.cpp stores these rows of a query or key projection whose pairs are two halves of a head.
+
+    It has the two members of a pair side by side: stored row 2i + j of a head is row j * half + i.
+    """
+    half, position = head_dim // 2, rows % head_dim
+    stored: NDArray[np.intp] = rows - position + position % half * 2 + position // half
+    return stored
 
 
 def _read_blocks(
