@@ -25,6 +25,9 @@ class Batch:
     # Which output token (from 0) each request samples; meaningless where `samples` is False.
     output_positions: list[int] = field(default_factory=list)
     step: int = 0
+    # Of models with linear attention: the slots that each request's state is read from and written to.
+    state_reads: list[int] = field(default_factory=list)
+    state_writes: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -58,8 +61,10 @@ class ForwardInputs:
     mrope_positions: torch.Tensor | None = None
     # What image tokens of the step are in the stream; None: there are none.
     image_features: ImageFeatures | None = None
+    # int64 [R] each, of models with linear attention: slots of `StateCache`; no slot is read and written.
+    state_reads: torch.Tensor | None = None
+    state_writes: torch.Tensor | None = None
     trace_sampled: bool = False  # whether expert spans are recorded for this step
-    extra: dict[str, torch.Tensor] = field(default_factory=dict)  # family-specific (state slots)
 
     @property
     def is_uniform_decode(self) -> bool:

@@ -18,13 +18,11 @@ from gpu_service.assembly.experts import (
 from gpu_service.assembly.info import model_info
 from gpu_service.assembly.kv_memory import cache_shape, make_kv_memory, scheduler_limits
 from gpu_service.assembly.process import prepare_process
+from gpu_service.assembly.states import allocate_states, make_request_cache
 from gpu_service.assembly.steps import make_step_runner
 from gpu_service.assembly.vision import load_vision, vision_bytes
 from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
 from gpu_service.attention.factory import make_attention
-from gpu_service.cache.page_pool import PagePool
-from gpu_service.cache.radix_cache import RadixCache
-from gpu_service.cache.request_cache import RequestCache
 from gpu_service.device.stream import DeviceStream, device_stream
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
@@ -33,7 +31,7 @@ from gpu_service.engine.outputs import EngineObserver, OutputDelta
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.engine.token_pool import TokenPool
 from gpu_service.loader.load import load_weights
-from gpu_service.memory.plan import DENSE, GRAPHS, KV, RESIDENT, VISION
+from gpu_service.memory.plan import DENSE, GRAPHS, KV, RESIDENT, STATES, VISION
 from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.registry import build_model
 from gpu_service.ops import backends
@@ -77,8 +75,7 @@ def _assemble(
     gpu, device, dtype = config.gpu, stream.device, model_config.torch_dtype
     model = build_model(model_config, device=device, parallel=group.parallel)
     moe = rank_moe(config, model_config, group)
-    shape = cache_shape(gpu, model.rank_config, device)
-    seeing = vision_bytes(config, model_config)
+    shape, seeing = cache_shape(gpu, model.rank_config, device), vision_bytes(config, model_config)
     memory = make_kv_memory(config, shape, model, expert_memory(config, moe, dtype, group), seeing)
     vision = load_vision(config, model_config, device)
     memory.reached(VISION)
@@ -88,8 +85,10 @@ def _assemble(
     memory.reached(RESIDENT)
     # Before the pool is sized: a CPU allocates counts at first use, a GPU all of them now.
     sampler = group.sampler(model_config.vocab_size, device, gpu.max_num_seqs if _is_gpu(device) else 0)
-    geometry = None if moe is None else moe.geometry
-    num_pages = group.minimum("num_pages", memory.num_pages(model, geometry, resident))
+    states = allocate_states(gpu, model.rank_config, device)
+    memory.reached(STATES)
+    wanted = memory.num_pages(model, None if moe is None else moe.geometry, resident, states)
+    num_pages = group.minimum("num_pages", wanted)
     limits = scheduler_limits(gpu, model_config, num_pages)
     kv_cache = shape.make(num_pages)
     memory.reached(KV)
@@ -107,11 +106,11 @@ def _assemble(
         recorder=recorder,
         encoder=None if vision is None else vision.encoder,
         has_mrope=bool(model_config.rope.mrope_sections),
+        states=states,
     )
     steps = make_step_runner(config, runner, stream, limits, model_config.vocab_size, group.parallel)
     memory.reached(GRAPHS)
     engine = _engine(config, group, runner, steps, limits, num_pages, observer, on_output)
-    longest = warm_up_tokens(device, gpu.max_num_batched_tokens, limits.context_limit)
     return Built(
         engine,
         group,
@@ -121,7 +120,7 @@ def _assemble(
         model_config,
         num_pages,
         limits.context_limit,
-        longest,
+        warm_up_tokens(device, gpu.max_num_batched_tokens, limits.context_limit),
         self_test=self_test,
         vision=vision,
     )
@@ -139,7 +138,7 @@ def _engine(
 ) -> Engine:
     """Scheduler and loops around what runs the steps."""
     gpu, recorder = config.gpu, runner.recorder
-    cache = RequestCache(PagePool(num_pages), RadixCache(gpu.page_size), gpu.prefix_caching)
+    cache = make_request_cache(gpu, runner.states, num_pages)
     return Engine(
         Scheduler(limits, cache),
         InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope),

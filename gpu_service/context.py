@@ -9,6 +9,7 @@ import torch
 
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.paged_cache import PagedCache
+from gpu_service.cache.state_cache import StateCache
 
 if TYPE_CHECKING:
     from gpu_service.attention.factory import Attention
@@ -33,3 +34,5 @@ class ForwardContext:
     resident: ResidentExperts | None = None
     # None: nothing can be recorded of routing.
     recorder: ExpertRecorder | None = None
+    # None: the model has no linear attention.
+    states: StateCache | None = None

@@ -32,8 +32,11 @@ _REFUSED = (
 )
 
 
-def read_common(hf: HfKeys) -> dict[str, Any]:
-    """Fields that all families spell alike; raises on features that no family here has."""
+def read_common(hf: HfKeys, *, dense_size: int | None = None) -> dict[str, Any]:
+    """Fields that all families spell alike; raises on features that no family here has.
+
+    `dense_size`: the width of dense layers where a family says nothing of them.
+    """
     hf.skip("model_type", *_HARMLESS)
     for name in _REFUSED:
         hf.refuse(name)
@@ -50,7 +53,7 @@ def read_common(hf: HfKeys) -> dict[str, Any]:
     return {
         "vocab_size": hf.integer("vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": hf.integer("intermediate_size"),
+        "intermediate_size": hf.integer("intermediate_size") if dense_size is None else dense_size,
         "num_layers": hf.integer("num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": kv_heads,

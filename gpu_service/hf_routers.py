@@ -6,13 +6,16 @@ from gpu_service.hf_keys import HfKeys
 from gpu_service.model_config import RouterConfig
 
 
-def read_softmax_router(hf: HfKeys) -> RouterConfig:
-    """Qwen's and OLMoE's: softmax over all experts, renormalised only where the checkpoint says so."""
+def read_softmax_router(hf: HfKeys, *, renormalizes: bool = False) -> RouterConfig:
+    """Qwen's and OLMoE's: softmax over all experts.
+
+    `renormalizes`: what a missing `norm_topk_prob` means in the family.
+    """
     return RouterConfig(
         num_experts=hf.integer("num_experts", "num_local_experts"),
         top_k=hf.integer("num_experts_per_tok"),
         score="softmax",
-        post="renormalize" if hf.boolean("norm_topk_prob", default=False) else "none",
+        post="renormalize" if hf.boolean("norm_topk_prob", default=renormalizes) else "none",
     )
 
 

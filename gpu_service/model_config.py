@@ -131,6 +131,36 @@ class MlaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearAttentionConfig:
+    """Layers of gated delta rule, which have a state of fixed size per request; filled by `hf_linear`."""
+
+    num_key_heads: int
+    # A multiple of the key heads: each of those serves as many consecutive value heads.
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    # Tokens that the causal convolution before the recurrence sees, the newest included.
+    conv_width: int
+    # Indices of these layers; all others attend.
+    layers: frozenset[int]
+
+    @property
+    def key_size(self) -> int:
+        """Elements of all heads' keys, and of all heads' queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Elements of all heads' values."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.key_size + self.value_size
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOverrides:
     """What the user may change about a checkpoint; filled from `MoebiusConfig.model`."""
 
@@ -178,6 +208,8 @@ class ModelConfig:
     mla: MlaConfig | None = None
     # None: the model does not see, or is served without its tower.
     vision: VisionConfig | None = None
+    # None: every layer attends.
+    linear: LinearAttentionConfig | None = None
     # Keys of config.json that nothing here reads; logged, so that nothing is ignored in silence.
     unread_keys: tuple[str, ...] = field(default=(), compare=False)
 
@@ -195,6 +227,12 @@ class ModelConfig:
     def torch_dtype(self) -> torch.dtype:
         """Type of dense weights, activations and KV."""
         return TORCH_DTYPES[self.dtype]
+
+    @cached_property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers that have a cache of tokens, ascending; their places here are its layers."""
+        linear = frozenset() if self.linear is None else self.linear.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in linear)
 
     @cached_property
     def num_kv_groups(self) -> int:

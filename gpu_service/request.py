@@ -95,6 +95,11 @@ class Request:
     pages_epoch: int = 0
     prefix_handle: PrefixHandle | None = None
 
+    # Filled by the request cache, of models with linear attention: the slot of the state behind
+    # `scheduled_len` tokens, and those of states kept for the prefix tree, (tokens, slot) ascending.
+    state_slot: int = 0
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
+
     # Filled by the scheduler when a step's results are committed.
     computed_len: int = 0
     output_token_ids: list[int] = field(default_factory=list)

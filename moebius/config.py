@@ -119,6 +119,11 @@ class GpuConfig(Section):
         default=1024, ge=1, description="Outputs queued in the engine before it refuses"
     )
     prefix_caching: bool = Field(default=True, description="Reuse KV pages of equal prompt prefixes")
+    state_snapshots: int | None = Field(
+        default=None,
+        ge=0,
+        description="States of linear attention kept where prefixes end; unset: as many as max_num_seqs",
+    )
     overlap_scheduling: bool = Field(default=True, description="Schedule step N+1 while step N computes")
     gpu_threads: int = Field(
         default=0, ge=0, description="torch threads on a CPU device; 0: from the cores allowed"

@@ -11,6 +11,7 @@ import torch
 from gpu_service.attention.factory import make_attention
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.paged_cache import PagedCache, make_cache, page_bytes
+from gpu_service.cache.state_cache import StateCache
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.memory.device_memory import MemoryUse, make_device_memory
 from gpu_service.memory.estimate import StepSize
@@ -75,7 +76,11 @@ class KvMemory(ABC):
 
     @abstractmethod
     def num_pages(
-        self, model: CausalLM, geometry: MoeGeometry | None, resident: ResidentExperts | None
+        self,
+        model: CausalLM,
+        geometry: MoeGeometry | None,
+        resident: ResidentExperts | None,
+        states: StateCache | None = None,
     ) -> int:
         """Pages of the pool, beside what is on the device already. UserError: there is no room for two."""
 
@@ -88,7 +93,11 @@ class SharedKvMemory(KvMemory):
         self._shape = shape
 
     def num_pages(
-        self, model: CausalLM, geometry: MoeGeometry | None, resident: ResidentExperts | None
+        self,
+        model: CausalLM,
+        geometry: MoeGeometry | None,
+        resident: ResidentExperts | None,
+        states: StateCache | None = None,
     ) -> int:
         """See the base class."""
         gpu = self._config.gpu
@@ -111,7 +120,11 @@ class DeviceKvMemory(KvMemory):
         self.ledger: MemoryLedger = ledger
 
     def num_pages(
-        self, model: CausalLM, geometry: MoeGeometry | None, resident: ResidentExperts | None
+        self,
+        model: CausalLM,
+        geometry: MoeGeometry | None,
+        resident: ResidentExperts | None,
+        states: StateCache | None = None,
     ) -> int:
         """See the base class. Runs the largest step."""
         config, shape = self._config, self._shape
@@ -126,6 +139,7 @@ class DeviceKvMemory(KvMemory):
             shape.page_size,
             memory,
             resident=resident,
+            states=states,
             vocab_size=model.config.vocab_size,
         )
         self.ledger.activations(measured)

@@ -11,11 +11,11 @@ from gpu_service.ops.kv import append_kv
 
 def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     """Bytes one page takes over all layers, keys and values together."""
-    return 2 * config.num_layers * page_size * config.kv_size * dtype.itemsize
+    return 2 * len(config.attention_layers) * page_size * config.kv_size * dtype.itemsize
 
 
 class KVCache(LayerPages):
-    """Keys and values of all layers.
+    """Keys and values of all layers that attend.
 
     One tensor `[num_pages, page_size, 2 * num_kv_heads, head_dim]` per layer: a token's keys and values
     lie side by side, so that a reader gathers both with one index.
@@ -35,10 +35,11 @@ class KVCache(LayerPages):
         storage_dtype: torch.dtype | None = None,
     ) -> None:
         row = (2 * config.num_kv_heads, config.head_dim)
-        super().__init__("KV", config.num_layers, num_pages, page_size, row, dtype, device, storage_dtype)
+        num_layers = len(config.attention_layers)
+        super().__init__("KV", num_layers, num_pages, page_size, row, dtype, device, storage_dtype)
         self.num_kv_heads = config.num_kv_heads
-        self.key_scales = [1.0] * config.num_layers
-        self.value_scales = [1.0] * config.num_layers
+        self.key_scales = [1.0] * num_layers
+        self.value_scales = [1.0] * num_layers
         self._slots = [layer.view(-1, *row) for layer in self._layers]
 
     def slots(self, layer_id: int) -> torch.Tensor:

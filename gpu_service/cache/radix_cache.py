@@ -7,7 +7,7 @@ multiples of the page size. "Time" is a counter of operations, so that equal his
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +29,8 @@ class Node:
     # Running requests whose prefix ends in or below this node. A locked node's ancestors are locked.
     locks: int = 0
     last_access: int = 0
+    # Where the state of linear attention behind the node's last token is kept; 0: nowhere.
+    state_slot: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +40,8 @@ class PrefixHandle:
     node: Node
     num_tokens: int
     pages: tuple[int, ...]
+    # Where the state behind the prefix is kept, until the next `evict` or `evict_state`; 0: there is none.
+    state_slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +50,21 @@ class InsertResult:
 
     already_cached: int
     handle: PrefixHandle
+    # Whether the tree keeps the state that came with the run.
+    takes_state: bool = False
 
 
 class RadixCache:
-    """Page-aligned prefix tree with one root per namespace, lock counts and LRU eviction of leaves."""
+    """Page-aligned prefix tree with one root per namespace, lock counts and LRU eviction of leaves.
 
-    def __init__(self, page_size: int) -> None:
+    For models with linear attention, a prefix is only as good as the state behind it: nodes may have one at
+    their end, and a match ends at the deepest node that does. States go with their node, or before it.
+    """
+
+    def __init__(self, page_size: int, drop_state: Callable[[int], None] | None = None) -> None:
+        """`drop_state` is told each slot that the tree no longer keeps; None: prefixes need no states."""
         self.page_size = page_size
+        self._drop_state = drop_state
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._serial = 0
@@ -61,20 +73,29 @@ class RadixCache:
         self.evictable_pages = 0
 
     def match(self, tokens: Sequence[int], namespace: str = "") -> PrefixHandle:
-        """The longest cached prefix of whole pages. May split a node; locks nothing.
+        """The longest cached prefix of whole pages (that ends in a state, if states are needed).
+
+        May split a node; locks nothing.
 
         The caller must `lock` the handle before the next `evict`, or drop it.
         """
         node, pages = self._walk(np.asarray(tokens, dtype=np.int64), self._root(namespace))
-        return PrefixHandle(node, len(pages) * self.page_size, tuple(pages))
+        if self._drop_state is not None:
+            while node.parent is not None and node.state_slot == 0:
+                del pages[len(pages) - len(node.pages) :]
+                node = node.parent
+        return PrefixHandle(node, len(pages) * self.page_size, tuple(pages), node.state_slot)
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], namespace: str = "") -> InsertResult:
+    def insert(
+        self, tokens: Sequence[int], pages: Sequence[int], namespace: str = "", state_slot: int = 0
+    ) -> InsertResult:
         """Adds a run of whole pages; the tree takes over the pages it did not have.
 
             tokens   |---- already in the tree ----|------- new -------|
             pages    |  duplicates: caller frees   |  now the tree's   |
                      0                       already_cached       len(tokens)
 
+        `state_slot`: where the state behind the run is; the tree keeps it unless it has one.
         Raises ValueError unless len(tokens) == len(pages) * page_size.
         """
         if len(tokens) != len(pages) * self.page_size:
@@ -85,7 +106,11 @@ class RadixCache:
         if already < len(array):
             node = self._add_child(node, array[already:].copy(), list(pages[len(found) :]))
             found = [*found, *node.pages]
-        return InsertResult(already, PrefixHandle(node, len(array), tuple(found)))
+        takes_state = state_slot != 0 and node.state_slot == 0
+        if takes_state:
+            node.state_slot = state_slot
+        handle = PrefixHandle(node, len(array), tuple(found), node.state_slot)
+        return InsertResult(already, handle, takes_state)
 
     def lock(self, handle: PrefixHandle) -> None:
         """Protects the prefix from eviction; calls nest, each needs one `unlock`."""
@@ -124,6 +149,23 @@ class RadixCache:
         for namespace in [name for name, root in self._roots.items() if not root.children]:
             del self._roots[namespace]
         return freed
+
+    def evict_state(self) -> bool:
+        """Gives up the least recently used state, whoever locks its node; False: there is none.
+
+        A locked node's pages stay, and so does whatever a request has read of its state.
+        """
+        nodes = [node for node in self.nodes() if node.state_slot]
+        if not nodes:
+            return False
+        self._forget_state(min(nodes, key=lambda node: (node.last_access, node.serial)))
+        return True
+
+    def _forget_state(self, node: Node) -> None:
+        if node.state_slot:
+            assert self._drop_state is not None
+            self._drop_state(node.state_slot)
+            node.state_slot = 0
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
@@ -212,6 +254,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         del parent.children[self._key(node.tokens)]
+        self._forget_state(node)
         self.num_pages -= len(node.pages)
         self.evictable_pages -= len(node.pages)
         return parent

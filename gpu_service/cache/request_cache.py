@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from gpu_service.cache.page_pool import PagePool
 from gpu_service.cache.radix_cache import PrefixHandle, RadixCache
+from gpu_service.cache.request_states import RequestStates
 from gpu_service.request import Request
 
 
@@ -20,9 +21,13 @@ class RequestCache:
     tokens               0               handle.num_tokens      ceil(scheduled_len / page_size) pages
     """
 
-    def __init__(self, pool: PagePool, tree: RadixCache, prefix_caching: bool) -> None:
+    def __init__(
+        self, pool: PagePool, tree: RadixCache, prefix_caching: bool, states: RequestStates | None = None
+    ) -> None:
+        """`states`: of a model with linear attention; the tree tells them which ones it gives up."""
         self.pool = pool
         self.tree = tree
+        self.states = states
         self.page_size = tree.page_size
         self.prefix_caching = prefix_caching
         # Prompt tokens looked up in, and found in, the tree since start.
@@ -58,6 +63,8 @@ class RequestCache:
             self.hit_tokens += handle.num_tokens if handle else 0
         if handle is not None:
             self.tree.lock(handle)
+        if self.states is not None:
+            self.states.start(request, handle.state_slot if handle else 0)
         request.prefix_handle = handle
         self._set_pages(request, list(handle.pages) if handle else [])
         start = handle.num_tokens if handle else 0
@@ -77,20 +84,60 @@ class RequestCache:
         request.pages.extend(self.pool.alloc(wanted))
         return True
 
-    def store(self, request: Request) -> None:
-        """Puts the computed whole pages into the tree; the request goes on using them.
+    @property
+    def has_free_state(self) -> bool:
+        """Whether one request more can be in the next step, as far as its state matters."""
+        return self.states is None or self.states.pool.available > 0
 
-            |-- locked --|-- duplicates of the tree's --|-- new to the tree --|-- last, partial page --|
-            0         locked                         already                whole             computed_len
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a state is worth computing where a prompt's whole pages end: others can start from it."""
+        return self.prefix_caching and self.states is not None and self.states.max_snapshots > 0
+
+    def keep_state(self, request: Request, slot: int) -> None:
+        """The state behind `computed_len` tokens is in a slot: a snapshot of it, if prefixes can end there.
+
+            |------- prompt -------|------ output ------|
+                             ^ whole pages of it   ^ latest whole pages: the two that a request keeps
+
+        Outputs may take half of all snapshots, so that long answers do not cost others their prompts.
+        """
+        states, length = self.states, request.computed_len
+        if states is None or not self.keeps_states or length % self.page_size:
+            return
+        prompt_end = (request.prompt_len - 1) // self.page_size * self.page_size
+        if request.snapshots and request.snapshots[-1][0] != prompt_end:
+            states.forget(request.snapshots.pop()[1])
+        if length > request.prompt_len:
+            if 2 * states.num_snapshots < states.max_snapshots:
+                states.snapshot(request, slot, length)
+        elif not states.is_full or self.tree.evict_state():
+            states.snapshot(request, slot, length)
+
+    def store(self, request: Request) -> None:
+        """Puts the computed whole pages into the tree, with linear attention as far as there are snapshots;
+        the request goes on using them.
 
         Only committed tokens count: pages of a step in flight may yet turn out to be worthless.
         """
-        whole = request.computed_len // self.page_size
+        if self.states is None:
+            self._store_pages(request, request.computed_len // self.page_size)
+            return
+        for length, slot in self.states.take_snapshots(request):
+            if not self._store_pages(request, length // self.page_size, slot):
+                self.states.forget(slot)
+
+    def _store_pages(self, request: Request, whole: int, state_slot: int = 0) -> bool:
+        """The first `whole` pages, and the state behind them; whether the tree keeps the state.
+
+        |-- locked --|-- duplicates of the tree's --|-- new to the tree --|-- last, partial page --|
+        0         locked                         already                whole             computed_len
+        """
         locked = len(request.prefix_handle.pages) if request.prefix_handle else 0
         if not self.prefix_caching or whole <= locked:
-            return
+            return False
         tokens = request.prefix_keys(whole * self.page_size)
-        result = self.tree.insert(tokens, request.pages[:whole], request.cache_namespace)
+        result = self.tree.insert(tokens, request.pages[:whole], request.cache_namespace, state_slot)
         already = result.already_cached // self.page_size
         self.pool.hand_to_cache(request.pages[already:whole])
         self.pool.free(request.pages[locked:already])
@@ -100,6 +147,7 @@ class RequestCache:
         request.prefix_handle = result.handle
         if already > locked:
             self._set_pages(request, [*result.handle.pages, *request.pages[whole:]])
+        return result.takes_state
 
     def _set_pages(self, request: Request, pages: list[int]) -> None:
         """Replaces entries rather than appending: whoever copied the old ones sees it by the epoch."""
@@ -114,6 +162,8 @@ class RequestCache:
         """Takes all pages from a request, its whole computed ones into the tree if `keep`."""
         if keep:
             self.store(request)
+        if self.states is not None:
+            self.states.leave(request)
         self.pool.free(self.exclusive_pages(request))
         if request.prefix_handle is not None:
             self.tree.unlock(request.prefix_handle)
@@ -129,7 +179,11 @@ class RequestCache:
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Raises AssertionError unless every page is free, cached or owned by one of `requests`, once."""
+        requests = list(requests)
         self.tree.check_integrity()
+        if self.states is not None:
+            kept = [node.state_slot for node in self.tree.nodes() if node.state_slot]
+            self.states.check_integrity(requests, kept)
         owned: list[int] = []
         for request in requests:
             locked = request.prefix_handle.pages if request.prefix_handle else ()

@@ -63,7 +63,7 @@ class DecodeGraphs:
         self._backend = backend
         self._uploader = uploader
         self._sizes = sorted(sizes)
-        self._dummy_slot = runner.token_pool.dummy_slot
+        self._dummies = runner.token_pool.dummy_slot, runner.states.dummy_slot if runner.states else 0
         device, largest = runner.token_pool.tokens.device, self._sizes[-1]
         _, nbytes = packed_offsets(empty_rows(largest, max_pages, 0))
         self._rows = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -110,7 +110,7 @@ class DecodeGraphs:
     def replay(self, graph: DecodeGraph, plan: StepPlan) -> tuple[torch.Tensor, Sampled]:
         """Launches a step. Returns its logits float32 `[R, V]` and greedy tokens, valid until the next."""
         count, padding = plan.num_requests, graph.size - plan.num_requests
-        self._upload(padded_rows(plan, graph.size, self._dummy_slot))
+        self._upload(padded_rows(plan, graph.size, *self._dummies))
         self._runner.attention.plan_replay(replace(graph.inputs, seq_lens=plan.seq_lens + [1] * padding))
         assert graph.captured is not None
         graph.captured.replay()
@@ -125,7 +125,7 @@ class DecodeGraphs:
         self._graphs = {}
 
     def _capture(self, size: int) -> DecodeGraph:
-        rows = self._upload(empty_rows(size, 1, self._dummy_slot))
+        rows = self._upload(empty_rows(size, 1, *self._dummies))
         graph = DecodeGraph(size, self._inputs(rows, size))
         self._runner.attention.plan_capture(graph.inputs)
         for _ in range(_WARM_UP_RUNS):
@@ -164,6 +164,8 @@ class DecodeGraphs:
             query_start_loc_tensor=rows.query_start_loc,
             seq_lens_tensor=rows.seq_lens,
             mrope_positions=rows.mrope_positions if self._runner.has_mrope else None,
+            state_reads=rows.state_reads,
+            state_writes=rows.state_writes,
         )
 
     def _step(self, graph: DecodeGraph, rows: DecodeRows) -> None:

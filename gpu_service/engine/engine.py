@@ -217,6 +217,7 @@ class Engine:
         failed = [request for request in batch.requests if not request.finished]
         for request in failed:
             self.scheduler.finish(request, FinishReason.ERROR, message, keep=False)
+        self.scheduler.ended(batch)
         deltas = [delta_of(request) for request in failed]
         self._observer.committed(batch, None, deltas)
         self._tell(deltas)

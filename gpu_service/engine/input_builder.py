@@ -60,6 +60,9 @@ class StepPlan:
     sample_slots: torch.Tensor  # int64 [S]
     sample_positions: torch.Tensor  # int64 [S], where the sampled token goes in the token pool
     sampling: SamplingPlan | None  # None when no row samples
+    # int64 [R], slots of states that each request's row reads and writes; zeros without linear attention.
+    state_reads: torch.Tensor
+    state_writes: torch.Tensor
     prompt_logprobs: list[PromptLogprobRows]
     num_top_logprobs: list[int]  # per logprob row
     # The context that expert spans of this step hang under; None: no spans are recorded.
@@ -125,6 +128,8 @@ class InputBuilder:
             sample_slots=torch.from_numpy(slots[sampling_rows]),
             sample_positions=torch.from_numpy(seq_lens[sampling_rows]),
             sampling=build_sampling_plan(requests, output_positions, self._limits) if requests else None,
+            state_reads=_state_slots(batch.state_reads, batch),
+            state_writes=_state_slots(batch.state_writes, batch),
             prompt_logprobs=_prompt_logprob_rows(batch),
             num_top_logprobs=[r.params.logprobs for r in requests if r.params.logprobs is not None],
             trace_context=trace_context,
@@ -136,6 +141,10 @@ class InputBuilder:
 def _upload(request: Request) -> SlotUpload:
     tokens = torch.tensor(request.known_tokens(0, request.total_len), dtype=torch.int32)
     return SlotUpload(request.slot, tokens, request.prompt_len, has_penalties(request))
+
+
+def _state_slots(slots: list[int], batch: Batch) -> torch.Tensor:
+    return torch.tensor(slots or [0] * len(batch.requests))
 
 
 def _prompt_logprob_rows(batch: Batch) -> list[PromptLogprobRows]:

@@ -16,6 +16,7 @@ from opentelemetry import context as otel_context
 from gpu_service.attention.factory import Attention
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.paged_cache import PagedCache
+from gpu_service.cache.state_cache import StateCache
 from gpu_service.context import ForwardContext
 from gpu_service.engine.input_builder import PromptLogprobRows, SlotUpload, StepPlan
 from gpu_service.engine.logprobs import token_logprobs
@@ -60,6 +61,7 @@ class ModelRunner:
         recorder: ExpertRecorder | None = None,
         encoder: ImageEncoder | None = None,
         has_mrope: bool = False,
+        states: StateCache | None = None,
     ) -> None:
         """`encoder`: of a model that sees; `has_mrope`: its plans bring positions by axis."""
         self.model = model
@@ -72,6 +74,8 @@ class ModelRunner:
         self.recorder = recorder
         self.encoder = encoder
         self.has_mrope = has_mrope
+        # None: the model has no linear attention.
+        self.states = states
 
     def run(self, plan: StepPlan) -> StepOutputs:
         """Runs the step. Raises what the expert client raises."""
@@ -110,6 +114,7 @@ class ModelRunner:
             self.experts,
             resident=self.resident,
             recorder=self.recorder,
+            states=self.states,
         )
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
@@ -140,6 +145,8 @@ class ModelRunner:
             query_start_loc_tensor=plan.query_start_loc_tensor,
             seq_lens_tensor=plan.seq_lens_tensor,
             mrope_positions=plan.mrope_positions,
+            state_reads=plan.state_reads,
+            state_writes=plan.state_writes,
             trace_sampled=plan.trace_context is not None,
             image_features=self._image_features(plan),
         )

@@ -12,6 +12,7 @@ from gpu_service.context import ForwardContext
 from gpu_service.layers.full_width_norm import FullWidthNorm, norm_full_width
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import RMSNorm, make_norm
+from gpu_service.layers.row_orders import gated_query_order
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -24,7 +25,9 @@ class GQAttention(nn.Module):
     The norm is per head, or over all heads together with `full_width_norm`.
 
     `config` is the whole model's; a rank computes its own heads, and the output product sums over ranks.
-    `layer_id` counts from the pipeline stage's first layer; `sinks` and `window` as in `AttentionLayer`.
+    `layer_id` counts the pipeline stage's layers that attend; `sinks` and `window` as in `AttentionLayer`.
+    With `output_gate` the query projection also makes, for each element of the result, a gate whose sigmoid
+    weighs it.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class GQAttention(nn.Module):
         bias: bool,
         output_bias: bool,
         full_width_norm: bool = False,
+        output_gate: bool = False,
         sinks: bool = False,
         window: int | None = None,
         dtype: torch.dtype,
@@ -47,8 +51,10 @@ class GQAttention(nn.Module):
         queries, keys = query_heads(config, parallel), kv_heads(config, parallel)
         self.num_heads, self.num_kv_heads = queries.size, keys.size
         query_rows, key_rows = queries.scaled(config.head_dim), keys.scaled(config.head_dim)
-        parts = {"q_proj": query_rows, "k_proj": key_rows, "v_proj": key_rows}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=bias, dtype=dtype)
+        projected = query_rows.scaled(2) if output_gate else query_rows
+        parts = {"q_proj": projected, "k_proj": key_rows, "v_proj": key_rows}
+        order = gated_query_order(queries.size, keys.size, config.head_dim) if output_gate else None
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=bias, dtype=dtype, order=order)
         self.o_proj = RowParallelLinear(
             query_rows, config.hidden_size, bias=output_bias, dtype=dtype, parallel=parallel
         )
@@ -73,15 +79,18 @@ class GQAttention(nn.Module):
     def forward(self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards."""
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
-        heads = self.qkv_proj(hidden_states).view(-1, num_heads + 2 * num_kv_heads, self.head_dim)
+        heads = self.qkv_proj(hidden_states).unflatten(1, (-1, self.head_dim))
         # Queries and keys are neighbours: one call serves both.
         rotated = heads[:, : num_heads + num_kv_heads]
         query, key = self._norm_and_rotate(rotated, rope)
-        value = heads[:, num_heads + num_kv_heads :]
+        values_end = num_heads + 2 * num_kv_heads
+        value, gate = heads[:, num_heads + num_kv_heads : values_end], heads[:, values_end:]
         backend = context.attention
         assert isinstance(backend, AttentionBackend), "the cache of this model holds keys and values"
         layer = AttentionLayer(self._window, self.sinks)
         attended = backend.forward(query, key, value, self.layer_id, layer)
+        if gate.shape[1]:
+            attended = attended * gate.flatten(1).sigmoid()
         output: torch.Tensor = self.o_proj(attended)
         return output
 

@@ -92,9 +92,11 @@ class FusedLinear(Linear):
     def pack(self) -> None:
         """See the base class; the rows are put into their order before."""
         if self._order is not None:
-            self.weight = nn.Parameter(self.weight[self._order], requires_grad=False)
-            if self.bias is not None:
-                self.bias = nn.Parameter(self.bias[self._order], requires_grad=False)
+            for name, rows in list(self.named_parameters(recurse=False)):
+                # As bytes where it can be, because torch indexes no 8-bit floats.
+                plain = rows.view(torch.uint8) if rows.element_size() == 1 else rows
+                ordered = plain[self._order].view(rows.dtype)
+                setattr(self, name, nn.Parameter(ordered, requires_grad=False))
         super().pack()
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:

@@ -71,7 +71,12 @@ def activation_bytes(
 
 def _attention_row(config: ModelConfig) -> int:
     """Elements of one token's row while a layer attends, over all heads."""
-    mla = config.mla
+    mla, linear = config.mla, config.linear
+    if linear is not None:
+        # Projected and convolved; all heads' queries, keys, values, changes in float32, some of them twice.
+        recurrence = 3 * linear.num_value_heads * (2 * linear.key_head_dim + 2 * linear.value_head_dim)
+        gated = 4 * config.q_size + 2 * config.kv_size
+        return max(gated, 3 * linear.conv_size + 2 * linear.value_size + 2 * recurrence)
     if mla is None:
         return 2 * config.q_size + 2 * config.kv_size
     absorbed = 2 * mla.kv_lora_rank

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from gpu_service.cache.request_states import num_state_slots
+from gpu_service.cache.state_cache import state_bytes
 from gpu_service.memory.advice import advice
 from gpu_service.memory.device_memory import MemoryUse, gib
 from gpu_service.memory.estimate import (
@@ -19,6 +21,7 @@ from gpu_service.memory.estimate import (
 )
 from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import shard_config
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 
@@ -26,6 +29,7 @@ GIB = 2**30
 DENSE, RESIDENT, RING = "dense weights", "resident experts", "expert streaming ring"
 VISION = "vision tower"
 GRAPHS, WORKSPACE, ACTIVATIONS = "CUDA graphs", "workspaces", "activations"
+STATES = "states of linear attention"
 CONTEXT, SLACK, KV = "CUDA context", "allocator slack", "KV cache"
 
 
@@ -93,11 +97,14 @@ def plan_memory(
     """
     experts = experts or ExpertMemory()
     step, has_resident = StepSize.largest(config.gpu), experts.count > 0
+    # One slot more, for padding.
+    states = (num_state_slots(config.gpu) + 1) * state_bytes(shard_config(model_config, parallel))
     lines = (
         MemoryLine(DENSE, parameter_bytes(model)),
         MemoryLine(VISION, vision_bytes),
         MemoryLine(RESIDENT, experts.count * experts.bytes_each),
         MemoryLine(RING, experts.ring_bytes),
+        MemoryLine(STATES, states),
         MemoryLine(GRAPHS, graph_bytes(model_config, config.gpu, parallel, has_resident)),
         MemoryLine(WORKSPACE, workspace_bytes(parallel)),
         MemoryLine(ACTIVATIONS, activation_bytes(model_config, step, parallel, has_resident)),

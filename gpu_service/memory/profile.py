@@ -11,6 +11,7 @@ from gpu_service.attention.factory import Attention
 from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.paged_cache import PagedCache
+from gpu_service.cache.state_cache import ZERO_SLOT, StateCache
 from gpu_service.context import ForwardContext
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.memory.device_memory import DeviceMemory
@@ -39,14 +40,16 @@ def profile_activations(
     memory: DeviceMemory | None,
     sample: Callable[[torch.Tensor], object] = lambda logits: logits.softmax(-1).sort(-1),
     resident: ResidentExperts | None = None,
+    states: StateCache | None = None,
     vocab_size: int = 1,
 ) -> int:
     """Most bytes of tensors alive during one step of `step.tokens` tokens, weights and cache not counted.
 
     The step is a prefill of one request on a cache of its own (`make_cache(pages)`); of latent attention,
     which computes otherwise behind earlier tokens, also one behind as many as it takes. Experts of servers
-    answer zeros, those in `resident` are computed, and `sample` is given `step.sequences` rows of logits.
-    Its blocks stay reserved by the allocator, so that steps in service find them. 0 without a `memory`.
+    answer zeros, those in `resident` are computed, `states` are there already, and `sample` is given
+    `step.sequences` rows of logits. Its blocks stay reserved by the allocator, so that steps in service find
+    them. 0 without a `memory`.
     """
     if memory is None:
         return 0
@@ -57,7 +60,11 @@ def profile_activations(
     before = memory.use().allocated
     for earlier in _earlier_tokens(attention, page_size):
         inputs = profile_inputs(step, cache, vocab_size, earlier)
-        _run(model, ForwardContext(inputs, cache, attention, experts, resident=resident), sample)
+        if states is not None:
+            inputs.state_reads = torch.tensor([ZERO_SLOT], device=cache.device)
+            inputs.state_writes = torch.tensor([states.dummy_slot], device=cache.device)
+        context = ForwardContext(inputs, cache, attention, experts, resident=resident, states=states)
+        _run(model, context, sample)
     peak = memory.use().peak
     return max(0, peak - before)
 

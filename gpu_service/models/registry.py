@@ -20,7 +20,9 @@ from gpu_service.models import (
     mixtral,
     olmoe,
     qwen2_moe,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -57,8 +59,11 @@ MODEL_BUILDERS: dict[str, ModelBuilder] = {
     "mixtral": mixtral.build,
     "olmoe": olmoe.build,
     "qwen2_moe": qwen2_moe.build,
+    "qwen3_5_moe": qwen3_5_moe.build,
+    "qwen3_5_moe_text": qwen3_5_moe.build,
     "qwen3_moe": qwen3_moe.build,
     "qwen3_vl_moe": qwen3_moe.build,
+    "qwen3_next": qwen3_next.build,
 }
 
 

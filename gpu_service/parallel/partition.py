@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gpu_service.model_config import MlaConfig, ModelConfig
+from gpu_service.model_config import LinearAttentionConfig, MlaConfig, ModelConfig
 from gpu_service.parallel.context import ParallelContext
 from moebius.errors import ConfigError
 
@@ -112,6 +112,7 @@ def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
             f"pipeline_parallel_size: {parallel.num_stages} stages for {config.num_layers} layers; "
             f"allowed: 1 to {config.num_layers}"
         )
+    _check_linear_attention(config, parallel)
     _check_choices_stay(config, parallel)
 
 
@@ -156,6 +157,7 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
     return replace(
         config,
         num_layers=len(layers),
+        linear=_own_linear(config, layers),
         attention_windows=config.attention_windows[layers.start : layers.stop],
         num_heads=query_heads(config, parallel).size,
         num_kv_heads=kv_heads(config, parallel).size,
@@ -163,6 +165,34 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
         moe=moe,
         mla=_own_choices(config, layers),
     )
+
+
+def _own_linear(config: ModelConfig, layers: range) -> LinearAttentionConfig | None:
+    """Linear attention of a stage; its layers count from the stage's first one."""
+    linear = config.linear
+    if linear is None:
+        return None
+    return replace(
+        linear, layers=frozenset(layer - layers.start for layer in linear.layers if layer in layers)
+    )
+
+
+def _check_linear_attention(config: ModelConfig, parallel: ParallelContext) -> None:
+    """Raises ConfigError where states would have to be divided, or a stage would have no cache of tokens."""
+    if config.linear is None:
+        return
+    if parallel.tp_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size: {parallel.tp_size} can not divide the linear attention of "
+            f"{config.model_type}; allowed for this model: 1"
+        )
+    for stage in range(parallel.num_stages):
+        layers = stage_layers(config, replace(parallel, stage=stage))
+        if config.linear.layers.issuperset(layers):
+            raise ConfigError(
+                f"pipeline_parallel_size: of {parallel.num_stages} stages, one would have layers "
+                f"{layers.start} to {layers.stop - 1} only, none of which attends; fewer stages are allowed"
+            )
 
 
 def _shared_size(config: ModelConfig) -> int:

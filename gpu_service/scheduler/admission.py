@@ -19,24 +19,28 @@ def seniority(request: Request) -> tuple[int, int, int]:
     return (-request.priority, request.arrival, request.index)
 
 
-def chunk_size(start: int, remaining: int, budget: int, page_size: int) -> int:
+def chunk_size(start: int, remaining: int, budget: int, page_size: int, splits: bool = False) -> int:
     """Tokens to compute now from position `start`.
 
     A chunk that is not the last one ends on a page boundary, so that its pages are whole; unless the
-    budget does not reach one, since progress matters more.
+    budget does not reach one, since progress matters more. With `splits` the last one, too, ends on the
+    last boundary that leaves a token to compute: a prefix can end there only if a step does.
     """
     if remaining <= budget:
-        return remaining
+        whole = (start + remaining - 1) // page_size * page_size - start
+        return whole if splits and whole > 0 else remaining
     aligned = (start + budget) // page_size * page_size - start
     return aligned if aligned > 0 else budget
 
 
-def divide_budget(running: Sequence[Request], limits: SchedulerLimits, page_size: int) -> dict[int, int]:
+def divide_budget(
+    running: Sequence[Request], limits: SchedulerLimits, page_size: int, splits: bool = False
+) -> dict[int, int]:
     """Tokens for each running request, by its index in `running`.
 
     Requests that need one token come first, least recently served first, so that a long prompt never
     holds up decoding and nobody starves when there are more requests than budget. What is left goes to
-    prompts in order of seniority.
+    prompts in order of seniority. `splits` as in `chunk_size`.
     """
     budget = limits.max_num_batched_tokens
     counts: dict[int, int] = {}
@@ -49,7 +53,7 @@ def divide_budget(running: Sequence[Request], limits: SchedulerLimits, page_size
         counts[index] = min(1, budget)
         budget -= counts[index]
     for index in (i for i in needs if needs[i] > 1):
-        counts[index] = chunk_size(running[index].scheduled_len, needs[index], budget, page_size)
+        counts[index] = chunk_size(running[index].scheduled_len, needs[index], budget, page_size, splits)
         budget -= counts[index]
     return {index: count for index, count in counts.items() if count > 0}
 

@@ -105,11 +105,19 @@ class Scheduler:
                 continue
             if request.slot >= 0:
                 request.computed_len = batch.start_positions[index] + batch.num_new_tokens[index]
+                if batch.state_writes:
+                    self.cache.keep_state(request, batch.state_writes[index])
             self._append_prompt_logprobs(request, result)
             if batch.samples[index]:
                 self._append_token(request, result)
                 told.append(request)
+        self.ended(batch)
         return told
+
+    def ended(self, batch: Batch) -> None:
+        """The step will not be run again, whether it came to anything; `commit` calls it."""
+        if self.cache.states is not None:
+            self.cache.states.committed(batch)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when queues, slots, lengths or pages contradict one another."""
@@ -130,7 +138,8 @@ class Scheduler:
 
     def _schedule_running(self, batch: Batch) -> bool:
         """Gives running requests their tokens; preempts the youngest while the older lack pages."""
-        counts = divide_budget(self.running, self.limits, self.cache.page_size)
+        cache = self.cache
+        counts = divide_budget(self.running, self.limits, cache.page_size, cache.keeps_states)
         preempted = False
         for index, request in enumerate(list(self.running)):
             count = counts.get(index, 0)
@@ -144,13 +153,13 @@ class Scheduler:
                 self._preempt(victim)
                 if victim is request:
                     break
-            if request.slot >= 0:
+            if request.slot >= 0 and self.cache.has_free_state:
                 self._append_row(batch, request, count)
         return preempted
 
     def _admit(self, batch: Batch) -> None:
         budget = self.limits.max_num_batched_tokens - batch.num_tokens
-        while budget > 0 and self._free_slots:
+        while budget > 0 and self._free_slots and self.cache.has_free_state:
             request = next_admissible(self.waiting, self.running, self.cache)
             if request is None:
                 return
@@ -163,7 +172,8 @@ class Scheduler:
             bisect.insort(self.running, request, key=seniority)
             batch.admitted.append(request)
             start = request.scheduled_len
-            count = chunk_size(start, request.total_len - start, budget, self.cache.page_size)
+            remaining, cache = request.total_len - start, self.cache
+            count = chunk_size(start, remaining, budget, cache.page_size, cache.keeps_states)
             if not self.cache.grow(request, start + count):
                 raise RuntimeError(f"{request.key}: admitted, but {count} tokens have no pages")
             self._append_row(batch, request, count)
@@ -177,6 +187,8 @@ class Scheduler:
         batch.num_new_tokens.append(count)
         batch.samples.append(samples)
         batch.output_positions.append(request.planned_len - request.prompt_len)
+        if self.cache.states is not None:
+            self.cache.states.advance(request, batch)
         request.scheduled_len += count
         request.inflight_tokens += samples
         request.last_step = batch.step

@@ -117,6 +117,9 @@ FAMILIES: Mapping[str, FamilyKeys] = {
     "qwen3_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
     "qwen2_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
     "qwen3_vl_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
+    "qwen3_next": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_by_sparse_step),
+    "qwen3_5_moe": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_every),
+    "qwen3_5_moe_text": FamilyKeys(num_experts=("num_experts", "num_local_experts"), moe_layers=_every),
     "mixtral": FamilyKeys(
         num_experts=("num_local_experts", "num_experts"),
         moe_layers=_every,

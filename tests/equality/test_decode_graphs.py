@@ -31,7 +31,9 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.7, "logprobs": 2}
 
 
-@pytest.fixture(scope="module", params=[("qwen3_moe", 7), ("glm4_moe", 10)], ids=lambda p: str(p[0]))
+@pytest.fixture(
+    scope="module", params=[("qwen3_moe", 7), ("glm4_moe", 10), ("qwen3_next", 7)], ids=lambda p: str(p[0])
+)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """A model and its experts."""
     name, num_experts = request.param
@@ -106,10 +108,12 @@ def test_latent_attention(tmp_path: Path, name: str, num_experts: int) -> None:
     assert tight == run(model, Setup(), requests(4, GREEDY))
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_experts_lost_during_replays_do_not_show(tmp_path: Path, params: dict[str, Any]) -> None:
-    """Replayed steps, and those launched behind them, are undone and replayed again."""
-    make_tiny_model("qwen3_moe", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "params"), [("qwen3_moe", GREEDY), ("qwen3_moe", SAMPLED), ("qwen3_next", SAMPLED)]
+)
+def test_experts_lost_during_replays_do_not_show(tmp_path: Path, name: str, params: dict[str, Any]) -> None:
+    """Replayed steps, and those launched behind them, are undone and replayed again; so are their states."""
+    make_tiny_model(name, tmp_path)
     model, experts = tiny_model(tmp_path, HOST), DoomedDenseExperts(tmp_path, 7)
     setup = Setup(largest_graph=4)
     expected = run((model, experts), setup, requests(4, params))

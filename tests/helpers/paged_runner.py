@@ -12,6 +12,7 @@ import torch
 from gpu_service.attention.factory import make_attention
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.paged_cache import make_cache
+from gpu_service.cache.state_cache import make_states
 from gpu_service.context import ForwardContext
 from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig, ModelOverrides
@@ -19,14 +20,25 @@ from gpu_service.models.common import CausalLM
 from gpu_service.models.registry import build_model
 from tests.helpers.torch_experts import TorchExperts
 
+# Each step of a request writes another one.
+_NUM_STATES = 1024
+
 
 @dataclass
 class Decoding:
-    """One request: its tokens, its pages in order, and how many tokens have their KV."""
+    """One request: its tokens, its pages in order, and how many tokens have their KV.
+
+    `states`: of linear attention, slots of the states behind so many tokens, where a step ended.
+    """
 
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
     computed: int = 0
+    states: dict[int, int] = field(default_factory=lambda: {0: 0})
+
+    def shared(self, tokens: list[int], computed: int, page_size: int) -> Decoding:
+        """Another request that starts from this one's first `computed` tokens, behind which a step ended."""
+        return Decoding(tokens, self.pages[: computed // page_size], computed, dict(self.states))
 
 
 class PagedRunner:
@@ -36,6 +48,8 @@ class PagedRunner:
         self.model = model
         self.kv_cache = make_cache(model.config, num_pages, page_size, model.dtype)
         self.attention = make_attention(model.config, self.kv_cache, "cpu")
+        self.states = make_states(model.config, _NUM_STATES, model.dtype)
+        self._unused_states = iter(range(1, _NUM_STATES))
         self._experts = experts
         self._free = [page for start in (1, 2, 3) for page in range(start, num_pages, 3)]
 
@@ -44,7 +58,7 @@ class PagedRunner:
         """Compute the next n tokens of each sequence together; logits `[sum(n), V]` of all rows."""
         inputs = self._inputs(work)
         self.attention.plan(inputs)
-        context = ForwardContext(inputs, self.kv_cache, self.attention, self._experts)
+        context = ForwardContext(inputs, self.kv_cache, self.attention, self._experts, states=self.states)
         logits = self.model.compute_logits(self.model(context)[inputs.logits_indices])
         for sequence, count in work:
             sequence.computed += count
@@ -69,6 +83,13 @@ class PagedRunner:
         for row, (sequence, _) in enumerate(work):
             table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
         seq_lens = [sequence.computed + count for sequence, count in work]
+        reads = [sequence.states.get(sequence.computed, 0) for sequence, _ in work]
+        if self.states is not None:
+            for (sequence, _), length in zip(work, seq_lens, strict=True):
+                sequence.states[length] = next(self._unused_states)
+        writes = [
+            sequence.states.get(length, 0) for (sequence, _), length in zip(work, seq_lens, strict=True)
+        ]
         return ForwardInputs(
             input_ids=torch.tensor(ids),
             positions=torch.tensor(positions),
@@ -79,6 +100,8 @@ class PagedRunner:
             logits_indices=torch.arange(len(ids)),
             query_start_loc_tensor=torch.tensor(starts, dtype=torch.int32),
             seq_lens_tensor=torch.tensor(seq_lens, dtype=torch.int32),
+            state_reads=torch.tensor(reads),
+            state_writes=torch.tensor(writes),
         )
 
     def prefill(self, tokens: Sequence[int], chunk: int | None = None) -> tuple[Decoding, torch.Tensor]:

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
+from gpu_service.assembly.states import allocate_states, make_request_cache
 from gpu_service.attention.factory import Attention
-from gpu_service.cache.page_pool import PagePool
 from gpu_service.cache.paged_cache import PagedCache, make_cache
-from gpu_service.cache.radix_cache import RadixCache
-from gpu_service.cache.request_cache import RequestCache
 from gpu_service.device.graphs import GraphBackend
 from gpu_service.device.stream import DeviceStream
 from gpu_service.device.transfer import Uploader
@@ -36,6 +34,7 @@ from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
 from gpu_service.vision.features import ImageEncoder
+from moebius.config import GpuConfig
 
 PAGE_SIZE = 4
 CONTEXT_LIMIT = 96
@@ -95,7 +94,9 @@ def tiny_engine(
 ) -> Iterator[TinyEngine]:
     """Runs an engine; at the end stops it and checks its books."""
     limits = SchedulerLimits(setup.max_num_seqs, setup.budget, CONTEXT_LIMIT, 1, frozenset())
-    cache = RequestCache(PagePool(setup.num_pages), RadixCache(PAGE_SIZE), True)
+    gpu = GpuConfig(page_size=PAGE_SIZE, max_num_seqs=setup.max_num_seqs)
+    states = allocate_states(gpu, model.config, stream.device)
+    cache = make_request_cache(gpu, states, setup.num_pages)
     kv_cache = make_cache(model.config, setup.num_pages, PAGE_SIZE, model.dtype, stream.device)
     runner = ModelRunner(
         model,
@@ -106,6 +107,7 @@ def tiny_engine(
         Sampler(model.config.vocab_size, stream.device, setup.max_num_seqs),
         encoder=encoder,
         has_mrope=bool(model.config.rope.mrope_sections),
+        states=states,
     )
     uploader = Uploader(stream)
     graphs = None

@@ -18,6 +18,7 @@ import torch
 
 from tests.helpers.tiny_dsa_models import DSA_MODELS
 from tests.helpers.tiny_gqa_models import GQA_MODELS
+from tests.helpers.tiny_linear_models import CENTERED_NORMS, LINEAR_MODELS
 from tests.helpers.tiny_mla_models import MLA_MODELS
 from tests.helpers.tiny_multimodal_text import MULTIMODAL_MODELS, TEXT_TOWERS
 
@@ -150,6 +151,7 @@ TINY_MODELS |= {name: TinyModel(**fields) for name, fields in MLA_MODELS.items()
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in GQA_MODELS.items()}
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in DSA_MODELS.items()}
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in MULTIMODAL_MODELS.items()}
+TINY_MODELS |= {name: TinyModel(**fields) for name, fields in LINEAR_MODELS.items()}
 
 
 def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
@@ -169,17 +171,21 @@ def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
         "mixtral": "Mixtral",
         "olmoe": "Olmoe",
         "qwen2_moe": "Qwen2Moe",
+        "qwen3_5_moe_text": "Qwen3_5Moe",
         "qwen3_moe": "Qwen3Moe",
+        "qwen3_next": "Qwen3Next",
     }[model_type]
-    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    model = getattr(transformers, f"{name}ForCausalLM")
+    return model.config_class, model
 
 
-def _randomize(model: torch.nn.Module, seed: int) -> None:
+def _randomize(model: Any, seed: int) -> None:
+    centered = model.config.model_type in CENTERED_NORMS
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
         if name.endswith("norm.weight"):
-            tensor.copy_(1 + 0.2 * noise)
+            tensor.copy_((0 if centered and ".linear_attn." not in name else 1) + 0.2 * noise)
         elif name.endswith("bias"):
             tensor.copy_(0.5 * noise)
         else:

@@ -24,6 +24,7 @@ _QWEN_VISION: dict[str, Any] = {
     "deepstack_visual_indexes": [0],
     "num_position_embeddings": 16,
 }
+_QWEN_3_5_VISION = {key: value for key, value in _QWEN_VISION.items() if key != "deepstack_visual_indexes"}
 _GLM_VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 16,
@@ -68,6 +69,8 @@ class TextTower:
     # From what transformers writes to what was released: name and tensor.
     published: Callable[[str, Tensor], tuple[str, Tensor]] = _as_is
     text_model_type: str | None = None
+    # Whether experts were released as `[E, 2I, H]` and `[E, H, I]`, but are written one by one.
+    fuses_experts: bool = False
 
     def config(self, text: dict[str, Any]) -> Any:
         """Transformers' configuration of the whole model."""
@@ -92,7 +95,8 @@ class TextTower:
         from safetensors.torch import load_file, save_file
 
         for file in directory.glob("*.safetensors"):
-            save_file(dict(self.published(*item) for item in load_file(file).items()), file)
+            tensors = dict(self.published(*item) for item in load_file(file).items())
+            save_file(_fuse_experts(tensors) if self.fuses_experts else tensors, file)
         index = directory / "model.safetensors.index.json"
         if index.exists():
             content = json.loads(index.read_text())
@@ -101,7 +105,22 @@ class TextTower:
             index.write_text(json.dumps(content | {"weight_map": names}))
 
 
+def _fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Qwen3.5-MoE, in one file: all experts of a layer in two tensors."""
+    apart = [name for name in tensors if re.search(r"\.experts\.\d+\.", name)]
+    fused = {name: tensor for name, tensor in tensors.items() if name not in apart}
+    for stem in sorted({re.split(r"\d+\.[a-z_]+\.weight$", name)[0] for name in apart}):
+        experts = range(sum(name.startswith(stem) and name.endswith("up_proj.weight") for name in apart))
+        gate, up, down = (
+            torch.stack([tensors[f"{stem}{expert}.{part}_proj.weight"] for expert in experts])
+            for part in ("gate", "up", "down")
+        )
+        fused |= {stem + "gate_up_proj": torch.cat((gate, up), dim=1), stem + "down_proj": down}
+    return fused
+
+
 TEXT_TOWERS: dict[str, TextTower] = {
+    "qwen3_5_moe": TextTower("Qwen3_5Moe", _QWEN_3_5_VISION, fuses_experts=True),
     "qwen3_vl_moe": TextTower("Qwen3VLMoe", _QWEN_VISION, _transpose_experts),
     "glm4v_moe": TextTower("Glm4vMoe", _GLM_VISION),
     "kimi_k25": TextTower("Kimi_K25", _KIMI_VISION, _kimi_names, "deepseek_v3"),

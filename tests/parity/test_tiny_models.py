@@ -100,11 +100,11 @@ def test_chunked_prefill_is_unchunked_prefill(runner: PagedRunner, chunk: int) -
 
 
 def test_a_reused_prefix_gives_the_logits_of_a_fresh_one(runner: PagedRunner) -> None:
-    donor, _ = runner.prefill(PROMPTS[0])
+    donor, _ = runner.prefill(PROMPTS[0], chunk=8)
     tokens = [*PROMPTS[0][:8], 77, 5, 6]
     _, fresh = runner.prefill(tokens)
     # Two full pages of the donor are shared; the rest is computed into pages of its own.
-    sharer = Decoding(tokens, pages=donor.pages[:2], computed=8)
+    sharer = donor.shared(tokens, 8, page_size=4)
     reused = runner.step([(sharer, 3)])
     torch.testing.assert_close(reused, fresh[8:], rtol=0, atol=LOGITS_FLOAT32_SELF)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from gpu_service.cache.kv_cache import bytes_per_page
+from gpu_service.cache.request_states import num_state_slots
+from gpu_service.cache.state_cache import StateCache, state_bytes
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.estimate import StepSize, activation_bytes, graph_bytes, parameter_bytes
 from gpu_service.memory.kv_pool import size_kv_pool, useful_pages
@@ -19,6 +22,7 @@ from gpu_service.memory.plan import (
     GRAPHS,
     KV,
     RESIDENT,
+    STATES,
     ExpertMemory,
     MemoryPlan,
     plan_memory,
@@ -32,6 +36,7 @@ from moebius.config_loader import load_config
 from moebius.errors import UserError
 from moebius.random_model.shapes import parse_shape
 from tests.helpers.fake_memory import GIB, FakeMemory
+from tests.unit.test_hf_linear import NEXT
 
 H200 = 140 * GIB
 # Of Qwen3-30B-A3B as int4 in groups of 32.
@@ -159,3 +164,16 @@ def test_pool_is_refused_when_too_little_is_left(model: CausalLM) -> None:
         size_kv_pool(planned, config, model.config, full)
     with pytest.raises(UserError, match=r"kv_cache_gib asks for takes 9\.00 GiB, but after loading"):
         size_kv_pool(planned, settings(kv_cache_gib=9.0), model.config, full)
+
+
+def test_states_of_linear_attention_are_counted(tmp_path: Path) -> None:
+    """Three for each request that runs, one for each snapshot, that of zeros and that of padding."""
+    (tmp_path / "config.json").write_text(json.dumps(NEXT))
+    hybrid = build_model(ModelConfig.from_dir(tmp_path))
+    config = settings(max_num_seqs=8, state_snapshots=5)
+    planned = plan(hybrid, config)
+    assert planned.of(STATES) == (2 + 3 * 8 + 5) * state_bytes(hybrid.config)
+    assert hybrid.config.linear is not None
+    states = StateCache(hybrid.config.linear, num_state_slots(config.gpu), torch.bfloat16, "meta")
+    assert planned.of(STATES) == states.nbytes
+    assert planned.fixed + planned.kv_bytes == planned.budget

@@ -1,0 +1,109 @@
+"""States of requests with linear attention: written anew by every step, kept where prefixes may end.
+
+steps of a request   ... N reads a, writes b | N+1 reads b, writes c | N+2 reads c, writes d ...
+
+A step holds what it reads and writes until its results are committed, so whatever happens to the request,
+the step can be run again. A request holds the state behind its last scheduled token, and snapshots: states
+behind whole pages that were computed, for the prefix tree. Nothing is ever copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gpu_service.batch import Batch
+from gpu_service.cache.state_cache import ZERO_SLOT
+from gpu_service.cache.state_pool import StatePool
+from gpu_service.request import Request
+from moebius.config import GpuConfig
+
+# Slots of a request that runs in two steps in flight: what each reads, and what the later one writes.
+SLOTS_PER_REQUEST = 3
+
+
+def num_snapshots(gpu: GpuConfig) -> int:
+    """States that may be kept for others to start from."""
+    if not gpu.prefix_caching:
+        return 0
+    return gpu.max_num_seqs if gpu.state_snapshots is None else gpu.state_snapshots
+
+
+def num_state_slots(gpu: GpuConfig) -> int:
+    """Slots that the settings ask for: of zeros, of running requests, of snapshots."""
+    return 1 + SLOTS_PER_REQUEST * gpu.max_num_seqs + num_snapshots(gpu)
+
+
+class RequestStates:
+    """Hands slots to steps; bounds how many states are snapshots, those of the tree included."""
+
+    def __init__(self, pool: StatePool, max_snapshots: int) -> None:
+        self.pool = pool
+        self.max_snapshots = max_snapshots
+        # Held by requests or the tree for others to start from.
+        self.num_snapshots = 0
+        # By number, steps that were planned and not committed; they hold their slots.
+        self._steps: dict[int, Batch] = {}
+
+    def start(self, request: Request, slot: int) -> None:
+        """A request is given its slot in the batch; it starts from a state of the tree's, or from zeros."""
+        self.pool.hold(slot)
+        request.state_slot = slot
+
+    def advance(self, request: Request, batch: Batch) -> None:
+        """Plans that the batch's next row reads the request's state and writes a new one.
+
+        Raises OutOfStates when no slot is free before an earlier step is committed.
+        """
+        written = self.pool.alloc()
+        # What the request held is the step's from now on; the new one is held by both.
+        batch.state_reads.append(request.state_slot)
+        batch.state_writes.append(written)
+        self.pool.hold(written)
+        request.state_slot = written
+        self._steps[batch.step] = batch
+
+    def committed(self, batch: Batch) -> None:
+        """The batch will never be run again."""
+        if self._steps.pop(batch.step, None) is None:
+            return
+        for slot in (*batch.state_reads, *batch.state_writes):
+            self.pool.drop(slot)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one snapshot more needs another one forgotten."""
+        return self.num_snapshots >= self.max_snapshots
+
+    def snapshot(self, request: Request, slot: int, length: int) -> None:
+        """Keeps the state behind the first `length` tokens of a request; not `is_full`."""
+        self.pool.hold(slot)
+        self.num_snapshots += 1
+        request.snapshots.append((length, slot))
+
+    def forget(self, slot: int) -> None:
+        """A snapshot is no longer kept, by a request or by the tree."""
+        self.num_snapshots -= 1
+        self.pool.drop(slot)
+
+    def take_snapshots(self, request: Request) -> Sequence[tuple[int, int]]:
+        """Those of a request, (length, slot) in ascending order; the caller keeps or forgets each."""
+        taken, request.snapshots = request.snapshots, []
+        return taken
+
+    def leave(self, request: Request) -> None:
+        """The request runs no more, for now or for ever."""
+        for _, slot in self.take_snapshots(request):
+            self.forget(slot)
+        self.pool.drop(request.state_slot)
+        request.state_slot = ZERO_SLOT
+
+    def check_integrity(self, requests: Iterable[Request], cached: Sequence[int]) -> None:
+        """Raises AssertionError unless every slot's holders are requests, steps and the tree (`cached`)."""
+        held, snapshots = list(cached), len(cached)
+        for request in requests:
+            held += [request.state_slot, *(slot for _, slot in request.snapshots)]
+            snapshots += len(request.snapshots)
+        for batch in self._steps.values():
+            held += [*batch.state_reads, *batch.state_writes]
+        self.pool.check_integrity(held)
+        assert snapshots == self.num_snapshots, f"{snapshots} snapshots, counted {self.num_snapshots}"

@@ -1,0 +1,147 @@
+"""Linear attention by the gated delta rule. Source: Gated DeltaNet (arXiv:2412.06464), as in Qwen3-Next."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from gpu_service.batch import ForwardInputs
+from gpu_service.cache.state_cache import StateCache
+from gpu_service.context import ForwardContext
+from gpu_service.layers.linear import FusedLinear, RowParallelLinear, empty_parameter
+from gpu_service.layers.norm import RMSNorm
+from gpu_service.layers.row_orders import linear_attention_order
+from gpu_service.layers.step_sequences import StepSequences
+from gpu_service.model_config import ModelConfig
+from gpu_service.ops.causal_conv import causal_conv, causal_conv_update
+from gpu_service.ops.delta_rule import chunked_delta_rule, delta_rows, gated_delta_update
+from gpu_service.ops.gated_norm import gated_rms_norm
+from gpu_service.ops.rope import RopeTable
+from gpu_service.parallel.partition import Span
+
+
+class Projected(NamedTuple):
+    """One product's columns, views of it; T = tokens, H = value heads."""
+
+    qkv: torch.Tensor  # [T, conv_size]
+    gate: torch.Tensor  # [T, value_size]
+    b: torch.Tensor  # [T, H]
+    a: torch.Tensor  # [T, H]
+
+
+class GatedDeltaNet(nn.Module):
+    """Projection, convolution, recurrence, gated norm, output; reads and writes states instead of a cache.
+
+    `state_layer` counts the linear-attention layers of the pipeline stage. `interleaved`: the checkpoint's
+    projections go by key head, each with its query, key, values and gates, not by what they are.
+    """
+
+    checkpoint_name = "linear_attn"
+
+    def __init__(
+        self,
+        state_layer: int,
+        config: ModelConfig,
+        sequences: StepSequences,
+        *,
+        interleaved: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        linear = config.linear
+        assert linear is not None, "the family's reader fills `linear`"
+        self._sizes, self._state_layer, self._sequences = linear, state_layer, sequences
+        size, heads, values = config.hidden_size, linear.num_value_heads, linear.value_size
+        if interleaved:
+            parts = {"in_proj_qkvz": linear.conv_size + values, "in_proj_ba": 2 * heads}
+        else:
+            parts = {"in_proj_qkv": linear.conv_size, "in_proj_z": values, "in_proj_b": heads} | {
+                "in_proj_a": heads
+            }
+        self.in_proj = FusedLinear(
+            size,
+            {name: Span.whole(rows) for name, rows in parts.items()},
+            bias=False,
+            dtype=dtype,
+            order=linear_attention_order(linear) if interleaved else None,
+        )
+        self.conv1d = ConvWeight(linear.conv_size, linear.conv_width, dtype=dtype)
+        # As published and as trained: decays are sensitive to their last bits.
+        self.A_log = empty_parameter(heads, dtype=torch.float32)
+        self.dt_bias = empty_parameter(heads, dtype=torch.float32)
+        self.norm = RMSNorm(linear.value_head_dim, config.rms_norm_eps, dtype=dtype)
+        self.out_proj = RowParallelLinear(Span.whole(values), size, bias=False, dtype=dtype)
+
+    def forward(self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext) -> torch.Tensor:
+        """`[T, H]` to a new `[T, H]`; the states behind the step are in the slots that it writes."""
+        inputs, states = context.inputs, context.states
+        assert states is not None, "a model with linear attention needs states"
+        sizes = (self._sizes.conv_size, self._sizes.value_size, *(2 * [self._sizes.num_value_heads]))
+        projected = Projected(*self.in_proj(hidden_states).split(sizes, dim=1))
+        if inputs.is_uniform_decode:
+            assert inputs.state_reads is not None
+            assert inputs.state_writes is not None
+            values = self._update(projected, states, inputs.state_reads, inputs.state_writes)
+        else:
+            values = self._mixed(projected, states, inputs)
+        output: torch.Tensor = self.out_proj(
+            gated_rms_norm(values, projected.gate, self.norm.weight, self.norm.eps)
+        )
+        return output
+
+    def _update(
+        self, projected: Projected, states: StateCache, reads: torch.Tensor, writes: torch.Tensor
+    ) -> torch.Tensor:
+        """One token of each request: `[R, num_value_heads, value_head_dim]`."""
+        layer = self._state_layer
+        qkv = causal_conv_update(projected.qkv, states.conv(layer), self.conv1d.taps, reads, writes)
+        state = states.recurrent(layer)
+        return gated_delta_update(
+            qkv, projected.a, projected.b, self.A_log, self.dt_bias, state, reads, writes
+        )
+
+    def _mixed(self, projected: Projected, states: StateCache, inputs: ForwardInputs) -> torch.Tensor:
+        """Requests with several tokens one after the other, all others together; `[T, heads, head_dim]`."""
+        reads, writes, sequences = inputs.state_reads, inputs.state_writes, self._sequences
+        assert reads is not None
+        assert writes is not None
+        sequences.plan(inputs)
+        heads = self._sizes.num_value_heads, self._sizes.value_head_dim
+        values = projected.qkv.new_empty((projected.qkv.shape[0], *heads))
+        rows = sequences.single_rows
+        if len(rows):
+            chosen, requests = Projected(*(part[rows] for part in projected)), sequences.single_requests
+            values[rows] = self._update(chosen, states, reads[requests], writes[requests])
+        for request, begin, end in sequences.several:
+            slots = slice(request, request + 1)
+            chosen = Projected(*(part[begin:end] for part in projected))
+            values[begin:end] = self._extend(chosen, states, reads[slots], writes[slots])
+        return values
+
+    def _extend(
+        self, projected: Projected, states: StateCache, read: torch.Tensor, write: torch.Tensor
+    ) -> torch.Tensor:
+        """The next tokens of one request: `[T, num_value_heads, value_head_dim]`."""
+        conv, recurrent = states.conv(self._state_layer), states.recurrent(self._state_layer)
+        qkv, recent = causal_conv(projected.qkv, conv[read][0], self.conv1d.taps)
+        conv[write] = recent[None]
+        dims = self._sizes.key_head_dim, self._sizes.value_head_dim
+        rows = delta_rows(qkv, projected.a, projected.b, self.A_log, self.dt_bias, *dims)
+        values, state = chunked_delta_rule(rows, recurrent[read][0])
+        recurrent[write] = state[None]
+        return values.to(qkv.dtype)
+
+
+class ConvWeight(nn.Module):
+    """Weights of a causal convolution, `[channels, 1, width]` as checkpoints have them."""
+
+    def __init__(self, channels: int, width: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(channels, 1, width, dtype=dtype)
+
+    @property
+    def taps(self) -> torch.Tensor:
+        """View `[channels, width]`, the newest token's last."""
+        return self.weight[:, 0]

@@ -1,0 +1,117 @@
+"""The gated delta rule, a recurrence over a matrix per head (Yang et al. 2024, arXiv:2412.06464).
+
+    S_t = exp(g_t) S_{t-1};  S_t += k_t (beta_t (v_t - k_t^T S_t))^T;  o_t = q_t^T S_t / sqrt(key_head_dim)
+
+with queries and keys of length 1, decay g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b). Key head
+i serves the value heads i r to (i + 1) r - 1, r of them. All arithmetic is in float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from gpu_service.ops.registry import Op
+
+# Tokens whose mutual influence is solved at once; longer chunks cost more products, shorter ones more steps.
+CHUNK = 64
+# Added to the squares of a head, as the models were trained.
+_EPSILON = 1e-6
+
+
+class DeltaRows(NamedTuple):
+    """One token in each row: what the recurrence reads; float32. H = value heads."""
+
+    query: torch.Tensor  # [T, H, key_head_dim], of length 1 / sqrt(key_head_dim)
+    key: torch.Tensor  # [T, H, key_head_dim], of length 1
+    value: torch.Tensor  # [T, H, value_head_dim]
+    log_decay: torch.Tensor  # [T, H], at most 0
+    beta: torch.Tensor  # [T, H]
+
+
+def delta_rows(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    key_head_dim: int,
+    value_head_dim: int,
+) -> DeltaRows:
+    """From what the layer projects: qkv `[T, 2 * key heads * key_head_dim + H * value_head_dim]`, a and b
+    `[T, H]` (any strides), a_log and dt_bias float32 `[H]`.
+    """
+    tokens, heads = b.shape
+    value_size = heads * value_head_dim
+    key_size = (qkv.shape[1] - value_size) // 2
+    repeats = heads * key_head_dim // key_size
+
+    def unit(columns: torch.Tensor) -> torch.Tensor:
+        rows = columns.float().view(tokens, -1, key_head_dim)
+        scale = (rows.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
+        return (rows * scale).repeat_interleave(repeats, dim=1)
+
+    return DeltaRows(
+        query=unit(qkv[:, :key_size]) * key_head_dim**-0.5,
+        key=unit(qkv[:, key_size : 2 * key_size]),
+        value=qkv[:, 2 * key_size :].float().view(tokens, heads, value_head_dim),
+        log_decay=-a_log.exp() * functional.softplus(a.float() + dt_bias),
+        beta=b.float().sigmoid(),
+    )
+
+
+@Op
+def gated_delta_update(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    reads: torch.Tensor,
+    writes: torch.Tensor,
+) -> torch.Tensor:
+    """One token of each of R requests.
+
+    The first five as in `delta_rows`; states float32 `[slots, H, key_head_dim, value_head_dim]`; reads and
+    writes int64 `[R]`: slots of the states before and after the token, none both read and written. Returns
+    `[R, H, value_head_dim]` in qkv's dtype.
+    """
+    rows = delta_rows(qkv, a, b, a_log, dt_bias, *states.shape[2:])
+    state = states[reads] * rows.log_decay.exp()[..., None, None]
+    known = (rows.key[..., None] * state).sum(-2)
+    change = rows.beta[..., None] * (rows.value - known)
+    state = state + rows.key[..., None] * change[..., None, :]
+    states[writes] = state
+    return (rows.query[..., None] * state).sum(-2).to(qkv.dtype)
+
+
+def chunked_delta_rule(
+    rows: DeltaRows, state: torch.Tensor, chunk: int = CHUNK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence over one request's next tokens, a chunk at a time instead of a token.
+
+    state float32 `[H, key_head_dim, value_head_dim]`, which stays as it is. Returns float32
+    `[T, H, value_head_dim]` and the state behind the last token.
+
+    Within a chunk, the changes u_i = beta_i (v_i - k_i^T S_i) that its tokens write to the state depend on
+    each other through a triangular system (section 3.3 of the source): with G the sum of the log decays,
+
+        u_i + beta_i sum_{j<i} exp(G_i - G_j) (k_i . k_j) u_j = beta_i (v_i - exp(G_i) k_i^T S)
+    """
+    outputs = []
+    for begin in range(0, rows.query.shape[0], chunk):
+        query, key, value, log_decay, beta = (part[begin : begin + chunk].transpose(0, 1) for part in rows)
+        total = log_decay.cumsum(-1)
+        between = (total[:, :, None] - total[:, None, :]).tril()
+        decay = between.exp().tril()
+        decayed = total.exp()[..., None]
+        system = (key @ key.mT * decay * beta[..., None]).tril(-1)
+        wanted = beta[..., None] * (value - decayed * (key @ state))
+        changes = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        outputs.append(decayed * (query @ state) + (query @ key.mT * decay) @ changes)
+        left = (total[:, -1:] - total).exp()[..., None]
+        state = decayed[:, -1:] * state + (left * key).mT @ changes
+    return torch.cat(outputs, dim=1).transpose(0, 1), state

@@ -1,0 +1,101 @@
+"""Tiny configurations of families with linear attention, for `tiny_models.TINY_MODELS`.
+
+Four layers or five, so that layers of either kind follow both kinds; no two of the sizes that could be
+mistaken for one another are alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+# Of norms: with the usual 1e-6, heads that are zero but for rounding would be magnified a thousand times, and
+# every way of summing them would give other logits.
+_EPSILON = 1e-3
+
+# Families whose norms, but for the one inside linear attention, hold their weight less 1.
+CENTERED_NORMS = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
+
+
+def _rope(**changes: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, **changes}
+
+
+# Name -> fields of `TinyModel`; of `qwen3_5_moe`, `changes` are those of the text model.
+LINEAR_MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "changes": {
+            "num_hidden_layers": 4,
+            "rms_norm_eps": _EPSILON,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 28,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 10,
+        },
+    },
+    "qwen3_next_bias_dense_tied": {
+        "model_type": "qwen3_next",
+        "changes": {
+            "num_hidden_layers": 5,
+            "rms_norm_eps": _EPSILON,
+            "num_experts": 9,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 36,
+            "attention_bias": True,
+            "num_key_value_heads": 3,
+            "mlp_only_layers": [1],
+            "layer_types": [_FULL, _LINEAR, _LINEAR, _FULL, _LINEAR],
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 6,
+            "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": True,
+            "rope_parameters": _rope(rope_theta=700.0, partial_rotary_factor=0.5),
+        },
+        "shard_bytes": 60_000,
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe",
+        "changes": {
+            "num_hidden_layers": 4,
+            "rms_norm_eps": _EPSILON,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 28,
+            "head_dim": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 14,
+            "rope_parameters": _rope(mrope_section=[1, 1, 1]),
+        },
+    },
+    "qwen3_5_moe_text_bias_tied": {
+        "model_type": "qwen3_5_moe_text",
+        "changes": {
+            "num_hidden_layers": 4,
+            "rms_norm_eps": _EPSILON,
+            "num_experts": 10,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 44,
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "layer_types": [_LINEAR, _FULL, _FULL, _LINEAR],
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": _rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
+        },
+        "shard_bytes": 60_000,
+    },
+}

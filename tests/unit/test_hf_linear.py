@@ -1,0 +1,168 @@
+"""Invariant: the families of `hf_linear` are read as published, and what they do not compute is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_service.cache.kv_cache import bytes_per_page
+from gpu_service.cache.state_cache import state_bytes
+from gpu_service.layers.row_orders import gated_query_order, linear_attention_order
+from gpu_service.model_config import LinearAttentionConfig, ModelConfig, ModelConfigError
+from gpu_service.models.registry import build_model
+from gpu_service.parallel.context import ParallelContext
+from gpu_service.parallel.partition import check_divisible, shard_config
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.errors import ConfigError
+
+# With the sizes of Qwen3-Next-80B-A3B.
+NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "rope_scaling": None,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+}
+# With those of Qwen3.5-35B-A3B; of the vision tower, only what the language model's reader meets.
+NEXT_5: dict[str, Any] = {
+    "model_type": "qwen3_5_moe",
+    "tie_word_embeddings": False,
+    "text_config": {
+        **{key: value for key, value in NEXT.items() if key not in ("intermediate_size", "rope_theta")},
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "vocab_size": 248320,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+    },
+}
+
+
+def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
+    values = {key: value for key, value in (base | changes).items() if value != "absent"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return ModelConfig.from_dir(tmp_path)
+
+
+def _text(tmp_path: Path, **changes: Any) -> ModelConfig:
+    return _read(tmp_path, NEXT_5["text_config"], **changes)
+
+
+def test_qwen3_next_is_read(tmp_path: Path) -> None:
+    config = _read(tmp_path, NEXT)
+    linear = config.linear
+    assert linear is not None
+    assert (linear.conv_size, linear.value_size, linear.conv_width) == (8192, 4096, 4)
+    assert config.attention_layers == tuple(range(3, 48, 4))
+    assert sorted((*config.attention_layers, *linear.layers)) == list(range(48))
+    assert (config.rope.rotary_dim, config.rope.mrope_sections) == (64, ())
+    assert (config.moe.shared_gate, config.moe.router.post) == (True, "renormalize")
+    assert config.centered_norms
+    assert len(config.moe.layers) == 48
+    assert MoeGeometry.from_config(tmp_path).moe_layers == config.moe_layer_ids
+    # Keys and values in 12 layers; 36 matrices of 32 heads, and what their convolutions remember.
+    assert bytes_per_page(config, 16, torch.bfloat16) == 12 * 16 * 2 * 2 * 256 * 2
+    assert state_bytes(config) == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+
+
+def test_the_text_model_of_qwen3_5_is_read_where_it_is(tmp_path: Path) -> None:
+    """Nested in the whole model's configuration, or alone."""
+    (tmp_path / "alone").mkdir()
+    alone = _text(tmp_path / "alone")
+    for config in (alone, _read(tmp_path, NEXT_5)):
+        assert config.attention_layers == tuple(range(3, 40, 4))
+        assert (config.rope.mrope_sections, config.rope.mrope_interleaved) == ((11, 11, 10), True)
+        assert (config.intermediate_size, config.moe.router.post) == (0, "renormalize")
+        assert len(config.moe.layers) == 40
+    assert MoeGeometry.from_config(tmp_path).moe_layers == tuple(range(40))
+    assert build_model(alone).config is alone
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"layer_types": ["linear_attention"] * 48}, "layers of both types"),
+        ({"layer_types": ["full_attention"] * 3}, "one type for each of the 48 layers"),
+        ({"layer_types": ["sliding_attention"] * 48}, "allowed: full_attention, linear_attention"),
+        ({"linear_num_value_heads": 24}, "a multiple of 16"),
+        ({"linear_conv_kernel_dim": 1}, "an integer >= 2"),
+        ({"shared_expert_intermediate_size": "absent"}, "shared_expert_intermediate_size"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelConfigError, match=complaint):
+        _read(tmp_path, NEXT, **changes)
+
+
+def test_ranks_that_can_not_divide_states_are_refused(tmp_path: Path) -> None:
+    config = _read(tmp_path, NEXT)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 2 can not divide the linear attention"):
+        check_divisible(config, ParallelContext(tp_size=2))
+    check_divisible(config, ParallelContext(num_stages=12))
+    with pytest.raises(ConfigError, match="none of which attends"):
+        check_divisible(config, ParallelContext(num_stages=13))
+
+
+def test_stages_have_their_own_layers(tmp_path: Path) -> None:
+    config = _read(tmp_path, NEXT)
+    own = shard_config(config, ParallelContext(stage=1, num_stages=3))
+    assert own.linear is not None
+    assert (own.attention_layers, len(own.linear.layers)) == ((3, 7, 11, 15), 12)
+
+
+def test_rows_are_put_apart_as_transformers_takes_them_apart() -> None:
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    sizes = LinearAttentionConfig(2, 6, 4, 5, 4, frozenset({0}))
+    oracle: Any = Qwen3NextGatedDeltaNet(
+        Qwen3NextConfig(
+            hidden_size=8,
+            num_hidden_layers=1,
+            layer_types=["linear_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=6,
+            linear_key_head_dim=4,
+            linear_value_head_dim=5,
+        ),
+        0,
+    )
+    rows = torch.arange(sizes.conv_size + sizes.value_size + 12)
+    mixed, gates = rows[None, None, :-12], rows[None, None, -12:]
+    parts = oracle.fix_query_key_value_ordering(mixed, gates)
+    assert linear_attention_order(sizes) == torch.cat([part.flatten() for part in parts]).tolist()
+
+
+def test_gates_of_queries_go_last() -> None:
+    """Two heads of three elements, one key and one value head."""
+    assert gated_query_order(2, 1, 3) == [0, 1, 2, 6, 7, 8, *range(12, 18), 3, 4, 5, 9, 10, 11]
