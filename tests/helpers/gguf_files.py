@@ -139,6 +139,16 @@ def gguf_tensors(
     return found
 
 
+def _prediction_layer(
+    tensors: dict[str, tuple[NDArray[Any], str]], position: int
+) -> dict[str, tuple[NDArray[Any], str]]:
+    """A decoder layer more, and the tensors that join it to the model."""
+    last, block = f"blk.{position - 1}.", f"blk.{position}."
+    found = {name.replace(last, block): stored for name, stored in tensors.items() if name.startswith(last)}
+    norm = tensors["output_norm.weight"]
+    return found | {f"{block}nextn.{name}.weight": norm for name in ("enorm", "hnorm", "shared_head_norm")}
+
+
 def write_gguf(
     model: Any,
     path: Path,
@@ -147,16 +157,23 @@ def write_gguf(
     latent_split: bool = True,
     max_tensors: int = 0,
     leave_out: str = "",
+    prediction_layer: bool = False,
 ) -> None:
-    """The model's file, or its parts of at most `max_tensors`; `leave_out`: a tensor that is forgotten."""
+    """The model's file, or its parts of at most `max_tensors`.
+
+    `leave_out`: a tensor that is forgotten; `prediction_layer`: a block for multi-token prediction follows.
+    """
     config = model.config
     name = config.model_type
     arch = MODEL_ARCH[ARCHITECTURES[name]]
     from gguf import MODEL_ARCH_NAMES
 
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch], split_max_tensors=max_tensors)
-    write_metadata(writer, config, latent_split=latent_split)
-    for stored_name, (array, kind) in gguf_tensors(model, types, latent_split=latent_split).items():
+    write_metadata(writer, config, latent_split=latent_split, prediction_layers=int(prediction_layer))
+    tensors = gguf_tensors(model, types, latent_split=latent_split)
+    if prediction_layer:
+        tensors |= _prediction_layer(tensors, config.num_hidden_layers)
+    for stored_name, (array, kind) in tensors.items():
         if stored_name != leave_out:
             writer.add_tensor(stored_name, array, raw_dtype=GGMLQuantizationType[kind])
     writer.write_header_to_file(path)

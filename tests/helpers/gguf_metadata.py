@@ -24,12 +24,16 @@ _SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "minimax_m2")
 _LATENT = ("deepseek_v2", "deepseek_v3")
 
 
-def write_metadata(writer: GGUFWriter, config: Any, *, latent_split: bool) -> None:
+def write_metadata(
+    writer: GGUFWriter, config: Any, *, latent_split: bool, prediction_layers: int = 0
+) -> None:
     """All keys that the family's converter would write."""
     kind = config.model_type
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + prediction_layers)
+    if prediction_layers:
+        writer.add_nextn_predict_layers(prediction_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)

@@ -23,6 +23,7 @@ class GgufModelCase:
     changes: dict[str, Any] = field(default_factory=dict)
     latent_split: bool = True
     max_tensors: int = 0
+    prediction_layer: bool = False
 
 
 # Rows of 64 and 32, or of 256 for types with blocks of that many.
@@ -118,6 +119,7 @@ CASES: dict[str, GgufModelCase] = {
             "topk_group": 1,
         },
         latent_split=False,
+        prediction_layer=True,
     ),
     "deepseek_v2": GgufModelCase(
         "deepseek_v2",
@@ -136,6 +138,7 @@ CASES: dict[str, GgufModelCase] = {
             "routed_scaling_factor": 2.5,
             "norm_topk_prob": True,
         },
+        prediction_layer=True,
     ),
     "gpt_oss": GgufModelCase("gpt_oss", GgufTypes("MXFP4", "MXFP4", "Q8_0"), _GPT_OSS),
     "olmoe": GgufModelCase(
@@ -212,7 +215,14 @@ def make_gguf(name: str, root: Path) -> GgufFile:
     tiny = TinyModel(case.model_type, case.changes)
     oracle = write_tiny_model(tiny, published, seed=sum(name.encode()))
     path = directory / f"{name}.gguf"
-    write_gguf(oracle, path, case.types, latent_split=case.latent_split, max_tensors=case.max_tensors)
+    write_gguf(
+        oracle,
+        path,
+        case.types,
+        latent_split=case.latent_split,
+        max_tensors=case.max_tensors,
+        prediction_layer=case.prediction_layer,
+    )
     return GgufFile(min(directory.iterdir()), published, oracle)
 
 
