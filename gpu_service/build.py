@@ -20,7 +20,7 @@ from gpu_service.assembly.kv_memory import cache_shape, make_kv_memory, schedule
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.states import allocate_states, make_request_cache
 from gpu_service.assembly.steps import make_step_runner
-from gpu_service.assembly.vision import load_vision, vision_bytes
+from gpu_service.assembly.vision import load_vision, vision_memory
 from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
 from gpu_service.attention.factory import make_attention
 from gpu_service.device.stream import DeviceStream, device_stream
@@ -75,7 +75,7 @@ def _assemble(
     gpu, device, dtype = config.gpu, stream.device, model_config.torch_dtype
     model = build_model(model_config, device=device, parallel=group.parallel)
     moe = rank_moe(config, model_config, group)
-    shape, seeing = cache_shape(gpu, model.rank_config, device), vision_bytes(config, model_config)
+    shape, seeing = cache_shape(gpu, model.rank_config, device), vision_memory(config, model_config)
     memory = make_kv_memory(config, shape, model, expert_memory(config, moe, dtype, group), seeing)
     vision = load_vision(config, model_config, device)
     memory.reached(VISION)

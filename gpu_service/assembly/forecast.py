@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpu_service.assembly.kv_memory import CacheShape, SharedKvMemory, cache_shape, plan_device
-from gpu_service.assembly.vision import vision_bytes
+from gpu_service.assembly.vision import vision_memory
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.estimate import StepSize, activation_bytes, parameter_bytes
 from gpu_service.memory.kv_pool import useful_pages
@@ -58,7 +58,8 @@ class Forecast:
         )
         self.model_config = ModelConfig.from_dir(chosen.model, overrides)
         # Of every rank: towers are not divided.
-        self.vision_bytes = vision_bytes(config, self.model_config)
+        self._vision = vision_memory(config, self.model_config)
+        self.vision_bytes = self._vision.total
         tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         # Sizes do not depend on which GPU it is.
         device = torch.device("meta" if on_gpu else "cpu")
@@ -81,7 +82,7 @@ class Forecast:
         """Each rank's ledger on an empty GPU of so many bytes. Raises UserError: it can not fit."""
         empty = MemoryUse(total_bytes, total_bytes, 0, 0, 0, 0)
         return tuple(
-            plan_device(config, shape, model, empty, held, self.vision_bytes)
+            plan_device(config, shape, model, empty, held, self._vision)
             for model, shape, held in zip(self._models, self._shapes, experts, strict=True)
         )
 

@@ -17,7 +17,7 @@ from gpu_service.memory.device_memory import MemoryUse, make_device_memory
 from gpu_service.memory.estimate import StepSize
 from gpu_service.memory.kv_pool import size_kv_pool, useful_pages
 from gpu_service.memory.ledger import MemoryLedger
-from gpu_service.memory.plan import ExpertMemory, MemoryPlan, plan_memory
+from gpu_service.memory.plan import ExpertMemory, MemoryPlan, VisionMemory, plan_memory
 from gpu_service.memory.profile import profile_activations
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
@@ -152,23 +152,25 @@ def plan_device(
     model: CausalLM,
     use: MemoryUse,
     experts: ExpertMemory,
-    vision_bytes: int = 0,
+    vision: VisionMemory | None = None,
 ) -> MemoryPlan:
     """A GPU's ledger before loading; `moebius plan` asks here as well. Raises UserError: it can not fit."""
-    return plan_memory(
-        config, model.config, model, use, shape.page_bytes, experts, model.parallel, vision_bytes
-    )
+    return plan_memory(config, model.config, model, use, shape.page_bytes, experts, model.parallel, vision)
 
 
 def make_kv_memory(
-    config: MoebiusConfig, shape: CacheShape, model: CausalLM, experts: ExpertMemory, vision_bytes: int = 0
+    config: MoebiusConfig,
+    shape: CacheShape,
+    model: CausalLM,
+    experts: ExpertMemory,
+    vision: VisionMemory | None = None,
 ) -> KvMemory:
     """Before anything is loaded: `model` is on the meta device. Raises UserError when it can not fit."""
     memory = make_device_memory(shape.device)
     if memory is None:
         return SharedKvMemory(config, shape)
     before = memory.use()
-    plan = plan_device(config, shape, model, before, experts, vision_bytes)
+    plan = plan_device(config, shape, model, before, experts, vision)
     return DeviceKvMemory(config, shape, MemoryLedger(plan, memory, before))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from gpu_service.loader.tower import load_tower
 from gpu_service.memory.estimate import parameter_bytes
+from gpu_service.memory.plan import VisionMemory
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.vision.registry import build_tower
 from gpu_service.vision.config import VisionConfig
@@ -48,14 +49,14 @@ def load_vision(config: MoebiusConfig, model: ModelConfig, device: torch.device)
     return Vision(encoder, preparer)
 
 
-def vision_bytes(config: MoebiusConfig, model: ModelConfig) -> int:
+def vision_memory(config: MoebiusConfig, model: ModelConfig) -> VisionMemory:
     """Device memory of tower, kept images and the largest image being encoded, before any of it exists."""
     if model.vision is None:
-        return 0
+        return VisionMemory()
     tower = build_tower(model, config.model.model, "meta")
     preparer = ImagePreparer(model, config.model.model, config.images.max_image_megapixels)
     largest = encoding_bytes(model.vision, preparer.max_patches, model.torch_dtype.itemsize)
-    return parameter_bytes(tower) + config.images.image_cache_mib * _MIB + largest
+    return VisionMemory(parameter_bytes(tower), config.images.image_cache_mib * _MIB + largest)
 
 
 def encoding_bytes(vision: VisionConfig, patches: int, itemsize: int) -> int:

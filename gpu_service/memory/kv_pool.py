@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpu_service.memory.device_memory import MemoryUse, gib
-from gpu_service.memory.plan import GRAPHS, SLACK, MemoryPlan, wanted_kv_bytes
+from gpu_service.memory.plan import GRAPHS, IMAGES, SLACK, MemoryPlan, wanted_kv_bytes
 from gpu_service.model_config import ModelConfig
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
@@ -22,9 +22,11 @@ def size_kv_pool(plan: MemoryPlan, config: MoebiusConfig, model_config: ModelCon
     """Pages of the pool; `use` is the device after weights were loaded and the largest step was profiled.
 
     The profile's blocks stay reserved, so a step's activations are in what is used already; only what
-    comes later (graphs, slack) is set aside. Raises UserError when what was measured leaves too little.
+    comes later (graphs, images, slack) is set aside. Raises UserError when what was measured leaves too
+    little.
     """
-    left = use.free - (use.total - plan.budget) - plan.of(GRAPHS) - plan.of(SLACK)
+    later = plan.of(GRAPHS) + plan.of(IMAGES) + plan.of(SLACK)
+    left = use.free - (use.total - plan.budget) - later
     where = (
         f"after loading and one step of {config.gpu.max_num_batched_tokens} tokens {gib(max(left, 0))} GiB "
         f"of the {gib(plan.budget)} GiB planned with are left"

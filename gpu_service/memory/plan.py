@@ -27,7 +27,7 @@ from moebius.errors import UserError
 
 GIB = 2**30
 DENSE, RESIDENT, RING = "dense weights", "resident experts", "expert streaming ring"
-VISION = "vision tower"
+VISION, IMAGES = "vision tower", "images"
 GRAPHS, WORKSPACE, ACTIVATIONS = "CUDA graphs", "workspaces", "activations"
 STATES = "states of linear attention"
 CONTEXT, SLACK, KV = "CUDA context", "allocator slack", "KV cache"
@@ -78,6 +78,21 @@ class ExpertMemory:
     ring_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class VisionMemory:
+    """Of images in prompts; filled by `assembly.vision`."""
+
+    # The tower's weights.
+    tower_bytes: int = 0
+    # What comes in service only: encoded images that are kept, and the largest one while it is encoded.
+    image_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.tower_bytes + self.image_bytes
+
+
 def plan_memory(
     config: MoebiusConfig,
     model_config: ModelConfig,
@@ -86,22 +101,23 @@ def plan_memory(
     page_bytes: int,
     experts: ExpertMemory | None = None,
     parallel: ParallelContext = SOLO,
-    vision_bytes: int = 0,
+    vision: VisionMemory | None = None,
 ) -> MemoryPlan:
     """The plan of this rank. `model` is its part, memory or not; `use` the device before loading.
 
-    `vision_bytes`: of the tower, and of what it needs and keeps.
+    `vision` None: the model does not see.
 
     The KV cache gets num_pages or kv_cache_gib where one is set, else all that is left. Raises UserError
     when the parts do not fit the budget, naming the numbers and what would fit.
     """
-    experts = experts or ExpertMemory()
+    experts, vision = experts or ExpertMemory(), vision or VisionMemory()
     step, has_resident = StepSize.largest(config.gpu), experts.count > 0
     # One slot more, for padding.
     states = (num_state_slots(config.gpu) + 1) * state_bytes(shard_config(model_config, parallel))
     lines = (
         MemoryLine(DENSE, parameter_bytes(model)),
-        MemoryLine(VISION, vision_bytes),
+        MemoryLine(VISION, vision.tower_bytes),
+        MemoryLine(IMAGES, vision.image_bytes),
         MemoryLine(RESIDENT, experts.count * experts.bytes_each),
         MemoryLine(RING, experts.ring_bytes),
         MemoryLine(STATES, states),

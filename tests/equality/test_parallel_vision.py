@@ -54,7 +54,7 @@ def use_stand_in() -> None:
     build: Any = gpu_service.build
     tower = ImageEncoder(StandIn(), torch.device("cpu"), 1 << 20)
     build.load_vision = lambda config, model, device: Vision(tower, None)  # type: ignore[arg-type]
-    build.vision_bytes = lambda config, model: 0
+    build.vision_memory = lambda config, model: None
 
 
 def image_cases(script: Script) -> dict[str, list[Outcome]]:

@@ -13,11 +13,16 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from gpu_service.assembly.vision import encoding_bytes
+from gpu_service.assembly.vision import encoding_bytes, vision_memory
+from gpu_service.cache.kv_cache import bytes_per_page
 from gpu_service.hf_keys import HfKeys
 from gpu_service.hf_vision import read_vision
 from gpu_service.loader.tower import load_tower
+from gpu_service.memory.device_memory import MemoryUse
+from gpu_service.memory.kv_pool import size_kv_pool
+from gpu_service.memory.plan import IMAGES, VISION, plan_memory
 from gpu_service.model_config import ModelConfig, ModelConfigError, ModelOverrides
+from gpu_service.models.registry import build_model
 from gpu_service.models.vision.kimi_k25 import build_kimi_tower
 from gpu_service.models.vision.registry import TOWER_BUILDERS, build_tower
 from gpu_service.vision.config import VisionConfig
@@ -26,6 +31,7 @@ from gpu_service.vision.processor import ImagePreparer
 from gpu_service.vision.prompt import ImageError
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.tower_rules import TOWER_RULES, tower_name
+from moebius.config_loader import load_config
 from moebius.errors import UserError
 from tests.helpers.tiny_vision_models import kimi_sizes, noise, write_vision_model
 
@@ -148,6 +154,26 @@ def test_a_model_that_sees_says_so(checkpoint: Path) -> None:
     # Residual and the inner side of an MLP are what lives at once.
     assert config.vision is not None
     assert encoding_bytes(config.vision, patches=10, itemsize=2) == 10 * 8 * 24 * 2
+
+
+def test_a_gpu_keeps_room_for_images(checkpoint: Path) -> None:
+    """The tower is weights like others; what images take comes later, so the KV pool leaves it."""
+    config = load_config(None, {"model": str(checkpoint), "image_cache_mib": 64})
+    model_config = ModelConfig.from_dir(checkpoint)
+    vision = vision_memory(config, model_config)
+    tower = build_tower(model_config, checkpoint, "cpu")
+    assert vision.tower_bytes == sum(tensor.nbytes for tensor in (*tower.parameters(), *tower.buffers()))
+    # 4096 pixels of the image processor's limit are 256 patches.
+    assert vision.image_bytes == 64 * 2**20 + 256 * 8 * 24 * 4
+    model, gib = build_model(model_config), 2**30
+    use = MemoryUse(10 * gib, 9 * gib, 0, 0, 0, 0)
+    page = bytes_per_page(model_config, 16, torch.float32)
+    seeing = plan_memory(config, model_config, model, use, page, vision=vision)
+    blind = plan_memory(config, model_config, model, use, page)
+    assert seeing.of(VISION) + seeing.of(IMAGES) == vision.total == blind.kv_bytes - seeing.kv_bytes
+    wide = config.model_copy(update={"gpu": config.gpu.model_copy(update={"max_num_seqs": 10**6})})
+    pages = [size_kv_pool(plan, wide, model_config, use) for plan in (blind, seeing)]
+    assert pages[0] - pages[1] == pytest.approx(vision.image_bytes / page, abs=1)
 
 
 @pytest.mark.parametrize("missing", ["image_token_id", "vision_config"])
