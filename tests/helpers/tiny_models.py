@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,17 @@ TINY_MODELS |= {name: TinyModel(**fields) for name, fields in GQA_MODELS.items()
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in DSA_MODELS.items()}
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in MULTIMODAL_MODELS.items()}
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in LINEAR_MODELS.items()}
+
+
+def attending_to_all(name: str, num_tokens: int) -> TinyModel:
+    """The configuration with room for so many tokens in what sparse attention chooses.
+
+    A choice may turn with one rounding, and much with it: what is compared in fewer bits must leave none.
+    """
+    tiny = TINY_MODELS[name]
+    if "index_topk" not in tiny.changes:
+        return tiny
+    return replace(tiny, changes=tiny.changes | {"index_topk": num_tokens})
 
 
 def _classes(model_type: str) -> tuple[type[Any], type[Any]]:

@@ -7,7 +7,6 @@ distance of each to the float32 model can.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,23 +14,15 @@ import torch
 
 from gpu_service.model_config import ModelOverrides
 from tests.helpers.paged_runner import load_runner
-from tests.helpers.tiny_models import TINY_MODELS, TinyModel, write_tiny_model
+from tests.helpers.tiny_models import TINY_MODELS, attending_to_all, write_tiny_model
 from tests.tolerances import BFLOAT16_ERROR_RATIO
 
 PROMPT = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2, 110, 77, 31, 9, 180, 12, 13, 14, 15]
 
 
-def attending_to_all(name: str) -> TinyModel:
-    """What sparse attention chooses may turn with one rounding, and much with it: in float32 only, then."""
-    tiny = TINY_MODELS[name]
-    if "index_topk" not in tiny.changes:
-        return tiny
-    return replace(tiny, changes=tiny.changes | {"index_topk": len(PROMPT)})
-
-
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_bfloat16_error_is_not_above_transformers_own(name: str, tmp_path: Path) -> None:
-    oracle = write_tiny_model(attending_to_all(name), tmp_path, seed=sum(name.encode()))
+    oracle = write_tiny_model(attending_to_all(name, len(PROMPT)), tmp_path, seed=sum(name.encode()))
     half = copy.deepcopy(oracle).to(torch.bfloat16)
     # The grouped product transformers prefers does not accept these odd widths in bfloat16.
     half.config._experts_implementation = "eager"
