@@ -79,7 +79,7 @@ def _assemble(
     memory = make_kv_memory(config, shape, model, expert_memory(config, moe, dtype, group), seeing)
     vision = load_vision(config, model_config, device)
     memory.reached(VISION)
-    load_weights(model, config.model.model)
+    load_weights(model, config.model.model, keep_fp8=config.model.dense_weights == "keep")
     memory.reached(DENSE)
     resident = load_resident(config, moe, device, dtype, group)
     memory.reached(RESIDENT)

@@ -30,6 +30,10 @@ class ModelConfigSection(Section):
         default="auto",
         description="Type of dense weights, activations and KV; auto: the checkpoint's, bfloat16 for float16",
     )
+    dense_weights: Literal["dequantise", "keep"] = Field(
+        default="dequantise",
+        description="Linear layers stored in fp8: dequantised while loading, or kept so (slow on a CPU)",
+    )
     top_k: int | None = Field(
         default=None, ge=1, description="Experts per token; unset: the checkpoint's own"
     )

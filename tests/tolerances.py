@@ -123,3 +123,7 @@ EXPERTS_GGUF_BFLOAT16 = 5e-3
 PLANNED_BYTES = 0.03
 # Parameters of published shapes against the rounded numbers their makers state, relative.
 STATED_PARAMETERS = 0.015
+
+# Products with fp8 weights scaled group by group against dequantised and rounded ones, per root of the
+# columns; values are of order 1 (float16 rounds weights and results once each).
+FP8_LINEAR = {torch.float32: 2e-6, torch.float16: 2e-3}

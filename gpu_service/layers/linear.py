@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from gpu_service.ops.fp8_linear import GROUP, fp8_linear
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import Span
@@ -54,10 +55,26 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = empty_parameter(out_features, in_features, dtype=dtype)
         self.bias = empty_parameter(out_features, dtype=dtype) if bias else None
+        # Of a weight kept in 8 bits; its first column is this one of its group.
+        self.weight_scales: nn.Parameter | None = None
+        self._first_column = 0
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        return linear(hidden_states, self.weight, self.bias)
+        return self._product(hidden_states, self.bias)
+
+    def _product(self, hidden_states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.weight_scales is None:
+            return linear(hidden_states, self.weight, bias)
+        return fp8_linear(hidden_states, self.weight, self.weight_scales, self._first_column, bias)
+
+    def keep_fp8(self, first_column: int) -> None:
+        """Hold the weight as `ops.fp8_linear` takes it; called by the loader before values are there."""
+        rows, columns = self.weight.shape
+        groups = -(-(first_column + columns) // GROUP)
+        self.weight = empty_parameter(rows, columns, dtype=torch.float8_e4m3fn)
+        self.weight_scales = empty_parameter(rows, groups, dtype=torch.float32)
+        self._first_column = first_column
 
     def pack(self) -> None:
         """Put the loaded weight into the device's fastest layout, in place of the plain one."""
@@ -133,7 +150,7 @@ class RowParallelLinear(Linear):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[T, in_features]` of this rank to `[T, out_features]`, summed over ranks unless told not to."""
-        output = linear(hidden_states, self.weight, self.bias if self._adds_bias else None)
+        output = self._product(hidden_states, self.bias if self._adds_bias else None)
         return output if self._group is None else self._group.all_reduce(output)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:

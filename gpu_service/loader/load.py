@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from gpu_service.loader.find_sources import find_sources, listed
-from gpu_service.loader.names import Target, expected_names, wanted_name
-from gpu_service.loader.sources import Means, WeightSource
+from gpu_service.loader.fp8_source import keep_stored_fp8
+from gpu_service.loader.names import expected_names, wanted_name
+from gpu_service.loader.sources import Means
 from gpu_service.models.common import CausalLM
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
@@ -24,21 +24,24 @@ from moebius.checkpoint.quantisation import read_schemes
 from moebius.checkpoint.reader import SliceReader
 
 
-def load_weights(model: CausalLM, directory: str | Path) -> None:
+def load_weights(model: CausalLM, directory: str | Path, *, keep_fp8: bool = False) -> None:
     """Give every parameter memory on `model.device` and its values from the checkpoint.
 
-    Values are converted to each parameter's dtype, quantised ones after dequantising. Raises CheckpointError
-    listing every name that is missing, unused, mis-shaped, of a wrong type or quantised in an unknown way,
-    before the first weight is read; the model is unusable after an error.
+    Values are converted to each parameter's dtype, quantised ones after dequantising; with `keep_fp8` linear
+    layers that are stored in fp8 stay in it. Raises CheckpointError listing every name that is missing,
+    unused, mis-shaped, of a wrong type or quantised in an unknown way, before the first weight is read; the
+    model is unusable after an error.
     """
     index = CheckpointIndex.open(directory)
     expected = expected_names(model)
     sources = find_sources(index.directory, _present(index, model), expected, read_schemes(directory))
+    if keep_fp8:
+        keep_stored_fp8(expected, sources)
     threads = torch.get_num_threads()
     with SliceReader() as reader, ThreadPoolExecutor(threads) as workers:
         means = Means(reader, workers, threads)
         for name, target in expected.items():
-            _fill(target, sources[name], means, model.device)
+            sources[name].fill(target, means, model.device)
     _check_no_meta(model)
     model.pack()
 
@@ -56,18 +59,6 @@ def _present(index: CheckpointIndex, model: CausalLM) -> dict[str, TensorInfo]:
             )
         present[canonical] = info
     return present
-
-
-def _fill(target: Target, source: WeightSource, means: Means, device: torch.device) -> None:
-    parameter = target.module.get_parameter(target.parameter)
-    if parameter.is_meta:
-        # Rows that no tensor fills (a padded vocabulary) must be finite.
-        make = torch.empty if target.rows.size == parameter.shape[0] else torch.zeros
-        memory = make(parameter.shape, dtype=parameter.dtype, device=device)
-        parameter = nn.Parameter(memory, requires_grad=False)
-        setattr(target.module, target.parameter, parameter)
-    if target.rows.size:
-        source.fill(parameter.data.narrow(0, target.begin, target.rows.size), target.rows, target.cols, means)
 
 
 def _check_no_meta(model: CausalLM) -> None:

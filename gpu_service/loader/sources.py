@@ -13,7 +13,9 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
+from gpu_service.loader.names import Target
 from gpu_service.parallel.partition import Span
 from moebius import _kernels
 from moebius.checkpoint.index import TensorInfo
@@ -40,11 +42,23 @@ class Means:
 class WeightSource(Protocol):
     """One tensor of a checkpoint, by whatever number of arrays it is stored in."""
 
-    def fill(self, output: torch.Tensor, rows: Span, cols: Span | None, means: Means) -> None:
-        """Write the values `[rows, cols]` (None: all, or one dimension) to `output`, in its dtype and device.
+    def fill(self, target: Target, means: Means, device: torch.device) -> None:
+        """Write the target's part to its parameter, which gets memory on `device` if it has none.
 
         Raises CheckpointError naming a tensor.
         """
+
+
+def target_rows(target: Target, parameter: str, device: torch.device) -> torch.Tensor:
+    """The rows that a target fills of a parameter of its module."""
+    found = target.module.get_parameter(parameter)
+    if found.is_meta:
+        # Rows that no tensor fills (a padded vocabulary) must be finite.
+        make = torch.empty if target.rows.size == found.shape[0] else torch.zeros
+        memory = make(found.shape, dtype=found.dtype, device=device)
+        found = nn.Parameter(memory, requires_grad=False)
+        setattr(target.module, parameter, found)
+    return found.data.narrow(0, target.begin, target.rows.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +67,11 @@ class PlainSource:
 
     info: TensorInfo
 
-    def fill(self, output: torch.Tensor, rows: Span, cols: Span | None, means: Means) -> None:
+    def fill(self, target: Target, means: Means, device: torch.device) -> None:
         """See `WeightSource`."""
+        output, cols = target_rows(target, target.parameter, device), target.cols
         picked = None if cols is None or cols.is_whole else cols.slice
-        array = means.reader.read_slice(self.info, rows.slice, picked)
+        array = means.reader.read_slice(self.info, target.rows.slice, picked)
         if self.info.dtype == "BF16":
             # torch reinterprets signed integers; numpy has no bfloat16.
             output.copy_(torch.from_numpy(array.view(np.int16)).view(torch.bfloat16))
@@ -70,13 +85,12 @@ class QuantisedSource:
 
     matrix: StoredMatrix
 
-    def fill(self, output: torch.Tensor, rows: Span, cols: Span | None, means: Means) -> None:
+    def fill(self, target: Target, means: Means, device: torch.device) -> None:
         """See `WeightSource`."""
-        matrix, size = self.matrix, self.matrix.shape[1]
-        row_range = _outwards(rows, matrix.row_multiple)
-        col_range = _outwards(cols or Span.whole(size), matrix.col_multiple)
-        source = matrix.read(means.reader, rows=row_range, cols=col_range)
-        first_row, first_col = rows.begin - row_range.start, (cols.begin if cols else 0) - col_range.start
+        output = target_rows(target, target.parameter, device)
+        if not len(output):
+            return
+        source, first_row, first_col = read_part(self.matrix, target, means.reader)
         wanted = slice(first_col, first_col + output.shape[1])
         for begin, values in _dequantised(source, means):
             # Rows of this block that the rank wants, counted from its first one.
@@ -85,11 +99,18 @@ class QuantisedSource:
             output[max(0, first - first_row) : max(0, last - first_row)].copy_(block)
 
 
+def read_part(matrix: StoredMatrix, target: Target, reader: SliceReader) -> tuple[SourceMatrix, int, int]:
+    """What of a matrix holds the target's part, in whole words and groups; row and column it begins at."""
+    rows, cols = target.rows, target.cols or Span.whole(matrix.shape[1])
+    row_range, col_range = _outwards(rows, matrix.row_multiple), _outwards(cols, matrix.col_multiple)
+    source = matrix.read(reader, rows=row_range, cols=col_range)
+    return source, rows.begin - row_range.start, cols.begin - col_range.start
+
+
 def _outwards(span: Span, multiple: int) -> slice:
     """The smallest range around the span that begins and ends at multiples, or at the end."""
-    return slice(
-        span.begin // multiple * multiple, min(-(-span.end // multiple) * multiple, span.total), None
-    )
+    begin = span.begin // multiple * multiple
+    return slice(begin, min(-(-span.end // multiple) * multiple, span.total))
 
 
 def _dequantised(source: SourceMatrix, means: Means) -> Iterator[tuple[int, np.typing.NDArray[np.float32]]]:

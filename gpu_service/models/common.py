@@ -125,15 +125,19 @@ class CausalLM(nn.Module):
         """
         if not self.parallel.is_last_stage:
             return hidden_states.new_empty((hidden_states.shape[0], 0), dtype=torch.float32)
+        logits = self._own_logits(hidden_states)
+        return gather_logits(logits, self.config.vocab_size, self.parallel).float()
+
+    def _own_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[L, part]` of this rank's part of the vocabulary."""
         if self.lm_head is not None:
-            weight: torch.Tensor = self.lm_head.weight
-        elif self._packed_tied_head is not None:
-            weight = self._packed_tied_head
-        else:
+            logits: torch.Tensor = self.lm_head(hidden_states)
+            return logits
+        weight = self._packed_tied_head
+        if weight is None:
             assert self.model.embed_tokens is not None
             weight = self.model.embed_tokens.weight
-        logits = linear(hidden_states, weight, None)
-        return gather_logits(logits, self.config.vocab_size, self.parallel).float()
+        return linear(hidden_states, weight, None)
 
     def pack(self) -> None:
         """Put all loaded weights into the form that they are used in; the loader calls it last, and once."""

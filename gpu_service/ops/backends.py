@@ -11,6 +11,7 @@ import torch
 
 from gpu_service.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from gpu_service.ops.examples import EXAMPLES
+from gpu_service.ops.fp8_linear import fp8_linear
 from gpu_service.ops.implementation import Implementation
 from gpu_service.ops.kv import append_kv
 from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
@@ -33,6 +34,7 @@ OPS: tuple[Op[..., Any], ...] = (
     gelu_tanh_and_mul,
     append_kv,
     route,
+    fp8_linear,
     argmax_and_finite,
     truncate_probabilities,
 )

@@ -74,6 +74,14 @@ def _route(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
     return logits, bias, RouterConfig(16, 3, "sigmoid", True, 4, 2, post="renormalize", scale=2.5)
 
 
+def _fp8_linear(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Columns that begin and end inside of groups."""
+    rows = _random(_TOKENS, 200, device=device, dtype=dtype)
+    weight = _random(72, 200, device=device, dtype=torch.float32).to(torch.float8_e4m3fn)
+    scales = _random(72, 3, device=device, dtype=torch.float32).abs()
+    return rows, weight, scales, 88, _random(72, device=device, dtype=dtype)
+
+
 def _logits(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
     return (_random(_TOKENS, 5000, device=device, dtype=torch.float32),)
 
@@ -97,6 +105,7 @@ EXAMPLES: dict[str, Callable[[torch.device, torch.dtype], tuple[Any, ...]]] = {
     "gelu_tanh_and_mul": _gate_up,
     "append_kv": _append_kv,
     "route": _route,
+    "fp8_linear": _fp8_linear,
     "argmax_and_finite": _logits,
     "truncate_probabilities": _truncate,
 }

@@ -98,10 +98,14 @@ def cached_plain_models(root: Path) -> Models:
     return cache(lambda name: write_plain(name, root / name))
 
 
+def local_experts(directory: Path) -> LocalExpertClient:
+    """Dequantised, in float32."""
+    return LocalExpertClient(str(directory), MoeGeometry.from_config(directory), torch.float32)
+
+
 def our_logits(directory: Path) -> torch.Tensor:
     """`[len(PROMPT), V]` of our float32 model, experts dequantised."""
-    geometry = MoeGeometry.from_config(directory)
-    runner = load_runner(directory, experts=LocalExpertClient(str(directory), geometry, torch.float32))
+    runner = load_runner(directory, experts=local_experts(directory))
     _, logits = runner.prefill(PROMPT)
     return logits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpu_service.ops.implementation import Implementation
 from gpu_service.ops.triton.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from gpu_service.ops.triton.fp8_linear import fp8_linear
 from gpu_service.ops.triton.kv import append_kv
 from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
 from gpu_service.ops.triton.qk_norm_rope import qk_norm_rope
@@ -22,5 +23,6 @@ IMPLEMENTATIONS = {
     "gelu_tanh_and_mul": Implementation(gelu_tanh_and_mul),
     "append_kv": Implementation(append_kv),
     "route": Implementation(route),
+    "fp8_linear": Implementation(fp8_linear),
     "argmax_and_finite": Implementation(argmax_and_finite),
 }

@@ -1,0 +1,120 @@
+"""Guards linear layers kept in fp8: the kernel is the reference, and ranks hold their codes and scales."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_service.layers.linear import Linear
+from gpu_service.loader.load import load_weights
+from gpu_service.model_config import ModelConfig
+from gpu_service.models.common import CausalLM
+from gpu_service.models.registry import build_model
+from gpu_service.ops.fp8_linear import dequantise, fp8_linear
+from gpu_service.ops.triton.fp8_linear import fp8_linear as triton_fp8_linear
+from gpu_service.parallel.context import ParallelContext
+from tests.helpers.model_formats import MODEL_FORMATS, ModelFormat
+from tests.helpers.paged_runner import PagedRunner
+from tests.helpers.quantised_models import (
+    PROMPT,
+    QUANTISED_MODELS,
+    Models,
+    cached_plain_models,
+    local_experts,
+    oracle_logits,
+    quantise,
+    write_quantised,
+)
+from tests.tolerances import DEQUANTISED_FLOAT32, FP8_LINEAR, LOGITS_FLOAT32_VS_TRANSFORMERS
+
+FP8 = ("fp8_block", "fp8_block_e8m0_scales", "fp8_channel", "fp8_tensor")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return cached_plain_models(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "columns", "first_column"),
+    [(0, 8, 128, 0), (1, 40, 300, 0), (3, 17, 90, 50), (20, 65, 200, 127), (70, 16, 128, 0)],
+)
+def test_the_kernel_is_the_reference(
+    rows: int, outputs: int, columns: int, first_column: int, dtype: torch.dtype
+) -> None:
+    """Odd sizes, groups that columns cut at both ends, few rows and several blocks of them, strided rows."""
+    torch.manual_seed(rows)
+    wide = torch.randn(rows, columns + 3).to(dtype)
+    weight = (torch.randn(outputs, columns) * 50).to(torch.float8_e4m3fn)
+    scales = torch.rand(outputs, -(-(first_column + columns) // 128)) / 50
+    bias = torch.randn(outputs).to(dtype) if rows != 3 else None
+    arguments = (wide[:, :columns], weight, scales, first_column, bias)
+    found, expected = triton_fp8_linear(*arguments), fp8_linear.reference(*arguments)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=FP8_LINEAR[dtype] * columns**0.5)
+
+
+def load(directory: Path, parallel: ParallelContext, *, keep_fp8: bool) -> CausalLM:
+    model = build_model(ModelConfig.from_dir(directory), parallel=parallel)
+    load_weights(model, directory, keep_fp8=keep_fp8)
+    return model
+
+
+def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:
+    """Of linear layers, as float32, whatever they are held in."""
+    found: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            weight = module.weight.to_dense() if module.weight.is_mkldnn else module.weight
+            if module.weight_scales is not None:
+                weight = dequantise(weight, module.weight_scales, module._first_column)
+            found[name] = weight
+    return found
+
+
+def kept(model: CausalLM) -> set[str]:
+    return {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and module.weight.dtype == torch.float8_e4m3fn
+    }
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_ranks_keep_their_parts(name: str, models: Models, tmp_path: Path) -> None:
+    """Rows and columns are cut inside of blocks; all linear layers are kept, the router is not quantised."""
+    chosen = MODEL_FORMATS[name]
+    quantise(models("deepseek_v3"), lambda _: chosen, chosen.config).write(tmp_path)
+    for parallel in (ParallelContext(), ParallelContext(3, 4, 0, 1)):
+        model = load(tmp_path, parallel, keep_fp8=True)
+        assert kept(model) == {"a_proj", "q_b_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"}
+        expected = weights_of(load(tmp_path, parallel, keep_fp8=False))
+        for path, weight in weights_of(model).items():
+            torch.testing.assert_close(weight, expected[path], rtol=DEQUANTISED_FLOAT32, atol=0, msg=path)
+
+
+@pytest.mark.parametrize("model", list(QUANTISED_MODELS))
+def test_logits_with_layers_kept_in_fp8(model: str, models: Models, tmp_path: Path) -> None:
+    """Layers with a part in another format are dequantised beside those that are kept."""
+    plain, fp8, int8 = models(model), MODEL_FORMATS["fp8_channel"], MODEL_FORMATS["int8"]
+    assert fp8.config is not None
+    assert int8.config is not None
+    groups = {
+        "group_0": {**fp8.config["config_groups"]["group_0"], "format": "float-quantized"},
+        "group_1": {**int8.config["config_groups"]["group_0"], "format": "int-quantized"},
+    }
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+
+    def choose(name: str) -> ModelFormat:
+        return int8 if "up_proj" in name and ".experts." not in name else fp8
+
+    oracle = write_quantised(plain, tmp_path, choose, config)
+    loaded = load(tmp_path, ParallelContext(), keep_fp8=True)
+    assert "o_proj" in kept(loaded)
+    assert "gate_up_proj" not in kept(loaded), "its second part is int8"
+    _, logits = PagedRunner(loaded, local_experts(tmp_path)).prefill(PROMPT)
+    torch.testing.assert_close(logits, oracle_logits(oracle), rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
