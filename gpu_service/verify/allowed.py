@@ -7,9 +7,10 @@ where the numbers come from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from moebius.checkpoint.expert_checkpoint import ExpertMatrices
 from moebius.expert_dtype import REQUANTISED, ExpertDtype
 from moebius.weight_formats import weight_format
 
@@ -23,7 +24,7 @@ QUANTISED_ROWS = 6e-2
 WEIGHTS: Mapping[int, float] = {32: 0.0, 16: 8e-3, 8: 0.1, 4: 0.4}
 # Mean KL divergence, nats per token, of a model whose weights (or rows, where weights are exact) have so many
 # bits, from the reference.
-MEAN_KL: Mapping[int, float] = {32: 1e-3, 16: 1e-2, 8: 3e-2, 4: 1e-1}
+MEAN_KL: Mapping[int, float] = {32: 1e-3, 16: 3e-2, 8: 5e-2, 4: 1.5e-1}
 # What is accepted of a matrix (`max_requantise_error`) makes up to so many times the error in the output.
 _OUTPUT_PER_WEIGHT = 2.0
 
@@ -60,6 +61,13 @@ def allowed_error(
     if target.startswith("int"):
         rounding = max(rounding, _OUTPUT_PER_WEIGHT * max_requantise_error)
     return allowed_rows(rows, [target]) + rounding
+
+
+def rounded_to(expert_dtype: ExpertDtype, stored: Iterable[ExpertMatrices]) -> ExpertDtype:
+    """What these experts' weights are rounded to; "keep": nothing is rounded."""
+    # Kept weights that none of our formats holds exactly become bfloat16.
+    is_rounded = expert_dtype == "keep" and any(expert.is_rounded for expert in stored)
+    return "bfloat16" if is_rounded else expert_dtype
 
 
 def allowed_against_other(rows: RowsDtype, formats: Sequence[str]) -> float:

@@ -20,7 +20,7 @@ from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.layers.moe import start_experts
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.verify.allowed import RowsDtype, allowed_error
+from gpu_service.verify.allowed import RowsDtype, allowed_error, rounded_to
 from gpu_service.verify.places import place_of
 from gpu_service.verify.probe import Probe, make_probe, spread
 from gpu_service.verify.report import ExpertError, SelfTestFailed, SelfTestReport, refusal
@@ -133,10 +133,7 @@ def _compare(
         )
         stored = [checkpoint.expert(probe.layer, expert) for expert in probe.experts]
         formats = [name for one in stored for name in (one.gate.packed_format, one.down.packed_format)]
-        kind = config.experts.expert_dtype
-        if kind == "keep" and any(one.is_rounded for one in stored):
-            # As if it had been asked for: what no format holds exactly is kept as bfloat16.
-            kind = "bfloat16"
+        kind = rounded_to(config.experts.expert_dtype, stored)
         allowed = allowed_error(rows, kind, formats, config.experts.max_requantise_error)
         on_device = () if tested.resident is None else tested.resident.experts(probe.layer)
         errors += [

@@ -123,7 +123,7 @@ class Comparison:
             self.packed.weight_errors.get(layer),
             errors.cpu_error,
             errors.gpu_error,
-            self._allowed(formats),
+            self._allowed(layer),
             errors.worst_expert,
             errors.worst_expert_error,
             agreement,
@@ -134,14 +134,14 @@ class Comparison:
         error = relative_error(hidden_states, self._sums.pop(layer))
         self.results[layer] = replace(self.results.get(layer, LayerResult(layer)), hidden_error=error)
 
-    def _allowed(self, formats: tuple[str, str]) -> float:
+    def _allowed(self, layer: int) -> float:
         if self._thresholds.max_expert_error is not None:
             return self._thresholds.max_expert_error
+        formats = self.packed.formats(layer)
         if not self._same:
             return allowed_against_other(self.rows_dtype, formats)
-        experts = self._config.experts
-        # Packed formats say what the rows are rounded to, whether they were kept or requantised.
-        return allowed_error(self.rows_dtype, experts.expert_dtype, formats, experts.max_requantise_error)
+        kind = self.packed.rounded_to(layer)
+        return allowed_error(self.rows_dtype, kind, formats, self._config.experts.max_requantise_error)
 
 
 def _head(stage: LoadedStage, hidden_states: torch.Tensor) -> torch.Tensor | None:

@@ -19,8 +19,10 @@ from gpu_service.experts.client import (
     add_to,
     make_ticket,
 )
+from gpu_service.verify.allowed import rounded_to
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
+from moebius.expert_dtype import ExpertDtype
 from moebius.expert_slices import SliceRequest, plan_slice
 from moebius.kernels import ExpertEngine, FloatArray
 
@@ -61,6 +63,11 @@ class PackedExperts(ExpertClient):
     def formats(self, layer: int) -> tuple[str, str]:
         """Packed formats of gate and up, and of down."""
         return self._plan.gate_up_formats[layer], self._plan.down_formats[layer]
+
+    def rounded_to(self, layer: int) -> ExpertDtype:
+        """What the layer's weights are rounded to."""
+        stored = (self._plan.experts[layer, expert] for expert in range(self.geometry.num_experts))
+        return rounded_to(self._config.expert_dtype, stored)
 
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor

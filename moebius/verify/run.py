@@ -77,9 +77,7 @@ def verify_model(
         tokens_from=tokens.source,
         tokens=tokens.ids.shape[0],
         layers=tuple(comparison.results[layer] for layer in sorted(comparison.results)),
-        output=None
-        if scores is None
-        else _summarise(scores, _allowed_kl(config, options, comparison, layers)),
+        output=None if scores is None else _summarise(scores, _allowed_kl(options, comparison, layers)),
         thresholds=options.thresholds,
         peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         seconds=time.monotonic() - begin,
@@ -99,14 +97,13 @@ def _reference(config: MoebiusConfig, against: str, ours: StagedModel) -> Staged
     return reference
 
 
-def _allowed_kl(
-    config: MoebiusConfig, options: VerifyOptions, comparison: Comparison, layers: Sequence[int]
-) -> float:
+def _allowed_kl(options: VerifyOptions, comparison: Comparison, layers: Sequence[int]) -> float:
     """What rounds most decides: the weights, or, where they are exact, the rows."""
     if options.thresholds.max_kl is not None:
         return options.thresholds.max_kl
     bits = 32 if comparison.rows_dtype == "float32" else 16
-    if options.against != BF16 or config.experts.expert_dtype != "keep":
+    is_exact = all(comparison.packed.rounded_to(layer) == "keep" for layer in layers)
+    if options.against != BF16 or not is_exact:
         bits = min(bits, *(coarsest_bits(comparison.packed.formats(layer)) for layer in layers))
     return MEAN_KL[bits]
 

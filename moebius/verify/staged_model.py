@@ -9,6 +9,7 @@ import torch
 
 from gpu_service.assembly.kv_memory import cache_shape
 from gpu_service.attention.factory import make_attention
+from gpu_service.cache.state_cache import ZERO_SLOT, make_states
 from gpu_service.context import ForwardContext
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
@@ -101,9 +102,14 @@ class LoadedStage:
         attention = make_attention(shape.config, cache, self.of.device, self.of.gpu.attention_backend)
         step = profile_inputs(StepSize(tokens, tokens), cache, self.of.config.vocab_size)
         inputs = replace(step, input_ids=token_ids.to(self.of.device))
+        states = make_states(shape.config, 2, shape.dtype, self.of.device)
+        if states is not None:
+            inputs.state_reads = torch.tensor([ZERO_SLOT], device=self.of.device)
+            inputs.state_writes = torch.tensor([states.dummy_slot], device=self.of.device)
         attention.plan(inputs)
         self.hand_over.hidden_states = hidden_states
-        answer = self.model(ForwardContext(inputs, cache, attention, experts, resident=resident))
+        context = ForwardContext(inputs, cache, attention, experts, resident=resident, states=states)
+        answer = self.model(context)
         if self.model.parallel.is_last_stage:
             normed: torch.Tensor = answer
             return normed

@@ -19,16 +19,20 @@ _COLUMNS = (
     "hidden states",
 )
 
+# Of the table, where the terminal is narrower or there is none.
+_WIDTH = 120
+
 
 def print_result(result: VerifyResult, console: Console) -> None:
-    """A row for every layer, then distributions and verdict."""
+    """A row for every layer, then distributions and verdict; lines are longer than a narrow terminal's."""
     title = f"{result.model} ({result.expert_dtype}, rows {result.rows_dtype}) against {result.reference}"
     table = Table(title=title, title_justify="left", box=None, header_style="bold")
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "experts" else "right", no_wrap=True)
     for layer in result.layers:
         table.add_row(*_cells(layer))
-    console.print(table, soft_wrap=True)
+    console.width = max(console.width, _WIDTH)
+    console.print(table)
     for line in _lines(result):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 

@@ -60,9 +60,11 @@ def run(directory: Path, options: VerifyOptions | None = None, **sections: dict[
     return verify_model(config, options or VerifyOptions(tokens=TOKENS))
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe_bias_dense_tied", "gpt_oss", "deepseek_v3", SHARED_CHOICE])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe_bias_dense_tied", "gpt_oss", "deepseek_v3", "qwen3_next", SHARED_CHOICE]
+)
 def test_exact_experts_pass(models: Callable[[str], tuple[Path, Any]], name: str) -> None:
-    """Every attention, dense layers among the others: no error, and the perplexity that transformers has."""
+    """Every attention, states, dense layers in between: no error, and transformers' own perplexity."""
     directory, oracle = models(name)
     result = run(directory, experts={"split_count": 2})
     assert result.passed
