@@ -97,7 +97,14 @@ LAYOUTS: Mapping[str, ExpertLayout] = {
         _fused(False, False, "fused", _FUSED),  # [E, 2I, H] and [E, H, I]
         _fused(False, True, "fused_transposed", _FUSED),  # [E, H, 2I] and [E, I, H]
         _fused(True, True, "fused_interleaved", "model.layers.3.mlp.experts.gate_up_proj"),
-        # What GGUF files have, under canonical names.
+        # What GGUF files have, under canonical names; gate and up in one where their converter was asked to.
+        ExpertLayout(
+            "stacked_gate_up",
+            MatrixTemplate("mlp.experts.gate_up_proj.weight", 0, 2),
+            MatrixTemplate("mlp.experts.gate_up_proj.weight", 1, 2),
+            MatrixTemplate("mlp.experts.down_proj.weight"),
+            "model.layers.3.mlp.experts.gate_up_proj.weight",
+        ),
         _separate(
             "stacked_projections",
             "mlp.experts",

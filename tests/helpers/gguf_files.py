@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    get_tensor_name_map,
+    quants,
+)
 from numpy.typing import NDArray
 
 from tests.helpers.gguf_metadata import ARCHITECTURES, write_metadata
@@ -110,12 +118,12 @@ def _split_latent(config: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def gguf_tensors(
-    model: Any, types: GgufTypes, *, latent_split: bool = True
+    model: Any, types: GgufTypes, *, latent_split: bool = True, architecture: str = ""
 ) -> dict[str, tuple[NDArray[Any], str]]:
     """Stored arrays and their types by GGUF name; rounds the model's own weights to what they say."""
     random = np.random.default_rng(7)
-    architecture = MODEL_ARCH[ARCHITECTURES[model.config.model_type]]
-    names = get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    arch = MODEL_ARCH[architecture or ARCHITECTURES[model.config.model_type]]
+    names = get_tensor_name_map(arch, model.config.num_hidden_layers)
     found: dict[str, tuple[NDArray[Any], str]] = {}
     for name, values in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
@@ -139,6 +147,16 @@ def gguf_tensors(
     return found
 
 
+def _fused(tensors: dict[str, tuple[NDArray[Any], str]]) -> dict[str, tuple[NDArray[Any], str]]:
+    """Gate and up of all experts one behind the other, as the converter writes them when asked to."""
+    found = dict(tensors)
+    for name in [name for name in tensors if ".ffn_gate_exps." in name]:
+        gate, kind = found.pop(name)
+        up, _ = found.pop(name.replace("ffn_gate_exps", "ffn_up_exps"))
+        found[name.replace("ffn_gate_exps", "ffn_gate_up_exps")] = np.concatenate((gate, up), axis=1), kind
+    return found
+
+
 def _prediction_layer(
     tensors: dict[str, tuple[NDArray[Any], str]], position: int
 ) -> dict[str, tuple[NDArray[Any], str]]:
@@ -158,19 +176,24 @@ def write_gguf(
     max_tensors: int = 0,
     leave_out: str = "",
     prediction_layer: bool = False,
+    architecture: str = "",
+    fused: bool = False,
 ) -> None:
     """The model's file, or its parts of at most `max_tensors`.
 
-    `leave_out`: a tensor that is forgotten; `prediction_layer`: a block for multi-token prediction follows.
+    `leave_out`: a tensor that is forgotten; `prediction_layer`: a block for multi-token prediction follows;
+    `architecture`: a name in gguf.MODEL_ARCH that is not the family's first; `fused`: gate and up in one.
     """
     config = model.config
-    name = config.model_type
-    arch = MODEL_ARCH[ARCHITECTURES[name]]
-    from gguf import MODEL_ARCH_NAMES
-
+    arch = MODEL_ARCH[architecture or ARCHITECTURES[config.model_type]]
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch], split_max_tensors=max_tensors)
     write_metadata(writer, config, latent_split=latent_split, prediction_layers=int(prediction_layer))
-    tensors = gguf_tensors(model, types, latent_split=latent_split)
+    if arch == MODEL_ARCH.QWEN3VLMOE:
+        writer.add_rope_dimension_sections([3, 3, 2, 0])
+        writer.add_num_deepstack_layers(3)
+    tensors = gguf_tensors(model, types, latent_split=latent_split, architecture=architecture)
+    if fused:
+        tensors = _fused(tensors)
     if prediction_layer:
         tensors |= _prediction_layer(tensors, config.num_hidden_layers)
     for stored_name, (array, kind) in tensors.items():

@@ -24,6 +24,9 @@ class GgufModelCase:
     latent_split: bool = True
     max_tensors: int = 0
     prediction_layer: bool = False
+    # In gguf.MODEL_ARCH; empty: the family's first.
+    architecture: str = ""
+    fused: bool = False
 
 
 # Rows of 64 and 32, or of 256 for types with blocks of that many.
@@ -96,6 +99,13 @@ CASES: dict[str, GgufModelCase] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_vl_moe_fused": GgufModelCase(
+        "qwen3_moe",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        architecture="QWEN3VLMOE",
+        fused=True,
+    ),
     "qwen2_moe": GgufModelCase(
         "qwen2_moe",
         GgufTypes("Q8_0", "Q4_0", "Q8_0"),
@@ -141,6 +151,7 @@ CASES: dict[str, GgufModelCase] = {
         prediction_layer=True,
     ),
     "gpt_oss": GgufModelCase("gpt_oss", GgufTypes("MXFP4", "MXFP4", "Q8_0"), _GPT_OSS),
+    "gpt_oss_fused": GgufModelCase("gpt_oss", GgufTypes("MXFP4", "Q8_0", "Q8_0"), _GPT_OSS, fused=True),
     "olmoe": GgufModelCase(
         "olmoe",
         GgufTypes("Q8_0", "Q5_0", "Q8_0"),
@@ -222,6 +233,8 @@ def make_gguf(name: str, root: Path) -> GgufFile:
         latent_split=case.latent_split,
         max_tensors=case.max_tensors,
         prediction_layer=case.prediction_layer,
+        architecture=case.architecture,
+        fused=case.fused,
     )
     return GgufFile(min(directory.iterdir()), published, oracle)
 

@@ -128,6 +128,12 @@ def _rotated(keys: MetadataKeys, config: Config) -> Config:
     return {"partial_rotary_factor": keys.integer("rope.dimension_count", head) / head}
 
 
+def _qwen3_vl(keys: MetadataKeys, config: Config) -> Config:
+    # Of images alone: a token of text has the same position on all axes.
+    keys.skip("rope.dimension_sections", "n_deepstack_layers")
+    return _rotated(keys, config)
+
+
 def _qwen2(keys: MetadataKeys, config: Config) -> Config:
     # The family spells its bias otherwise; the general key would be one on the output projection.
     return _rotated(keys, config) | {"qkv_bias": config["attention_bias"], "attention_bias": False}
@@ -239,4 +245,6 @@ FAMILIES: Mapping[str, Callable[[MetadataKeys], GgufFamily]] = {
         )
     ),
     "qwen3moe": _always(GgufFamily("qwen3_moe", _SPARSE, 1, {"norm_topk_prob": True}, _rotated)),
+    # Without its vision tower, which is a file of another kind.
+    "qwen3vlmoe": _always(GgufFamily("qwen3_moe", _SPARSE, 1, {"norm_topk_prob": True}, _qwen3_vl)),
 }

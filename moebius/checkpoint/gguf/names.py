@@ -81,6 +81,7 @@ COMMON_RULES: tuple[GgufRule, ...] = (
     # Early files have it without a suffix.
     _layer("exp_probs_b", "mlp.gate.e_score_correction_bias"),
     *_linear("ffn_gate_exps", "mlp.experts.gate_proj", *_BOTH),
+    *_linear("ffn_gate_up_exps", "mlp.experts.gate_up_proj", *_BOTH),
     *_linear("ffn_up_exps", "mlp.experts.up_proj", *_BOTH),
     *_linear("ffn_down_exps", "mlp.experts.down_proj", *_BOTH),
     *_linear("ffn_gate_shexp", "mlp.shared_experts.gate_proj"),

@@ -22,10 +22,10 @@ from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.matrix_finder import side_name
 
 # Keys of `expert_layouts.LAYOUTS`: how GGUF files have experts.
-LAYOUTS = ("stacked_projections",)
+LAYOUTS = ("stacked_projections", "stacked_gate_up")
 # Values that were quantised in blocks nothing packs are packed as this: nearly exact, at 2 bytes a weight.
 PACKED_AS = "bfloat16"
-_ROUTED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(?P<which>gate|up|down)_proj\.weight")
+_ROUTED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(?P<which>gate_up|gate|up|down)_proj\.weight")
 
 
 def open_gguf_index(model_path: str | Path) -> CheckpointIndex:
@@ -120,7 +120,7 @@ def _is_packed(model: GgufModel, stored: StoredBlocks, name: str) -> bool:
     match = _ROUTED.fullmatch(name)
     if match is None or stored.type.name not in EXACT_SCHEMES:
         return False
-    if match["which"] == "down":
+    if match["which"] in ("down", "gate_up"):
         return True
     pair = (model.tensors.get(re.sub("(gate|up)_exps", f"{one}_exps", stored.name)) for one in ("gate", "up"))
     return all(other is None or other.type == stored.type for other in pair)
