@@ -50,13 +50,26 @@ def _quantisation_config(directory: str | Path) -> Config | None:
             for key in _KEYS:
                 if isinstance(place.get(key), dict):
                     return dict(place[key])
-    path = Path(directory) / "hf_quant_config.json"  # ModelOpt's own file
-    if not path.is_file():
-        return None
+    for name, read in _OWN_FILES.items():
+        path = Path(directory) / name
+        if path.is_file():
+            return _own_file(path, read)
+    return None
+
+
+def _own_file(path: Path, read: Callable[[Config], Config]) -> Config:
     try:
-        return {"quant_method": "modelopt", **json.loads(path.read_bytes())["quantization"]}
+        return dict(read(json.loads(path.read_bytes())))
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} has no 'quantization' object") from error
+        raise CheckpointError(f"{path} is no configuration of its quantiser: {error}") from error
+
+
+# Files that quantisers wrote beside config.json before they wrote into it.
+_OWN_FILES: Mapping[str, Callable[[Config], Config]] = {
+    "hf_quant_config.json": lambda content: {"quant_method": "modelopt", **content["quantization"]},
+    "quantize_config.json": lambda content: {"quant_method": "gptq", **content},
+    "quant_config.json": lambda content: {"quant_method": "awq", **content},
+}
 
 
 def _fp8(config: Config) -> tuple[WeightScheme, ...]:

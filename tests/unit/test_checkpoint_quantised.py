@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moebius import _kernels
+from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
@@ -97,16 +99,35 @@ def test_unquantised_layers_in_a_quantised_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.matrix(0, 0, "down").packed_format == "int4_g32"
 
 
-def test_modelopt_file_beside_the_configuration(tmp_path: Path) -> None:
-    """hf_quant_config.json serves where config.json says nothing."""
-    moe = QuantisedMoe("nvfp4")
-    model = moe.write(tmp_path)
+_OLD_AWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+
+
+@pytest.mark.parametrize(
+    ("encoder", "file", "content", "packed"),
+    [
+        ("nvfp4", "hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "nvfp4"),
+        (
+            "gptq_int4_g32",
+            "quantize_config.json",
+            {"bits": 4, "group_size": 32, "sym": False, "desc_act": False},
+            "int4_g32_zeros_f16",
+        ),
+        ("awq_int4_g32", "quant_config.json", _OLD_AWQ, "int4_g32_zeros_f16"),
+    ],
+)
+def test_files_beside_the_configuration(
+    tmp_path: Path, encoder: str, file: str, content: dict[str, Any], packed: str
+) -> None:
+    """Quantisers' own files serve where config.json says nothing, and are refused when they are none."""
+    model = QuantisedMoe(encoder).write(tmp_path)
     config = json.loads((model / "config.json").read_text())
-    quantization = config.pop("quantization_config")
+    del config["quantization_config"]
     (model / "config.json").write_text(json.dumps(config))
-    quantization.pop("quant_method")
-    (model / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
-    assert opened(model).matrix(0, 0, "gate").packed_format == "nvfp4"
+    (model / file).write_text(json.dumps(content))
+    assert opened(model).matrix(0, 0, "gate").packed_format == packed
+    (model / file).write_text("[")
+    with pytest.raises(CheckpointError, match=f"{file} is no configuration"):
+        opened(model)
 
 
 def test_channel_scales_of_int4(tmp_path: Path) -> None:
