@@ -59,7 +59,7 @@ def make_engine(plan: LoadPlan, part: ExpertSlice, placement: Placement, exact: 
         down_format=plan.down_formats,
         activation=model.activation,
         alpha=model.alpha,
-        limit=model.limit,
+        limit=[model.limit_of(layer) for layer in range(model.num_layers)],
         has_bias=plan.has_bias,
         num_threads=placement.num_threads,
         cpus=placement.cpus,

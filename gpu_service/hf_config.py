@@ -25,6 +25,7 @@ from gpu_service.hf_keys import HfKeys
 from gpu_service.hf_linear import read_qwen3_5_moe, read_qwen3_next
 from gpu_service.hf_mla import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
 from gpu_service.hf_multimodal import read_glm4v_moe, read_kimi_k25, read_qwen3_vl_moe
+from gpu_service.hf_step3p5 import read_step3p5
 from gpu_service.hf_vision import read_vision
 from gpu_service.model_config import (
     TORCH_DTYPES,
@@ -62,6 +63,7 @@ READERS: Mapping[str, Callable[[HfKeys], ModelConfig]] = {
     "qwen3_moe": read_qwen3_moe,
     "qwen3_next": read_qwen3_next,
     "qwen3_vl_moe": read_qwen3_vl_moe,
+    "step3p5": read_step3p5,
 }
 
 

@@ -7,7 +7,7 @@ from gpu_service.hf_keys import HfKeys
 from gpu_service.hf_rope import read_rope
 from gpu_service.model_config import ModelConfig, MoeConfig, RouterConfig
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_windows(hf: HfKeys, num_layers: int) -> tuple[int | None, ...]:
@@ -16,18 +16,18 @@ def read_windows(hf: HfKeys, num_layers: int) -> tuple[int | None, ...]:
     Empty where no layer has a window. Raises ModelConfigError for a list of another length, an unknown
     type, or layers that slide without a window.
     """
-    default = tuple(_FULL if layer % 2 else _SLIDING for layer in range(num_layers))
+    default = tuple(FULL if layer % 2 else SLIDING for layer in range(num_layers))
     kinds = hf.strings("layer_types") or default
     if len(kinds) != num_layers:
         raise hf.error("layer_types", list(kinds), f"one type for each of the {num_layers} layers")
-    unknown = [kind for kind in kinds if kind not in (_FULL, _SLIDING)]
+    unknown = [kind for kind in kinds if kind not in (FULL, SLIDING)]
     if unknown:
-        raise hf.error("layer_types", unknown[0], f"{_FULL}, {_SLIDING}")
-    if _SLIDING not in kinds:
+        raise hf.error("layer_types", unknown[0], f"{FULL}, {SLIDING}")
+    if SLIDING not in kinds:
         hf.skip("sliding_window")
         return ()
     window = hf.integer("sliding_window")
-    return tuple(window if kind == _SLIDING else None for kind in kinds)
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def read_gpt_oss(hf: HfKeys) -> ModelConfig:

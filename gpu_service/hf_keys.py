@@ -56,6 +56,12 @@ class HfKeys:
         except CheckpointError as error:
             raise ModelConfigError(str(error)) from error
 
+    def with_values(self, **values: Any) -> HfKeys:
+        """The same object with other values of some keys; what is asked of either counts for both."""
+        changed = HfKeys(self.source, self._values | values)
+        changed._asked = self._asked
+        return changed
+
     @property
     def unread(self) -> tuple[str, ...]:
         """Keys nobody asked for, sorted."""
@@ -78,6 +84,10 @@ class HfKeys:
         """Whether the key is there and not null; counts as asked for."""
         self._asked.add(name)
         return self._values.get(name) is not None
+
+    def value(self, name: str) -> Any:
+        """A key's value as it is; None when absent."""
+        return self._get((name,), None)
 
     def error(self, name: str, value: object, allowed: str) -> ModelConfigError:
         """The error for a value we can not serve."""

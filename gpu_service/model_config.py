@@ -197,6 +197,12 @@ class ModelConfig:
     attention_bias: bool = False
     # Per layer, the latest positions that a query sees, or None for all; empty: every layer sees all.
     attention_windows: tuple[int | None, ...] = ()
+    # Query heads of each layer, where layers differ; `num_heads` is the largest; empty: it is all layers'.
+    layer_num_heads: tuple[int, ...] = ()
+    # Rotary embedding of each layer, where layers differ; empty: `rope` is all layers'.
+    layer_ropes: tuple[RopeConfig, ...] = ()
+    # Where each layer's dense MLP or shared experts clamp gate and up; infinite, or no list: they do not.
+    mlp_limits: tuple[float, ...] = ()
     # Whether each query head has a learned logit that joins its softmax's sum and has no value.
     attention_sinks: bool = False
     tie_word_embeddings: bool = False

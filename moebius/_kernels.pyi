@@ -40,7 +40,7 @@ class ExpertEngine(ExpertBackend):
         down_format: list[str],
         activation: str,
         alpha: float,
-        limit: float,
+        limit: list[float],
         has_bias: bool,
         num_threads: int,
         cpus: list[int],

@@ -121,7 +121,7 @@ class ExpertEngine:
 
     Activations, of gate g and up u:
         silu: silu(g) * u
-        silu_clamped: silu(min(g, limit)) * clamp(u, -limit, limit)
+        silu_clamped: min(silu(g), limit) * clamp(u, -limit, limit); with an infinite limit, silu
         gpt_oss: (clamp(u, -limit, limit) + 1) * m * sigmoid(alpha * m), m = min(g, limit)
         relu2: max(u, 0)^2; experts have no gate
 
@@ -135,7 +135,7 @@ class ExpertEngine:
         down_format: the same for the down matrices; None takes weight_format.
         activation: one of those above.
         alpha: factor of gpt_oss.
-        limit: clamp of silu_clamped and gpt_oss.
+        limit: clamp of silu_clamped and gpt_oss, or one per layer.
         has_bias: experts have biases, one per row of gate, up and down.
         num_threads: 0 takes one per cpu in `cpus`, else per cpu this thread may use. The thread that calls
             `forward` is one of them.
@@ -162,7 +162,7 @@ class ExpertEngine:
         down_format: str | Sequence[str] | None = None,
         activation: str = "silu",
         alpha: float = 1.702,
-        limit: float = 7.0,
+        limit: float | Sequence[float] = 7.0,
         has_bias: bool = False,
         num_threads: int = 0,
         cpus: Sequence[int] = (),
@@ -183,7 +183,7 @@ class ExpertEngine:
             down_format=down,
             activation=activation,
             alpha=alpha,
-            limit=limit,
+            limit=[limit] if isinstance(limit, int | float) else list(limit),
             has_bias=has_bias,
             num_threads=num_threads,
             cpus=list(cpus),

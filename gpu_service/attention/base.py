@@ -29,7 +29,10 @@ class AttentionBackend(PlannedAttention):
     """Attention over a paged cache of keys and values; `forward` is called once per layer."""
 
     def __init__(self, config: ModelConfig, kv_cache: KVCache) -> None:
-        """`config` is the rank's own: its `num_heads` and the cache's `num_kv_heads` are what it computes."""
+        """`config` is the rank's own: its `num_heads` and the cache's `num_kv_heads` are what it computes.
+
+        Layers of `layer_num_heads` have that many heads instead, none more than `num_heads`.
+        """
         self.config = config
         self.kv_cache = kv_cache
 
@@ -49,10 +52,10 @@ class AttentionBackend(PlannedAttention):
     ) -> torch.Tensor:
         """Store the new keys and values of this layer, then attend.
 
-        query `[T, num_heads, head_dim]`; key, value `[T, num_kv_heads, head_dim]`, all of the cache's
-        `dtype` (whatever its pages hold), rows in the order of `ForwardInputs`, rotary embedding already
-        applied. Row at position p of a request attends to that request's positions 0..p, with a window w
-        to the last w of them. Returns `[T, num_heads * head_dim]`.
+        query `[T, num_heads, head_dim]`, of the layer's own number of heads; key, value `[T, num_kv_heads,
+        head_dim]`; all of the cache's `dtype` (whatever its pages hold), rows in the order of
+        `ForwardInputs`, rotary embedding already applied. Row at position p of a request attends to that
+        request's positions 0..p, with a window w to the last w of them. Returns `[T, num_heads * head_dim]`.
         """
 
 

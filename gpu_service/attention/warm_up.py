@@ -33,10 +33,18 @@ def warm_up_steps(capacity: int) -> list[list[tuple[int, int]]]:
     return steps
 
 
-def kinds_of_layers(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> list[AttentionLayer]:
-    """One layer for each combination of options that the model has, with sinks of zero."""
-    sinks = torch.zeros(config.num_heads, dtype=dtype, device=device) if config.attention_sinks else None
-    return [AttentionLayer(window, sinks) for window in dict.fromkeys(config.attention_windows or (None,))]
+def kinds_of_layers(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> list[tuple[int, AttentionLayer]]:
+    """Query heads and options of a layer, for each combination that the model has; sinks are zero."""
+    windows = config.attention_windows or (None,) * config.num_layers
+    heads = config.layer_num_heads or (config.num_heads,) * config.num_layers
+    kinds = dict.fromkeys(zip(heads, windows, strict=True))
+
+    def sinks(num_heads: int) -> torch.Tensor | None:
+        return torch.zeros(num_heads, dtype=dtype, device=device) if config.attention_sinks else None
+
+    return [(num_heads, AttentionLayer(window, sinks(num_heads))) for num_heads, window in kinds]
 
 
 def warm_up_attention(attention: Attention, capacity: int) -> None:
@@ -59,11 +67,10 @@ def warm_up_attention(attention: Attention, capacity: int) -> None:
 def _attend(attention: AttentionBackend, num_rows: int) -> None:
     """Queries, keys and values are parts of wider rows, as a fused projection leaves them."""
     cache, config = attention.kv_cache, attention.config
-    heads = config.num_heads + 2 * cache.num_kv_heads
-    rows = torch.zeros(num_rows, heads, config.head_dim, dtype=cache.dtype, device=cache.device)
-    key_begin, value_begin = config.num_heads, config.num_heads + cache.num_kv_heads
-    parts = rows[:, :key_begin], rows[:, key_begin:value_begin], rows[:, value_begin:]
-    for layer in kinds_of_layers(config, cache.dtype, cache.device):
+    for num_heads, layer in kinds_of_layers(config, cache.dtype, cache.device):
+        heads, value_begin = num_heads + 2 * cache.num_kv_heads, num_heads + cache.num_kv_heads
+        rows = torch.zeros(num_rows, heads, config.head_dim, dtype=cache.dtype, device=cache.device)
+        parts = rows[:, :num_heads], rows[:, num_heads:value_begin], rows[:, value_begin:]
         attention.forward(*parts, 0, layer)
 
 

@@ -89,7 +89,8 @@ class LocalExpertClient(ExpertClient):
             gate, up, down = self._expert(ticket.layer, expert)
             rows, choices = (ticket.topk_ids == expert).nonzero(as_tuple=True)
             chosen = hidden_states[rows]
-            neurons = EXPERT_ACTIVATIONS[self.geometry.activation](gate(chosen), up(chosen), self.geometry)
+            activation, limit = self.geometry.activation, self.geometry.limit_of(ticket.layer)
+            neurons = EXPERT_ACTIVATIONS[activation](gate(chosen), up(chosen), self.geometry.alpha, limit)
             output.index_add_(0, rows, down(neurons) * ticket.topk_weights[rows, choices, None])
         seconds = time.perf_counter() - begin
         counters = self._stats

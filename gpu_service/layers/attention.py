@@ -22,12 +22,13 @@ from gpu_service.parallel.partition import kv_heads, query_heads
 class GQAttention(nn.Module):
     """QKV in one product, optional norm of queries and keys, rotary embedding, attention, output.
 
-    The norm is per head, or over all heads together with `full_width_norm`.
+    The norm is per head, or over all heads together with `full_width_norm`. With `head_gate`, what a head
+    attended to is multiplied by a sigmoid of its own product with the input.
 
     `config` is the whole model's; a rank computes its own heads, and the output product sums over ranks.
-    `layer_id` counts the pipeline stage's layers that attend; `sinks` and `window` as in `AttentionLayer`.
-    With `output_gate` the query projection also makes, for each element of the result, a gate whose sigmoid
-    weighs it.
+    `layer_id` counts the pipeline stage's layers that attend; `sinks` and `window` as in `AttentionLayer`;
+    `num_heads` of queries, over all ranks, where layers differ. With `output_gate` the query projection also
+    makes, for each element of the result, a gate whose sigmoid weighs it.
     """
 
     def __init__(
@@ -42,13 +43,15 @@ class GQAttention(nn.Module):
         output_gate: bool = False,
         sinks: bool = False,
         window: int | None = None,
+        num_heads: int | None = None,
+        head_gate: bool = False,
         dtype: torch.dtype,
         parallel: ParallelContext = SOLO,
     ) -> None:
         super().__init__()
         self.layer_id = layer_id
         self.head_dim = config.head_dim
-        queries, keys = query_heads(config, parallel), kv_heads(config, parallel)
+        queries, keys = query_heads(config, parallel, num_heads), kv_heads(config, parallel)
         self.num_heads, self.num_kv_heads = queries.size, keys.size
         query_rows, key_rows = queries.scaled(config.head_dim), keys.scaled(config.head_dim)
         projected = query_rows.scaled(2) if output_gate else query_rows
@@ -59,6 +62,8 @@ class GQAttention(nn.Module):
             query_rows, config.hidden_size, bias=output_bias, dtype=dtype, parallel=parallel
         )
         self._query_heads, self._window = queries, window
+        gate = {"g_proj": queries}
+        self.g_proj = FusedLinear(config.hidden_size, gate, bias=False, dtype=dtype) if head_gate else None
         self.sinks = empty_parameter(queries.size, dtype=dtype) if sinks else None
         self.q_norm: FullWidthNorm | RMSNorm | None = None
         self.k_norm: FullWidthNorm | RMSNorm | None = None
@@ -91,6 +96,9 @@ class GQAttention(nn.Module):
         attended = backend.forward(query, key, value, self.layer_id, layer)
         if gate.shape[1]:
             attended = attended * gate.flatten(1).sigmoid()
+        if self.g_proj is not None:
+            weights = self.g_proj(hidden_states).sigmoid_()
+            attended = attended.view(*weights.shape, self.head_dim).mul_(weights.unsqueeze(-1)).flatten(1)
         output: torch.Tensor = self.o_proj(attended)
         return output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -34,15 +35,25 @@ class MoE(nn.Module):
         config: MoeConfig,
         activation: str,
         *,
+        limit: float = math.inf,
         dtype: torch.dtype,
         parallel: ParallelContext = SOLO,
     ) -> None:
+        """`limit` is the shared experts', see `GatedMLP`."""
         super().__init__()
         self.layer_id = layer_id
         self.gate = Router(hidden_size, config.router, dtype=dtype)
         shared_size = config.shared_intermediate_size
         self.shared_experts = (
-            GatedMLP(hidden_size, shared_size, activation, dtype=dtype, parallel=parallel, reduce=False)
+            GatedMLP(
+                hidden_size,
+                shared_size,
+                activation,
+                limit=limit,
+                dtype=dtype,
+                parallel=parallel,
+                reduce=False,
+            )
             if shared_size
             else None
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -48,19 +49,24 @@ class Backbone(nn.Module):
         )
         self.layers = nn.ModuleList(layers)
         self.norm = make_norm(config, size, dtype=dtype) if last else None
-        self._rotary = RotaryEmbedding(config.rope, dtype=dtype, device=device)
+        ropes = config.layer_ropes or (config.rope,) * config.num_layers
+        # One table for each kind of layer, and which one a layer takes.
+        kinds = list(dict.fromkeys(ropes))
+        self._rotaries = [RotaryEmbedding(rope, dtype=dtype, device=device) for rope in kinds]
+        self._rotary_of = [kinds.index(rope) for rope in ropes]
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` after the final norm; on a stage that is not the last, what was sent to the next one."""
         inputs, images = context.inputs, context.inputs.image_features
         by_axis = inputs.mrope_positions
-        rope = self._rotary.table(inputs.positions if by_axis is None else by_axis)
+        positions = inputs.positions if by_axis is None else by_axis
+        ropes = [rotary.table(positions) for rotary in self._rotaries]
         embedded = self._begin(inputs.input_ids)
         if images is not None and self._parallel.is_first_stage:
             images.replace_embeddings(embedded)
         stream = ResidualStream(embedded)
         for index, layer in enumerate(self.layers, self._first_layer):
-            stream = layer(stream, rope, context)
+            stream = layer(stream, ropes[self._rotary_of[index]], context)
             if images is not None and images.reaches(index):
                 images.add_behind(index, stream.sum())
         if self.norm is None:
@@ -157,9 +163,11 @@ def make_mlp(
 ) -> GatedMLP | MoE:
     """The layer's second half: MoE where the config says so, else dense."""
     size, activation = config.hidden_size, config.activation
+    limit = config.mlp_limits[layer_id] if config.mlp_limits else math.inf
     if config.is_moe_layer(layer_id):
-        return MoE(layer_id, size, config.moe, activation, dtype=dtype, parallel=parallel)
-    return GatedMLP(size, config.intermediate_size, activation, dtype=dtype, parallel=parallel)
+        return MoE(layer_id, size, config.moe, activation, limit=limit, dtype=dtype, parallel=parallel)
+    width = config.intermediate_size
+    return GatedMLP(size, width, activation, limit=limit, dtype=dtype, parallel=parallel)
 
 
 def build_causal_lm(

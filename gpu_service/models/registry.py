@@ -23,6 +23,7 @@ from gpu_service.models import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    step3p5,
 )
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -64,6 +65,7 @@ MODEL_BUILDERS: dict[str, ModelBuilder] = {
     "qwen3_moe": qwen3_moe.build,
     "qwen3_vl_moe": qwen3_moe.build,
     "qwen3_next": qwen3_next.build,
+    "step3p5": step3p5.build,
 }
 
 

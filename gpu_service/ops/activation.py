@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -32,5 +34,13 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return functional.gelu(gate, approximate="tanh").mul_(up)
 
 
+def clamped_silu_and_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
+    """`min(silu(gate), limit) * clamp(up, -limit, limit)`; shapes as `silu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
+
+
 # By the name that checkpoints use. Only what the experts' kernels know too: a model has one activation.
 GATED_ACTIVATIONS: dict[str, Op[[torch.Tensor], torch.Tensor]] = {"silu": silu_and_mul}
+# Few layers clamp, so these are no ops of their own.
+CLAMPED_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {"silu": clamped_silu_and_mul}

@@ -71,9 +71,9 @@ def padded_vocab(vocab_size: int, parallel: ParallelContext) -> int:
     return -(-rows // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
 
 
-def query_heads(config: ModelConfig, parallel: ParallelContext) -> Span:
-    """Query heads of a rank."""
-    return even_span(config.num_heads, parallel.tp_rank, parallel.tp_size)
+def query_heads(config: ModelConfig, parallel: ParallelContext, num_heads: int | None = None) -> Span:
+    """Query heads of a rank; `num_heads`: the layer's, where layers differ."""
+    return even_span(num_heads or config.num_heads, parallel.tp_rank, parallel.tp_size)
 
 
 def kv_heads(config: ModelConfig, parallel: ParallelContext) -> Span:
@@ -98,8 +98,10 @@ def stage_layers(config: ModelConfig, parallel: ParallelContext) -> range:
 def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
     """Raises ConfigError naming the size that can not be divided over so many ranks, and what is allowed."""
     size, heads, kv = parallel.tp_size, config.num_heads, config.num_kv_heads
-    if heads % size or (kv % size and size % kv):
-        allowed = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+    all_heads = {heads, *config.layer_num_heads}
+    if any(count % size for count in all_heads) or (kv % size and size % kv):
+        dividing = [n for n in range(1, heads + 1) if not any(count % n for count in all_heads)]
+        allowed = [n for n in dividing if kv % n == 0 or n % kv == 0]
         raise ConfigError(
             f"tensor_parallel_size: {size} does not divide {heads} attention heads and {kv} KV heads; "
             f"allowed for this model: {', '.join(map(str, allowed))}"
@@ -160,6 +162,12 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
         linear=_own_linear(config, layers),
         attention_windows=config.attention_windows[layers.start : layers.stop],
         num_heads=query_heads(config, parallel).size,
+        layer_num_heads=tuple(
+            query_heads(config, parallel, heads).size
+            for heads in config.layer_num_heads[layers.start : layers.stop]
+        ),
+        layer_ropes=config.layer_ropes[layers.start : layers.stop],
+        mlp_limits=config.mlp_limits[layers.start : layers.stop],
         num_kv_heads=kv_heads(config, parallel).size,
         intermediate_size=even_span(config.intermediate_size, rank, size).size,
         moe=moe,

@@ -34,9 +34,9 @@ std::shared_ptr<ExpertEngine> make_engine(int64_t hidden_size, int64_t intermedi
                                           int64_t num_layers, int64_t expert_begin,
                                           const std::vector<std::string>& weight_format,
                                           const std::vector<std::string>& down_format, const std::string& activation,
-                                          float alpha, float limit, bool has_bias, int64_t num_threads,
-                                          const std::vector<int>& cpus, int numa_node, const std::string& isa,
-                                          const std::string& kernel) {
+                                          float alpha, const std::vector<float>& limit, bool has_bias,
+                                          int64_t num_threads, const std::vector<int>& cpus, int numa_node,
+                                          const std::string& isa, const std::string& kernel) {
   EngineOptions options;
   options.hidden_size = unsigned_option(hidden_size, "hidden_size");
   options.intermediate_size = unsigned_option(intermediate_size, "intermediate_size");
@@ -46,7 +46,7 @@ std::shared_ptr<ExpertEngine> make_engine(int64_t hidden_size, int64_t intermedi
   options.formats = parse_formats(weight_format, down_format);
   options.activation = parse_activation(activation);
   options.alpha = alpha;
-  options.limit = limit;
+  options.limits = limit;
   options.has_bias = has_bias;
   options.num_threads = unsigned_option(num_threads, "num_threads");
   options.cpus = cpus;

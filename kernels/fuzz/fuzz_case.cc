@@ -42,7 +42,7 @@ EngineOptions draw_options(Random& random) {
   const WeightFormat gate_up = parse_weight_format(any_of(names, random));
   options.formats = {{gate_up, random.one_in(3) ? parse_weight_format(any_of(names, random)) : gate_up}};
   options.activation = static_cast<Activation>(random.below(4));
-  options.limit = random.one_in(2) ? 7.0f : 0.5f;
+  options.limits = {random.one_in(2) ? 7.0f : 0.5f};
   options.has_bias = random.one_in(2);
   options.num_threads = random.between(1, 5);
   std::vector<std::string> levels{"auto"};

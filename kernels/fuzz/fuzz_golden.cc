@@ -60,14 +60,14 @@ Value times(double a, double a_error, double b, double b_error) {
 }
 
 Value activate(const EngineOptions& options, const Value& gate, const Value& up) {
-  const double limit = options.limit;
+  const double limit = options.limits[0];
   const double clamped_gate = gate.value > limit ? limit : gate.value;
   const double clamped_up = up.value > limit ? limit : up.value < -limit ? -limit : up.value;
   switch (options.activation) {
     case Activation::kSilu:
       return times(gate.value * sigmoid(gate.value), kSiluSlope * gate.error, up.value, up.error);
     case Activation::kSiluClamped:
-      return times(clamped_gate * sigmoid(clamped_gate), kSiluSlope * gate.error, clamped_up, up.error);
+      return times(std::min(gate.value * sigmoid(gate.value), limit), kSiluSlope * gate.error, clamped_up, up.error);
     case Activation::kGptOss:
       return times(clamped_gate * sigmoid(options.alpha * clamped_gate), kSiluSlope * gate.error, clamped_up + 1.0,
                    up.error);

@@ -12,8 +12,9 @@ void check_positive(uint32_t value, const char* name) {
 
 void check_limit(const EngineOptions& options) {
   const bool clamped = options.activation == Activation::kGptOss || options.activation == Activation::kSiluClamped;
-  if (clamped && !(options.limit > 0)) {
-    throw std::invalid_argument("limit is " + std::to_string(options.limit) + "; it must be above 0");
+  for (const float limit : options.limits) {
+    if (!clamped || limit > 0) continue;
+    throw std::invalid_argument("limit is " + std::to_string(limit) + "; it must be above 0");
   }
   if (options.activation == Activation::kGptOss && !std::isfinite(options.alpha)) {
     throw std::invalid_argument("alpha is " + std::to_string(options.alpha) + "; it must be finite");
@@ -41,7 +42,13 @@ EngineOptions checked_options(EngineOptions options) {
                                 " formats; it must be one, or one per layer (" + std::to_string(options.num_layers) +
                                 ")");
   }
+  if (options.limits.size() != 1 && options.limits.size() != options.num_layers) {
+    throw std::invalid_argument("limit has " + std::to_string(options.limits.size()) +
+                                " numbers; it must be one, or one per layer (" + std::to_string(options.num_layers) +
+                                ")");
+  }
   options.formats.resize(options.num_layers, options.formats.front());
+  options.limits.resize(options.num_layers, options.limits.front());
   return options;
 }
 

@@ -28,7 +28,7 @@ struct EngineOptions {
   std::vector<LayerFormats> formats;   // one for all layers, or one per layer
   Activation activation = Activation::kSilu;
   float alpha = 1.702f;                // kGptOss
-  float limit = 7.0f;                  // kGptOss, kSiluClamped
+  std::vector<float> limits = {7.0f};  // kGptOss, kSiluClamped: one for all layers, or one per layer
   bool has_bias = false;               // gate, up and down have one
   uint32_t num_threads = 0;            // 0: one per usable cpu
   std::vector<int> cpus;               // see ThreadPool
@@ -42,7 +42,8 @@ struct EngineOptions {
 // The name of an activation: "silu", "silu_clamped", "gpt_oss", "relu2". Throws std::invalid_argument listing them.
 Activation parse_activation(const std::string& name);
 
-// Returns options with one entry of formats per layer. Throws std::invalid_argument naming the option and its value.
+// Returns options with one entry of formats and limits per layer. Throws std::invalid_argument naming the option and
+// its value.
 EngineOptions checked_options(EngineOptions options);
 
 }  // namespace moebius

@@ -164,7 +164,8 @@ void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint
                      0,
                      nullptr};
     multiply(*weights.gate_up, work, worker);
-    const ActivationWork results{options_.activation, options_.alpha, options_.limit,   work.result, work.result_stride,
+    const float limit = options_.limits[call.request.layer];
+    const ActivationWork results{options_.activation, options_.alpha,  limit,   work.result, work.result_stride,
                                  count,               task.num_blocks, nullptr, 0};
     activation_.store(results, weights.down->row_type, group.begin + row, task.block);
   }

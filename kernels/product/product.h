@@ -52,7 +52,7 @@ struct ProductKernel {
 
 // Activations of an expert. gate and up are results of phase A (bias included):
 //   kSilu         silu(gate) * up
-//   kSiluClamped  silu(min(gate, limit)) * clamp(up, -limit, limit)                    (step3p5)
+//   kSiluClamped  min(silu(gate), limit) * clamp(up, -limit, limit); an infinite limit is kSilu    (step3p5)
 //   kGptOss       g = min(gate, limit); (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)
 //   kRelu2        max(up, 0)^2, no gate
 // NaN passes through every one of them.

@@ -37,7 +37,7 @@ template <Activation kActivation>
   switch (kActivation) {
     case Activation::kSilu: return Vec::mul(swish(gate, one), up);
     case Activation::kSiluClamped:
-      return Vec::mul(swish(Vec::min(constants.limit, gate), one), clamp(up, constants.limit));
+      return Vec::mul(Vec::min(constants.limit, swish(gate, one)), clamp(up, constants.limit));
     case Activation::kGptOss:
       return Vec::mul(Vec::add(clamp(up, constants.limit), one),
                       swish(Vec::min(constants.limit, gate), constants.alpha));

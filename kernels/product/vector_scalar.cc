@@ -20,10 +20,7 @@ float clamp(float x, float limit) { return at_least(at_most(x, limit), -limit); 
 float activate(const ActivationWork& work, float gate, float up) {
   switch (work.activation) {
     case Activation::kSilu: return gate * sigmoid(gate) * up;
-    case Activation::kSiluClamped: {
-      const float g = at_most(gate, work.limit);
-      return g * sigmoid(g) * clamp(up, work.limit);
-    }
+    case Activation::kSiluClamped: return at_most(gate * sigmoid(gate), work.limit) * clamp(up, work.limit);
     case Activation::kGptOss: {
       const float g = at_most(gate, work.limit);
       return (clamp(up, work.limit) + 1.0f) * g * sigmoid(work.alpha * g);

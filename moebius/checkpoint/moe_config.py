@@ -7,6 +7,7 @@ classes of transformers 5.23.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import is_gguf
+from moebius.checkpoint.step_layers import clamp_limits, moe_layers
 from moebius.checkpoint.text_config import flat_config
 
 Config = Mapping[str, Any]
@@ -39,6 +41,12 @@ class MoeGeometry:
     # Of the activations that have them: the sigmoid's slope, and where gate and up are clamped.
     alpha: float = 1.702
     limit: float = 7.0
+    # Where the experts of each decoder layer clamp instead; infinite: they do not; empty: `limit` in all.
+    layer_limits: tuple[float, ...] = ()
+
+    def limit_of(self, layer: int) -> float:
+        """Where the experts of a decoder layer clamp."""
+        return self.layer_limits[layer] if self.layer_limits else self.limit
 
     @staticmethod
     def from_config(directory: str | Path, top_k: int | None = None) -> MoeGeometry:
@@ -72,6 +80,8 @@ class FamilyKeys:
     moe_intermediate_size: tuple[str, ...] = ("moe_intermediate_size",)
     # Where the code of a family, not its configuration, says what experts compute.
     activation: str | None = None
+    # The key of a list that has each layer's clamp.
+    layer_limits: str | None = None
 
 
 def _after_dense(config: Config, num_layers: int) -> tuple[int, ...]:
@@ -110,6 +120,11 @@ def _by_interval(config: Config, num_layers: int) -> tuple[int, ...]:
     last = _integer(config, ("moe_layer_end_index",), -1, default=-1)
     end = num_layers if last == -1 else min(last + 1, num_layers)
     return tuple(layer for layer in range(first, end) if (layer + 1) % step == 0)
+
+
+def _listed(config: Config, num_layers: int) -> tuple[int, ...]:
+    """Those that `moe_layers_enum` names."""
+    return moe_layers(config.get("moe_layers_enum"), num_layers)
 
 
 FAMILIES: Mapping[str, FamilyKeys] = {
@@ -162,6 +177,13 @@ FAMILIES: Mapping[str, FamilyKeys] = {
         top_k=("num_experts_per_tok", "experts_per_token"),
         moe_intermediate_size=("intermediate_size",),
         activation="gpt_oss",
+    ),
+    "step3p5": FamilyKeys(
+        num_experts=("moe_num_experts", "n_routed_experts"),
+        moe_layers=_listed,
+        top_k=("moe_top_k", "num_experts_per_tok"),
+        activation="silu_clamped",
+        layer_limits="swiglu_limits",
     ),
 }
 
@@ -235,7 +257,16 @@ def _geometry(model_type: str, config: Config, family: FamilyKeys) -> MoeGeometr
         dtype=_dtype(config),
         alpha=_positive(config, "swiglu_alpha", 1.702),
         limit=_positive(config, "swiglu_limit", 7.0),
+        layer_limits=_layer_limits(config, family, num_layers),
     )
+
+
+def _layer_limits(config: Config, family: FamilyKeys, num_layers: int) -> tuple[float, ...]:
+    """One for each layer where the family has them, none of them finite where the checkpoint has no list."""
+    if family.layer_limits is None:
+        return ()
+    listed = clamp_limits(family.layer_limits, config.get(family.layer_limits), num_layers)
+    return listed or (math.inf,) * num_layers
 
 
 # AWQ and GPTQ checkpoints say float16, which their authors' kernels compute in.

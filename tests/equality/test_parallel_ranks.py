@@ -58,6 +58,25 @@ MODELS = {
         "minimax_m2",
         {"num_experts_per_tok": 3, "num_local_experts": 6, "num_attention_heads": 8, "rotary_dim": 8},
     ),
+    # Eight heads in one layer, four in those that slide; clamps of both kinds of experts.
+    "step_differing_heads": TinyModel(
+        "step3p5",
+        {
+            "num_attention_heads": 8,
+            "moe_num_experts": 6,
+            "moe_top_k": 2,
+            "share_expert_dim": 20,
+            "moe_layers_enum": "1,2",
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "attention_other_setting": {"num_attention_heads": 4},
+            "rope_theta": [5e5, 1e4, 1e4],
+            "partial_rotary_factors": [0.5, 1.0, 1.0],
+            "swiglu_limits": [0.0, 0.5, 0.0],
+            "swiglu_limits_shared": [0.4, 0.0, 0.6],
+            "rms_norm_eps": 1e-5,
+        },
+    ),
     "qwen2_shared_gate": TinyModel(
         "qwen2_moe", {"num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 30}
     ),
@@ -88,6 +107,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         ("glm4_shared", 2, 2, {"gpu_experts_ratio": 0.5}),
         ("gpt_oss", 4, 1, {}),
         ("gpt_oss", 2, 2, {}),
+        ("step_differing_heads", 2, 2, {}),
         ("minimax", 4, 1, {}),
         ("qwen2_shared_gate", 2, 1, {}),
     ],

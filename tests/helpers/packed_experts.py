@@ -93,7 +93,7 @@ def activate(gate: Float64, up: Float64, shape: Shape) -> Float64:
     if shape.activation == "gpt_oss":
         return (clamped + 1) * clipped / (1 + np.exp(-shape.alpha * clipped))
     if shape.activation == "silu_clamped":
-        return clipped / (1 + np.exp(-clipped)) * clamped
+        return np.minimum(gate / (1 + np.exp(-gate)), shape.limit) * clamped
     return gate / (1 + np.exp(-gate)) * up
 
 

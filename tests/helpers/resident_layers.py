@@ -38,6 +38,7 @@ class Shape:
     top_k: int = 2
     activation: str = "silu"
     has_bias: bool = False
+    limit: float = 7.0
 
     @property
     def geometry(self) -> MoeGeometry:
@@ -66,12 +67,13 @@ def resident_layer(
         1,
         weight_format=weight_format,
         activation=shape.activation,
+        limit=shape.limit,
         has_bias=shape.has_bias,
         num_threads=1,
     )
     engine.fill_random(0, 3)
     kind = layer_format(weight_format, weight_format, shape.hidden, shape.intermediate, shape.has_bias)
-    slots = make_slots(kind, len(experts) + 1, shape.experts, torch.device(device))
+    slots = make_slots(kind, len(experts) + 1, shape.experts, torch.device(device), shape.limit)
     for slot, expert in enumerate(experts):
         slots.put(slot, expert, torch.from_numpy(np.array(engine.packed_expert(0, expert))))
     return slots

@@ -222,7 +222,7 @@ def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int) -> Any:
     else:
         model.save_pretrained(directory, max_shard_size=tiny.shard_bytes)
     if tower is not None:
-        tower.publish(directory)
+        tower.publish(directory, values)
     if tiny.written_as is not None:
         path = directory / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": tiny.model_type}))

@@ -41,6 +41,13 @@ _KIMI_VISION: dict[str, Any] = {
     "pos_emb_height": 4,
     "pos_emb_width": 4,
 }
+_STEP_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "mlp_ratio": 1.25,
+}
 Tensor = torch.Tensor
 
 
@@ -59,6 +66,16 @@ def _kimi_names(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     return name.removeprefix("model.") if name.startswith("model.mm_projector.") else name, tensor
 
 
+def _without_vision(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+    return None if name.startswith(("vision_model.", "vit_large_projector.")) else (name, tensor)
+
+
+def _step_config(written: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    groups = {"num_attention_groups": text["num_key_value_heads"]}
+    rest = {key: value for key, value in text.items() if key != "num_key_value_heads"}
+    return {"model_type": "step3p5", "dtype": written["dtype"], **groups, **rest}
+
+
 @dataclass(frozen=True)
 class TextTower:
     """How a family nests its text model."""
@@ -66,11 +83,13 @@ class TextTower:
     # Of transformers' classes.
     stem: str
     vision: dict[str, Any]
-    # From what transformers writes to what was released: name and tensor.
-    published: Callable[[str, Tensor], tuple[str, Tensor]] = _as_is
+    # From what transformers writes to what was released: name and tensor, or None for what was not.
+    published: Callable[[str, Tensor], tuple[str, Tensor] | None] = _as_is
     text_model_type: str | None = None
     # Whether experts were released as `[E, 2I, H]` and `[E, H, I]`, but are written one by one.
     fuses_experts: bool = False
+    # The same for config.json: of what was written and of what the model was made from.
+    published_config: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] | None = None
 
     def config(self, text: dict[str, Any]) -> Any:
         """Transformers' configuration of the whole model."""
@@ -90,18 +109,23 @@ class TextTower:
 
         return getattr(transformers, f"{self.stem}ForConditionalGeneration")(config)
 
-    def publish(self, directory: Path) -> None:
-        """Rewrite what `save_pretrained` left."""
+    def publish(self, directory: Path, text: dict[str, Any] | None = None) -> None:
+        """Rewrite what `save_pretrained` left; `text` is what the configuration was made from."""
         from safetensors.torch import load_file, save_file
 
         for file in directory.glob("*.safetensors"):
-            tensors = dict(self.published(*item) for item in load_file(file).items())
+            renamed = (self.published(*item) for item in load_file(file).items())
+            tensors = dict(item for item in renamed if item is not None)
             save_file(_fuse_experts(tensors) if self.fuses_experts else tensors, file)
+        if self.published_config is not None:
+            path = directory / "config.json"
+            path.write_text(json.dumps(self.published_config(json.loads(path.read_text()), text or {})))
         index = directory / "model.safetensors.index.json"
         if index.exists():
             content = json.loads(index.read_text())
             nothing = torch.empty(0, 0)
-            names = {self.published(name, nothing)[0]: file for name, file in content["weight_map"].items()}
+            renamed = ((self.published(name, nothing), file) for name, file in content["weight_map"].items())
+            names = {item[0]: file for item, file in renamed if item is not None}
             index.write_text(json.dumps(content | {"weight_map": names}))
 
 
@@ -124,6 +148,8 @@ TEXT_TOWERS: dict[str, TextTower] = {
     "qwen3_vl_moe": TextTower("Qwen3VLMoe", _QWEN_VISION, _transpose_experts),
     "glm4v_moe": TextTower("Glm4vMoe", _GLM_VISION),
     "kimi_k25": TextTower("Kimi_K25", _KIMI_VISION, _kimi_names, "deepseek_v3"),
+    # A text model; transformers knows it as the text tower of its successor, with keys of its own.
+    "step3p5": TextTower("Step3p7", _STEP_VISION, _without_vision, published_config=_step_config),
 }
 
 
@@ -143,6 +169,8 @@ _LATENT: dict[str, Any] = {
     "topk_group": 1,
     "num_mtp_layers": 0,
 }
+
+_STEP_FULL, _STEP_SLIDING = "full_attention", "sliding_attention"
 
 # Name -> fields of `TinyModel`; `changes` are those of the text model.
 MULTIMODAL_MODELS: dict[str, dict[str, Any]] = {
@@ -230,6 +258,62 @@ MULTIMODAL_MODELS: dict[str, dict[str, Any]] = {
             "first_k_dense_replace": 2,
             "norm_topk_prob": False,
             "tie_word_embeddings": True,
+        },
+        "shard_bytes": 60_000,
+    },
+    # Lists as published, with entries for prediction layers that are not there.
+    "step3p5": {
+        "model_type": "step3p5",
+        "changes": {
+            "num_hidden_layers": 5,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "moe_num_experts": 9,
+            "moe_top_k": 3,
+            "share_expert_dim": 28,
+            "moe_layers_enum": "1,2,3,4",
+            "moe_router_scaling_factor": 3.0,
+            "layer_types": [_STEP_FULL, *[_STEP_SLIDING] * 3, _STEP_FULL, *[_STEP_SLIDING] * 3],
+            "sliding_window": 6,
+            "attention_other_setting": {
+                "attention_type": _STEP_SLIDING,
+                "num_attention_heads": 10,
+                "num_attention_groups": 2,
+                "head_dim": 16,
+            },
+            "rope_theta": [500000.0, *[10000.0] * 3, 500000.0, *[10000.0] * 3],
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0],
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 32.0,
+                "original_max_position_embeddings": 64,
+            },
+            "swiglu_limits": [0.0, 0.0, 0.4, 0.0, 0.7, 0.0, 0.0, 0.0],
+            "swiglu_limits_shared": [0.5, 0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.0],
+            "num_nextn_predict_layers": 3,
+            "rms_norm_eps": 1e-5,
+        },
+    },
+    "step3p5_fewer_heads_slide": {
+        "model_type": "step3p5",
+        "changes": {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "moe_num_experts": 8,
+            "moe_top_k": 4,
+            "share_expert_dim": 20,
+            "moe_intermediate_size": 24,
+            "moe_layers_enum": "0,2",
+            "layer_types": [_STEP_SLIDING, _STEP_FULL, _STEP_SLIDING],
+            "sliding_window": 9,
+            "attention_other_setting": {"num_attention_heads": 6},
+            "rope_theta": 3000.0,
+            "partial_rotary_factors": [0.25, 1.0, 0.25],
+            "swiglu_limits": [0.6, None, 0.0],
+            "rms_norm_eps": 1e-4,
         },
         "shard_bytes": 60_000,
     },

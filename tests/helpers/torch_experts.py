@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ class TorchExperts:
         for file in directory.glob("*.safetensors"):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    if ".experts." in name:
+                    if ".experts." in name or ".moe." in name:
                         self.weights[_plain_name(name)] = tensors.get_tensor(name).float()
         self.submitted_rows = 0
 
@@ -58,10 +59,14 @@ class TorchExperts:
             return self._gpt_oss_expert(f"model.layers.{layer}.mlp.experts.", expert, hidden_state.float())
         gate, up, down = self._matrices(f"model.layers.{layer}.mlp.experts.", expert)
         x = hidden_state.float()
-        return down @ (functional.silu(gate @ x) * (up @ x))
+        limit = (self.config.get("swiglu_limits") or [None] * (layer + 1))[layer] or math.inf
+        return down @ (functional.silu(gate @ x).clamp(max=limit) * (up @ x).clamp(-limit, limit))
 
     def _matrices(self, stem: str, expert: int) -> list[torch.Tensor]:
         """Gate, up and down `[out, in]`, whether experts have tensors of their own or one for all."""
+        stacked = stem.replace("mlp.experts.", "moe.")
+        if stacked + "gate_proj.weight" in self.weights:
+            return [self.weights[f"{stacked}{part}_proj.weight"][expert] for part in ("gate", "up", "down")]
         fused = self.weights.get(stem + "gate_up_proj")
         if fused is None:
             return [self.weights[f"{stem}{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")]

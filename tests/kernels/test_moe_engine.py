@@ -50,6 +50,8 @@ def matrices(**replaced: Any) -> tuple[Any, Any, Any]:
         ),
         ({"activation": "relu"}, "activation='relu'.*silu, silu_clamped, gpt_oss, relu2"),
         ({"activation": "gpt_oss", "limit": 0.0}, "limit is 0.0"),
+        ({"activation": "silu_clamped", "limit": [7.0, 0.0, 7.0]}, "limit is 0.0"),
+        ({"limit": [7.0, 7.0]}, r"limit has 2 numbers; it must be one, or one per layer \(3\)"),
         ({"activation": "gpt_oss", "alpha": float("nan")}, "alpha is nan"),
         ({"kernel": "fast"}, "kernel 'fast' is unknown.*scalar_float32"),
         ({"kernel": "scalar_int8"}, "kernel 'scalar_int8' computes none of"),

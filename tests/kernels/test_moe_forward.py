@@ -3,6 +3,9 @@ mixture of formats gives what the packed weights mean, whatever kernel the plan 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -123,6 +126,31 @@ def test_activations_and_biases(activation: str, has_bias: bool) -> None:
         narrow, bits = narrowed(routed)
         output = engine.forward(0, bits, routed.topk_ids, routed.topk_weights)
         assert root_mean_square_error(output, packed_golden(engine, shape, narrow)) <= bfloat16_bound(rows)
+
+
+def test_clamps_per_layer() -> None:
+    """Each layer has the clamp it was given; an infinite one is none, bit by bit."""
+
+    def engine(activation: str, limit: Any) -> ExpertEngine:
+        made = ExpertEngine(
+            64, 50, 4, 3, weight_format="float32", activation=activation, limit=limit, num_threads=2
+        )
+        for layer in range(3):
+            made.fill_random(layer, 1)
+        return made
+
+    clamped, plain = engine("silu_clamped", [np.inf, 0.1, 0.4]), engine("silu", 7.0)
+    shape = Shape(64, 50, 4, "float32", "float32", "silu_clamped")
+    routed = rows_of(shape, 9)
+
+    def run_layer(made: ExpertEngine, layer: int) -> Any:
+        return made.forward(layer, routed.hidden_states, routed.topk_ids, routed.topk_weights)
+
+    np.testing.assert_array_equal(run_layer(clamped, 0), run_layer(plain, 0))
+    for layer, limit in ((1, 0.1), (2, 0.4)):
+        golden = packed_golden(clamped, replace(shape, limit=limit), routed)
+        assert relative_error(run_layer(clamped, layer), golden) <= EXPERTS_FLOAT32
+        assert relative_error(run_layer(plain, layer), golden) > 0.01
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,14 @@ def golden(activation: str, gate: NDArray[np.float32], up: NDArray[np.float32]) 
     """The formulas of product.h in float64."""
     g, u = gate.astype(np.float64), up.astype(np.float64)
     if activation in ("silu_clamped", "gpt_oss"):
-        g, u = np.minimum(g, LIMIT), np.clip(u, -LIMIT, LIMIT)
+        u = np.clip(u, -LIMIT, LIMIT)
+    if activation == "gpt_oss":
+        g = np.minimum(g, LIMIT)
     alpha = float(np.float32(ALPHA)) if activation == "gpt_oss" else 1.0
     with np.errstate(over="ignore", invalid="ignore"):
         swish: NDArray[np.float64] = g / (1 + np.exp(-alpha * g))
+    if activation == "silu_clamped":
+        swish = np.minimum(swish, LIMIT)
     if activation == "relu2":
         swish, u = np.maximum(u, 0.0), np.maximum(u, 0.0)
     result: NDArray[np.float64] = swish * (u + 1 if activation == "gpt_oss" else u)

@@ -132,6 +132,18 @@ def test_layers_of_one_step_may_differ() -> None:
             torch.testing.assert_close(output.double(), expected, rtol=0, atol=LOGITS_FLOAT32_SELF)
 
 
+def test_layers_of_one_step_may_have_fewer_heads() -> None:
+    """In turns, with and without a window: what a layer's splits leave must fit its own heads."""
+    case = make_case(Geometry(), [(100, 1), (70, 3)])
+    fewer = replace(case, query=case.query[:, :4].contiguous(), geometry=replace(case.geometry, num_heads=4))
+    for name in ("torch", "triton"):
+        backend = backend_of(name, case)
+        backend.plan(case.inputs)
+        for one in (case, fewer, replace(fewer, layer=AttentionLayer(40)), case):
+            output = backend.forward(one.query, one.key, one.value, LAYER, one.layer)
+            torch.testing.assert_close(output.double(), naive(one), rtol=0, atol=LOGITS_FLOAT32_SELF)
+
+
 def test_a_captured_step_keeps_its_window_while_lengths_grow() -> None:
     """The first visible key follows from the length on the device."""
     case = make_case(Geometry(spare_pages=30, window=40, sinks=True), [(0, 1)] * 3)
@@ -176,10 +188,11 @@ def test_flashinfer_leaves_such_models_to_others(options: dict[str, Any], word: 
 
 
 def test_the_warm_up_meets_every_kind_of_layer_once() -> None:
-    config = replace(Geometry(sinks=True).config(), attention_windows=(128, None, 128, None))
-    kinds = kinds_of_layers(config, torch.float32, torch.device("cpu"))
-    assert [kind.window for kind in kinds] == [128, None]
-    assert all(kind.sinks is not None and kind.sinks.shape == (6,) for kind in kinds)
-    assert [
-        kind.sinks for kind in kinds_of_layers(Geometry().config(), torch.float32, torch.device("cpu"))
-    ] == [None]
+    cpu = torch.device("cpu")
+    config = replace(Geometry(sinks=True).config(), num_layers=4, attention_windows=(128, None, 128, None))
+    kinds = kinds_of_layers(config, torch.float32, cpu)
+    assert [(heads, layer.window) for heads, layer in kinds] == [(6, 128), (6, None)]
+    assert all(layer.sinks is not None and layer.sinks.shape == (6,) for _, layer in kinds)
+    differing = kinds_of_layers(replace(config, layer_num_heads=(6, 4, 2, 4)), torch.float32, cpu)
+    assert [(heads, layer.window) for heads, layer in differing] == [(6, 128), (4, None), (2, 128)]
+    assert [layer.sinks for _, layer in kinds_of_layers(Geometry().config(), torch.float32, cpu)] == [None]

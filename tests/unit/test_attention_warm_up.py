@@ -31,7 +31,13 @@ def test_only_the_dummy_page_is_written(name: str, monkeypatch: pytest.MonkeyPat
 
         def watch(*arguments: object) -> None:
             prepare(*arguments)  # type: ignore[arg-type]
-            kinds.add((attention._has_decodes, attention._has_chunks, attention._partial[None] is None))
+            kinds.add(
+                (
+                    attention._has_decodes,
+                    attention._has_chunks,
+                    attention._partial[None, config.num_heads] is None,
+                )
+            )
 
         monkeypatch.setattr(attention, "_prepare", watch)
         warm_up_attention(attention, CAPACITY)

@@ -41,6 +41,8 @@ def unsupported_layers(config: ModelConfig) -> str:
     """Why the wrappers used here can not compute what some layers need; empty: they can."""
     if config.attention_sinks:
         return "this model has attention sinks, which FlashInfer is not used for here"
+    if len(set(config.layer_num_heads)) > 1:
+        return "this model's layers have different numbers of heads, which FlashInfer is not used for here"
     if config.attention_windows:
         return "this model has sliding windows, which FlashInfer is not used for here"
     return ""

@@ -31,7 +31,8 @@ class TritonAttention(AttentionBackend):
         self._num_sms = streaming_multiprocessors(kv_cache.device)
         self._inputs: ForwardInputs | None = None
         self._max_length = 1
-        self._partial: dict[int | None, Partial | None] = {}  # of the step, by window
+        # Of the step, by window and number of heads.
+        self._partial: dict[tuple[int | None, int], Partial | None] = {}
         self._has_decodes = self._has_chunks = False
         group = config.num_heads // kv_cache.num_kv_heads
         self._partials = PartialResults(group, config.head_dim, kv_cache.device)
@@ -69,7 +70,7 @@ class TritonAttention(AttentionBackend):
         score_scale = self.config.softmax_scale * key_scale
         indices = (inputs.block_table, inputs.seq_lens_tensor, inputs.query_start_loc_tensor)
         if self._has_decodes:
-            partial, scales = self._partial_of(layer.window), (score_scale, value_scale)
+            partial, scales = self._partial_of(layer.window, query.shape[1]), (score_scale, value_scale)
             decode(query, pages, output, partial, *indices, *scales, min_split=self._min_split, layer=layer)
         if self._has_chunks:
             prefill(query, pages, output, *indices, score_scale, value_scale, layer=layer)
@@ -82,16 +83,17 @@ class TritonAttention(AttentionBackend):
         self._has_decodes = 1 in counts
         self._has_chunks = any(count > 1 for count in counts)
         self._max_length, self._partial = max_length, {}
-        self._partial_of(None)
+        self._partial_of(None, self.config.num_heads)
 
-    def _partial_of(self, window: int | None) -> Partial | None:
-        """Where the step's splits of layers with this window leave their results; one after the other."""
-        if window in self._partial:
-            return self._partial[window]
+    def _partial_of(self, window: int | None, num_heads: int) -> Partial | None:
+        """Where the step's splits of layers of a kind leave their results; one after the other."""
+        kind = window, num_heads
+        if kind in self._partial:
+            return self._partial[kind]
         assert self._inputs is not None, "plan comes first"
         num_requests = len(self._inputs.seq_lens)
         length = self._max_length if window is None else min(self._max_length, window)
         splits = num_splits(num_requests, self.kv_cache.num_kv_heads, length, self._min_split, self._num_sms)
-        partial = self._partials.take(num_requests, self.config.num_heads, splits)
-        self._partial[window] = partial
+        partial = self._partials.take(num_requests, num_heads, splits)
+        self._partial[kind] = partial
         return partial

@@ -76,7 +76,9 @@ class TorchResidentKernels(ResidentKernels):
             rows, choices = (topk_ids == expert).nonzero(as_tuple=True)
             activation = EXPERT_ACTIVATIONS[self._geometry.activation]
             picked = rows_in[rows]
-            neurons = activation(_linear(picked, gate), _linear(picked, up), self._geometry)
+            neurons = activation(
+                _linear(picked, gate), _linear(picked, up), self._geometry.alpha, slots.limit
+            )
             output.index_add_(0, rows, _linear(neurons, down) * topk_weights[rows, choices, None])
         if partial is None:
             return output

@@ -49,7 +49,9 @@ def make_resident_experts(
         return None
     source = expert_source(config, geometry, compute_dtype, parallel)
     slots = {
-        layer: make_slots(source.format_of(layer), len(experts), geometry.num_experts, device)
+        layer: make_slots(
+            source.format_of(layer), len(experts), geometry.num_experts, device, geometry.limit_of(layer)
+        )
         for layer, experts in chosen.items()
     }
     _load(source, slots, chosen, config.experts.max_requantise_error)

@@ -20,6 +20,8 @@ class LayerSlots:
     slot_of_expert: torch.Tensor
     # The host's copy, the other way round; -1: the slot is empty.
     expert_of_slot: list[int]
+    # Where the layer's experts clamp (`MoeGeometry.limit_of`), if their activation does.
+    limit: float
     gate_up: PanelViews = field(init=False)
     down: PanelViews = field(init=False)
 
@@ -52,13 +54,16 @@ class LayerSlots:
             self.expert_of_slot[slot] = -1
 
 
-def make_slots(kind: LayerFormat, count: int, num_experts: int, device: torch.device) -> LayerSlots:
+def make_slots(
+    kind: LayerFormat, count: int, num_experts: int, device: torch.device, limit: float
+) -> LayerSlots:
     """`count` empty slots."""
     return LayerSlots(
         kind,
         torch.empty((count, kind.expert_bytes), dtype=torch.uint8, device=device),
         torch.full((num_experts,), -1, dtype=torch.int32, device=device),
         [-1] * count,
+        limit,
     )
 
 

@@ -88,8 +88,8 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # type: ignore[
     if ACTIVATION == "silu":
         value = gate * tl.sigmoid(gate) * up
     elif ACTIVATION == "silu_clamped":
-        gate = tl.minimum(gate, limit)
-        value = gate * tl.sigmoid(gate) * tl.minimum(tl.maximum(up, -limit), limit)
+        gate = tl.minimum(gate * tl.sigmoid(gate), limit)
+        value = gate * tl.minimum(tl.maximum(up, -limit), limit)
     else:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)

@@ -1,0 +1,167 @@
+"""How config.json of Step-3.5-Flash is read.
+
+Its lists have an entry for each layer, prediction layers behind the last one included. Sources: the published
+config.json and, for the function that its keys ask for, transformers 5.23 (Step3p7TextConfig).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpu_service.hf_common import read_common
+from gpu_service.hf_gpt_oss import FULL, SLIDING, read_windows
+from gpu_service.hf_keys import HfKeys
+from gpu_service.hf_rope import read_rope
+from gpu_service.model_config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.step_layers import clamp_limits, layers_of, moe_layers
+
+# Of training and of other engines, and what other keys say as well.
+_HARMLESS = (
+    "max_seq_len",
+    "moe_dynamic_exp_p",
+    "moe_every_n_layer",
+    "moe_layer_offset",
+    # The family's code makes the norms whatever it says.
+    "use_qk_norm",
+    # Routed experts are the expert servers'.
+    "swiglu_limits",
+)
+# Keys with the only value that is supported, which is also what it is where it is missing.
+_FIXED: dict[str, object] = {
+    "att_impl_type": "GQA",
+    "moe_router_activation": "sigmoid",
+    "norm_expert_weight": True,
+    "sink": False,
+    "use_head_wise_attn_gate": True,
+    "use_mfa": False,
+    "use_moe": True,
+    "use_moe_router_bias": True,
+    "zero_centered": True,
+}
+
+
+def _check_fixed(hf: HfKeys) -> None:
+    for name, value in _FIXED.items():
+        if hf.has(name) and hf.value(name) != value:
+            raise hf.error(name, hf.value(name), repr(value))
+
+
+def _per_layer(hf: HfKeys, name: str, num_layers: int) -> tuple[Any, ...]:
+    """A list without its entries of prediction layers; empty where there is none."""
+    value = hf.value(name) if hf.has(name) else None
+    try:
+        return layers_of(name, value, num_layers)
+    except CheckpointError as error:
+        raise hf.error(name, value, f"a list of {num_layers} entries or more") from error
+
+
+def _numbers(hf: HfKeys, name: str, num_layers: int, default: float) -> tuple[float, ...]:
+    """A number above zero for each layer; one number is that of all."""
+    if hf.has(name) and not isinstance(hf.value(name), list):
+        return (hf.number(name),) * num_layers
+    values = _per_layer(hf, name, num_layers) or (default,) * num_layers
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise hf.error(name, value, "numbers > 0")
+    return tuple(float(value) for value in values)
+
+
+def _ropes(hf: HfKeys, kinds: tuple[str, ...], head_dim: int) -> tuple[RopeConfig, ...]:
+    """Rotary embedding of each layer; those that slide have no scaling."""
+    thetas = _numbers(hf, "rope_theta", len(kinds), 10000.0)
+    factors = _numbers(hf, "partial_rotary_factors", len(kinds), 1.0)
+    if hf.integers("use_rope_layers"):
+        raise hf.error("use_rope_layers", list(hf.integers("use_rope_layers")), "absent or empty")
+    for name in hf.strings("yarn_only_types"):
+        if name != FULL:
+            raise hf.error("yarn_only_types", name, FULL)
+
+    def rope(kind: str, theta: float, factor: float) -> RopeConfig:
+        changes: dict[str, Any] = {"rope_theta": theta, "partial_rotary_factor": factor}
+        return read_rope(
+            hf.with_values(**changes, **({} if kind == FULL else {"rope_scaling": None})), head_dim
+        )
+
+    return tuple(rope(*layer) for layer in zip(kinds, thetas, factors, strict=True))
+
+
+def _num_heads(hf: HfKeys, kinds: tuple[str, ...], common: dict[str, Any]) -> tuple[int, ...]:
+    """Query heads of each layer; keys and values are alike in all."""
+    plain = common["num_heads"]
+    other = hf.section("attention_other_setting")
+    if other is None:
+        return (plain,) * len(kinds)
+    other.skip("true_head_dim")
+    kv_heads = common["num_kv_heads"]
+    for name, value in (("num_attention_groups", kv_heads), ("head_dim", common["head_dim"])):
+        if other.has(name) and other.integer(name) != value:
+            raise other.error(name, other.integer(name), f"{value}, as in other layers")
+    if other.string("attention_type", default=SLIDING) != SLIDING:
+        raise other.error("attention_type", other.string("attention_type"), SLIDING)
+    sliding = other.integer("num_attention_heads", default=plain)
+    if sliding % kv_heads:
+        raise other.error("num_attention_heads", sliding, f"a multiple of num_attention_groups ({kv_heads})")
+    if other.unread:
+        raise other.error(other.unread[0], "...", "keys of the heads of layers that slide")
+    return tuple(sliding if kind == SLIDING else plain for kind in kinds)
+
+
+def _read_moe(hf: HfKeys, num_layers: int) -> MoeConfig:
+    router = RouterConfig(
+        num_experts=hf.integer("moe_num_experts", "n_routed_experts"),
+        top_k=hf.integer("moe_top_k", "num_experts_per_tok"),
+        score="sigmoid",
+        correction_bias=True,
+        post="renormalize",
+        scale=hf.number("moe_router_scaling_factor", default=1.0),
+        float32_gate=hf.boolean("need_fp32_gate", default=True),
+    )
+    listed = hf.value("moe_layers_enum") if hf.has("moe_layers_enum") else None
+    try:
+        layers = moe_layers(listed, num_layers)
+    except CheckpointError as error:
+        raise hf.error("moe_layers_enum", listed, "layers' numbers, separated by commas") from error
+    shared = hf.integer("share_expert_dim", "share_expert_dims")
+    return MoeConfig(router, hf.integer("moe_intermediate_size"), shared, frozenset(layers))
+
+
+def _mlp_limits(hf: HfKeys, num_layers: int) -> tuple[float, ...]:
+    value = hf.value("swiglu_limits_shared") if hf.has("swiglu_limits_shared") else None
+    try:
+        return clamp_limits("swiglu_limits_shared", value, num_layers)
+    except CheckpointError as error:
+        raise hf.error("swiglu_limits_shared", value, f"{num_layers} numbers >= 0 or null") from error
+
+
+def read_step3p5(hf: HfKeys) -> ModelConfig:
+    """Step-3.5-Flash: every layer may have its own number of heads, window, rotary embedding and clamp."""
+    hf.skip(*_HARMLESS)
+    _check_fixed(hf)
+    common = read_common(
+        hf.with_values(
+            num_key_value_heads=hf.integer("num_attention_groups", "num_key_value_heads"),
+            rms_norm_eps=hf.number("rms_norm_eps", default=1e-5),
+            max_position_embeddings=hf.integer("max_position_embeddings", "max_seq_len"),
+        )
+    )
+    if common["attention_bias"]:
+        raise hf.error("attention_bias", True, "false")
+    num_layers = common["num_layers"]
+    kinds = _per_layer(hf, "layer_types", num_layers) or (FULL,) * num_layers
+    heads = _num_heads(hf, kinds, common)
+    ropes = _ropes(hf, kinds, common["head_dim"])
+    return ModelConfig(
+        # Of layers that differ, what plans memory takes the largest.
+        **(common | {"num_heads": max(heads)}),
+        model_type="step3p5",
+        rope=ropes[0],
+        layer_ropes=ropes,
+        layer_num_heads=heads,
+        moe=_read_moe(hf, num_layers),
+        qk_norm=True,
+        centered_norms=True,
+        attention_windows=read_windows(hf.with_values(layer_types=list(kinds)), num_layers),
+        mlp_limits=_mlp_limits(hf, num_layers),
+        num_mtp_layers=hf.integer("num_nextn_predict_layers", default=0, minimum=0),
+    )
