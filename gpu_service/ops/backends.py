@@ -10,8 +10,11 @@ import structlog
 import torch
 
 from gpu_service.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from gpu_service.ops.causal_conv import causal_conv_update
+from gpu_service.ops.delta_rule import gated_delta_update
 from gpu_service.ops.examples import EXAMPLES
 from gpu_service.ops.fp8_linear import fp8_linear
+from gpu_service.ops.gated_norm import gated_rms_norm
 from gpu_service.ops.implementation import Implementation
 from gpu_service.ops.kv import append_kv
 from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
@@ -33,6 +36,9 @@ OPS: tuple[Op[..., Any], ...] = (
     gelu_and_mul,
     gelu_tanh_and_mul,
     append_kv,
+    causal_conv_update,
+    gated_delta_update,
+    gated_rms_norm,
     route,
     fp8_linear,
     argmax_and_finite,

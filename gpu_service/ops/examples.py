@@ -68,6 +68,32 @@ def _append_kv(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
     return slots, rows[:, :_KEYS], rows[:, _KEYS:], torch.tensor([5, 0, 3], device=device)
 
 
+def _slots(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read and written by each token: the first two start from zeros."""
+    return torch.tensor([0, 0, 2], device=device), torch.tensor([1, 3, 4], device=device)
+
+
+def _conv_update(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+    rows = _random(_TOKENS, 400, device=device, dtype=dtype)[:, :300]
+    states = _random(5, 3, 300, device=device, dtype=dtype)
+    return rows, states, _random(300, 4, device=device, dtype=dtype), *_slots(device)
+
+
+def _delta_update(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Two key heads and four value heads."""
+    qkv = _random(_TOKENS, 2 * 2 * 16 + 4 * _HEAD_DIM, device=device, dtype=dtype)
+    a, b = _random(_TOKENS, 8, device=device, dtype=dtype).chunk(2, dim=1)
+    a_log, dt_bias = _random(2, 4, device=device, dtype=torch.float32)
+    states = _random(5, 4, 16, _HEAD_DIM, device=device, dtype=torch.float32)
+    return qkv, a, b, a_log, dt_bias, states, *_slots(device)
+
+
+def _gated_norm(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+    values = _random(_TOKENS, 4, _HEAD_DIM, device=device, dtype=dtype)
+    gate = _random(_TOKENS, 5 * _HEAD_DIM, device=device, dtype=dtype)[:, _HEAD_DIM:]
+    return values, gate, _random(_HEAD_DIM, device=device, dtype=dtype), 1e-6
+
+
 def _route(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
     logits = _random(_TOKENS, 16, device=device, dtype=dtype)
     bias = _random(16, device=device, dtype=torch.float32)
@@ -104,6 +130,9 @@ EXAMPLES: dict[str, Callable[[torch.device, torch.dtype], tuple[Any, ...]]] = {
     "gelu_and_mul": _gate_up,
     "gelu_tanh_and_mul": _gate_up,
     "append_kv": _append_kv,
+    "causal_conv_update": _conv_update,
+    "gated_delta_update": _delta_update,
+    "gated_rms_norm": _gated_norm,
     "route": _route,
     "fp8_linear": _fp8_linear,
     "argmax_and_finite": _logits,

@@ -9,7 +9,7 @@ from gpu_service.ops.triton.jit import jit, next_power_of_2, num_warps
 
 
 @jit
-def _normalized(
+def rounded_norm(
     values: tl.tensor, weight: tl.tensor, size: int, eps: float, dtype: tl.constexpr
 ) -> tl.tensor:
     """Float32 in, the stored dtype out; rounded before and after the weight, as the reference does."""
@@ -36,7 +36,7 @@ def rms_norm_kernel(
     start = values_ptr + (program // num_heads) * row_stride + (program % num_heads) * head_stride
     values = tl.load(start + column, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
-    normalized = _normalized(values, weight, size, eps, output_ptr.dtype.element_ty)
+    normalized = rounded_norm(values, weight, size, eps, output_ptr.dtype.element_ty)
     tl.store(output_ptr + program * size + column, normalized, mask=mask)
 
 
@@ -65,7 +65,7 @@ def fused_add_rms_norm_kernel(
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
     total = (update + residual).to(dtype)
     tl.store(residual_row, total, mask=mask)
-    normalized = _normalized(total.to(tl.float32), weight, size, eps, dtype)
+    normalized = rounded_norm(total.to(tl.float32), weight, size, eps, dtype)
     tl.store(output_ptr + row * output_stride + column, normalized, mask=mask)
 
 

@@ -6,6 +6,7 @@ from gpu_service.ops.implementation import Implementation
 from gpu_service.ops.triton.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from gpu_service.ops.triton.fp8_linear import fp8_linear
 from gpu_service.ops.triton.kv import append_kv
+from gpu_service.ops.triton.linear_attention import causal_conv_update, gated_delta_update, gated_rms_norm
 from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
 from gpu_service.ops.triton.qk_norm_rope import qk_norm_rope
 from gpu_service.ops.triton.rope import apply_rope, rope_table
@@ -22,6 +23,9 @@ IMPLEMENTATIONS = {
     "gelu_and_mul": Implementation(gelu_and_mul),
     "gelu_tanh_and_mul": Implementation(gelu_tanh_and_mul),
     "append_kv": Implementation(append_kv),
+    "causal_conv_update": Implementation(causal_conv_update),
+    "gated_delta_update": Implementation(gated_delta_update),
+    "gated_rms_norm": Implementation(gated_rms_norm),
     "route": Implementation(route),
     "fp8_linear": Implementation(fp8_linear),
     "argmax_and_finite": Implementation(argmax_and_finite),

@@ -1,0 +1,60 @@
+"""Invariant: linear attention's kernels are their references, in slots that a tensor names.
+
+In Triton's interpreter; sizes that fill no block, several blocks of columns, more value heads than key heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tests.helpers.triton_interpreter  # noqa: F401
+from gpu_service.ops.causal_conv import causal_conv_update
+from gpu_service.ops.delta_rule import gated_delta_update
+from gpu_service.ops.gated_norm import gated_rms_norm
+from gpu_service.ops.registry import Op
+from gpu_service.ops.triton import linear_attention as kernels
+from tests.helpers.ops import assert_same_op, example
+
+DTYPES = [torch.float32, torch.float16]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("op", "kernel"),
+    [
+        (causal_conv_update, kernels.causal_conv_update),
+        (gated_delta_update, kernels.gated_delta_update),
+        (gated_rms_norm, kernels.gated_rms_norm),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_kernels_are_their_references(op: Op[..., Any], kernel: Any, dtype: torch.dtype) -> None:
+    """What the states hold afterwards is compared as well."""
+    assert_same_op(op, kernel, example(op, torch.device("cpu"), dtype), dtype)
+
+
+@pytest.mark.parametrize("a", [-40.0, -12.0, 0.0, 30.0])
+def test_decays_near_none_and_near_all_are_exact(a: float) -> None:
+    """Where exp(a) is lost beside 1, and where softplus(a) is a."""
+    qkv, _, b, a_log, dt_bias, states, reads, writes = example(
+        gated_delta_update, torch.device("cpu"), torch.float32
+    )()
+    # Of the read slots only what decays: without a key, nothing is known or written.
+    qkv[:, 32:64] = 0
+    column = torch.full_like(b, a)
+    expected, ours = states.clone(), states.clone()
+    a_log, dt_bias = a_log * 0 + 2.7, dt_bias * 0
+    gated_delta_update.reference(qkv, column, b, a_log, dt_bias, expected, reads, writes)
+    kernels.gated_delta_update(qkv, column, b, a_log, dt_bias, ours, reads, writes)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+
+
+def test_no_request_is_no_launch() -> None:
+    none, heads = torch.empty(0, dtype=torch.int64), torch.zeros(4)
+    qkv, gates, states = torch.empty(0, 64), torch.empty(0, 4), torch.zeros(2, 4, 8, 8)
+    got = kernels.gated_delta_update(qkv, gates, gates, heads, heads, states, none, none)
+    assert got.shape == (0, 4, 8)
