@@ -18,6 +18,7 @@ from expert_service.placement import Placement
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.expert_slices import ExpertSlice, SliceRequest, plan_slice
 from moebius.kernels import ExpertEngine, FloatArray, float32_isa
+from moebius.placement.make import make_placement
 
 log = structlog.get_logger(__name__)
 
@@ -144,9 +145,10 @@ class ExpertHost:
         part = plan_slice(model, request, plan.group)
         engine = make_engine(plan, part, self.placement, self._settings.exact_experts)
         self._on_engine(engine, model, request)
+        threads, resident = self.placement.num_threads, make_placement(request.placement, model).resident
         errors = {
             done.layer: done.relative_error
-            for done in load_experts(engine, plan, part, lambda: self._cancelled, self.placement.num_threads)
+            for done in load_experts(engine, plan, part, lambda: self._cancelled, threads, resident)
             if self._accept(done, engine, plan)
         }
         if self.placement.numa_node >= 0 and not engine.numa_bound:

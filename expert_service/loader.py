@@ -6,10 +6,9 @@ Besides the packed weights there is at most one expert per thread, as mapped pag
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from expert_service.load_plan import LoadPlan
@@ -103,19 +102,24 @@ def load_experts(
     part: ExpertSlice,
     cancelled: Callable[[], bool],
     num_threads: int = 1,
+    resident: Mapping[int, Sequence[int]] | None = None,
 ) -> Iterator[LoadedLayer]:
     """Pack every expert of the slice, yielding each layer, in order, once it is done.
 
+    Experts in `resident`, by layer, are on GPUs: neither read nor given memory here.
     Raises CheckpointError naming a tensor, ValueError, or LoadCancelled. Closing it ends the threads.
     """
-    experts = range(part.expert_begin, part.expert_end)
     layers = plan.model.moe_layers
+    held = {layer: part.held((resident or {}).get(layer, ())) for layer in layers}
+    for layer, experts in held.items():
+        if experts:
+            engine.reserve(layer, len(experts))
     # More threads than a layer has experts would hold sources of several layers.
-    count = max(1, min(num_threads, len(experts)))
+    count = max(1, min(num_threads, part.num_experts))
     progress = _Progress(
         cancelled,
-        itertools.product(layers, experts),
-        {layer: _LayerSum(len(experts)) for layer in layers},
+        iter([(layer, expert) for layer in layers for expert in held[layer]]),
+        {layer: _LayerSum(len(held[layer])) for layer in layers},
         count,
     )
     threads = [

@@ -48,6 +48,7 @@ class ExpertEngine(ExpertBackend):
         isa: str,
         kernel: str,
     ) -> None: ...
+    def reserve(self, layer: int, count: int) -> None: ...
     def load_expert(
         self,
         layer: int,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.split import equal_shares, split_bounds
-from moebius.config import MoebiusConfig
+from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
 from moebius.expert_dtype import ExpertDtype
 
@@ -31,6 +32,8 @@ class SliceRequest:
     weight_dtype: ExpertDtype = "keep"
     # None: the checkpoint's own.
     top_k: int | None = None
+    # What is resident on GPUs is nobody's here.
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
 
     @staticmethod
     def from_config(config: MoebiusConfig) -> SliceRequest:
@@ -44,6 +47,7 @@ class SliceRequest:
             split_shares=experts.split_shares,
             weight_dtype=experts.expert_dtype,
             top_k=config.model.top_k,
+            placement=config.placement,
         )
 
 
@@ -65,6 +69,10 @@ class ExpertSlice:
     def intermediate_size(self) -> int:
         """Neurons of each expert held here."""
         return self.intermediate_end - self.intermediate_begin
+
+    def held(self, resident: Collection[int]) -> tuple[int, ...]:
+        """Ids of a layer's experts that are held here while `resident` ones are on GPUs, ascending."""
+        return tuple(expert for expert in range(self.expert_begin, self.expert_end) if expert not in resident)
 
 
 def plan_slice(model: MoeGeometry, request: SliceRequest, group: int = 1) -> ExpertSlice:

@@ -194,6 +194,14 @@ class ExpertEngine:
         if calibrate:
             self.calibrate()
 
+    def reserve(self, layer: int, count: int) -> None:
+        """Take memory for `count` experts of a layer only, whichever are loaded; before the first is.
+
+        Raises:
+            ValueError: unknown layer, a count that is not possible, or the layer has memory already.
+        """
+        self._engine.reserve(layer, count)
+
     def load_expert(
         self,
         layer: int,

@@ -202,6 +202,7 @@ void bind_moe(py::module_& m) {
            py::arg("num_experts"), py::arg("num_layers"), py::arg("expert_begin"), py::arg("weight_format"),
            py::arg("down_format"), py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::arg("has_bias"),
            py::arg("num_threads"), py::arg("cpus"), py::arg("numa_node"), py::arg("isa"), py::arg("kernel"))
+      .def("reserve", &ExpertEngine::reserve, py::arg("layer"), py::arg("count"))
       .def("load_expert", &load_expert, py::arg("layer"), py::arg("expert"), py::arg("gate"), py::arg("up"),
            py::arg("down"))
       .def("fill_random", &fill_random, py::arg("layer"), py::arg("seed"))

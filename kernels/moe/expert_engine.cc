@@ -31,6 +31,11 @@ ExpertEngine::ExpertEngine(const EngineOptions& options)
       moe_(options_, vector_kernels(isa_), store_, plan_, pool_),
       stats_(options.num_layers, options.num_experts) {}
 
+void ExpertEngine::reserve(uint32_t layer, uint32_t count) {
+  check_layer(layer);
+  store_.reserve(layer, count);
+}
+
 PackError ExpertEngine::load_expert(uint32_t layer, uint32_t expert, const ExpertSource& source) {
   check_layer(layer);
   return store_.load(layer, local_expert(expert), source, pool_);

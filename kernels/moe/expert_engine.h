@@ -21,6 +21,9 @@ class ExpertEngine final : public ExpertBackend {
   // Throws std::invalid_argument naming the option and its value.
   explicit ExpertEngine(const EngineOptions& options);
 
+  // See ExpertStore::reserve.
+  void reserve(uint32_t layer, uint32_t count);
+
   // Packs one expert, given by its global id, and returns what rounding to the layer's format cost. Throws
   // std::invalid_argument when layer or expert are not held here or were loaded before, or when the source does
   // not fit. Thread safe; also beside forward() of other experts.

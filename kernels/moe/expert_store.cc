@@ -23,8 +23,24 @@ ExpertStore::ExpertStore(const EngineOptions& options)
   }
   for (Layer& layer : layers_) {
     layer.claimed = std::make_unique<bool[]>(num_experts_);
+    layer.slots = std::make_unique<uint32_t[]>(num_experts_);
+    std::fill_n(layer.slots.get(), num_experts_, kNoSlot);
+    layer.capacity = num_experts_;
     layer.experts = std::make_unique<std::atomic<const std::byte*>[]>(num_experts_);
   }
+}
+
+void ExpertStore::reserve(uint32_t layer_index, uint32_t count) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Layer& layer = layers_[layer_index];
+  if (count == 0 || count > num_experts_) {
+    throw std::invalid_argument("layer " + std::to_string(layer_index) + ": room for " + std::to_string(count) +
+                                " experts is not possible; allowed are 1 to " + std::to_string(num_experts_));
+  }
+  if (layer.arena) {
+    throw std::invalid_argument("layer " + std::to_string(layer_index) + " has memory already; reserve it first");
+  }
+  layer.capacity = count;
 }
 
 PackError ExpertStore::load(uint32_t layer, uint32_t expert, const ExpertSource& source, ThreadPool& pool) {
@@ -65,9 +81,14 @@ std::byte* ExpertStore::claim(uint32_t layer_index, uint32_t expert, ThreadPool&
                                 " is loaded already; each expert is loaded once");
   }
   const size_t expert_bytes = layout(layer_index).expert_bytes;
-  if (!layer.arena) layer.arena = std::make_unique<Arena>(expert_bytes * num_experts_, numa_node_, &pool);
+  if (layer.slots[expert] == kNoSlot && layer.used == layer.capacity) {
+    throw std::invalid_argument("layer " + std::to_string(layer_index) + ": local expert " + std::to_string(expert) +
+                                " has no room beside the " + std::to_string(layer.capacity) + " that were reserved");
+  }
+  if (!layer.arena) layer.arena = std::make_unique<Arena>(expert_bytes * layer.capacity, numa_node_, &pool);
+  if (layer.slots[expert] == kNoSlot) layer.slots[expert] = layer.used++;
   layer.claimed[expert] = true;
-  return layer.arena->data() + expert * expert_bytes;
+  return layer.arena->data() + layer.slots[expert] * expert_bytes;
 }
 
 void ExpertStore::release(uint32_t layer, uint32_t expert) {

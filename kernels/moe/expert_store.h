@@ -21,10 +21,14 @@ class ExpertStore {
   // options as checked_options returns them.
   explicit ExpertStore(const EngineOptions& options);
 
+  // A layer takes memory for so many of its experts only, whichever are loaded. Throws std::invalid_argument when
+  // count is 0 or above num_experts(), or when an expert of the layer was loaded before.
+  void reserve(uint32_t layer, uint32_t count);
+
   // Packs one expert (local index). Different experts may be loaded from several threads at once. The first of a
   // layer maps its memory and has the pool's threads touch it. Returns what the rounding to the layer's format
-  // cost. Throws std::invalid_argument when it was loaded before or when the source does not fit; such an expert
-  // may be loaded again.
+  // cost. Throws std::invalid_argument when it was loaded before, when the source does not fit (such an expert may be
+  // loaded again), or when it is one more than was reserved.
   PackError load(uint32_t layer, uint32_t expert, const ExpertSource& source, ThreadPool& pool);
 
   // Fills every expert of a layer with random weights (random_weights.h), on all threads of the pool. Throws
@@ -44,9 +48,14 @@ class ExpertStore {
   bool numa_bound() const;      // whether every mapping is on the requested node
 
  private:
+  static constexpr uint32_t kNoSlot = UINT32_MAX;
+
   struct Layer {
     std::unique_ptr<Arena> arena;                                // set under mutex_ by the first load
     std::unique_ptr<bool[]> claimed;                             // under mutex_
+    std::unique_ptr<uint32_t[]> slots;                           // under mutex_; kNoSlot: none yet
+    uint32_t capacity = 0;                                       // slots of the arena
+    uint32_t used = 0;                                           // of them, given to experts, under mutex_
     std::unique_ptr<std::atomic<const std::byte*>[]> experts;    // published when packed
   };
 

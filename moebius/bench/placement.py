@@ -17,7 +17,7 @@ from moebius.bench.engine.measure import DecodeResult, make_setting, measure_dec
 from moebius.bench.engine.run import EngineBenchOptions, with_room, write_json
 from moebius.bench.engine.servers import ExpertServers, ServerCounters, running_servers
 from moebius.checkpoint.moe_config import MoeGeometry
-from moebius.config import MoebiusConfig
+from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
 
 STRATEGIES = ("uniform", "frequency", "front-loading", "random")
@@ -58,7 +58,8 @@ def run(config: MoebiusConfig, options: PlacementOptions, json_file: Path | None
     host, points = facts(device), list[CurvePoint]()
     with (
         tempfile.TemporaryDirectory(prefix="moebius-placement-") as directory,
-        running_servers(config) as servers,
+        # Every ratio is measured with the same servers, so they hold all experts.
+        running_servers(config.model_copy(update={"placement": PlacementConfig()})) as servers,
     ):
         statistics = Path(directory) / "statistics.safetensors"
         if "frequency" in options.strategies:

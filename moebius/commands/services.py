@@ -37,10 +37,11 @@ def register(app: typer.Typer) -> None:
         raise typer.Exit(run(config))
 
     @app.command()
-    @with_settings("model", "experts", "telemetry")
+    @with_settings("model", "experts", "placement", "telemetry")
     def expert(config: MoebiusConfig, show_config: ShowConfig = True) -> None:
         """Run one expert server alone: share --split-index of --split-count.
 
+        What the placement settings put on GPUs is left out; the engine needs the same settings.
         Without MODEL it waits for a gRPC Expert.Load.
         """
         config = _prepared(config, show_config, needs_model=False)

@@ -81,18 +81,20 @@ def ram_components(
     servers: Sequence[ExpertServer],
     engine: Sequence[Component],
     threads: int,
+    resident: Mapping[int, tuple[int, ...]],
 ) -> tuple[Component, ...]:
     """All of the host's memory while loading, when most is taken.
 
     `stored`: the layers that servers hold. `engine`: what the engine's ranks have there. `threads`: of all
-    servers together, each of which has one source expert mapped while it packs.
+    servers together, each of which has one source expert mapped while it packs. `resident`: experts by layer
+    that are on GPUs.
     """
     found = [*engine, Component(RAM, "gateway process", GATEWAY_BYTES)]
     if not servers or config.experts.expert_addresses:
         return tuple(found)
     dtype = config.experts.expert_dtype
     for server in servers:
-        packed = server_bytes(stored, geometry.hidden_size, server.part, dtype)
+        packed = server_bytes(stored, geometry.hidden_size, server.part, dtype, resident)
         found.append(Component(RAM, f"experts of server {server.index}", packed, server.node))
     found.append(Component(RAM, "expert processes", EXPERT_BYTES * len(servers)))
     if config.experts.expert_transport == "mailbox":

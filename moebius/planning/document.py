@@ -18,7 +18,8 @@ def document(plan: CapacityPlan) -> dict[str, Any]:
     found["total"] = plan.total
     found["totals"] = {place: plan.total_of(place) for place in plan.places}
     found["kv"]["tokens"] = plan.kv.tokens
-    found["residency"] |= {"count": plan.residency.count, "share": plan.residency.share}
+    held = plan.residency
+    found["residency"] |= {"count": held.count, "share": held.share, "by_layer": held.by_layer}
     found["decode"] = [_speed(row) for row in plan.decode]
     found["prefill"] = _speed(plan.prefill)
     found["serve_flags"] = plan.serve_flags

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,13 +138,19 @@ def arena_bytes(nbytes: int) -> int:
 
 
 def server_bytes(
-    stored: Mapping[int, StoredExperts], hidden_size: int, part: ExpertSlice, expert_dtype: str
+    stored: Mapping[int, StoredExperts],
+    hidden_size: int,
+    part: ExpertSlice,
+    expert_dtype: str,
+    resident: Mapping[int, Collection[int]] | None = None,
 ) -> int:
-    """Packed weights of an expert server that holds `part` of every layer in `stored`; bytes."""
-    return sum(
-        arena_bytes(
-            part.num_experts
-            * packed_expert(layer, hidden_size, part.intermediate_size, expert_dtype).expert_bytes
-        )
-        for layer in stored.values()
-    )
+    """Packed weights of an expert server that holds `part` of every layer in `stored`; bytes.
+
+    Experts in `resident`, by layer, are on GPUs and not held.
+    """
+    total = 0
+    for layer, found in stored.items():
+        packed = packed_expert(found, hidden_size, part.intermediate_size, expert_dtype)
+        held = part.held((resident or {}).get(layer, ()))
+        total += arena_bytes(len(held) * packed.expert_bytes)
+    return total

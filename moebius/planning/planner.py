@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,9 +70,9 @@ class Planner:
             kv, components, budgets = self._cpu_kv(), [], {}
         if wish.is_demanded and kv.tokens < context * concurrency:
             raise DoesNotFit(kv_refusal(context, concurrency, kv.tokens, kv.token_bytes))
-        components += self._ram(hardware, residency, kv, self.config)
+        components += self._ram(hardware, residency, kv)
         budgets[RAM] = hardware.ram_bytes
-        self._check_ram(hardware, residency, kv, components)
+        self._check_ram(hardware, components, context * concurrency, fill)
         work = make_work(self.config, self.geometry, self.stored, self.forecast, residency, hardware)
         return CapacityPlan(
             model=Path(self.config.model.model).name,
@@ -99,7 +100,7 @@ class Planner:
                 return False
             return self._pool(ledgers).tokens >= kv_tokens
 
-        return filled_residency(self.geometry, fits)
+        return filled_residency(self.config, self.geometry, fits)
 
     def _ledgers(self, hardware: Hardware, residency: Residency) -> tuple[MemoryPlan, ...]:
         """Every rank's. Raises DoesNotFit with the ledger's own words."""
@@ -158,11 +159,8 @@ class Planner:
         pages = self.forecast.shared_pages(self.config)
         return KvPool(pages, self.config.gpu.page_size, self._token_bytes())
 
-    def _ram(
-        self, hardware: Hardware, residency: Residency, kv: KvPool, config: MoebiusConfig
-    ) -> tuple[Component, ...]:
-        """`config` may differ from the planner's in `expert_dtype`."""
-        engine = []
+    def _ram(self, hardware: Hardware, residency: Residency, kv: KvPool) -> tuple[Component, ...]:
+        config, engine = self.config, []
         for rank in self.forecast.ranks:
             of = f"engine {rank.rank}: " if len(self.forecast.ranks) > 1 else "engine: "
             if not self.on_gpu:
@@ -182,19 +180,12 @@ class Planner:
         served = {} if residency.is_everything else self.stored
         servers = expert_servers(config, self.geometry, served, hardware.sockets) if served else ()
         threads = config.experts.expert_threads * len(servers) or hardware.cores
-        return ram_components(config, self.geometry, served, servers, engine, threads)
+        return ram_components(config, self.geometry, served, servers, engine, threads, residency.resident)
 
-    def _check_ram(
-        self, hardware: Hardware, residency: Residency, kv: KvPool, components: list[Component]
-    ) -> None:
+    def _check_ram(self, hardware: Hardware, components: list[Component], kv_tokens: int, fill: bool) -> None:
         wanted, allowed = total_bytes(components, RAM), hardware.ram_bytes
         if wanted > allowed:
-            others = {}
-            for dtype in ("keep", *REQUANTISED):
-                changed = self.config.experts.model_copy(update={"expert_dtype": dtype})
-                config = self.config.model_copy(update={"experts": changed})
-                parts = self._ram(hardware, residency, kv, config)
-                others[dtype] = total_bytes(parts, RAM)
+            others = self._ram_by_dtype(hardware, kv_tokens, fill)
             experts = sum(part.nbytes for part in components if part.part.startswith("experts of"))
             chosen = self._settings(hardware)["experts"]
             raise DoesNotFit(ram_refusal(wanted, experts, allowed, chosen, others))
@@ -202,6 +193,21 @@ class Planner:
             there = sum(part.nbytes for part in components if part.node == node)
             if there > allowed // hardware.sockets:
                 raise DoesNotFit(node_refusal(node, there, allowed // hardware.sockets))
+
+    def _ram_by_dtype(self, hardware: Hardware, kv_tokens: int, fill: bool) -> dict[str, int]:
+        """What RAM each `expert_dtype` would take; smaller experts also leave more of them on GPUs."""
+        found = {}
+        for dtype in ("keep", *REQUANTISED):
+            changed = self.config.experts.model_copy(update={"expert_dtype": dtype})
+            other = copy(self)
+            other.config = self.config.model_copy(update={"experts": changed})
+            try:
+                residency = other._residency(hardware, kv_tokens, fill)
+                kv = self._pool(other._ledgers(hardware, residency)) if self.on_gpu else self._cpu_kv()
+                found[dtype] = total_bytes(other._ram(hardware, residency, kv), RAM)
+            except UserError:
+                continue  # no format to keep, or residents that do not fit so
+        return found
 
     def _settings(self, hardware: Hardware) -> dict[str, str]:
         """What decides the plan, for its head."""

@@ -15,13 +15,19 @@ from moebius.planning.expert_bytes import StoredExperts, packed_expert
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Filled by `Residents`; `by_layer` maps MoE layer -> resident experts."""
+    """Filled by the functions below."""
 
-    by_layer: Mapping[int, int]
+    # MoE layer -> ids of resident experts.
+    resident: Mapping[int, tuple[int, ...]]
     num_experts: int
     # Whether nobody chose it: the settings that ask `moebius serve` for it are then in `flags`.
     is_filled: bool
     flags: str
+
+    @property
+    def by_layer(self) -> dict[int, int]:
+        """MoE layer -> number of resident experts."""
+        return {layer: len(experts) for layer, experts in self.resident.items()}
 
     @property
     def count(self) -> int:
@@ -48,12 +54,13 @@ def has_placement(config: MoebiusConfig) -> bool:
 
 def chosen_residency(config: MoebiusConfig, geometry: MoeGeometry) -> Residency:
     """What `moebius serve` would place. Raises UserError naming a setting."""
-    placed = make_placement(config.placement, geometry).resident
-    by_layer = {layer: len(placed[layer]) for layer in geometry.moe_layers}
-    return Residency(by_layer, geometry.num_experts, False, "")
+    placed = make_placement(config.placement, geometry)
+    return Residency(placed.resident, geometry.num_experts, False, "")
 
 
-def filled_residency(geometry: MoeGeometry, fits: Callable[[Residency], bool]) -> Residency:
+def filled_residency(
+    config: MoebiusConfig, geometry: MoeGeometry, fits: Callable[[Residency], bool]
+) -> Residency:
     """As many experts of every MoE layer as fit; none where not even one does.
 
     `fits` must be monotone: what fits with more experts fits with fewer.
@@ -61,13 +68,14 @@ def filled_residency(geometry: MoeGeometry, fits: Callable[[Residency], bool]) -
     low, high = 0, geometry.num_experts
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(_even(geometry, middle)) else (low, middle - 1)
-    return _even(geometry, low)
+        low, high = (middle, high) if fits(_even(config, geometry, middle)) else (low, middle - 1)
+    return _even(config, geometry, low)
 
 
-def _even(geometry: MoeGeometry, each: int) -> Residency:
+def _even(config: MoebiusConfig, geometry: MoeGeometry, each: int) -> Residency:
+    chosen = config.placement.model_copy(update={"gpu_experts": each})
     flags = f"--gpu-experts {each}" if each else ""
-    return Residency(dict.fromkeys(geometry.moe_layers, each), geometry.num_experts, True, flags)
+    return Residency(make_placement(chosen, geometry).resident, geometry.num_experts, True, flags)
 
 
 def resident_bytes(

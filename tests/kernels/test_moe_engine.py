@@ -183,3 +183,36 @@ def test_memory_is_taken_per_loaded_layer() -> None:
     engine.load_expert(2, 3, *matrices())
     assert engine.packed_bytes == 2 * first
     assert 0 <= engine.huge_page_bytes() <= engine.packed_bytes
+
+
+def test_a_layer_takes_memory_for_what_was_reserved() -> None:
+    """Any expert may have the room; one more than that is refused by name, and results are the same."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_experts": 40, "num_layers": 1}
+    rng = np.random.default_rng(1)
+    experts = {expert: random_expert(rng, HIDDEN, INTERMEDIATE) for expert in range(40)}
+    whole, part = (ExpertEngine(**sizes, weight_format="float32", num_threads=1) for _ in range(2))
+    part.reserve(0, 2)
+    load_layer(whole, 0, experts)
+    load_layer(part, 0, {expert: experts[expert] for expert in (31, 7)})
+    assert 0 < part.packed_bytes < whole.packed_bytes / 8
+    for expert in (31, 7):
+        assert np.array_equal(part.packed_expert(0, expert), whole.packed_expert(0, expert))
+    rows, ids = rng.standard_normal((3, HIDDEN), F32), np.array([[7], [31], [7]], np.int32)
+    weights = np.ones(ids.shape, F32)
+    assert np.array_equal(part.forward(0, rows, ids, weights), whole.forward(0, rows, ids, weights))
+    with pytest.raises(ValueError, match="local expert 3 has no room beside the 2 that were reserved"):
+        part.load_expert(0, 3, *experts[3])
+    with pytest.raises(ValueError, match="expert 3 is not loaded"):
+        part.forward(0, rows, np.full_like(ids, 3), weights)
+
+
+@pytest.mark.parametrize(
+    ("layer", "count", "message"),
+    [(0, 0, "room for 0 experts"), (0, 3, "allowed are 1 to 2"), (1, 1, "memory already"), (3, 1, "layer 3")],
+)
+def test_what_can_not_be_reserved_is_named(
+    engine: ExpertEngine, layer: int, count: int, message: str
+) -> None:
+    """A number of experts that is not possible, a layer that is loaded, one that does not exist."""
+    with pytest.raises(ValueError, match=message):
+        engine.reserve(layer, count)

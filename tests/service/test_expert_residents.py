@@ -1,0 +1,80 @@
+"""Guards that an expert server neither reads nor holds what is resident on GPUs: no expert is there twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from expert_service.host import ExpertHost, LoadSettings
+from expert_service.placement import Placement
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.config import PlacementConfig
+from moebius.expert_slices import SliceRequest
+from moebius.placement.make import make_placement
+from moebius.planning.expert_bytes import packed_expert, stored_experts
+from tests.helpers.checkpoints import TinyMoe
+
+EXPERTS = 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers of so many experts that pages do not hide a difference."""
+    sizes = TinyMoe(hidden_size=64, moe_intermediate_size=128, num_experts=EXPERTS, dtype="BF16")
+    return sizes.write(tmp_path_factory.mktemp("residents"))
+
+
+def host_of(model: Path, placement: dict[str, Any], **request: Any) -> ExpertHost:
+    """A server in this process that has loaded its share."""
+    settings = LoadSettings(calibrate_kernels=False)
+    host = ExpertHost(Placement(-1, 2, ()), lambda *_: None, lambda: None, settings)
+    host.load(SliceRequest(str(model), placement=PlacementConfig(**placement), **request))
+    return host
+
+
+def packed_bytes(host: ExpertHost) -> int:
+    """Mapped for experts."""
+    assert host.loaded is not None
+    return host.loaded.engine.packed_bytes
+
+
+@pytest.mark.parametrize("split", ["tensor", "expert"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"gpu_experts": 20},
+        {"gpu_layers": "1"},
+        {"gpu_layers": "0", "gpu_experts_ratio": 0.5, "placement_strategy": "random"},
+    ],
+)
+def test_residents_are_left_out(model: Path, placement: dict[str, Any], split: str) -> None:
+    """Over both servers and the GPU, every expert is held once; the rest computes as with all there."""
+    geometry = MoeGeometry.from_config(model)
+    resident = make_placement(PlacementConfig(**placement), geometry).resident
+    left = sum(EXPERTS - len(ids) for ids in resident.values())
+    each = packed_expert(stored_experts(model, geometry)[0], 64, 128, "keep").expert_bytes
+    servers = [host_of(model, placement, split=split, split_index=i, split_count=2) for i in range(2)]
+    held = sum(packed_bytes(server) for server in servers)
+    # Layers of a server end at whole pages.
+    assert left * each <= held <= left * each + 2 * 3 * 4096
+    whole = host_of(model, {})
+    rng = np.random.default_rng(5)
+    rows = rng.standard_normal((9, 64), np.float32)
+    for layer in geometry.moe_layers:
+        ids = rng.integers(0, EXPERTS, (9, geometry.top_k)).astype(np.int32)
+        ids = np.where(np.isin(ids, resident[layer]), -1, ids).astype(np.int32)
+        weights = rng.random(ids.shape, np.float32)
+        found = sum(server.forward(layer, rows, ids, weights) for server in servers)
+        np.testing.assert_allclose(found, whole.forward(layer, rows, ids, weights), rtol=1e-4, atol=1e-5)
+
+
+def test_a_resident_is_refused_by_name(model: Path) -> None:
+    """An engine with other settings than its servers is told, not answered zeros."""
+    host = host_of(model, {"gpu_layers": "1"})
+    rows, ids = np.zeros((1, 64), np.float32), np.array([[4, -1, -1]], np.int32)
+    with pytest.raises(ValueError, match="expert 4 is not loaded"):
+        host.forward(1, rows, ids, np.ones(ids.shape, np.float32))
+    assert not host.forward(0, rows, ids, np.ones(ids.shape, np.float32)).any()
