@@ -34,6 +34,7 @@ _QWEN_VISION: dict[str, Any] = {
     "num_position_embeddings": 36,
     "deepstack_visual_indexes": [0, 2],
 }
+_QWEN_3_5_VISION = {key: value for key, value in _QWEN_VISION.items() if "deepstack" not in key}
 _GLM_VISION: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 24,
@@ -73,6 +74,8 @@ class TinyVision:
     text: str
     vision: dict[str, Any]
     processor: dict[str, Any]
+    # Where the text model is its family's name for the text alone.
+    family: str | None = None
 
 
 VISION_MODELS: dict[str, TinyVision] = {
@@ -92,6 +95,17 @@ VISION_MODELS: dict[str, TinyVision] = {
         _GLM_VISION | {"depth": 3, "num_heads": 3, "image_size": 32},
         _GRID_PROCESSOR | {"image_processor_type": "Glm46VImageProcessor"},
     ),
+    "qwen3_5_moe": TinyVision(
+        "qwen3_5_moe",
+        _QWEN_3_5_VISION,
+        _GRID_PROCESSOR | {"image_processor_type": "Qwen2VLImageProcessorFast"},
+    ),
+    "qwen3_5_moe_bias_tied": TinyVision(
+        "qwen3_5_moe_text_bias_tied",
+        _QWEN_3_5_VISION | {"depth": 2, "num_heads": 3},
+        _GRID_PROCESSOR | {"image_processor_type": "Qwen2VLImageProcessorFast"},
+        family="qwen3_5_moe",
+    ),
     "kimi_k25": TinyVision("kimi_k25", _KIMI_VISION, _KIMI_PROCESSOR),
     "kimi_k25_two_dense_tied": TinyVision(
         "kimi_k25_two_dense_tied",
@@ -106,8 +120,7 @@ def write_vision_model(name: str, directory: Path) -> Any:
     """Write the checkpoint as it would be published, and return transformers' float32 model of it."""
     tiny = VISION_MODELS[name]
     text = TINY_MODELS[tiny.text]
-    family = TEXT_TOWERS[text.model_type]
-    tower = dataclasses.replace(family, vision=tiny.vision)
+    tower = dataclasses.replace(TEXT_TOWERS[tiny.family or text.model_type], vision=tiny.vision)
     config = tower.config(_COMMON | text.changes)
     config.image_token_id = IMAGE_TOKEN
     if text.model_type == "kimi_k25":
