@@ -6,6 +6,7 @@ peak memory stays the model plus one tensor. A rank reads the groups and words t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from gpu_service.loader.names import Target
 from gpu_service.parallel.partition import Span
 from moebius import _kernels
 from moebius.checkpoint.index import TensorInfo
-from moebius.checkpoint.reader import SliceReader
+from moebius.checkpoint.reader import Array, SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
 from moebius.kernels_source import SourceMatrix
 
@@ -27,6 +28,8 @@ from moebius.kernels_source import SourceMatrix
 _BLOCK_ELEMENTS = 1 << 18
 # Rows of a block: whole words, and mostly whole blocks of fp8 scales.
 _BLOCK_ROWS = 8
+# Elements of a tensor that are computed from others before they go into the parameter.
+_DERIVED_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +74,23 @@ class PlainSource:
         """See `WeightSource`."""
         output, cols = target_rows(target, target.parameter, device), target.cols
         picked = None if cols is None or cols.is_whole else cols.slice
-        array = means.reader.read_slice(self.info, target.rows.slice, picked)
+        first, last, step = target.rows.begin, target.rows.end, self._step(target.rows.size)
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            array = means.reader.read_slice(self.info, slice(begin, end), picked)
+            output[begin - first : end - first].copy_(self._as_torch(array))
+
+    def _as_torch(self, array: Array) -> torch.Tensor:
         if self.info.dtype == "BF16":
             # torch reinterprets signed integers; numpy has no bfloat16.
-            output.copy_(torch.from_numpy(array.view(np.int16)).view(torch.bfloat16))
-        else:
-            output.copy_(torch.from_numpy(array))
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+    def _step(self, num_rows: int) -> int:
+        """Rows that are read at once: all, unless the values have to be computed."""
+        if self.info.derived is None or len(self.info.shape) < 2:
+            return max(1, num_rows)
+        return max(1, _DERIVED_ELEMENTS // math.prod(self.info.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gpu_service.experts.local_client import LocalExpertClient
+from gpu_service.loader import sources
 from gpu_service.model_config import ModelConfig
 from moebius.checkpoint.gguf.families import FAMILIES
 from moebius.checkpoint.moe_config import MoeGeometry
@@ -48,6 +49,15 @@ def test_metadata_gives_the_configuration_of_config_json(name: str, gguf: Callab
     predicting = int(CASES[name].prediction_layer)
     assert ours == replace(published, unread_keys=(), num_mtp_layers=predicting)
     assert MoeGeometry.from_config(file.path) == MoeGeometry.from_config(file.published)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "mixtral"])
+def test_dense_weights_may_be_computed_in_small_blocks(
+    name: str, gguf: Callable[[str], GgufFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values that are computed go into parameters some rows at a time; blocks may end inside of heads."""
+    monkeypatch.setattr(sources, "_DERIVED_ELEMENTS", 700)
+    test_logits_are_those_of_the_dequantised_weights(name, gguf)
 
 
 def test_every_architecture_is_tried() -> None:
