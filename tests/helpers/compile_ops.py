@@ -22,6 +22,8 @@ def main() -> None:
         slots, key, value, mapping = EXAMPLES["append_kv"](device, torch.bfloat16)
         fp8 = slots.to(torch.float8_e4m3fn)
         IMPLEMENTATIONS["append_kv"].function(fp8, key, value, mapping, 0.5, 2.0)
+        _, *fp8_weight = EXAMPLES["fp8_linear"](device, torch.bfloat16)
+        IMPLEMENTATIONS["fp8_linear"].function(torch.zeros(64, 200, dtype=torch.bfloat16), *fp8_weight)
         update, residual, weight, eps = EXAMPLES["fused_add_rms_norm"](device, torch.bfloat16)
         IMPLEMENTATIONS["fused_add_rms_norm"].function(update.float(), residual, weight, eps)
         # One key head, one router group, one chunk of logits, heads shared by a program.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model
 from gpu_service.parallel.context import ParallelContext
+from moebius.checkpoint.errors import CheckpointError
 from tests.helpers.model_formats import MODEL_FORMATS
 from tests.helpers.quantised_models import Models, cached_plain_models, quantise
 from tests.tolerances import DEQUANTISED_FLOAT32
@@ -79,3 +81,18 @@ def test_a_tied_head_that_is_stored_as_well_is_left_out(models: Models, tmp_path
     torch.testing.assert_close(
         loaded["model.embed_tokens.weight"], embedding, rtol=DEQUANTISED_FLOAT32, atol=0
     )
+
+
+def test_what_quantisers_leave_beside_weights_is_left_aside(models: Models, tmp_path: Path) -> None:
+    """Scales of activations and of 8-bit caches change no weight; a plain checkpoint has none of them."""
+    chosen = MODEL_FORMATS["fp8_tensor"]
+    model = quantise(models("qwen3_moe"), lambda _: chosen, chosen.config)
+    attention, one = "model.layers.0.self_attn", np.ones(1, np.float32)
+    beside = dict.fromkeys((f"{attention}.q_proj.input_scale", f"{attention}.k_proj.k_scale"), one)
+    expected = parameters(model.write(tmp_path / "without"), ParallelContext())
+    model.tensors |= beside
+    found = parameters(model.write(tmp_path / "with"), ParallelContext())
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    plain = model.dequantised()
+    with pytest.raises(CheckpointError, match=r"2 unused: .*k_proj\.k_scale, .*q_proj\.input_scale"):
+        parameters(plain.write(tmp_path / "plain"), ParallelContext())
