@@ -6,10 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.gguf.families import COMMON_KEYS, FAMILIES, HARMLESS_KEYS, GgufFamily, MetadataKeys
+from moebius.checkpoint.gguf.families import COMMON_KEYS, FAMILIES, HARMLESS_KEYS, GgufFamily
+from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 from moebius.checkpoint.gguf.model import GgufModel, open_gguf
 
 # Kinds of rotary scaling that files may ask for.
@@ -28,7 +27,7 @@ def family_of(model: GgufModel) -> GgufFamily:
             f"{model.file}: general.architecture is {model.architecture!r}; "
             f"allowed: {', '.join(sorted(FAMILIES))}"
         )
-    family = choose(MetadataKeys(model, number))
+    family = choose(MetadataKeys(model))
     if not model.value("expert_count"):
         raise CheckpointError(
             f"{model.file}: {model.architecture}.expert_count is {model.value('expert_count')!r}; only "
@@ -45,7 +44,7 @@ def gguf_config(model_path: str | Path) -> dict[str, Any]:
     """
     model = open_gguf(model_path)
     family = family_of(model)
-    keys = MetadataKeys(model, number)
+    keys = MetadataKeys(model)
     config: dict[str, Any] = {"model_type": family.model_type}
     for name, target in {**COMMON_KEYS, **family.keys}.items():
         value = keys.get(name)
@@ -61,11 +60,6 @@ def gguf_config(model_path: str | Path) -> dict[str, Any]:
         config["intermediate_size"] = config.get("moe_intermediate_size")
     keys.skip(*HARMLESS_KEYS)
     return config | {name: model.metadata[name] for name in keys.unread}
-
-
-def number(value: Any) -> Any:
-    """Metadata as config.json spells it: float32 as the shortest decimal that stands for it."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _shape(model: GgufModel, keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:

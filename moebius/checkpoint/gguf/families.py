@@ -10,59 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.gguf.model import GgufModel
+from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 Config = dict[str, Any]
-
-
-class MetadataKeys:
-    """The architecture's metadata, and which of it was asked for."""
-
-    def __init__(self, model: GgufModel, spell: Callable[[Any], Any]) -> None:
-        """`spell` turns a stored value into what config.json would have."""
-        self.model = model
-        self._spell = spell
-        self._prefix = f"{model.architecture}."
-        self._asked: set[str] = set()
-
-    def get(self, name: str) -> Any:
-        """The value; None where there is none. Raises CheckpointError for one value per layer."""
-        self.skip(name)
-        value = self.model.value(name)
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise self.error(name, value, "the same for all layers")
-            value = value[0]
-        return self._spell(value)
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        """An integer. Raises CheckpointError naming the key where it is missing or none."""
-        value = self.get(name)
-        value = default if value is None else value
-        if type(value) is not int:
-            raise self.error(name, value, "an integer")
-        return value
-
-    def skip(self, *names: str) -> None:
-        """They say nothing that is needed."""
-        self._asked.update(self._prefix + name for name in names)
-
-    @property
-    def unread(self) -> list[str]:
-        """Keys of the architecture that nobody asked for."""
-        return sorted(
-            key for key in self.model.metadata if key.startswith(self._prefix) and key not in self._asked
-        )
-
-    def error(self, name: str, value: object, allowed: str) -> CheckpointError:
-        """The error for a value that can not be served."""
-        return CheckpointError(f"{self.model.file}: {self._prefix}{name} is {value!r}; allowed: {allowed}")
-
-    def layers_with(self, tensor: str) -> list[int]:
-        """Layers that have `blk.<layer>.<tensor>`, ascending."""
-        count = self.integer("block_count") - self.integer("nextn_predict_layers", 0)
-        return [layer for layer in range(count) if f"blk.{layer}.{tensor}" in self.model.tensors]
 
 
 def _nothing(keys: MetadataKeys, config: Config) -> Config:

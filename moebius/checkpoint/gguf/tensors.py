@@ -56,7 +56,9 @@ def open_gguf_index(model_path: str | Path) -> CheckpointIndex:
             f"{model.file}: tensors that {model.architecture} is not known to have: "
             f"{', '.join(sorted(unknown))}"
         )
-    tensors |= {name: _merged(model, name, by_change) for name, by_change in parts.items()}
+    # Some files have the whole beside its parts.
+    missing = {name: by_change for name, by_change in parts.items() if name not in tensors}
+    tensors |= {name: _merged(model, name, by_change) for name, by_change in missing.items()}
     return CheckpointIndex(Path(model_path), tensors, LAYOUTS)
 
 
