@@ -80,11 +80,17 @@ class MlaCache(LayerPages):
 
     def gather(self, layer_id: int, pages: torch.Tensor) -> torch.Tensor:
         """Pages side by side in `dtype`, `[len(pages) * page_size, latent_dim + rope_dim]`."""
-        layer = self._layers[layer_id]
+        return self._select(layer_id, self._layers[layer_id], pages).flatten(0, 1)
+
+    def gather_slots(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
+        """Single tokens in `dtype`, `[len(slots), latent_dim + rope_dim]`."""
+        return self._select(layer_id, self._layers[layer_id].flatten(0, 1), slots)
+
+    def _select(self, layer_id: int, stored: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         if not self.is_quantised:
-            return layer.index_select(0, pages).flatten(0, 1)
-        gathered = layer.view(torch.uint8).index_select(0, pages).view(self.storage_dtype)
-        return gathered.flatten(0, 1).to(self.dtype).mul_(self.scales[layer_id])
+            return stored.index_select(0, index)
+        gathered = stored.view(torch.uint8).index_select(0, index).view(self.storage_dtype)
+        return gathered.to(self.dtype).mul_(self.scales[layer_id])
 
 
 def mla_bytes_per_page(

@@ -67,13 +67,10 @@ class TorchMlaAttention(MlaAttentionBackend):
         query = torch.cat((query_latent, query_rope), dim=-1)
         output = torch.empty_like(query_latent)
         for span in self._spans:
-            keys = self.cache.gather(layer_id, span.pages)[: span.kv_len]
+            keys, mask = self._keys_of(span, layer_id, selection)
             # A single row's heads stand in the place of positions: one product for all of them.
             rows = query[span.rows] if span.mask is None else query[span.rows].transpose(0, 1)
             shared = keys.expand(rows.shape[0], -1, -1)
-            mask = span.mask
-            if selection is not None and self._may_select(span.kv_len):
-                mask = _selection_mask(selection[span.rows], span.kv_len, keys.dtype)
             attended = scaled_dot_product_attention(
                 rows,
                 shared,
@@ -83,6 +80,23 @@ class TorchMlaAttention(MlaAttentionBackend):
             )
             output[span.rows] = attended if span.mask is None else attended.transpose(0, 1)
         return output
+
+    def _keys_of(
+        self, span: _Span, layer_id: int, selection: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Latents of one request's tokens, `[K, latent_dim + rope_dim]`, and which row sees which of them.
+
+        A single row is given those that it chose. The rows of a chunk chose differently: they share all.
+        """
+        if selection is None or not self._may_select(span.kv_len):
+            return self.cache.gather(layer_id, span.pages)[: span.kv_len], span.mask
+        chosen = selection[span.rows]
+        if span.mask is None:
+            positions, page_size = chosen[chosen >= 0].long(), self.cache.page_size
+            slots = span.pages[positions // page_size] * page_size + positions % page_size
+            return self.cache.gather_slots(layer_id, slots), None
+        keys = self.cache.gather(layer_id, span.pages)[: span.kv_len]
+        return keys, _selection_mask(chosen, span.kv_len, keys.dtype)
 
     def select(self, query: torch.Tensor, head_weights: torch.Tensor, index_layer: int) -> torch.Tensor:
         """See the base class."""
