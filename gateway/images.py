@@ -125,7 +125,7 @@ async def _from_host(url: str, config: ImageConfig) -> bytes:
         )
     most = int(config.max_image_mib * _MIB)
     try:
-        async with asyncio.timeout(config.image_url_timeout_s), httpx.AsyncClient() as client:
+        async with asyncio.timeout(config.image_url_timeout_s), _client(config) as client:
             return await _fetched(client, url, most)
     except TimeoutError:
         raise ImageRefused(
@@ -133,6 +133,11 @@ async def _from_host(url: str, config: ImageConfig) -> bytes:
         ) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ImageRefused(f"the image could not be fetched: {type(error).__name__} {error}") from error
+
+
+def _client(config: ImageConfig) -> httpx.AsyncClient:
+    """Proxies of the environment are no setting of ours."""
+    return httpx.AsyncClient(timeout=config.image_url_timeout_s, trust_env=False)
 
 
 async def _fetched(client: httpx.AsyncClient, url: str, most: int) -> bytes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 
 import structlog
 import torch
+from PIL import Image
 
 from gpu_service.loader.tower import load_tower
 from gpu_service.memory.estimate import parameter_bytes
@@ -20,6 +22,8 @@ from moebius.errors import UserError
 
 _log = structlog.get_logger(__name__)
 _MIB = 2**20
+# Pixels of the image that is tried at start; processors make it larger where they have to.
+_TRIAL_SIZE = (32, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,23 @@ def load_vision(config: MoebiusConfig, model: ModelConfig, device: torch.device)
         raise UserError(f"{config.model.model}: vision_config can not be used: {error}") from error
     load_tower(tower, config.model.model, model.model_type)
     encoder = ImageEncoder(tower, device, config.images.image_cache_mib * _MIB)
+    _try_once(encoder, preparer, model.hidden_size)
     _log.info("the vision tower is loaded", mib=round(parameter_bytes(tower) / _MIB))
     return Vision(encoder, preparer)
+
+
+def _try_once(encoder: ImageEncoder, preparer: ImagePreparer, hidden_size: int) -> None:
+    """An image goes all the way before any request does; what libraries load at first use is there then."""
+    buffer = io.BytesIO()
+    Image.new("RGB", _TRIAL_SIZE, (128, 96, 64)).save(buffer, "PNG")
+    image = preparer.prepare(buffer.getvalue())
+    with torch.inference_mode():
+        features = encoder.encode(image)
+    if features.shape[1:] != (image.num_tokens, hidden_size) or not bool(features.isfinite().all()):
+        raise UserError(
+            f"the vision tower makes {list(features.shape)} of an image of {image.num_tokens} tokens; "
+            f"expected are finite features of {hidden_size} elements for each token"
+        )
 
 
 def vision_memory(config: MoebiusConfig, model: ModelConfig) -> VisionMemory:

@@ -71,18 +71,21 @@ class ImageEncoder:
         """`[1 + D, n, H]` of the whole image."""
         found = self._kept.get(image.key)
         if found is None:
-            found = self._encode(image)
+            self.num_encoded += 1
+            found = self.encode(image)
             self._kept[image.key] = found
             self._shrink()
         self._kept.move_to_end(image.key)
         return found
 
-    def _encode(self, image: PreparedImage) -> torch.Tensor:
-        self.num_encoded += 1
+    def encode(self, image: PreparedImage) -> torch.Tensor:
+        """`[1 + D, n, H]` of the whole image; nothing is kept."""
         dtype = next(self._tower.parameters()).dtype
         pixels = torch.from_numpy(image.pixels).to(self._device, dtype)
         grid = torch.tensor([image.grid], device=self._device)
-        return self._tower.encode(pixels, grid)
+        # Convolutions round float32 to TF32 by default; and all ranks are to compute the same.
+        with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
+            return self._tower.encode(pixels, grid)
 
     def _shrink(self) -> None:
         """Gives up the least recently used ones, but never the latest."""

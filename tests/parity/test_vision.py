@@ -6,25 +6,16 @@ What is compared: every family's tower, its features' place in the stream, posit
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
-from gpu_service.build import Built, build_engine
-from gpu_service.engine.outputs import OutputDelta
-from gpu_service.metrics import EngineMetrics
-from gpu_service.request import Request
-from gpu_service.telemetry import EngineTelemetry
-from gpu_service.validation import Bounds, make_requests
-from moebius.config import ExpertConfig, GpuConfig, ImageConfig, ModelConfigSection, MoebiusConfig
-from protos import engine_pb2 as pb
+from moebius.config import GpuConfig
+from tests.helpers.seeing_engine import NUM_TOKENS, Prompt, SeeingEngine, seeing_engine
 from tests.helpers.tiny_vision_models import (
     IMAGE_TOKEN,
     VISION_MODELS,
@@ -33,9 +24,7 @@ from tests.helpers.tiny_vision_models import (
     write_vision_model,
 )
 
-NUM_TOKENS = 24
 WIDE, TALL, OTHER = noise(1, 40, 16), noise(2, 16, 32), noise(3, 40, 16)
-Prompt = tuple[list[int], list[bytes]]
 PROMPTS: list[Prompt] = [
     ([11, 48, 190, 3, 66, IMAGE_TOKEN, 71, 28, 39], [WIDE]),
     ([IMAGE_TOKEN, 5, 123, IMAGE_TOKEN, 9, IMAGE_TOKEN, 8, 54, 90], [TALL, WIDE, OTHER]),
@@ -79,77 +68,20 @@ def _oracle(name: str, model: Any, prompt: list[int], files: list[bytes]) -> lis
     return answer
 
 
-class Engine:
-    """A running engine on a checkpoint that sees."""
-
-    def __init__(self, built: Built, ended: threading.Semaphore) -> None:
-        self.built = built
-        self._ended = ended
-        self._count = 0
-
-    def run(self, prompts: Sequence[Prompt]) -> list[Request]:
-        """All at once; the requests after their end."""
-        requests = [self._request(*prompt) for prompt in prompts]
-        for request in requests:
-            self.built.engine.submit([request])
-        assert all(self._ended.acquire(timeout=60) for _ in requests)
-        assert [request.error_message for request in requests] == [""] * len(requests)
-        return requests
-
-    def _request(self, prompt: list[int], files: list[bytes]) -> Request:
-        self._count += 1
-        message = pb.GenerateRequest(
-            request_id=f"r{self._count}",
-            tokenized=pb.TokenizedInput(input_ids=prompt),
-            sampling_params=pb.SamplingParams(
-                temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias={IMAGE_TOKEN: -100.0}
-            ),
-            images=[pb.ImageInput(data=data) for data in files],
-        )
-        assert self.built.vision is not None
-        bounds = Bounds(self.built.model_config.vocab_size, self.built.context_limit)
-        return make_requests(message, bounds, self.built.vision.preparer)[0]
-
-
-@contextmanager
-def _engine(directory: Path, gpu: GpuConfig, cache_mib: int = 16) -> Iterator[Engine]:
-    config = MoebiusConfig(
-        model=ModelConfigSection(model=str(directory)),
-        gpu=gpu,
-        images=ImageConfig(image_cache_mib=cache_mib),
-        experts=ExpertConfig(expert_transport="local"),
-    )
-    ended = threading.Semaphore(0)
-
-    def on_output(deltas: list[OutputDelta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                ended.release()
-
-    telemetry = EngineTelemetry(EngineMetrics("tiny", CollectorRegistry()))
-    built = build_engine(config, telemetry, on_output)
-    built.engine.start()
-    try:
-        yield Engine(built, ended)
-    finally:
-        built.close()
-    built.engine.scheduler.check_integrity()
-
-
 @pytest.fixture(scope="module")
-def roomy(answered: Answered) -> Iterator[Engine]:
+def roomy(answered: Answered) -> Iterator[SeeingEngine]:
     """One engine for the tests of one model."""
-    with _engine(answered.directory, ROOMY) as engine:
+    with seeing_engine(answered.directory, ROOMY) as engine:
         yield engine
 
 
-def test_the_engine_says_what_transformers_says(answered: Answered, roomy: Engine) -> None:
+def test_the_engine_says_what_transformers_says(answered: Answered, roomy: SeeingEngine) -> None:
     assert answered.answers[0] != answered.answers[2], "an image that changes nothing proves nothing"
     requests = roomy.run(PROMPTS)
     assert [request.output_token_ids for request in requests] == answered.answers
 
 
-def test_pages_are_shared_by_equal_images_only(answered: Answered, roomy: Engine) -> None:
+def test_pages_are_shared_by_equal_images_only(answered: Answered, roomy: SeeingEngine) -> None:
     """The two prompts are the same tokens; a page that holds part of an image belongs to that image."""
     roomy.built.engine.flush().result(60)
     assert roomy.built.vision is not None
@@ -169,7 +101,7 @@ def test_pages_are_shared_by_equal_images_only(answered: Answered, roomy: Engine
 
 def test_chunks_and_preemption_change_nothing(answered: Answered) -> None:
     """Nothing is kept of images between steps, either: they are encoded again for the next chunk."""
-    with _engine(answered.directory, TIGHT, cache_mib=0) as engine:
+    with seeing_engine(answered.directory, TIGHT, cache_mib=0) as engine:
         requests = engine.run(PROMPTS)
     assert [request.output_token_ids for request in requests] == answered.answers
     assert sum(request.num_preemptions for request in requests) > 0
