@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +20,19 @@ if not torch.cuda.is_available():
     # decorator looks at it when a kernel's module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One of several workers: more threads would only wait for one another's cores.
+    torch.set_num_threads(1)
+
+# These start several processes each: one at a time is enough for a small machine.
+ONE_AT_A_TIME = Path(__file__).parent / "service"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests for devices that this machine lacks, saying so."""
+    """Skips tests for devices that this machine lacks, saying so; tells workers which tests stay together."""
+    for item in items:
+        together = ONE_AT_A_TIME if ONE_AT_A_TIME in item.path.parents else item.path
+        item.add_marker(pytest.mark.xdist_group(str(together)))
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         wanted = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
