@@ -1,0 +1,1 @@
+"""Writes `tests/data/checkpoints`: published models' tensors, by their configurations and naming rules."""

@@ -1,0 +1,142 @@
+"""Invariant: every published model would load completely: its configuration is read, its layers compose, each
+tensor they need is there with its shape, none is left over, and all experts are found in a known format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_service.loader.find_sources import find_sources
+from gpu_service.loader.names import expected_names, wanted_name
+from gpu_service.model_config import ModelConfig, ModelOverrides
+from gpu_service.models.registry import MODEL_BUILDERS, build_model
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
+from moebius.checkpoint.index import CheckpointIndex
+from moebius.checkpoint.matrix_finder import MatrixFinder
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.checkpoint.quantisation import read_schemes
+from moebius.checkpoint.rules import find_layout
+from tests.helpers.published_checkpoints import FIXTURES, Published, expand
+from tests.tools.checkpoint_names.configs import CONFIGS
+from tests.tools.checkpoint_names.make import render
+
+NAMES = sorted(file.stem for file in FIXTURES.glob("*.json"))
+# How the experts of a model are kept, where not as plain numbers of 16 bits.
+FORMATS = {
+    "deepseek-v3": "fp8_block",
+    "deepseek-v3.2": "fp8_block",
+    "gpt-oss-120b": "mxfp4",
+    "gpt-oss-20b": "mxfp4",
+    "kimi-k2": "fp8_block",
+    "kimi-k2.5": "int4_g32",
+    "minimax-m2": "fp8_block",
+}
+TEXT_ONLY = ModelOverrides(language_model_only=True)
+
+
+def _check_dense(index: CheckpointIndex, config: ModelConfig) -> None:
+    """What the engine's loader does before it reads the first weight."""
+    model = build_model(config)
+    present = {}
+    for name, info in index.tensors.items():
+        canonical = wanted_name(name, config)
+        if canonical is not None:
+            assert canonical not in present, f"{name} and another are both {canonical}"
+            present[canonical] = info
+    expected = expected_names(model)
+    sources = find_sources(index.directory, present, expected, read_schemes(index.directory))
+    assert sources.keys() == expected.keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dense_layers_load_completely(name: str, tmp_path: Path) -> None:
+    index = Published.load(name).index(tmp_path)
+    config = ModelConfig.from_dir(tmp_path, TEXT_ONLY)
+    assert not set(config.unread_keys) & CHANGES_THE_FUNCTION, config.unread_keys
+    _check_dense(index, config)
+
+
+# Were one of these not read, a model would compute something else.
+CHANGES_THE_FUNCTION = {
+    "attention_bias",
+    "layer_types",
+    "norm_topk_prob",
+    "partial_rotary_factor",
+    "rope_scaling",
+    "rope_theta",
+    "routed_scaling_factor",
+    "sliding_window",
+    "use_qk_norm",
+}
+
+
+def _experts(index: CheckpointIndex, geometry: MoeGeometry) -> ExpertCheckpoint:
+    finder = MatrixFinder(index.tensors, index.directory, read_schemes(index.directory))
+    return ExpertCheckpoint(geometry, find_layout(index, geometry.model_type), finder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_experts_are_found(name: str, tmp_path: Path) -> None:
+    """In every MoE layer, the first and the last of them; the fixture numbers as many as there are."""
+    published = Published.load(name)
+    index = published.index(tmp_path)
+    geometry = MoeGeometry.from_config(tmp_path)
+    config = ModelConfig.from_dir(tmp_path, TEXT_ONLY)
+    assert (geometry.moe_layers, geometry.num_experts) == (
+        config.moe_layer_ids,
+        config.moe.router.num_experts,
+    )
+    assert published.last_experts <= {geometry.num_experts - 1}
+    checkpoint = _experts(index, geometry)
+    for layer in geometry.moe_layers:
+        for expert in (0, geometry.num_experts - 1):
+            found = checkpoint.expert(layer, expert)
+            found.check_kept()
+            assert found.formats[0] == FORMATS.get(name, "bfloat16")
+
+
+def test_every_family_has_a_published_model() -> None:
+    """But for the text model of Qwen3.5 by itself."""
+    covered = {str(Published.load(name).config["model_type"]) for name in NAMES}
+    assert set(MODEL_BUILDERS) - covered <= {"qwen3_5_moe_text"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fixtures_are_what_the_naming_rules_write(name: str) -> None:
+    """A change to the rules that is not written out, or a file that was edited, shows here."""
+    assert (FIXTURES / f"{name}.json").read_text() == render(CONFIGS[name])
+
+
+def test_patterns() -> None:
+    assert expand("a.{0..2}.b.{4,7}") == [f"a.{i}.b.{j}" for i in range(3) for j in (4, 7)]
+    assert expand("plain") == ["plain"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen3-30b-a3b", {"num_hidden_layers": 49}, "missing: model.layers.48.input_layernorm.weight"),
+        ("qwen3-30b-a3b", {"num_hidden_layers": 47}, "unused: model.layers.47"),
+        ("mixtral-8x7b", {"num_key_value_heads": 4}, "mis-shaped.*k_proj"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_noticed(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Or the tests above would prove nothing."""
+    published = Published.load(name)
+    index = Published(published.config | change, published.tensors).index(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        _check_dense(index, ModelConfig.from_dir(tmp_path, TEXT_ONLY))
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    """One more than the checkpoint has."""
+    published = Published.load("deepseek-v2-lite")
+    index = Published(published.config | {"n_routed_experts": 65}, published.tensors).index(tmp_path)
+    geometry = MoeGeometry.from_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.64\.gate_proj"):
+        _experts(index, geometry).expert(1, 64)
