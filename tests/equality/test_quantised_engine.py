@@ -1,0 +1,68 @@
+"""Invariant: an engine built whole on a quantised checkpoint says what transformers' dequantised model says.
+
+With linear layers dequantised and with fp8 ones kept, as `dense_weights` has it.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_service.build import build_engine
+from gpu_service.engine.outputs import NullObserver, OutputDelta
+from gpu_service.request import Request, SamplingParams
+from moebius.config import MoebiusConfig
+from tests.helpers.model_formats import MODEL_FORMATS
+from tests.helpers.quantised_models import PROMPT, cached_plain_models, write_quantised
+
+WAIT_S = 60.0
+NEW_TOKENS = 12
+
+
+def config_for(directory: Path, dense_weights: str) -> MoebiusConfig:
+    gpu = {"device": "cpu", "gpu_threads": 1, "num_pages": 32, "page_size": 4, "max_num_seqs": 2}
+    return MoebiusConfig.model_validate(
+        {
+            "model": {"model": str(directory), "dtype": "float32", "dense_weights": dense_weights},
+            "gpu": {**gpu, "max_num_batched_tokens": 16},
+            "experts": {"expert_transport": "local"},
+        }
+    )
+
+
+@torch.inference_mode()
+def greedy(oracle: Any) -> list[int]:
+    tokens = list(PROMPT)
+    for _ in range(NEW_TOKENS):
+        tokens.append(int(oracle(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("dense_weights", ["dequantise", "keep"])
+def test_greedy_tokens_are_those_of_the_dequantised_model(
+    dense_weights: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    chosen = MODEL_FORMATS["fp8_block"]
+    plain = cached_plain_models(tmp_path_factory.mktemp("plain"))("deepseek_v3")
+    oracle = write_quantised(plain, tmp_path, lambda _: chosen, chosen.config)
+    ended = threading.Event()
+
+    def on_output(deltas: list[OutputDelta]) -> None:
+        if any(delta.finish_reason is not None for delta in deltas):
+            ended.set()
+
+    request = Request(
+        "r", list(PROMPT), SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    )
+    built = build_engine(config_for(tmp_path, dense_weights), NullObserver(), on_output)
+    built.engine.start()
+    try:
+        built.engine.submit([request])
+        assert ended.wait(WAIT_S)
+    finally:
+        built.close()
+    assert request.output_token_ids == greedy(oracle)
