@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
     app.command()(plan)
 
 
-@with_settings("model", "gpu", "experts", "parallel", "placement")
+@with_settings("model", "images", "gpu", "experts", "parallel", "placement")
 def plan(
     config: MoebiusConfig,
     gpus: Annotated[str, typer.Option(help="auto, none, a number, or e.g. 2xh200")] = "auto",

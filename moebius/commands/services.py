@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
     """Adds the three commands."""
 
     @app.command()
-    @with_settings("model", "gateway", "telemetry")
+    @with_settings("model", "images", "gateway", "telemetry")
     def gateway(config: MoebiusConfig, show_config: ShowConfig = True) -> None:
         """Run the HTTP process alone, in front of a gpu_service at --engine-address."""
         config = _prepared(config, show_config)
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         raise typer.Exit(run(config))
 
     @app.command()
-    @with_settings("model", "gpu", "experts", "parallel", "placement", "telemetry")
+    @with_settings("model", "images", "gpu", "experts", "parallel", "placement", "telemetry")
     def gpu(config: MoebiusConfig, show_config: ShowConfig = True) -> None:
         """Run one engine process (--rank N of several); it reaches experts as --expert-transport says."""
         config = _prepared(config, show_config)

@@ -71,6 +71,14 @@ def test_serve_has_one_flag_per_leaf(capsys: pytest.CaptureFixture[str]) -> None
     assert [leaf.flag for leaf in leaves() if leaf.name != "model" and leaf.flag not in words] == []
 
 
+@pytest.mark.parametrize("command", ["gateway", "gpu"])
+def test_processes_alone_have_the_flags_of_images(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The gateway refuses by them, the engine decodes by them: both are told the same limits."""
+    _, out, _ = run_cli(capsys, command, "--help")
+    words = set(out.split())
+    assert [leaf.flag for leaf in leaves() if leaf.section == "images" and leaf.flag not in words] == []
+
+
 @pytest.mark.parametrize("command", [["--help"], ["gpu", "--help"], ["bench", "decode", "--help"]])
 def test_help_loads_nothing_heavy(command: list[str]) -> None:
     """`--help` answers without importing torch, transformers, grpc or the kernels."""
