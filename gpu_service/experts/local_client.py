@@ -44,6 +44,14 @@ class _Linear:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return functional.linear(rows, self.weight, self.bias)
 
+    def rows(self, begin: int, end: int) -> _Linear:
+        """Some of the outputs."""
+        return _Linear(self.weight[begin:end], None if self.bias is None else self.bias[begin:end])
+
+    def columns(self, begin: int, end: int) -> _Linear:
+        """What some of the inputs add; the bias comes with the first."""
+        return _Linear(self.weight[:, begin:end], self.bias if begin == 0 else None)
+
 
 Expert = tuple[_Linear, _Linear, _Linear]
 
@@ -58,13 +66,18 @@ class LocalExpertClient(ExpertClient):
         dtype: torch.dtype,
         weight_dtype: WeightDtype = "keep",
         keeps: bool = True,
+        neurons: tuple[int, int] | None = None,
     ) -> None:
-        """Not `keeps`: an expert is read at every use and freed after it, so that one is held at a time."""
+        """Not `keeps`: an expert is read at every use and freed after it, so that one is held at a time.
+
+        `neurons` `[begin, end)` of every expert: what a server computes that holds just these.
+        """
         self.geometry = geometry
         self._keeps = keeps
+        self._neurons = neurons
         self._dtype = dtype
         self._weight_dtype = weight_dtype
-        self._checkpoint = ExpertCheckpoint.open(model_path, geometry)
+        self.checkpoint = ExpertCheckpoint.open(model_path, geometry)
         self._experts: dict[tuple[int, int], Expert] = {}
         self._stats = ExpertClientStats(compute_seconds=(0.0,))
 
@@ -107,9 +120,11 @@ class LocalExpertClient(ExpertClient):
         kept = self._experts.get((layer, expert))
         if kept is not None:
             return kept
-        found = self._checkpoint.expert(layer, expert)
+        found = self.checkpoint.expert(layer, expert)
         with SliceReader() as reader:
             gate, up, down = (self._linear(reader, matrix) for matrix in (found.gate, found.up, found.down))
+        if self._neurons is not None:
+            gate, up, down = gate.rows(*self._neurons), up.rows(*self._neurons), down.columns(*self._neurons)
         if self._keeps:
             self._experts[layer, expert] = gate, up, down
         return gate, up, down

@@ -20,11 +20,19 @@ def place_of(
     return " and ".join(places)
 
 
+def shares_experts(config: ExpertConfig) -> bool:
+    """Whether several servers hold a part of every expert each."""
+    return config.expert_split == "tensor" and _count(config) > 1
+
+
+def _count(config: ExpertConfig) -> int:
+    return len(config.expert_addresses) if config.expert_transport == "grpc" else config.split_count
+
+
 def _servers(config: ExpertConfig, geometry: MoeGeometry, experts: Sequence[int]) -> str:
     if config.expert_transport == "local":
         return "the engine's own process"
-    is_grpc = config.expert_transport == "grpc"
-    count = len(config.expert_addresses) if is_grpc else config.split_count
+    count = _count(config)
     holders = list(range(count))
     if config.expert_split == "expert":
         bounds = split_bounds(geometry.num_experts, equal_shares(count, config.split_shares))

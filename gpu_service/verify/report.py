@@ -51,11 +51,15 @@ class SelfTestReport:
         return worst
 
 
-def refusal(wrong: Sequence[ExpertError]) -> str:
-    """A single expert says more than several together, which are wrong with it."""
-    single = [one for one in wrong if len(one.experts) == 1] or list(wrong)
-    listed = "; ".join(str(one) for one in single[:_MAX_LISTED])
-    more = f"; and {len(single) - _MAX_LISTED} more" if len(single) > _MAX_LISTED else ""
+def to_name(wrong: Sequence[ExpertError]) -> list[ExpertError]:
+    """Those an error lists: a single expert says more than several together, which are wrong with it."""
+    return ([one for one in wrong if len(one.experts) == 1] or list(wrong))[:_MAX_LISTED]
+
+
+def refusal(named: Sequence[ExpertError], count: int) -> str:
+    """Of `count` wrong answers those that `to_name` chose."""
+    listed = "; ".join(map(str, named))
+    more = f"; and {count - len(named)} more" if count > len(named) else ""
     return (
         "self-test: experts do not compute what the checkpoint's weights give in float32, so nothing is "
         f"served: {listed}{more}. If the model is meant to be like this, --self-test-layers 0 switches the "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 import torch
@@ -21,10 +21,10 @@ from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.layers.moe import start_experts
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.verify.allowed import RowsDtype, allowed_error, rounded_to
-from gpu_service.verify.places import place_of
+from gpu_service.verify.blame import wrong_servers
+from gpu_service.verify.places import place_of, shares_experts
 from gpu_service.verify.probe import Probe, make_probe, spread
-from gpu_service.verify.report import ExpertError, SelfTestFailed, SelfTestReport, refusal
-from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
+from gpu_service.verify.report import ExpertError, SelfTestFailed, SelfTestReport, refusal, to_name
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 
@@ -70,7 +70,9 @@ def run_self_test(config: MoebiusConfig, tested: ExpertsUnderTest) -> SelfTestRe
     report = SelfTestReport(errors, time.monotonic() - begin)
     wrong = [one for one in errors if not one.error <= one.allowed]
     if wrong:
-        raise SelfTestFailed(refusal(wrong))
+        raise SelfTestFailed(
+            refusal([_with_server(config, tested, one) for one in to_name(wrong)], len(wrong))
+        )
     _log.info(
         "experts compute what the checkpoint says",
         layers=list(layers),
@@ -119,19 +121,31 @@ def _step(probes: Sequence[Probe], tested: ExpertsUnderTest) -> list[torch.Tenso
         return [answer.cpu() for answer in answers]
 
 
+def _with_server(config: MoebiusConfig, tested: ExpertsUnderTest, wrong: ExpertError) -> ExpertError:
+    """The same, naming those of several servers whose part of the expert is wrong."""
+    expert = wrong.experts[0]
+    on_device = () if tested.resident is None else tested.resident.experts(wrong.layer)
+    if len(wrong.experts) > 1 or expert in on_device or not shares_experts(config.experts):
+        return wrong
+    found = wrong_servers(config, tested.geometry, tested.dtype, wrong.layer, expert, wrong.allowed)
+    if found is None:
+        return wrong
+    if not found:
+        return replace(wrong, place=f"{wrong.place} (but each alone is right, so the hand-off is wrong)")
+    return replace(wrong, place=" and ".join(f"expert server {name}" for name in found))
+
+
 def _compare(
     config: MoebiusConfig, tested: ExpertsUnderTest, probes: Sequence[Probe], found: Sequence[torch.Tensor]
 ) -> list[ExpertError]:
-    model = config.model.model
-    oracle = LocalExpertClient(model, tested.geometry, tested.dtype, keeps=False)
-    checkpoint = ExpertCheckpoint.open(model, tested.geometry)
+    oracle = LocalExpertClient(config.model.model, tested.geometry, tested.dtype, keeps=False)
     rows: RowsDtype = "float32" if tested.dtype == torch.float32 else "bfloat16"
     errors = []
     for probe, answer in zip(probes, found, strict=True):
         wanted = oracle.collect(
             oracle.submit(probe.layer, probe.hidden_states, probe.topk_ids, probe.topk_weights)
         )
-        stored = [checkpoint.expert(probe.layer, expert) for expert in probe.experts]
+        stored = [oracle.checkpoint.expert(probe.layer, expert) for expert in probe.experts]
         formats = [name for one in stored for name in (one.gate.packed_format, one.down.packed_format)]
         kind = rounded_to(config.experts.expert_dtype, stored)
         allowed = allowed_error(rows, kind, formats, config.experts.max_requantise_error)

@@ -14,9 +14,11 @@ from gpu_service.assembly.process import prepare_process
 from gpu_service.ops import backends
 from gpu_service.verify.allowed import MEAN_KL, coarsest_bits
 from gpu_service.verify.errors import TokenScores, perplexity
+from moebius.checkpoint.gguf.files import is_gguf
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.expert_dtype import REQUANTISED
 from moebius.placement.layer_ranges import parse_layers
 from moebius.verify.comparison import Comparison
 from moebius.verify.result import OutputResult, Thresholds, VerifyResult
@@ -88,9 +90,9 @@ def _reference(config: MoebiusConfig, against: str, ours: StagedModel) -> Staged
     if against == BF16:
         return ours
     directory = Path(against).expanduser().absolute()
-    if not (directory / "config.json").is_file():
+    if not is_gguf(directory) and not (directory / "config.json").is_file():
         raise UserError(
-            f"--against {against!r}: allowed are {BF16}, and a directory that holds a config.json"
+            f"--against {against!r}: allowed are {BF16}, a directory that holds a config.json, and GGUF files"
         )
     reference = StagedModel.open(config, directory, ours.device)
     check_same_shape(ours, reference, config.model.top_k)
@@ -102,9 +104,12 @@ def _allowed_kl(options: VerifyOptions, comparison: Comparison, layers: Sequence
     if options.thresholds.max_kl is not None:
         return options.thresholds.max_kl
     bits = 32 if comparison.rows_dtype == "float32" else 16
-    is_exact = all(comparison.packed.rounded_to(layer) == "keep" for layer in layers)
-    if options.against != BF16 or not is_exact:
-        bits = min(bits, *(coarsest_bits(comparison.packed.formats(layer)) for layer in layers))
+    packed = comparison.packed
+    for layer in layers:
+        if options.against != BF16:
+            bits = min(bits, coarsest_bits(packed.formats(layer)))
+        elif (kind := packed.rounded_to(layer)) != "keep":
+            bits = min(bits, coarsest_bits([REQUANTISED[kind]]))
     return MEAN_KL[bits]
 
 

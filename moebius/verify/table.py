@@ -61,9 +61,7 @@ def _error(value: float | None) -> str:
 def _lines(result: VerifyResult) -> list[str]:
     lines = [""]
     if result.tokens_from == "bytes":
-        lines.append(
-            "The checkpoint has no tokenizer.json: bytes stood for tokens, and perplexity means nothing."
-        )
+        lines.append("The checkpoint has no tokenizer: bytes stood for tokens, and perplexity means nothing.")
     out = result.output
     if out is None:
         lines.append(

@@ -21,6 +21,7 @@ from moebius.verify import packed_experts, staged_model
 from moebius.verify.result import Thresholds, VerifyResult
 from moebius.verify.run import VerifyOptions, verify_model
 from moebius.verify.tokens import read_tokens
+from tests.helpers.gguf_models import make_gguf
 from tests.helpers.tiny_models import cached_tiny_models
 from tests.tolerances import EXPERTS_FLOAT32, VERIFY_PERPLEXITY
 
@@ -138,12 +139,23 @@ def test_a_wrong_expert_is_named(models: Callable[[str], tuple[Path, Any]], wron
     assert run(good, VerifyOptions(against=str(good), tokens=TOKENS)).passed
 
 
+def test_gguf_models_are_verified(tmp_path: Path) -> None:
+    """Against themselves, rounded only where no packed format holds them; against their origin."""
+    model = make_gguf("qwen2_moe", tmp_path)
+    itself = run(model.path)
+    assert itself.passed
+    assert all(1e-4 < (layer.cpu_error or 0.0) < 1e-2 for layer in itself.layers)
+    original = run(model.path, VerifyOptions(against=str(model.published), tokens=TOKENS))
+    assert original.passed
+    assert all((layer.cpu_error or 0.0) > 0.02 for layer in original.layers)
+
+
 def test_another_model_is_refused(models: Callable[[str], tuple[Path, Any]], tmp_path: Path) -> None:
     """What differs is named with both values; so is a directory that is none."""
     mine, theirs = models("qwen3_moe")[0], models("qwen3_moe_bias_dense_tied")[0]
     with pytest.raises(UserError, match=r"num_experts 9, not 7; top_k 2, not 3; MoE layers \[0, 2\], not"):
         run(mine, VerifyOptions(against=str(theirs)))
-    with pytest.raises(UserError, match=r"allowed are bf16, and a directory that holds a config.json"):
+    with pytest.raises(UserError, match=r"allowed are bf16, a directory that holds a config.json, and GGUF"):
         run(mine, VerifyOptions(against=str(tmp_path)))
 
 
