@@ -103,8 +103,7 @@ def read_model_config(directory: Path, overrides: ModelOverrides) -> ModelConfig
     if reader is None:
         raise hf.error("model_type", model_type, ", ".join(sorted(READERS)))
     config = _apply_overrides(hf, reader(hf), overrides)
-    vision = read_vision(hf, model_type)
-    config = replace(config, vision=None if overrides.language_model_only else vision)
+    config = replace(config, vision=read_vision(hf, model_type, wanted=not overrides.language_model_only))
     _check_router(hf, config.moe.router)
     generation = companion_directory(directory) / "generation_config.json"
     if generation.exists():

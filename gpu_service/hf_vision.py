@@ -7,10 +7,15 @@ from collections.abc import Callable, Mapping
 from gpu_service.hf_keys import HfKeys
 from gpu_service.vision.config import VisionConfig
 
-# What begins and ends an image, which chat templates write, and what stands for videos.
+# What begins and ends an image, which chat templates write, what stands for videos, what the tower's builder
+# reads for itself, and switches of training.
 _HARMLESS = (
+    "ignore_index",
     "image_end_token_id",
     "image_start_token_id",
+    "projection_hidden_size",
+    "projection_layer_norm_eps",
+    "use_unified_vision_chunk",
     "video_end_token_id",
     "video_start_token_id",
     "video_token_id",
@@ -32,7 +37,6 @@ def _read_grid_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
 
 def _read_kimi_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
     """Kimi-K2.5, in the spelling of its checkpoints (`vt_hidden_size`) or that of transformers."""
-    hf.skip("projection_hidden_size", "projection_layer_norm_eps", "ignore_index", "use_unified_vision_chunk")
     kernel = vision.integers("merge_kernel_size") or (2, 2)
     if len(set(kernel)) != 1:
         raise vision.error("merge_kernel_size", list(kernel), "two equal integers")
@@ -53,11 +57,17 @@ _READERS: Mapping[str, Callable[[HfKeys, HfKeys], VisionConfig]] = {
 }
 
 
-def read_vision(hf: HfKeys, model_type: str) -> VisionConfig | None:
-    """The model's vision tower; None: the family, or this checkpoint, has none. Raises ModelConfigError."""
+def read_vision(hf: HfKeys, model_type: str, *, wanted: bool = True) -> VisionConfig | None:
+    """The model's vision tower; None: the family, or this checkpoint, has none, or it is not `wanted`.
+
+    Raises ModelConfigError for a wanted tower's keys.
+    """
     reader = _READERS.get(model_type)
     if reader is None:
         return None
     hf.skip(*_HARMLESS)
+    if not wanted:
+        hf.skip("image_token_id", "media_placeholder_token_id", "vision_config")
+        return None
     vision = hf.section("vision_config")
     return None if vision is None else reader(hf, vision)

@@ -184,6 +184,9 @@ def test_half_a_description_is_an_error_or_no_vision(missing: str, checkpoint: P
         return
     with pytest.raises(ModelConfigError, match="image_token_id"):
         ModelConfig.from_dir(directory)
+    # What is left out need not be right.
+    blind = ModelConfig.from_dir(directory, ModelOverrides(language_model_only=True))
+    assert (blind.vision, blind.unread_keys) == (None, ())
 
 
 def test_a_checkpoint_must_say_how_images_are_prepared(checkpoint: Path, tmp_path: Path) -> None:
