@@ -103,22 +103,16 @@ class GatedDeltaNet(nn.Module):
         )
 
     def _mixed(self, projected: Projected, states: StateCache, inputs: ForwardInputs) -> torch.Tensor:
-        """Requests with several tokens one after the other, all others together; `[T, heads, head_dim]`."""
-        reads, writes, sequences = inputs.state_reads, inputs.state_writes, self._sequences
+        """A request with several tokens alone, neighbours with one each together; `[T, heads, head_dim]`."""
+        reads, writes = inputs.state_reads, inputs.state_writes
         assert reads is not None
         assert writes is not None
-        sequences.plan(inputs)
-        heads = self._sizes.num_value_heads, self._sizes.value_head_dim
-        values = projected.qkv.new_empty((projected.qkv.shape[0], *heads))
-        rows = sequences.single_rows
-        if len(rows):
-            chosen, requests = Projected(*(part[rows] for part in projected)), sequences.single_requests
-            values[rows] = self._update(chosen, states, reads[requests], writes[requests])
-        for request, begin, end in sequences.several:
-            slots = slice(request, request + 1)
-            chosen = Projected(*(part[begin:end] for part in projected))
-            values[begin:end] = self._extend(chosen, states, reads[slots], writes[slots])
-        return values
+        values = []
+        for neighbours in self._sequences.of(inputs):
+            compute = self._update if neighbours.is_single_token else self._extend
+            rows = Projected(*(part[neighbours.rows] for part in projected))
+            values.append(compute(rows, states, reads[neighbours.requests], writes[neighbours.requests]))
+        return torch.cat(values)
 
     def _extend(
         self, projected: Projected, states: StateCache, read: torch.Tensor, write: torch.Tensor

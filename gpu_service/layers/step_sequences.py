@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-import torch
+import itertools
+from typing import NamedTuple
 
 from gpu_service.batch import ForwardInputs
 
 
+class Neighbours(NamedTuple):
+    """Consecutive requests of one token each, or one request of several tokens."""
+
+    requests: slice
+    rows: slice
+    # Whether each request computes one token.
+    is_single_token: bool
+
+
 class StepSequences:
-    """Shared by the layers of a model; filled by `plan`, valid until it is called for another step."""
+    """Shared by the layers of a model, which all ask about the same step.
+
+    In slices, because a list of rows would have to travel to the device while the host waits.
+    """
 
     def __init__(self) -> None:
         self._inputs: ForwardInputs | None = None
-        # int64 [S] each: row and request of those that compute one token.
-        self.single_rows = self.single_requests = torch.empty(0, dtype=torch.int64)
-        # The other requests, and where their rows begin and end.
-        self.several: list[tuple[int, int, int]] = []
+        self._found: list[Neighbours] = []
 
-    def plan(self, inputs: ForwardInputs) -> None:
-        """For the step of these inputs, unless it was done already."""
-        if self._inputs is inputs:
-            return
-        bounds = list(enumerate(zip(inputs.query_start_loc, inputs.query_start_loc[1:], strict=False)))
-        single = [(begin, request) for request, (begin, end) in bounds if end - begin == 1]
-        device = inputs.positions.device
-        self.single_rows = torch.tensor([row for row, _ in single], dtype=torch.int64, device=device)
-        self.single_requests = torch.tensor([index for _, index in single], dtype=torch.int64, device=device)
-        self.several = [(request, begin, end) for request, (begin, end) in bounds if end - begin > 1]
-        self._inputs = inputs
+    def of(self, inputs: ForwardInputs) -> list[Neighbours]:
+        """All requests of the step, in order."""
+        if self._inputs is not inputs:
+            self._inputs, self._found = inputs, _neighbours(inputs.query_start_loc)
+        return self._found
+
+
+def _neighbours(starts: list[int]) -> list[Neighbours]:
+    found: list[Neighbours] = []
+    for request, (begin, end) in enumerate(itertools.pairwise(starts)):
+        first, row, single = request, begin, end - begin == 1
+        if single and found and found[-1].is_single_token:
+            last = found.pop()
+            first, row = last.requests.start, last.rows.start
+        found.append(Neighbours(slice(first, request + 1), slice(row, end), single))
+    return found

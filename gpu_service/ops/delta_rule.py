@@ -51,7 +51,7 @@ def delta_rows(
     def unit(columns: torch.Tensor) -> torch.Tensor:
         rows = columns.float().view(tokens, -1, key_head_dim)
         scale = (rows.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
-        return (rows * scale).repeat_interleave(repeats, dim=1)
+        return (rows * scale)[:, :, None].expand(-1, -1, repeats, -1).flatten(1, 2)
 
     return DeltaRows(
         query=unit(qkv[:, :key_size]) * key_head_dim**-0.5,

@@ -73,12 +73,12 @@ def test_the_guard_sees_what_it_should(inference: bool) -> None:
             ask()
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "qwen3_next"])
 def test_no_step_asks_the_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill chunks, mixed batches and decode steps, with everything that the sampler can do."""
     make_tiny_model(name, tmp_path)
     model = tiny_model(tmp_path, torch.device("cpu"))
-    experts = DenseExperts(tmp_path, {"qwen3_moe": 7, "glm4_moe": 10}[name])
+    experts = DenseExperts(tmp_path, {"qwen3_moe": 7, "glm4_moe": 10, "qwen3_next": 7}[name])
     original, steps = ModelRunner.run, [0]
 
     def run(runner: ModelRunner, plan: Any) -> Any:
