@@ -13,6 +13,7 @@ from torch import nn
 
 from gpu_service.assembly.kv_memory import CacheShape, SharedKvMemory, cache_shape, plan_device
 from gpu_service.assembly.vision import vision_memory
+from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.estimate import StepSize, activation_bytes, parameter_bytes
 from gpu_service.memory.kv_pool import useful_pages
@@ -41,6 +42,8 @@ class RankForecast:
     largest_tensor_bytes: int
     # One page of the KV cache over this rank's layers.
     page_bytes: int
+    # Of linear attention, all requests' and prefixes'.
+    state_bytes: int
     moe_layers: tuple[int, ...]
     # Beside the parameters on a CPU: the packed copy of an embedding that is the head as well.
     packed_head_bytes: int
@@ -114,6 +117,7 @@ def _forecast(config: MoebiusConfig, rank: int, model: CausalLM, shape: CacheSha
         read_elements=sum(tensor.numel() for tensor in read),
         largest_tensor_bytes=max(tensor.numel() * tensor.element_size() for tensor in model.parameters()),
         page_bytes=shape.page_bytes,
+        state_bytes=all_states_bytes(config.gpu, model.rank_config),
         moe_layers=tuple(layer for layer in model.config.moe_layer_ids if layer in held),
         packed_head_bytes=embedding.numel() * embedding.element_size()
         if packs and embedding is not None

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gpu_service.batch import Batch
-from gpu_service.cache.state_cache import ZERO_SLOT
+from gpu_service.cache.state_cache import ZERO_SLOT, state_bytes
 from gpu_service.cache.state_pool import StatePool
+from gpu_service.model_config import ModelConfig
 from gpu_service.request import Request
 from moebius.config import GpuConfig
 
@@ -31,6 +32,11 @@ def num_snapshots(gpu: GpuConfig) -> int:
 def num_state_slots(gpu: GpuConfig) -> int:
     """Slots that the settings ask for: of zeros, of running requests, of snapshots."""
     return 1 + SLOTS_PER_REQUEST * gpu.max_num_seqs + num_snapshots(gpu)
+
+
+def all_states_bytes(gpu: GpuConfig, rank_config: ModelConfig) -> int:
+    """Bytes of all slots, that of padding included; 0 without linear attention."""
+    return (num_state_slots(gpu) + 1) * state_bytes(rank_config)
 
 
 class RequestStates:

@@ -7,6 +7,9 @@ again, and a state that was written at the end of a prefix can be kept for other
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from gpu_service.model_config import LinearAttentionConfig, ModelConfig
@@ -35,8 +38,8 @@ class StateCache:
         recent = (num_slots + 1, config.conv_width - 1, config.conv_size)
         heads = (num_slots + 1, config.num_value_heads, config.key_head_dim, config.value_head_dim)
         layers = range(len(config.layers))
-        self._conv = [torch.zeros(recent, dtype=dtype, device=device) for _ in layers]
-        self._recurrent = [torch.zeros(heads, dtype=torch.float32, device=device) for _ in layers]
+        self._conv = [_zeros(recent, dtype, self.device) for _ in layers]
+        self._recurrent = [_zeros(heads, torch.float32, self.device) for _ in layers]
 
     @property
     def nbytes(self) -> int:
@@ -50,6 +53,14 @@ class StateCache:
     def recurrent(self, layer: int) -> torch.Tensor:
         """Of the layer's recurrence."""
         return self._recurrent[layer]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU, memory that the system hands over only where it is first written: most slots never are."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    untouched = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(untouched).view(dtype).view(shape)
 
 
 def state_bytes(config: ModelConfig) -> int:

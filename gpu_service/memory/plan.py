@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from gpu_service.cache.request_states import num_state_slots
-from gpu_service.cache.state_cache import state_bytes
+from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.memory.advice import advice
 from gpu_service.memory.device_memory import MemoryUse, gib
 from gpu_service.memory.estimate import (
@@ -112,8 +111,7 @@ def plan_memory(
     """
     experts, vision = experts or ExpertMemory(), vision or VisionMemory()
     step, has_resident = StepSize.largest(config.gpu), experts.count > 0
-    # One slot more, for padding.
-    states = (num_state_slots(config.gpu) + 1) * state_bytes(shard_config(model_config, parallel))
+    states = all_states_bytes(config.gpu, shard_config(model_config, parallel))
     lines = (
         MemoryLine(DENSE, parameter_bytes(model)),
         MemoryLine(VISION, vision.tower_bytes),

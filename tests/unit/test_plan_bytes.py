@@ -13,6 +13,7 @@ from expert_service.host import ExpertHost, LoadSettings
 from expert_service.placement import Placement
 from gpu_service.assembly.forecast import Forecast
 from gpu_service.assembly.kv_memory import SharedKvMemory, cache_shape, make_kv_memory
+from gpu_service.assembly.states import allocate_states
 from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.estimate import parameter_bytes
@@ -37,7 +38,7 @@ from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, GptOssMoe,
 from tests.helpers.tiny_models import make_tiny_model
 from tests.tolerances import PLANNED_BYTES
 
-DENSE_MODELS = ("deepseek_v3", "gpt_oss_no_bias_tied", "qwen3_moe")
+DENSE_MODELS = ("deepseek_v3", "gpt_oss_no_bias_tied", "qwen3_moe", "qwen3_next")
 
 
 def packed_bytes(model: Path, index: int, **request: Any) -> int:
@@ -139,6 +140,8 @@ def test_the_engine_takes_what_was_planned(tmp_path: Path, name: str) -> None:
     pages = SharedKvMemory(config, shape).num_pages(model, None, None)
     assert plan.kv.pages == pages
     assert planned["engine: KV cache"] == shape.make(pages).nbytes
+    states = allocate_states(config.gpu, model.rank_config, torch.device("cpu"))
+    assert planned.get("engine: states of linear attention", 0) == (states.nbytes if states else 0)
     geometry = MoeGeometry.from_config(tmp_path)
     dtype = model.config.torch_dtype
     held = make_resident_experts(config, geometry, torch.device("cpu"), dtype)
