@@ -55,23 +55,28 @@ class Shape:
             "float32",
         )
 
+    def engine(self, weight_format: str) -> ExpertEngine:
+        """An expert server's engine of the layer, with random weights."""
+        engine = ExpertEngine(
+            self.hidden,
+            self.intermediate,
+            self.experts,
+            1,
+            weight_format=weight_format,
+            activation=self.activation,
+            limit=self.limit,
+            has_bias=self.has_bias,
+            num_threads=1,
+        )
+        engine.fill_random(0, 3)
+        return engine
+
 
 def resident_layer(
     shape: Shape, weight_format: str, experts: tuple[int, ...], device: str = "cpu"
 ) -> LayerSlots:
     """Random weights of a packed format; `experts` in slots, in that order, and one empty slot."""
-    engine = ExpertEngine(
-        shape.hidden,
-        shape.intermediate,
-        shape.experts,
-        1,
-        weight_format=weight_format,
-        activation=shape.activation,
-        limit=shape.limit,
-        has_bias=shape.has_bias,
-        num_threads=1,
-    )
-    engine.fill_random(0, 3)
+    engine = shape.engine(weight_format)
     kind = layer_format(weight_format, weight_format, shape.hidden, shape.intermediate, shape.has_bias)
     slots = make_slots(kind, len(experts) + 1, shape.experts, torch.device(device), shape.limit)
     for slot, expert in enumerate(experts):

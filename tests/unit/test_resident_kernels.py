@@ -5,6 +5,7 @@ They run in Triton's interpreter here, in float32; tests/gpu repeats this on a d
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -56,10 +57,25 @@ def test_every_format(weight_format: str, few_rows: int) -> None:
 @pytest.mark.parametrize(("activation", "bias"), [("silu_clamped", False), ("gpt_oss", True), ("silu", True)])
 def test_activations_and_biases(activation: str, bias: bool, few_rows: int) -> None:
     """Clamped and gpt-oss activations, each at values beyond the clamp; biases of all three matrices."""
-    shape = Shape(hidden=96, intermediate=48, activation=activation, has_bias=bias)
+    shape = Shape(hidden=96, intermediate=48, activation=activation, has_bias=bias, limit=0.3)
     slots = resident_layer(shape, "int4_g32", (0, 3))
     kernels = TritonResidentKernels(shape.geometry, few_rows)
     assert error(kernels, shape, slots, 2) < tolerances.RESIDENT_FLOAT32
+
+
+def test_a_layer_clamps_where_its_slots_say() -> None:
+    """Not where the geometry says for all layers; an infinite limit is none. As expert servers do."""
+    answers = []
+    for limit in (0.1, 0.3, math.inf):
+        shape = Shape(hidden=96, intermediate=48, activation="silu_clamped", limit=limit)
+        slots = resident_layer(shape, "float32", tuple(range(shape.experts)))
+        hidden_states, ids, weights = routed(shape, 7)
+        answers.append(TorchResidentKernels(shape.geometry).forward(slots, hidden_states, ids, weights, None))
+        engine = shape.engine("float32")
+        expected = torch.from_numpy(engine.forward(0, hidden_states.numpy(), ids.numpy(), weights.numpy()))
+        torch.testing.assert_close(answers[-1], expected, rtol=1e-5, atol=1e-6)
+    assert (answers[0] - answers[1]).abs().max() > 0.01
+    assert (answers[1] - answers[2]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("few_rows", [FEW, MANY], ids=["rows", "tiles"])
