@@ -19,7 +19,7 @@ import torch
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.factory import make_expert_client
 from moebius.checkpoint.moe_config import MoeGeometry
-from moebius.config import MoebiusConfig
+from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.mailbox import Mailbox
 from moebius.mailbox_plan import mailbox_geometry
 from protos import expert_pb2_grpc
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys
 from expert_service.main import run
-from moebius.config import MoebiusConfig
+from moebius.config import MoebiusConfig, PlacementConfig
 sys.exit(run(MoebiusConfig.model_validate_json(sys.argv[1])))
 """
 READY_S = 60.0
@@ -93,13 +93,22 @@ class Cluster:
 
 @contextlib.contextmanager
 def running_cluster(
-    model: Path, directory: Path, *, dtype: str = "auto", **experts: Any
+    model: Path,
+    directory: Path,
+    *,
+    dtype: str = "auto",
+    placement: PlacementConfig | None = None,
+    **experts: Any,
 ) -> Iterator[Cluster]:
-    """Servers and their mailbox; at the end they must leave on SIGTERM with status 0."""
+    """Servers and their mailbox; at the end they must leave on SIGTERM with status 0.
+
+    Servers leave out what `placement` makes resident on a device.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     name = f"moebius-test-{secrets.token_hex(6)}"
     config = make_config(model, directory, mailbox=name, **experts)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    sections = {"model": config.model.model_copy(update={"dtype": dtype})}
+    config = config.model_copy(update=sections | {"placement": placement or PlacementConfig()})
     geometry = MoeGeometry.from_config(model)
     mailbox = Mailbox.create(name, mailbox_geometry(config, geometry))
     cluster = Cluster(config, geometry, directory / "experts.log")
