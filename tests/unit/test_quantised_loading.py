@@ -7,13 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from gpu_service.loader import sources
 from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model
 from gpu_service.parallel.context import ParallelContext
+from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
+from moebius.kernels_source import SourceMatrix
 from tests.helpers.model_formats import MODEL_FORMATS
 from tests.helpers.quantised_models import Models, cached_plain_models, quantise
 from tests.tolerances import DEQUANTISED_FLOAT32
@@ -56,9 +59,19 @@ def test_blocks_and_threads_change_nothing(
     chosen = MODEL_FORMATS[name]
     model = quantise(models("qwen3_moe"), lambda _: chosen, chosen.config)
     quantised, plain = model.write(tmp_path / "quantised"), model.dequantised().write(tmp_path / "plain")
+    sizes: list[int] = []
+    original = _kernels.dequantise_matrix
+
+    def spy(source: SourceMatrix) -> NDArray[np.float32]:
+        values = original(source)
+        sizes.append(values.size)
+        return values
+
+    monkeypatch.setattr(_kernels, "dequantise_matrix", spy)
     monkeypatch.setattr(sources, "_BLOCK_ELEMENTS", 24 * 160)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     check(quantised, plain, ParallelContext(1, 2, 0, 1))
+    assert max(sizes) <= 24 * 160, "no more is held in float32 than the threads' blocks"
 
 
 @pytest.mark.parametrize("stage", [0, 1])
