@@ -6,7 +6,7 @@ what the file says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,16 +178,20 @@ def write_gguf(
     prediction_layer: bool = False,
     architecture: str = "",
     fused: bool = False,
+    describe: Callable[[GGUFWriter], None] | None = None,
 ) -> None:
     """The model's file, or its parts of at most `max_tensors`.
 
     `leave_out`: a tensor that is forgotten; `prediction_layer`: a block for multi-token prediction follows;
-    `architecture`: a name in gguf.MODEL_ARCH that is not the family's first; `fused`: gate and up in one.
+    `architecture`: a name in gguf.MODEL_ARCH that is not the family's first; `fused`: gate and up in one;
+    `describe`: adds metadata.
     """
     config = model.config
     arch = MODEL_ARCH[architecture or ARCHITECTURES[config.model_type]]
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch], split_max_tensors=max_tensors)
     write_metadata(writer, config, latent_split=latent_split, prediction_layers=int(prediction_layer))
+    if describe is not None:
+        describe(writer)
     if arch == MODEL_ARCH.QWEN3VLMOE:
         writer.add_rope_dimension_sections([3, 3, 2, 0])
         writer.add_num_deepstack_layers(3)
