@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,16 +12,17 @@ from torch import nn
 from gpu_service.batch import ForwardInputs
 from gpu_service.cache.state_cache import StateCache
 from gpu_service.context import ForwardContext
-from gpu_service.layers.linear import FusedLinear, RowParallelLinear, empty_parameter
+from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import RMSNorm
-from gpu_service.layers.row_orders import linear_attention_order
+from gpu_service.layers.row_orders import channels_of, linear_attention_order
 from gpu_service.layers.step_sequences import StepSequences
-from gpu_service.model_config import ModelConfig
+from gpu_service.model_config import LinearAttentionConfig, ModelConfig
 from gpu_service.ops.causal_conv import causal_conv, causal_conv_update
 from gpu_service.ops.delta_rule import chunked_delta_rule, delta_rows, gated_delta_update
 from gpu_service.ops.gated_norm import gated_rms_norm
 from gpu_service.ops.rope import RopeTable
-from gpu_service.parallel.partition import Span
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import Span, key_heads, own_heads
 
 
 class Projected(NamedTuple):
@@ -36,6 +39,7 @@ class GatedDeltaNet(nn.Module):
 
     `state_layer` counts the linear-attention layers of the pipeline stage. `interleaved`: the checkpoint's
     projections go by key head, each with its query, key, values and gates, not by what they are.
+    `config` is the whole model's; a rank computes its own heads, and the output product sums over ranks.
     """
 
     checkpoint_name = "linear_attn"
@@ -48,31 +52,31 @@ class GatedDeltaNet(nn.Module):
         *,
         interleaved: bool,
         dtype: torch.dtype,
+        parallel: ParallelContext = SOLO,
     ) -> None:
         super().__init__()
-        linear = config.linear
-        assert linear is not None, "the family's reader fills `linear`"
-        self._sizes, self._state_layer, self._sequences = linear, state_layer, sequences
-        size, heads, values = config.hidden_size, linear.num_value_heads, linear.value_size
-        if interleaved:
-            parts = {"in_proj_qkvz": linear.conv_size + values, "in_proj_ba": 2 * heads}
-        else:
-            parts = {"in_proj_qkv": linear.conv_size, "in_proj_z": values, "in_proj_b": heads} | {
-                "in_proj_a": heads
-            }
-        self.in_proj = FusedLinear(
-            size,
-            {name: Span.whole(rows) for name, rows in parts.items()},
-            bias=False,
-            dtype=dtype,
-            order=linear_attention_order(linear) if interleaved else None,
-        )
-        self.conv1d = ConvWeight(linear.conv_size, linear.conv_width, dtype=dtype)
+        whole = config.linear
+        assert whole is not None, "the family's reader fills `linear`"
+        self._sizes = own = own_heads(whole, parallel)
+        self._state_layer, self._sequences = state_layer, sequences
+        keys = key_heads(whole, parallel)
+        self._heads = keys.scaled(whole.num_value_heads // whole.num_key_heads)
+        values = self._heads.scaled(whole.value_head_dim)
+        parts, order = _projections(whole, keys, interleaved)
+        self.in_proj = FusedLinear(config.hidden_size, parts, bias=False, dtype=dtype, order=order)
+        self.conv1d = ConvWeight(whole, keys, dtype=dtype)
         # As published and as trained: decays are sensitive to their last bits.
-        self.A_log = empty_parameter(heads, dtype=torch.float32)
-        self.dt_bias = empty_parameter(heads, dtype=torch.float32)
-        self.norm = RMSNorm(linear.value_head_dim, config.rms_norm_eps, dtype=dtype)
-        self.out_proj = RowParallelLinear(Span.whole(values), size, bias=False, dtype=dtype)
+        self.A_log = empty_parameter(self._heads.size, dtype=torch.float32)
+        self.dt_bias = empty_parameter(self._heads.size, dtype=torch.float32)
+        self.norm = RMSNorm(own.value_head_dim, config.rms_norm_eps, dtype=dtype)
+        self.out_proj = RowParallelLinear(
+            values, config.hidden_size, bias=False, dtype=dtype, parallel=parallel
+        )
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """See `Divided`: of the parameters that are this module's own, a rank has those of its heads."""
+        for name in ("A_log", "dt_bias"):
+            yield CheckpointPart("", name, self._heads, None)
 
     def forward(self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`; the states behind the step are in the slots that it writes."""
@@ -129,13 +133,38 @@ class GatedDeltaNet(nn.Module):
 
 
 class ConvWeight(nn.Module):
-    """Weights of a causal convolution, `[channels, 1, width]` as checkpoints have them."""
+    """Weights of a causal convolution; loaded whole, because a rank's channels do not lie together."""
 
-    def __init__(self, channels: int, width: int, *, dtype: torch.dtype) -> None:
+    def __init__(self, linear: LinearAttentionConfig, keys: Span, *, dtype: torch.dtype) -> None:
+        """Of the channels of these key heads."""
         super().__init__()
-        self.weight = empty_parameter(channels, 1, width, dtype=dtype)
+        self.weight = empty_parameter(linear.conv_size, 1, linear.conv_width, dtype=dtype)
+        self._channels = channels_of(linear, keys)
+
+    def pack(self) -> None:
+        """See `Packed`: a rank keeps its channels."""
+        self.weight = nn.Parameter(self.weight[self._channels], requires_grad=False)
 
     @property
     def taps(self) -> torch.Tensor:
         """View `[channels, width]`, the newest token's last."""
         return self.weight[:, 0]
+
+
+def _projections(
+    linear: LinearAttentionConfig, keys: Span, interleaved: bool
+) -> tuple[dict[str, Span], list[int] | None]:
+    """What a rank with these key heads loads, and which rows of it, in which order, it keeps."""
+    repeats = linear.num_value_heads // linear.num_key_heads
+    if interleaved:
+        own = replace(linear, num_key_heads=keys.size, num_value_heads=keys.size * repeats)
+        width = 2 * linear.key_head_dim + 2 * repeats * linear.value_head_dim
+        parts = {"in_proj_qkvz": keys.scaled(width), "in_proj_ba": keys.scaled(2 * repeats)}
+        return parts, linear_attention_order(own)
+    heads = keys.scaled(repeats)
+    apart = {"in_proj_z": heads.scaled(linear.value_head_dim), "in_proj_b": heads, "in_proj_a": heads}
+    parts = {"in_proj_qkv": Span.whole(linear.conv_size)} | apart
+    if keys.is_whole:
+        return parts, None
+    rest = range(linear.conv_size, linear.conv_size + sum(span.size for span in apart.values()))
+    return parts, [*channels_of(linear, keys), *rest]

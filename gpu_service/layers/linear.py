@@ -43,6 +43,14 @@ class Divided(Protocol):
         """What fills its parameters."""
 
 
+@runtime_checkable
+class Packed(Protocol):
+    """A module whose parameters are used in another form than the checkpoint's."""
+
+    def pack(self) -> None:
+        """From the loaded form to the one in use; called once, when everything is loaded."""
+
+
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """A parameter without memory; the loader gives it memory and values."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
@@ -89,7 +97,7 @@ class FusedLinear(Linear):
     holds the rows of each part that its span says (column parallel): what it computes needs no exchange.
 
     `order`: where the checkpoint mixes what is to lie apart, the loaded rows in the order that they are
-    computed in.
+    computed in; of a part that is loaded whole, those that the rank keeps.
     """
 
     def __init__(

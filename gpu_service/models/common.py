@@ -11,10 +11,10 @@ from torch import nn
 from gpu_service.context import ForwardContext
 from gpu_service.layers.decoder import DecoderLayer, ResidualStream
 from gpu_service.layers.embedding import Embedding, Head, gather_logits
-from gpu_service.layers.linear import Linear
+from gpu_service.layers.linear import Packed
 from gpu_service.layers.mlp import GatedMLP
 from gpu_service.layers.moe import MoE
-from gpu_service.layers.norm import CenteredRMSNorm, make_norm
+from gpu_service.layers.norm import make_norm
 from gpu_service.layers.rope import RotaryEmbedding
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.linear import can_pack, linear, pack_weight
@@ -148,7 +148,7 @@ class CausalLM(nn.Module):
     def pack(self) -> None:
         """Put all loaded weights into the form that they are used in; the loader calls it last, and once."""
         for module in self.modules():
-            if isinstance(module, Linear | CenteredRMSNorm):
+            if module is not self and isinstance(module, Packed):
                 module.pack()
         if self.lm_head is not None or not self.parallel.is_last_stage:
             return

@@ -30,7 +30,14 @@ def build_hybrid_lm(
 
     def attention(layer_id: int) -> nn.Module:
         if layer_id in states:
-            return GatedDeltaNet(states[layer_id], config, sequences, interleaved=interleaved, dtype=dtype)
+            return GatedDeltaNet(
+                states[layer_id],
+                config,
+                sequences,
+                interleaved=interleaved,
+                dtype=dtype,
+                parallel=parallel,
+            )
         return GQAttention(
             caches[layer_id],
             config,

@@ -159,7 +159,7 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
     return replace(
         config,
         num_layers=len(layers),
-        linear=_own_linear(config, layers),
+        linear=_own_linear(config, layers, parallel),
         attention_windows=config.attention_windows[layers.start : layers.stop],
         num_heads=query_heads(config, parallel).size,
         layer_num_heads=tuple(
@@ -175,24 +175,38 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
     )
 
 
-def _own_linear(config: ModelConfig, layers: range) -> LinearAttentionConfig | None:
-    """Linear attention of a stage; its layers count from the stage's first one."""
-    linear = config.linear
-    if linear is None:
+def key_heads(linear: LinearAttentionConfig, parallel: ParallelContext) -> Span:
+    """Key heads of linear attention of a rank; it has the value heads that they serve."""
+    return even_span(linear.num_key_heads, parallel.tp_rank, parallel.tp_size)
+
+
+def own_heads(linear: LinearAttentionConfig, parallel: ParallelContext) -> LinearAttentionConfig:
+    """The linear attention that a rank computes: its heads, in all layers."""
+    heads = key_heads(linear, parallel).size
+    repeats = linear.num_value_heads // linear.num_key_heads
+    return replace(linear, num_key_heads=heads, num_value_heads=heads * repeats)
+
+
+def _own_linear(
+    config: ModelConfig, layers: range, parallel: ParallelContext
+) -> LinearAttentionConfig | None:
+    """Linear attention of a rank; its layers count from its stage's first one."""
+    if config.linear is None:
         return None
-    return replace(
-        linear, layers=frozenset(layer - layers.start for layer in linear.layers if layer in layers)
-    )
+    own = frozenset(layer - layers.start for layer in config.linear.layers if layer in layers)
+    return replace(own_heads(config.linear, parallel), layers=own)
 
 
 def _check_linear_attention(config: ModelConfig, parallel: ParallelContext) -> None:
-    """Raises ConfigError where states would have to be divided, or a stage would have no cache of tokens."""
+    """Raises ConfigError where heads can not be divided, or a stage would have no cache of tokens."""
     if config.linear is None:
         return
-    if parallel.tp_size > 1:
+    size, heads = parallel.tp_size, config.linear.num_key_heads
+    if heads % size:
+        allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ConfigError(
-            f"tensor_parallel_size: {parallel.tp_size} can not divide the linear attention of "
-            f"{config.model_type}; allowed for this model: 1"
+            f"tensor_parallel_size: {size} does not divide the {heads} key heads of linear attention; "
+            f"allowed for it: {allowed}"
         )
     for stage in range(parallel.num_stages):
         layers = stage_layers(config, replace(parallel, stage=stage))

@@ -81,6 +81,23 @@ MODELS = {
         "qwen2_moe", {"num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 30}
     ),
 }
+MODELS |= {
+    name: TinyModel("qwen3_next" if "mixed" in name else "qwen3_5_moe_text", changes)
+    for name, changes in {
+        "linear_mixed_projections": {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "shared_expert_intermediate_size": 28,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 10,
+            "rms_norm_eps": 1e-3,
+        },
+        "linear_apart": TINY_MODELS["qwen3_5_moe_text_bias_tied"].changes,
+    }.items()
+}
 Truth = Callable[[str], tuple[Path, dict[str, list[Outcome]]]]
 
 
@@ -108,6 +125,8 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         ("gpt_oss", 4, 1, {}),
         ("gpt_oss", 2, 2, {}),
         ("step_differing_heads", 2, 2, {}),
+        ("linear_mixed_projections", 2, 1, {}),
+        ("linear_apart", 2, 2, {}),
         ("minimax", 4, 1, {}),
         ("qwen2_shared_gate", 2, 1, {}),
     ],

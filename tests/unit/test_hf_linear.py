@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,11 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any],
 
 def test_ranks_that_can_not_divide_states_are_refused(tmp_path: Path) -> None:
     config = _read(tmp_path, NEXT)
-    with pytest.raises(ConfigError, match="tensor_parallel_size: 2 can not divide the linear attention"):
-        check_divisible(config, ParallelContext(tp_size=2))
+    assert config.linear is not None
+    uneven = replace(config, linear=replace(config.linear, num_key_heads=9))
+    with pytest.raises(ConfigError, match=r"2 does not divide the 9 key heads .* allowed for it: 1, 3, 9"):
+        check_divisible(uneven, ParallelContext(tp_size=2))
+    check_divisible(config, ParallelContext(tp_size=2))
     check_divisible(config, ParallelContext(num_stages=12))
     with pytest.raises(ConfigError, match="none of which attends"):
         check_divisible(config, ParallelContext(num_stages=13))
@@ -135,8 +139,9 @@ def test_ranks_that_can_not_divide_states_are_refused(tmp_path: Path) -> None:
 
 def test_stages_have_their_own_layers(tmp_path: Path) -> None:
     config = _read(tmp_path, NEXT)
-    own = shard_config(config, ParallelContext(stage=1, num_stages=3))
+    own = shard_config(config, ParallelContext(tp_rank=1, tp_size=2, stage=1, num_stages=3))
     assert own.linear is not None
+    assert (own.linear.num_key_heads, own.linear.num_value_heads) == (8, 16)
     assert (own.attention_layers, len(own.linear.layers)) == ((3, 7, 11, 15), 12)
 
 
