@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 _MEGAPIXEL = 1_000_000
@@ -33,8 +33,6 @@ def open_image(data: bytes, max_megapixels: float) -> Image.Image:
 
 def decode_image(data: bytes, max_megapixels: float) -> Image.Image:
     """The image with its pixels, as RGB, upright; the first frame of several. Raises ImageFileError."""
-    from PIL import ImageOps
-
     image = open_image(data, max_megapixels)
     try:
         image.load()
