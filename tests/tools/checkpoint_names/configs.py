@@ -404,7 +404,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "yarn_only_types": ["full_attention"],
         "swiglu_limits": [7.0 if i in (43, 44) else 0.0 for i in range(48)],
-        "swiglu_limits_shared": [16.0 if i == 44 else 0.0 for i in range(48)],
+        "swiglu_limits_shared": [16.0 if i in (43, 44) else 0.0 for i in range(48)],
         "num_nextn_predict_layers": 3,
     },
     "mixtral-8x7b": {
