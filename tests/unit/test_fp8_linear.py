@@ -86,10 +86,10 @@ def kept(model: CausalLM) -> set[str]:
 
 @pytest.mark.parametrize("name", FP8)
 def test_ranks_keep_their_parts(name: str, models: Models, tmp_path: Path) -> None:
-    """Rows and columns are cut inside of blocks; all linear layers are kept, the router is not quantised."""
+    """Rank 2 of 4 has columns of two blocks; all linear layers are kept, the router is not quantised."""
     chosen = MODEL_FORMATS[name]
     quantise(models("deepseek_v3"), lambda _: chosen, chosen.config).write(tmp_path)
-    for parallel in (ParallelContext(), ParallelContext(3, 4, 0, 1)):
+    for parallel in (ParallelContext(), ParallelContext(2, 4, 0, 1)):
         model = load(tmp_path, parallel, keep_fp8=True)
         assert kept(model) == {"a_proj", "q_b_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"}
         expected = weights_of(load(tmp_path, parallel, keep_fp8=False))

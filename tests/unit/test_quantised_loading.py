@@ -47,7 +47,7 @@ def test_ranks_hold_their_parts(name: str, models: Models, tmp_path: Path) -> No
     chosen = MODEL_FORMATS[name]
     model = quantise(models("deepseek_v3"), lambda _: chosen, chosen.config)
     quantised, plain = model.write(tmp_path / "quantised"), model.dequantised().write(tmp_path / "plain")
-    for rank in (1, 3):
+    for rank in (2, 3):
         check(quantised, plain, ParallelContext(rank, 4, 0, 1))
 
 
