@@ -76,6 +76,13 @@ class Linear(nn.Module):
             return linear(hidden_states, self.weight, bias)
         return fp8_linear(hidden_states, self.weight, self.weight_scales, self._first_column, bias)
 
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """See `Divided`: scales of a weight kept in 8 bits have no name of their own."""
+        rows, columns = self.weight.shape
+        yield CheckpointPart("", "weight", Span.whole(rows), Span.whole(columns))
+        if self.bias is not None:
+            yield CheckpointPart("", "bias", Span.whole(rows), None)
+
     def keep_fp8(self, first_column: int) -> None:
         """Hold the weight as `ops.fp8_linear` takes it; called by the loader before values are there."""
         rows, columns = self.weight.shape

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from gpu_service.layers.linear import Linear
 from gpu_service.loader.load import load_weights
+from gpu_service.loader.names import expected_names
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model
 from gpu_service.ops.fp8_linear import dequantise
@@ -30,6 +31,8 @@ def weights_of(directory: Path, *, keep_fp8: bool) -> dict[str, torch.Tensor]:
     """Every parameter in float32, out of packed layouts and 8 bits."""
     model = build_model(ModelConfig.from_dir(directory))
     load_weights(model, directory, keep_fp8=keep_fp8)
+    names = {name for name in expected_names(model) if name.endswith(".weight_scales")}
+    assert not names, "what is kept is still expected under the checkpoint's names"
     found = {
         name: value.to_dense() if value.is_mkldnn else value
         for name, value in model.named_parameters()
