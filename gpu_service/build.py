@@ -30,7 +30,7 @@ from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.outputs import EngineObserver, OutputDelta
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.engine.token_pool import TokenPool
-from gpu_service.loader.load import load_weights
+from gpu_service.loader.load import load_weights, shape_weights
 from gpu_service.memory.plan import DENSE, GRAPHS, KV, RESIDENT, STATES, VISION
 from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.registry import build_model
@@ -74,6 +74,7 @@ def _assemble(
 ) -> Built:
     gpu, device, dtype = config.gpu, stream.device, model_config.torch_dtype
     model = build_model(model_config, device=device, parallel=group.parallel)
+    shape_weights(model, config.model)
     moe = rank_moe(config, model_config, group)
     shape, seeing = cache_shape(gpu, model.rank_config, device), vision_memory(config, model_config)
     memory = make_kv_memory(config, shape, model, expert_memory(config, moe, dtype, group), seeing)

@@ -14,6 +14,7 @@ from torch import nn
 from gpu_service.assembly.kv_memory import CacheShape, SharedKvMemory, cache_shape, plan_device
 from gpu_service.assembly.vision import vision_memory
 from gpu_service.cache.request_states import all_states_bytes
+from gpu_service.loader.load import shape_weights
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.estimate import StepSize, activation_bytes, parameter_bytes
 from gpu_service.memory.kv_pool import useful_pages
@@ -25,6 +26,7 @@ from gpu_service.ops.linear import can_pack
 from gpu_service.parallel.context import ParallelContext
 from gpu_service.parallel.partition import stage_layers
 from moebius.config import MoebiusConfig
+from moebius.planning.expert_bytes import has_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class Forecast:
             for stage in range(stages)
             for tp_rank in range(tp)
         ]
+        for model in self._models if has_weights(chosen.model) else ():
+            shape_weights(model, chosen)
         self._shapes = [cache_shape(config.gpu, model.rank_config, device) for model in self._models]
         self.ranks = tuple(
             _forecast(config, rank, model, shape)

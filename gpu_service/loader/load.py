@@ -15,13 +15,14 @@ import torch
 
 from gpu_service.loader.find_sources import find_sources, listed
 from gpu_service.loader.fp8_source import keep_stored_fp8
-from gpu_service.loader.names import expected_names, wanted_name
-from gpu_service.loader.sources import Means
+from gpu_service.loader.names import Target, expected_names, wanted_name
+from gpu_service.loader.sources import Means, WeightSource
 from gpu_service.models.common import CausalLM
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.quantisation import read_schemes
 from moebius.checkpoint.reader import SliceReader
+from moebius.config import ModelConfigSection
 
 
 def load_weights(model: CausalLM, directory: str | Path, *, keep_fp8: bool = False) -> None:
@@ -32,11 +33,7 @@ def load_weights(model: CausalLM, directory: str | Path, *, keep_fp8: bool = Fal
     unused, mis-shaped, of a wrong type or quantised in an unknown way, before the first weight is read; the
     model is unusable after an error.
     """
-    index = CheckpointIndex.open(directory)
-    expected = expected_names(model)
-    sources = find_sources(index.directory, _present(index, model), expected, read_schemes(directory))
-    if keep_fp8:
-        keep_stored_fp8(expected, sources)
+    expected, sources = _find(model, directory, keep_fp8)
     threads = torch.get_num_threads()
     with SliceReader() as reader, ThreadPoolExecutor(threads) as workers:
         means = Means(reader, workers, threads)
@@ -44,6 +41,24 @@ def load_weights(model: CausalLM, directory: str | Path, *, keep_fp8: bool = Fal
             sources[name].fill(target, means, model.device)
     _check_no_meta(model)
     model.pack()
+
+
+def shape_weights(model: CausalLM, chosen: ModelConfigSection) -> None:
+    """Give every parameter the type that `load_weights` will, so that memory can be planned; raises as it."""
+    if chosen.dense_weights == "keep":
+        _find(model, chosen.model, keep_fp8=True)
+
+
+def _find(
+    model: CausalLM, directory: str | Path, keep_fp8: bool
+) -> tuple[dict[str, Target], dict[str, WeightSource]]:
+    """What fills which parameter."""
+    index = CheckpointIndex.open(directory)
+    expected = expected_names(model)
+    sources = find_sources(index.directory, _present(index, model), expected, read_schemes(directory))
+    if keep_fp8:
+        keep_stored_fp8(expected, sources)
+    return expected, sources
 
 
 def _present(index: CheckpointIndex, model: CausalLM) -> dict[str, TensorInfo]:

@@ -14,6 +14,8 @@ def make_notes(
     notes = []
     if not has_weights:
         notes.append("no files of weights are there: types and formats are what config.json says")
+        if config.model.dense_weights == "keep":
+            notes.append("dense_weights keep: which layers are stored in fp8 is not known, they count whole")
     assumed = [name for name, origin in hardware.origin.items() if origin == "assumed"]
     if assumed:
         notes.append(f"assumed: {', '.join(assumed)}; --measure measures here, options say otherwise")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from expert_service.host import ExpertHost, LoadSettings
 from expert_service.placement import Placement
@@ -19,6 +20,7 @@ from gpu_service.loader.load import load_weights
 from gpu_service.memory.estimate import parameter_bytes
 from gpu_service.memory.kv_pool import size_kv_pool
 from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, DENSE, KV, WORKSPACE, ExpertMemory
+from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.moe_config import MoeGeometry
@@ -33,8 +35,10 @@ from moebius.planning.planner import Planner
 from moebius.random_model.shapes import parse_shape
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.fake_memory import FakeMemory
+from tests.helpers.model_formats import MODEL_FORMATS
 from tests.helpers.plan_models import hardware, settings, write_config
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, GptOssMoe, QuantisedMoe
+from tests.helpers.quantised_models import PlainModel, quantise
 from tests.helpers.tiny_models import make_tiny_model
 from tests.tolerances import PLANNED_BYTES
 
@@ -189,3 +193,20 @@ def test_what_can_not_be_read_is_named(tmp_path: Path) -> None:
     (bare / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="nobody's"):
         stored_experts(bare, geometry)
+
+
+def test_layers_kept_in_fp8_are_planned_so(tmp_path: Path) -> None:
+    """The model that is planned with has the bytes of the one that is loaded, fewer than dequantised."""
+    make_tiny_model("qwen3_moe", tmp_path / "made")
+    stored = load_file(next((tmp_path / "made").glob("*.safetensors")))
+    plain = PlainModel(tmp_path / "made", None, stored, {}, torch.empty(0))
+    kind = MODEL_FORMATS["fp8_block"]
+    model = quantise(plain, lambda name: kind if stored[name].ndim == 2 else None, kind.config)
+    directory = model.write(tmp_path / "fp8")
+    kept, whole = (
+        Forecast(settings(directory, dense_weights=choice), on_gpu=False).ranks[0].dense_bytes
+        for choice in ("keep", "dequantise")
+    )
+    loaded = build_model(ModelConfig.from_dir(directory))
+    load_weights(loaded, directory, keep_fp8=True)
+    assert kept == parameter_bytes(loaded) < whole
