@@ -47,11 +47,11 @@ SAMPLED: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose heads every backend can do."""
-    found = tmp_path_factory.mktemp("qwen3_moe")
-    tiny = TINY_MODELS["qwen3_moe"]
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_next"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose heads every backend can do; of the second, layers with states among them."""
+    found = tmp_path_factory.mktemp(request.param)
+    tiny = TINY_MODELS[request.param]
     write_tiny_model(replace(tiny, changes=tiny.changes | {"head_dim": 64}), found, seed=5)
     return found
 
