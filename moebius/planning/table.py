@@ -96,8 +96,13 @@ def _cells(row: Speed) -> list[str]:
     """The longest part of the step in bold."""
     seconds = row.seconds
     parts = seconds.parts
-    cells = [f"{part * 1e3:.2f}" for part in parts.values()]
+    cells = [_milliseconds(part) for part in parts.values()]
     longest = list(parts).index(seconds.bound_by)
     cells[longest] = f"[bold]{cells[longest]}[/]"
-    head = [f"{row.tokens_per_second:.1f}", f"{seconds.total * 1e3:.2f}", f"{row.distinct_experts:.1f}"]
+    head = [f"{row.tokens_per_second:.1f}", _milliseconds(seconds.total), f"{row.distinct_experts:.1f}"]
     return [*head, *cells]
+
+
+def _milliseconds(seconds: float) -> str:
+    """Narrow enough for nine columns on a terminal."""
+    return f"{seconds * 1e3:.{2 if seconds < 0.1 else 0}f}"
