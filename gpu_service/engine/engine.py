@@ -183,7 +183,8 @@ class Engine:
             if row.error and request.slot >= 0 and not request.finished
         ]
         pages = [page for request in poisoned for page in self.scheduler.cache.exclusive_pages(request)]
-        deltas = [delta_of(request) for request in self.scheduler.commit(step.batch, rows)]
+        told = self.scheduler.commit(step.batch, rows, replayed=result.num_replays > 0)
+        deltas = [delta_of(request) for request in told]
         if pages:
             self._runner.zero_pages(pages)
         self._observer.committed(step.batch, result, deltas)

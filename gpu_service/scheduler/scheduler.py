@@ -88,17 +88,20 @@ class Scheduler:
         self._step += 1
         return batch
 
-    def commit(self, batch: Batch, results: Sequence[RowResult]) -> list[Request]:
+    def commit(self, batch: Batch, results: Sequence[RowResult], *, replayed: bool = False) -> list[Request]:
         """Applies a step's results; returns the requests that have something to tell, in batch order.
 
         A request that ended after the step was launched (abort, or a stop token found one step late) is
-        skipped: its extra token is dropped. One that was preempted meanwhile keeps the token.
+        skipped: its extra token is dropped. One that was preempted meanwhile keeps the token, unless the
+        step was `replayed`: the step behind it may already have written to the pages that it gave up.
         """
         told: list[Request] = []
         for index, (request, result) in enumerate(zip(batch.requests, results, strict=True)):
             if request.finished:
                 continue
             request.inflight_tokens -= batch.samples[index]
+            if replayed and request.slot < 0:
+                continue
             if result.error:
                 self.finish(request, FinishReason.ERROR, result.error, keep=False)
                 told.append(request)

@@ -166,6 +166,28 @@ def test_what_can_never_fit_is_refused(length: int, output: int, field: str) -> 
         scheduler.add(make_request("big", prompt_of(1, length), max_tokens=output))
 
 
+def test_a_replayed_step_tells_nothing_of_a_request_that_gave_up_its_pages() -> None:
+    """They may have been written to meanwhile; the same token is computed again when it resumes."""
+    for replayed in (False, True):
+        scheduler = build_scheduler(Knobs(num_pages=11, page_size=4, max_num_seqs=2, budget=64))
+        old, young = (make_request(f"r{n}", prompt_of(n, 13), max_tokens=12) for n in range(2))
+        for request in (old, young):
+            scheduler.add(request)
+        step(scheduler)
+        while young.slot >= 0:  # one step is always in flight, as in the overlap loop
+            before = scheduler.schedule()
+            behind = scheduler.schedule() if before is not None else None
+            assert before is not None
+            told = scheduler.commit(before, results(before), replayed=replayed)
+            if behind is not None:
+                scheduler.commit(behind, results(behind))
+        assert young in before.requests
+        assert (young in told) is not replayed
+        assert young.inflight_tokens == 0
+        finish_all(scheduler)
+        assert len(young.output_token_ids) == len(old.output_token_ids) == 12
+
+
 def test_the_youngest_is_preempted_and_resumes_from_the_tree() -> None:
     """Out of pages, seniority decides; the victim keeps its tokens and finishes too."""
     scheduler = build_scheduler(Knobs(num_pages=13, page_size=4, budget=64))
