@@ -1,8 +1,8 @@
 """What the model is, independent of how its checkpoint spells it.
 
 A `ModelConfig` is made once from a checkpoint's `config.json` and never holds an object of another
-library. `gpu_service/hf_config.py` knows the key names of each family; everything downstream reads only
-the fields below.
+library. `gpu_service/hf_config` knows the key names of each family; everything downstream reads only the
+fields below.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:
-    """DeepSeek Sparse Attention: how a token chooses the ones it attends to; filled by `hf_dsa`."""
+    """DeepSeek Sparse Attention: how a token chooses the ones it attends to; filled by `hf_config.dsa`."""
 
     # Of the small attention that only scores; its keys have one head.
     num_heads: int
@@ -104,7 +104,7 @@ class IndexerConfig:
 
 @dataclass(frozen=True, slots=True)
 class MlaConfig:
-    """Multi-head latent attention; filled by `hf_mla`. Names as in config.json."""
+    """Multi-head latent attention; filled by `hf_config.mla`. Names as in config.json."""
 
     # Rank of the queries' projection; None: they are projected directly.
     q_lora_rank: int | None
@@ -132,7 +132,7 @@ class MlaConfig:
 
 @dataclass(frozen=True, slots=True)
 class LinearAttentionConfig:
-    """Layers of gated delta rule, which have a state of fixed size per request; filled by `hf_linear`."""
+    """Layers of gated delta rule, whose state is of fixed size per request; filled by `hf_config.linear`."""
 
     num_key_heads: int
     # A multiple of the key heads: each of those serves as many consecutive value heads.
@@ -225,7 +225,7 @@ class ModelConfig:
 
         Raises ModelConfigError naming the key, its value and what is allowed.
         """
-        from gpu_service.hf_config import read_model_config
+        from gpu_service.hf_config.readers import read_model_config
 
         return read_model_config(Path(path), overrides or ModelOverrides())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """Filled by `hf_vision`; the tower itself is composed from `vision_config` by `models.vision`."""
+    """Filled by `hf_config.vision`; the tower itself is composed from `vision_config` by `models.vision`."""
 
     # The token that stands for images in a prompt.
     image_token_id: int

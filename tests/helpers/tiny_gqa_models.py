@@ -1,4 +1,4 @@
-"""Tiny configurations of the families of `gpu_service/hf_gqa.py`, for `tiny_models.TINY_MODELS`."""
+"""Tiny configurations of the families of `gpu_service/hf_config/gqa.py`, for `tiny_models.TINY_MODELS`."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.hf_keys import HfKeys
-from gpu_service.hf_rope import read_rope
+from gpu_service.hf_config.keys import HfKeys
+from gpu_service.hf_config.rope import read_rope
 from gpu_service.model_config import ModelConfigError
 from gpu_service.ops.rope import rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies

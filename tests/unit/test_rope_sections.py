@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.hf_keys import HfKeys
-from gpu_service.hf_rope import SectionDefaults, read_rope
+from gpu_service.hf_config.keys import HfKeys
+from gpu_service.hf_config.rope import SectionDefaults, read_rope
 from gpu_service.layers.rope import RotaryEmbedding
 from gpu_service.model_config import ModelConfigError, RopeConfig
 from gpu_service.ops.rope_sections import section_axes

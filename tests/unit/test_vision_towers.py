@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from gpu_service.assembly.vision import encoding_bytes, vision_memory
 from gpu_service.cache.kv_cache import bytes_per_page
-from gpu_service.hf_keys import HfKeys
-from gpu_service.hf_vision import read_vision
+from gpu_service.hf_config.keys import HfKeys
+from gpu_service.hf_config.vision import read_vision
 from gpu_service.loader.tower import load_tower
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.kv_pool import size_kv_pool

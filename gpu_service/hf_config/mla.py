@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_service.hf_common import read_common
-from gpu_service.hf_keys import HfKeys
-from gpu_service.hf_rope import read_rope
-from gpu_service.hf_routers import read_biased_router
+from gpu_service.hf_config.common import read_common
+from gpu_service.hf_config.keys import HfKeys
+from gpu_service.hf_config.rope import read_rope
+from gpu_service.hf_config.routers import read_biased_router
 from gpu_service.model_config import MlaConfig, ModelConfig, MoeConfig, RopeConfig, RouterConfig
 from gpu_service.ops.rope_frequencies import yarn_mscale
 

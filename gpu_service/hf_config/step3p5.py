@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_service.hf_common import read_common
-from gpu_service.hf_gpt_oss import FULL, SLIDING, read_windows
-from gpu_service.hf_keys import HfKeys
-from gpu_service.hf_rope import read_rope
+from gpu_service.hf_config.common import read_common
+from gpu_service.hf_config.gpt_oss import FULL, SLIDING, read_windows
+from gpu_service.hf_config.keys import HfKeys
+from gpu_service.hf_config.rope import read_rope
 from gpu_service.model_config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.step_layers import clamp_limits, layers_of, moe_layers

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_service.hf_common import read_common
-from gpu_service.hf_keys import HfKeys
-from gpu_service.hf_rope import SectionDefaults, read_rope
-from gpu_service.hf_routers import (
+from gpu_service.hf_config.common import read_common
+from gpu_service.hf_config.keys import HfKeys
+from gpu_service.hf_config.rope import SectionDefaults, read_rope
+from gpu_service.hf_config.routers import (
     read_biased_router,
     read_softmax_router,
     read_sparse_layers,

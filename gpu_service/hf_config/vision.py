@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from gpu_service.hf_keys import HfKeys
+from gpu_service.hf_config.keys import HfKeys
 from gpu_service.vision.config import VisionConfig
 
 # What begins and ends an image, which chat templates write, what stands for videos, what the tower's builder

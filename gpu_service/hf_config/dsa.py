@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpu_service.hf_keys import HfKeys
-from gpu_service.hf_mla import listed_or_after_dense, read_mla_common, read_moe, read_v3_router
+from gpu_service.hf_config.keys import HfKeys
+from gpu_service.hf_config.mla import listed_or_after_dense, read_mla_common, read_moe, read_v3_router
 from gpu_service.model_config import IndexerConfig, ModelConfig
 
 _FULL, _SHARED = "full", "shared"

@@ -9,9 +9,9 @@ from typing import cast
 
 import structlog
 
-from gpu_service.hf_dsa import read_deepseek_v32, read_glm_moe_dsa
-from gpu_service.hf_gpt_oss import read_gpt_oss
-from gpu_service.hf_gqa import (
+from gpu_service.hf_config.dsa import read_deepseek_v32, read_glm_moe_dsa
+from gpu_service.hf_config.gpt_oss import read_gpt_oss
+from gpu_service.hf_config.gqa import (
     read_dots1,
     read_ernie4_5_moe,
     read_glm4_moe,
@@ -21,12 +21,12 @@ from gpu_service.hf_gqa import (
     read_qwen2_moe,
     read_qwen3_moe,
 )
-from gpu_service.hf_keys import HfKeys
-from gpu_service.hf_linear import read_qwen3_5_moe, read_qwen3_next
-from gpu_service.hf_mla import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
-from gpu_service.hf_multimodal import read_glm4v_moe, read_kimi_k25, read_qwen3_vl_moe
-from gpu_service.hf_step3p5 import read_step3p5
-from gpu_service.hf_vision import read_vision
+from gpu_service.hf_config.keys import HfKeys
+from gpu_service.hf_config.linear import read_qwen3_5_moe, read_qwen3_next
+from gpu_service.hf_config.mla import read_deepseek_v2, read_deepseek_v3, read_glm4_moe_lite
+from gpu_service.hf_config.multimodal import read_glm4v_moe, read_kimi_k25, read_qwen3_vl_moe
+from gpu_service.hf_config.step3p5 import read_step3p5
+from gpu_service.hf_config.vision import read_vision
 from gpu_service.model_config import (
     TORCH_DTYPES,
     DTypeName,

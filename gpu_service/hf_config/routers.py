@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_service.hf_keys import HfKeys
+from gpu_service.hf_config.keys import HfKeys
 from gpu_service.model_config import RouterConfig
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpu_service.hf_gqa import read_glm4_moe, read_qwen3_moe
-from gpu_service.hf_keys import HfKeys
-from gpu_service.hf_mla import read_deepseek_v3
-from gpu_service.hf_rope import SectionDefaults
+from gpu_service.hf_config.gqa import read_glm4_moe, read_qwen3_moe
+from gpu_service.hf_config.keys import HfKeys
+from gpu_service.hf_config.mla import read_deepseek_v3
+from gpu_service.hf_config.rope import SectionDefaults
 from gpu_service.model_config import ModelConfig
 
 _QWEN_SECTIONS = SectionDefaults((24, 20, 20), interleaved=True)

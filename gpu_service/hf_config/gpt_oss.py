@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gpu_service.hf_common import read_common
-from gpu_service.hf_keys import HfKeys
-from gpu_service.hf_rope import read_rope
+from gpu_service.hf_config.common import read_common
+from gpu_service.hf_config.keys import HfKeys
+from gpu_service.hf_config.rope import read_rope
 from gpu_service.model_config import ModelConfig, MoeConfig, RouterConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"

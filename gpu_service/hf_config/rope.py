@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpu_service.hf_keys import HfKeys
+from gpu_service.hf_config.keys import HfKeys
 from gpu_service.model_config import RopeConfig
 from gpu_service.ops.rope_frequencies import ROPE_SCALINGS, RopeScaling
 from gpu_service.ops.rope_sections import NUM_AXES

@@ -1,4 +1,4 @@
-"""Invariant: the families of `hf_gqa` are read as published, and what they do not compute is refused."""
+"""Invariant: families of `hf_config.gqa` are read as published, and what they do not compute is refused."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu_service.hf_keys import HfKeys
+from gpu_service.hf_config.keys import HfKeys
 from gpu_service.ops.activation import GATED_ACTIVATIONS
 
 # Keys that say nothing about the function the model computes at inference.

@@ -1,0 +1,1 @@
+"""config.json of each family, read into a `ModelConfig`."""
