@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import secrets
 import statistics
 import subprocess
@@ -129,7 +130,7 @@ def echo_mailbox(servers: int, rows: Sequence[int] = ROWS) -> Iterator[Mailbox]:
         num_servers=servers,
         dtype="bfloat16",
     )
-    box = Mailbox.create(f"moebius-bench-{secrets.token_hex(6)}", geometry)
+    box = Mailbox.create(f"moebius-bench-{os.getpid()}-{secrets.token_hex(6)}", geometry)
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for index in range(servers):
@@ -146,7 +147,7 @@ def echo_mailbox(servers: int, rows: Sequence[int] = ROWS) -> Iterator[Mailbox]:
 
 def ping_pong(rounds: int, spin_ns: int) -> list[float]:
     """Microseconds of each round trip of one cache line between this process and another."""
-    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="moebius-bench-") as line:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix=f"moebius-bench-{os.getpid()}-") as line:
         line.write(bytes(mmap.PAGESIZE))
         line.flush()
         command = [sys.executable, "-c", ECHO_LINE, line.name, str(WARMUP + rounds), str(spin_ns)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,4 +22,4 @@ def test_bench_measures_every_row_and_cleans_up(tmp_path: Path, capsys: pytest.C
     written = json.loads((tmp_path / "rows.json").read_text())
     assert [entry["median_us"] for entry in written] == [row.median_us for row in rows]
     assert f"{rows[0].cores} cores" in capsys.readouterr().out
-    assert list(Path("/dev/shm").glob("moebius-bench-*")) == []
+    assert list(Path("/dev/shm").glob(f"moebius-bench-{os.getpid()}-*")) == []
