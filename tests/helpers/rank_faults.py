@@ -124,12 +124,11 @@ def started_group(
     **settings: Any,
 ) -> Iterator[StartedGroup]:
     """A group in the middle of a request; a long one, unless `flaky` says which layer each rank loses."""
+    config = rank_config(model, tp, pp, **({"num_pages": 128} | settings))
     # A layer lost before requests are served would end the start, not a step.
-    defaults = {"num_pages": 128} | ({"self_test_layers": 0} if flaky else {})
-    config = rank_config(model, tp, pp, **(defaults | settings))
-    config = config.model_copy(
-        update={"parallel": config.parallel.model_copy(update={"rank_timeout_s": timeout_s})}
-    )
+    experts = config.experts.model_copy(update={"self_test_layers": 0} if flaky else {})
+    parallel = config.parallel.model_copy(update={"rank_timeout_s": timeout_s})
+    config = config.model_copy(update={"parallel": parallel, "experts": experts})
     faults = (failing_rank, flaky or (), None if flaky is None else 24)
     receiving, sending = CONTEXT.Pipe(duplex=False)
     processes = [
