@@ -26,7 +26,7 @@ target_compile_options(moebius_fuzz PRIVATE -O1 -g1 -march=x86-64-v2 -ffp-contra
 foreach(source IN LISTS FUZZED_SOURCES)
   if(source MATCHES "_(avx2|avx512|avx512_vnni|avx512_bf16|amx|amx_emulated)\\.cc$")
     set_property(SOURCE ${source} APPEND PROPERTY COMPILE_OPTIONS -fno-sanitize=undefined
-                 "SHELL:--param asan-instrumentation-with-call-threshold=0")
+                 --param=asan-instrumentation-with-call-threshold=0)
   endif()
 endforeach()
 target_link_options(moebius_fuzz PRIVATE ${SANITIZE_${MOEBIUS_SANITIZE}})

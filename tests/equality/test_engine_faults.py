@@ -73,7 +73,7 @@ def test_an_exception_in_the_host_code_ends_requests_not_the_engine(
         scheduler = harness.engine.scheduler
         for index, name in enumerate(("schedule", "commit")):
             with monkeypatch.context() as patch:
-                patch.setattr(scheduler, name, lambda *_: 1 / 0)
+                patch.setattr(scheduler, name, lambda *_, **__: 1 / 0)
                 broken = make_request(f"broken{index}", prompt_of(1, 9))
                 harness.run([broken])
             assert broken.finish_reason is FinishReason.ERROR

@@ -85,7 +85,7 @@ def running_stack(model: Path, directory: Path, *flags: str, timeout_s: float = 
             process.wait()
 
 
-def mailbox_segments() -> set[str]:
-    """Names of the mailboxes that exist now; the mailbox bench's own are not counted."""
-    names = os.listdir("/dev/shm")
-    return {name for name in names if name.startswith("moebius") and "bench" not in name}
+def mailboxes_of(stack: Stack) -> list[str]:
+    """Names of the mailboxes that exist now and that were made for that gateway's port."""
+    port = stack.base_url.rsplit(":", 1)[1]
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"moebius-{port}-")]

@@ -36,7 +36,7 @@ from moebius.config_loader import load_config
 from moebius.errors import UserError
 from moebius.random_model.shapes import parse_shape
 from tests.helpers.fake_memory import GIB, FakeMemory
-from tests.unit.test_hf_linear import NEXT
+from tests.unit.test_hf_config_linear import NEXT
 
 H200 = 140 * GIB
 # Of Qwen3-30B-A3B as int4 in groups of 32.
