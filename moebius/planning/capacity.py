@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.expert_dtype import REQUANTISED
-from moebius.planning.components import RAM, Component, total_bytes
+from moebius.planning.components import Component, total_bytes
 from moebius.planning.expert_bytes import StoredExperts, packed_expert
 from moebius.planning.hardware import Hardware
 from moebius.planning.residency import Residency
@@ -113,13 +113,3 @@ def expert_format(
         for layer in stored.values()
     ]
     return max(set(names), key=names.count), math.fsum(sizes) / len(sizes), weights
-
-
-def spare_bytes(components: Sequence[Component], budgets: Mapping[str, int]) -> dict[str, int]:
-    """Place -> what is left of its budget; negative: missing."""
-    return {place: budget - total_bytes(components, place) for place, budget in budgets.items()}
-
-
-def ram_of(components: Sequence[Component]) -> int:
-    """Of the host's memory."""
-    return total_bytes(components, RAM)

@@ -9,31 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-_SIZES: dict[str, Any] = {
-    "num_key_value_heads": 6,
-    "head_dim": 8,
-    "q_lora_rank": 28,
-    "kv_lora_rank": 26,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 14,
-    "num_mtp_layers": 0,
-}
-_YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 1000.0,
-    "factor": 4.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.7,
-    "original_max_position_embeddings": 128,
-}
+from tests.helpers.tiny_mla_models import MLA_SIZES, MLA_YARN
 
 # Name -> fields of `TinyModel`.
 DSA_MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {
         "model_type": "deepseek_v32",
         "changes": {
-            **_SIZES,
+            **MLA_SIZES,
             "index_n_heads": 16,
             "index_head_dim": 12,
             "index_topk": 8,
@@ -46,13 +29,13 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
             "attention_bias": False,
-            "rope_parameters": _YARN,
+            "rope_parameters": MLA_YARN,
         },
     },
     "deepseek_v32_listed_layers_biased_tied": {
         "model_type": "deepseek_v32",
         "changes": {
-            **_SIZES,
+            **MLA_SIZES,
             "q_lora_rank": 20,
             "kv_lora_rank": 22,
             "qk_nope_head_dim": 12,
@@ -78,7 +61,7 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {
         "model_type": "glm_moe_dsa",
         "changes": {
-            **_SIZES,
+            **MLA_SIZES,
             "index_n_heads": 12,
             "index_head_dim": 18,
             "index_topk": 7,
@@ -96,7 +79,7 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa_shared_groups_biased_tied": {
         "model_type": "glm_moe_dsa",
         "changes": {
-            **_SIZES,
+            **MLA_SIZES,
             "num_hidden_layers": 4,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
@@ -117,7 +100,7 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
             "routed_scaling_factor": 1.0,
             "attention_bias": True,
             "tie_word_embeddings": True,
-            "rope_parameters": _YARN,
+            "rope_parameters": MLA_YARN,
         },
         "shard_bytes": 60_000,
     },

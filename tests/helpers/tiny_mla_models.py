@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_SIZES: dict[str, Any] = {
+MLA_SIZES: dict[str, Any] = {
     "num_key_value_heads": 6,
     "head_dim": 8,
     "q_lora_rank": 28,
@@ -18,7 +18,7 @@ _SIZES: dict[str, Any] = {
     "num_mtp_layers": 0,
 }
 # Both of YaRN's temperatures: that of the rotation and that of the scores.
-_YARN: dict[str, Any] = {
+MLA_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,
     "factor": 4.0,
@@ -32,7 +32,7 @@ MLA_MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         "changes": {
-            **_SIZES,
+            **MLA_SIZES,
             "n_routed_experts": 12,
             "num_experts_per_tok": 3,
             "n_shared_experts": 1,
@@ -42,13 +42,13 @@ MLA_MODELS: dict[str, dict[str, Any]] = {
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
             "attention_bias": True,
-            "rope_parameters": _YARN,
+            "rope_parameters": MLA_YARN,
         },
     },
     "deepseek_v3_direct_query_half_split_tied": {
         "model_type": "deepseek_v3",
         "changes": {
-            **_SIZES,
+            **MLA_SIZES,
             "q_lora_rank": None,
             "qk_nope_head_dim": 12,
             "v_head_dim": 9,
@@ -70,7 +70,7 @@ MLA_MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
         "model_type": "deepseek_v2",
         "changes": {
-            **_SIZES,
+            **MLA_SIZES,
             "attention_bias": False,
             "n_routed_experts": 15,
             "num_experts_per_tok": 4,
@@ -80,13 +80,13 @@ MLA_MODELS: dict[str, dict[str, Any]] = {
             "n_group": 5,
             "topk_group": 2,
             "routed_scaling_factor": 6.0,
-            "rope_parameters": _YARN,
+            "rope_parameters": MLA_YARN,
         },
     },
     "deepseek_v2_lite_biased_tied": {
         "model_type": "deepseek_v2",
         "changes": {
-            **_SIZES,
+            **MLA_SIZES,
             "q_lora_rank": None,
             "kv_lora_rank": 22,
             "qk_nope_head_dim": 6,
@@ -106,7 +106,7 @@ MLA_MODELS: dict[str, dict[str, Any]] = {
         "model_type": "kimi_k2",
         "written_as": "deepseek_v3",
         "changes": {
-            **_SIZES,
+            **MLA_SIZES,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
             "n_routed_experts": 13,
@@ -117,14 +117,14 @@ MLA_MODELS: dict[str, dict[str, Any]] = {
             "topk_group": 1,
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.827,
-            "rope_parameters": _YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale_all_dim": 1.0},
+            "rope_parameters": MLA_YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale_all_dim": 1.0},
         },
     },
     "kimi_k2_groups_direct_query_tied": {
         "model_type": "kimi_k2",
         "written_as": "deepseek_v3",
         "changes": {
-            **_SIZES,
+            **MLA_SIZES,
             "q_lora_rank": None,
             "kv_lora_rank": 18,
             "qk_nope_head_dim": 8,
@@ -147,7 +147,7 @@ MLA_MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {
         "model_type": "glm4_moe_lite",
         "changes": {
-            **_SIZES,
+            **MLA_SIZES,
             "qk_nope_head_dim": 10,
             "v_head_dim": 18,
             "rms_norm_eps": 1e-5,
@@ -162,7 +162,7 @@ MLA_MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite_groups_direct_query_tied": {
         "model_type": "glm4_moe_lite",
         "changes": {
-            **_SIZES,
+            **MLA_SIZES,
             "q_lora_rank": None,
             "kv_lora_rank": 30,
             "qk_nope_head_dim": 14,
@@ -177,7 +177,7 @@ MLA_MODELS: dict[str, dict[str, Any]] = {
             "norm_topk_prob": False,
             "attention_bias": True,
             "tie_word_embeddings": True,
-            "rope_parameters": _YARN,
+            "rope_parameters": MLA_YARN,
         },
         "shard_bytes": 60_000,
     },
