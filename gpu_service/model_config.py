@@ -241,11 +241,6 @@ class ModelConfig:
         return tuple(layer for layer in range(self.num_layers) if layer not in linear)
 
     @cached_property
-    def num_kv_groups(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @cached_property
     def q_size(self) -> int:
         """Width of the query projection."""
         return self.num_heads * self.head_dim
