@@ -38,8 +38,9 @@ class GraphBackend(ABC):
 
 
 class _CudaGraph(CapturedGraph):
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, on_close: Callable[[], None]) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
+        self._on_close = on_close
 
     def replay(self) -> None:
         assert self._graph is not None, "the graph is closed"
@@ -48,6 +49,7 @@ class _CudaGraph(CapturedGraph):
     def close(self) -> None:
         if self._graph is not None:
             self._graph.reset()
+            self._on_close()
         self._graph = None
 
 
@@ -57,10 +59,12 @@ class CudaGraphs(GraphBackend):
     def __init__(self, stream: CudaDeviceStream) -> None:
         self._stream = stream
         self._pool: Any = None
+        self._open = 0
 
     def capture(self, work: Callable[[], None]) -> CapturedGraph:
         """See the base class."""
-        if self._pool is None:
+        if self._open == 0:
+            # With its last graph, or its first one's failure, the allocator forgets a pool.
             self._pool = torch.cuda.graph_pool_handle()
         # Not torch's context manager: it gives the allocator's free blocks back to the device, and those are
         # what later steps were promised. What is garbage must not be found while capturing.
@@ -77,4 +81,8 @@ class CudaGraphs(GraphBackend):
                     graph.capture_end()
                 raise
             graph.capture_end()
-        return _CudaGraph(graph)
+        self._open += 1
+        return _CudaGraph(graph, self._closed)
+
+    def _closed(self) -> None:
+        self._open -= 1

@@ -56,17 +56,19 @@ def profile_activations(
     cache = make_cache(1 + -(-step.tokens // page_size))
     attention = make_attention(cache)
     experts = NullExpertClient(geometry) if geometry is not None else None
-    memory.reset_peak()
-    before = memory.use().allocated
-    for earlier in _earlier_tokens(attention, page_size):
-        inputs = profile_inputs(step, cache, vocab_size, earlier)
-        if states is not None:
-            inputs.state_reads = torch.tensor([ZERO_SLOT], device=cache.device)
-            inputs.state_writes = torch.tensor([states.dummy_slot], device=cache.device)
-        context = ForwardContext(inputs, cache, attention, experts, resident=resident, states=states)
-        _run(model, context, sample)
-    peak = memory.use().peak
-    return max(0, peak - before)
+    before = 0
+    # A small step first: what libraries allocate once and keep is planned with the workspaces.
+    for size in (StepSize(min(step.tokens, page_size), 1), step):
+        memory.reset_peak()
+        before = memory.use().allocated
+        for earlier in _earlier_tokens(attention, page_size):
+            inputs = profile_inputs(size, cache, vocab_size, earlier)
+            if states is not None:
+                inputs.state_reads = torch.tensor([ZERO_SLOT], device=cache.device)
+                inputs.state_writes = torch.tensor([states.dummy_slot], device=cache.device)
+            context = ForwardContext(inputs, cache, attention, experts, resident=resident, states=states)
+            _run(model, context, sample)
+    return max(0, memory.use().peak - before)
 
 
 def _earlier_tokens(attention: Attention, page_size: int) -> list[int]:

@@ -40,11 +40,11 @@ SPIN_NS = 500_000
 Wait = Literal["spin", "sleep"]
 
 ECHO_SERVER = """
-import sys, time
+import os, sys, time
 from moebius.mailbox import EchoBackend, MailboxServer
 server = MailboxServer(sys.argv[1], int(sys.argv[2]), EchoBackend(int(sys.argv[3])))
 server.start()
-while server.is_running:
+while server.is_running and os.getppid() == int(sys.argv[4]):
     time.sleep(0.1)
 """
 ECHO_LINE = """
@@ -134,8 +134,8 @@ def echo_mailbox(servers: int, rows: Sequence[int] = ROWS) -> Iterator[Mailbox]:
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for index in range(servers):
-            command = [sys.executable, "-c", ECHO_SERVER, box.name, str(index), str(HIDDEN_SIZE)]
-            processes.append(subprocess.Popen(command))
+            arguments = [box.name, str(index), str(HIDDEN_SIZE), str(os.getpid())]
+            processes.append(subprocess.Popen([sys.executable, "-c", ECHO_SERVER, *arguments]))
         box.wait_servers_ready(READY_TIMEOUT_S)
         yield box
     finally:

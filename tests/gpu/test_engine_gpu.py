@@ -57,12 +57,9 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(autouse=True)
-def no_reduced_precision() -> Iterator[None]:
-    """float32 products are float32 here."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+def no_reduced_precision() -> None:
+    """float32 products are float32 here, as torch has it unless told otherwise."""
+    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 def requests(count: int, params: dict[str, Any], max_tokens: int = 16) -> list[Request]:

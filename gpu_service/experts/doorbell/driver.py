@@ -92,3 +92,13 @@ def wait_until_equal(address: int, value: int, stream: int) -> None:
     """Queues a stream memory operation: later work waits until the 32-bit word has the value. No deadline."""
     flag = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
     checked("cuStreamWaitValue32", driver.cuStreamWaitValue32(stream, address, value, int(flag)))
+
+
+def call_on_host(function: int, argument: int, stream: int) -> None:
+    """Queues a call of a C function by address, `void (*)(void*)`, on a thread of the driver's.
+
+    Not by cuda.bindings: its wrapper frees its record in the first call, so a graph may not hold it.
+    """
+    pointers = (ctypes.c_void_p(stream), ctypes.c_void_p(function), ctypes.c_void_p(argument))
+    status = ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc(*pointers)
+    checked("cuLaunchHostFunc", (driver.CUresult(status),))

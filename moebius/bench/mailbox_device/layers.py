@@ -96,7 +96,7 @@ class HostLayers:
 
     def make(self, rows: int) -> Callable[[], None]:
         """The launches of one layer."""
-        from cuda.bindings import driver
+        from gpu_service.experts.doorbell import driver
 
         there, here = Inputs(rows, DEVICE), Inputs(rows, "cpu", pinned=True)
         answer = torch.zeros_like(there.output)
@@ -114,15 +114,12 @@ class HostLayers:
         self._kept.append((there, here, call))
         # torch leaves streams untyped.
         cuda: Any = torch.cuda
-        functions = [driver.CUhostFn(f) for f in (call.submit_function, call.collect_function)]
 
         def layer() -> None:
             for name in ("hidden_states", "topk_ids", "topk_weights"):
                 getattr(here, name).copy_(getattr(there, name), non_blocking=True)
-            for function in functions:
-                (status,) = driver.cuLaunchHostFunc(cuda.current_stream().cuda_stream, function, call.address)
-                if status != driver.CUresult.CUDA_SUCCESS:
-                    raise RuntimeError(f"cuLaunchHostFunc: {status.name}")
+            for function in (call.submit_function, call.collect_function):
+                driver.call_on_host(function, call.address, cuda.current_stream().cuda_stream)
             answer.copy_(here.output, non_blocking=True)
             there.output.add_(answer)
 
