@@ -6,9 +6,6 @@ what a GPU gets.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +14,15 @@ import pytest
 from gpu_service import build
 from gpu_service.assembly import experts as expert_assembly
 from gpu_service.assembly import steps as step_assembly
-from gpu_service.build import Built, WarmUpGate, build_engine
 from gpu_service.device.host_graphs import RecordedOperations
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
-from gpu_service.engine.outputs import NullObserver, OutputDelta
 from gpu_service.request import Request, SamplingParams
 from moebius.config import MoebiusConfig
+from tests.helpers.built_engine import running_engine
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.tiny_models import make_tiny_model
-
-WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -62,29 +56,6 @@ def config_for(directory: Path, gpu: dict[str, Any], placement: dict[str, Any]) 
     )
 
 
-@contextmanager
-def running(config: MoebiusConfig) -> Iterator[tuple[Built, threading.Semaphore]]:
-    """As the process runs it; the semaphore counts requests that have ended."""
-    ended = threading.Semaphore(0)
-
-    def on_output(deltas: list[OutputDelta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                ended.release()
-
-    gate = WarmUpGate()
-    built = build_engine(config, NullObserver(), gate.on_output)
-    built.engine.start()
-    try:
-        gate.run(built.engine, built.model_config.vocab_size, WAIT_S, built.warm_up_tokens)
-        built.memory.seal()
-        gate.open(on_output)
-        yield built, ended
-    finally:
-        built.close()
-    built.engine.scheduler.check_integrity()
-
-
 def tokens(directory: Path, gpu: dict[str, Any], placement: dict[str, Any] | None = None) -> list[list[int]]:
     """Greedy and sampled requests of different lengths, all at once."""
     sampled = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.8}
@@ -96,13 +67,8 @@ def tokens(directory: Path, gpu: dict[str, Any], placement: dict[str, Any] | Non
         )
         for i in range(5)
     ]
-    with running(config_for(directory, gpu, placement or {})) as (built, ended):
-        for request in requests:
-            built.engine.submit([request])
-        for _ in requests:
-            assert ended.acquire(timeout=WAIT_S)
-    assert [request.error_message for request in requests] == [""] * len(requests)
-    return [request.output_token_ids for request in requests]
+    with running_engine(config_for(directory, gpu, placement or {})) as engine:
+        return engine.run(requests)
 
 
 @pytest.fixture(scope="module")
@@ -140,11 +106,11 @@ def test_resident_experts_are_assembled_too(
 @pytest.mark.usefixtures("device")
 def test_a_recorder_sees_steps_that_graphs_would_hide(directory: Path) -> None:
     """Started after the capture, it makes steps run eagerly until it is stopped."""
-    with running(config_for(directory, {}, {})) as (built, ended):
-        assert built.recorder is not None
-        built.recorder.start("stat")
-        request = Request("r", [5, 9, 31], SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True))
-        built.engine.submit([request])
-        assert ended.acquire(timeout=WAIT_S)
-        built.recorder.stop()
-        assert built.recorder.dump().steps >= 7
+    with running_engine(config_for(directory, {}, {})) as engine:
+        recorder = engine.built.recorder
+        assert recorder is not None
+        recorder.start("stat")
+        params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
+        engine.run([Request("r", [5, 9, 31], params)])
+        recorder.stop()
+        assert recorder.dump().steps >= 7

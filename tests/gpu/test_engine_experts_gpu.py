@@ -6,24 +6,18 @@ the middle, too. In float32, where tiny random models have clear winners.
 
 from __future__ import annotations
 
-import gc
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from gpu_service.build import Built, WarmUpGate, build_engine
-from gpu_service.engine.outputs import NullObserver, OutputDelta
-from gpu_service.ops import backends
 from gpu_service.request import Request, SamplingParams
 from moebius.config import MoebiusConfig
+from tests.helpers.built_engine import running_engine
 from tests.helpers.expert_cluster import Cluster, running_cluster
 from tests.helpers.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.gpu
-WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -47,40 +41,6 @@ def config_for(cluster: Cluster, transport: str, gpu: dict[str, Any], **placemen
     return MoebiusConfig.model_validate(document)
 
 
-@contextmanager
-def engine(config: MoebiusConfig) -> Iterator[tuple[Built, Callable[[Sequence[Request]], list[list[int]]]]]:
-    """Built, warm and running as the process has it; and what runs requests on it."""
-    ended = threading.Semaphore(0)
-
-    def on_output(deltas: list[OutputDelta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                ended.release()
-
-    def run(requests: Sequence[Request]) -> list[list[int]]:
-        for request in requests:
-            built.engine.submit([request])
-        for _ in requests:
-            assert ended.acquire(timeout=WAIT_S)
-        assert [request.error_message for request in requests] == [""] * len(requests)
-        return [request.output_token_ids for request in requests]
-
-    # An earlier engine's mailbox is that engine's until nothing refers to it any more.
-    gc.collect()
-    gate = WarmUpGate()
-    built = build_engine(config, NullObserver(), gate.on_output)
-    built.engine.start()
-    try:
-        gate.run(built.engine, built.model_config.vocab_size, WAIT_S, built.warm_up_tokens)
-        built.memory.seal()
-        gate.open(on_output)
-        yield built, run
-    finally:
-        built.close()
-        backends.uninstall("cuda")
-    built.engine.scheduler.check_integrity()
-
-
 def workload(max_tokens: int = 16) -> list[Request]:
     """Greedy ones and others with seeds and penalties, of different lengths."""
     sampled = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.8, "repetition_penalty": 1.2}
@@ -102,8 +62,8 @@ def workload(max_tokens: int = 16) -> list[Request]:
 @pytest.fixture(scope="module")
 def expected(cluster: Cluster) -> list[list[int]]:
     """The CPU path, with experts in process."""
-    with engine(config_for(cluster, "local", {"device": "cpu"})) as (_, run):
-        return run(workload())
+    with running_engine(config_for(cluster, "local", {"device": "cpu"})) as engine:
+        return engine.run(workload())
 
 
 @pytest.mark.parametrize("gpu", [{}, {"cuda_graphs": False}, {"overlap_scheduling": False}], ids=str)
@@ -111,11 +71,11 @@ def test_expert_servers_behind_doorbells(
     cluster: Cluster, expected: list[list[int]], gpu: dict[str, Any]
 ) -> None:
     """Captured and eager, overlapped and not, and twice in a row."""
-    with engine(config_for(cluster, "mailbox", {"device": "cuda"} | gpu)) as (built, run):
-        assert built.experts is not None
-        assert built.experts.is_device_driven
-        assert run(workload()) == expected
-        assert run(workload()) == expected
+    with running_engine(config_for(cluster, "mailbox", {"device": "cuda"} | gpu)) as engine:
+        assert engine.built.experts is not None
+        assert engine.built.experts.is_device_driven
+        assert engine.run(workload()) == expected
+        assert engine.run(workload()) == expected
 
 
 @pytest.mark.parametrize(
@@ -127,16 +87,16 @@ def test_resident_experts_beside_servers(
     cluster: Cluster, expected: list[list[int]], placement: dict[str, Any]
 ) -> None:
     """Any placement gives the same tokens; with all experts on the device no client is needed."""
-    with engine(config_for(cluster, "mailbox", {"device": "cuda"}, **placement)) as (built, run):
-        assert (built.experts is None) == (placement == {"gpu_experts_ratio": 1.0})
-        assert run(workload()) == expected
+    with running_engine(config_for(cluster, "mailbox", {"device": "cuda"}, **placement)) as engine:
+        assert (engine.built.experts is None) == (placement == {"gpu_experts_ratio": 1.0})
+        assert engine.run(workload()) == expected
 
 
 @pytest.mark.parametrize("transport", ["grpc", "local"])
 def test_clients_that_the_host_drives(cluster: Cluster, expected: list[list[int]], transport: str) -> None:
     """They block the launching thread, and no graph can hold them; the tokens are the same."""
-    with engine(config_for(cluster, transport, {"device": "cuda"})) as (_, run):
-        assert run(workload()) == expected
+    with running_engine(config_for(cluster, transport, {"device": "cuda"})) as engine:
+        assert engine.run(workload()) == expected
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
@@ -144,11 +104,9 @@ def test_a_server_killed_in_the_middle_does_not_show(
     cluster: Cluster, expected: list[list[int]], cuda_graphs: bool
 ) -> None:
     """SIGKILL between two steps: the deadline fires, the server returns, every request ends well."""
-    with engine(config_for(cluster, "mailbox", {"device": "cuda", "cuda_graphs": cuda_graphs})) as (
-        built,
-        run,
-    ):
-        client = built.experts
+    config = config_for(cluster, "mailbox", {"device": "cuda", "cuda_graphs": cuda_graphs})
+    with running_engine(config) as engine:
+        client = engine.built.experts
         assert client is not None
         begun, original = [0], client.begin_step
 
@@ -161,5 +119,5 @@ def test_a_server_killed_in_the_middle_does_not_show(
             original()
 
         client.begin_step = begin_step  # type: ignore[method-assign]
-        assert run(workload()) == expected
+        assert engine.run(workload()) == expected
         assert client.stats().recoveries == 1

@@ -1,0 +1,80 @@
+"""Invariant: every family on a GPU, under CUDA graphs, is its own float32 model on the CPU.
+
+Float32: the same greedy tokens. Bfloat16: log-probabilities no further from the oracle's than those of the
+CPU's own bfloat16 path on the same tokens. Tests are independent of one another and mostly wait for
+compilers, so several workers may share a GPU (`--numprocesses 8 --dist load`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moebius.config import MoebiusConfig
+from tests.helpers.expert_cluster import running_cluster
+from tests.helpers.family_answers import (
+    LONGEST,
+    check_bfloat16,
+    check_float32,
+    family_config,
+    watched_replays,
+)
+from tests.helpers.tiny_models import TINY_MODELS, attending_to_all, make_tiny_model, write_tiny_model
+
+pytestmark = pytest.mark.gpu
+CHECKS: dict[str, Callable[[Path, MoebiusConfig], None]] = {
+    "float32": check_float32,
+    "bfloat16": check_bfloat16,
+}
+DTYPES = pytest.mark.parametrize("dtype", sorted(CHECKS))
+# What decodes alone, in pairs, and three rows padded to four must have been replayed.
+REPLAYED = {(1, 1), (2, 2), (3, 4), (4, 4)}
+
+
+@pytest.fixture(autouse=True)
+def no_reduced_precision() -> Iterator[None]:
+    """float32 products are float32 here."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def check_under_graphs(directory: Path, dtype: str, config: MoebiusConfig) -> None:
+    """The check of that type, and that decode steps were graphs."""
+    with watched_replays() as replayed:
+        CHECKS[dtype](directory, config)
+    assert replayed >= REPLAYED, f"not all of {REPLAYED} were replayed, only {replayed}"
+
+
+@DTYPES
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_all_on_the_device(name: str, dtype: str, tmp_path: Path) -> None:
+    """Resident experts and no server. In bfloat16 sparse attention sees all tokens: no choice can turn."""
+    if dtype == "bfloat16":
+        write_tiny_model(attending_to_all(name, LONGEST), tmp_path, seed=sum(name.encode()))
+    else:
+        make_tiny_model(name, tmp_path)
+    check_under_graphs(tmp_path, dtype, family_config(tmp_path, "cuda", dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_next", "step3p5"])
+def test_experts_behind_doorbells(name: str, dtype: str, tmp_path: Path) -> None:
+    """All routed experts by one server on the CPU: plain, biased and clamped ones."""
+    make_tiny_model(name, tmp_path / name)
+    with running_cluster(tmp_path / name, tmp_path, dtype=dtype, expert_dtype=dtype) as cluster:
+        experts: dict[str, Any] = cluster.config.experts.model_dump() | {"expert_transport": "mailbox"}
+        check_under_graphs(tmp_path / name, dtype, family_config(tmp_path / name, "cuda", dtype, experts))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
+def test_8_bit_kv_pages(name: str, tmp_path: Path) -> None:
+    """Latents, and keys and values of heads, beside the CPU's own 8-bit pages."""
+    make_tiny_model(name, tmp_path)
+    config = family_config(tmp_path, "cuda", "bfloat16", kv_cache_dtype="fp8_e4m3")
+    check_under_graphs(tmp_path, "bfloat16", config)

@@ -1,0 +1,196 @@
+"""A family's tiny model on a device against itself in float32 on the CPU, as the process assembles both.
+
+The device answers prompts greedily; the oracle then scores prompt and answer in one piece, so that one
+rounded choice does not make all later positions incomparable. Nothing here needs a GPU: with device "cpu"
+the same comparisons are dry runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
+from gpu_service.engine.input_builder import StepPlan
+from gpu_service.request import Request, SamplingParams, TokenLogprobs
+from moebius.config import MoebiusConfig
+from tests.helpers.built_engine import running_engine
+from tests.tolerances import (
+    FAMILY_BFLOAT16_MEAN_RATIO,
+    FAMILY_BFLOAT16_MEDIAN_RATIO,
+    FAMILY_FLOAT32_LOGPROBS,
+)
+
+# Tokens that no prompt with its answer exceeds.
+LONGEST = 96
+# Two prompts are longer than this and are computed in chunks, beside decode steps of the others.
+TOKEN_BUDGET = 32
+LARGEST_GRAPH = 4
+IN_PROCESS = {"expert_transport": "local"}
+
+
+def family_config(
+    directory: Path, device: str, dtype: str, experts: dict[str, Any] | None = None, **gpu: Any
+) -> MoebiusConfig:
+    """A small pool; `experts`: how they are reached, None: all of them are resident on the device."""
+    small = {"num_pages": 160, "page_size": 4, "max_num_seqs": 6, "gpu_threads": 1}
+    steps = {"max_num_batched_tokens": TOKEN_BUDGET, "cuda_graph_max_batch_size": LARGEST_GRAPH}
+    return MoebiusConfig.model_validate(
+        {
+            # Of families that see, the text model: prompts here are text.
+            "model": {"model": str(directory), "dtype": dtype, "language_model_only": True},
+            "gpu": {"device": device} | small | steps | gpu,
+            "experts": {"expert_dtype": dtype} | (experts or IN_PROCESS),
+            "placement": {"gpu_experts_ratio": 1.0} if experts is None else {},
+        }
+    )
+
+
+def oracle_config(directory: Path, dtype: str = "float32", **gpu: Any) -> MoebiusConfig:
+    """The CPU path, at parity with transformers, its experts by the reference in process."""
+    return family_config(directory, "cpu", dtype, IN_PROCESS, **gpu)
+
+
+def workload(logprobs: int | None) -> list[Request]:
+    """Five greedy requests of different lengths; they end one after another, so batches shrink to one."""
+    return [
+        Request(
+            f"r{i}",
+            [3 + (i * 37 + k * k * 5 + k) % 200 for k in range(4 + 11 * i)],
+            SamplingParams(temperature=0.0, max_tokens=16 + 4 * i, ignore_eos=True, logprobs=logprobs),
+        )
+        for i in range(5)
+    ]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What an engine made of the workload; filled by `answers`."""
+
+    scored: list[Request]  # with log-probabilities, nothing cached before
+    plain: list[list[int]]  # tokens of the same requests without: a graph's own argmax, prefixes cached
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Of the scored requests."""
+        return [request.output_token_ids for request in self.scored]
+
+    @property
+    def logprobs(self) -> list[list[float]]:
+        """Natural log-probability of each token when it was chosen."""
+        return [[_logprob(record) for record in request.output_logprobs] for request in self.scored]
+
+
+def answers(config: MoebiusConfig) -> Answers:
+    """The workload twice, on one engine."""
+    scored = workload(2)
+    with running_engine(config) as engine:
+        engine.run(scored)
+        return Answers(scored, engine.run(workload(None)))
+
+
+def scores(config: MoebiusConfig, answered: Answers) -> list[list[float]]:
+    """Log-probability that the engine gives to each token of each answer, all before it given."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    known = [[*request.prompt_token_ids, *request.output_token_ids] for request in answered.scored]
+    scored = [Request(f"s{i}", tokens, params) for i, tokens in enumerate(known)]
+    with running_engine(config) as engine:
+        engine.run(scored)
+    return [
+        [_logprob(record) for record in request.prompt_logprobs[-len(tokens) :]]
+        for request, tokens in zip(scored, answered.tokens, strict=True)
+    ]
+
+
+def _logprob(record: TokenLogprobs) -> float:
+    assert record.logprob is not None
+    return record.logprob
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Absolute differences of log-probabilities over all positions of all answers; filled by `errors`."""
+
+    mean: float
+    median: float
+    largest: float
+    # The first difference above ten times the median: which request, which of its tokens.
+    first: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        where = "nowhere" if self.first is None else "request {}, token {}".format(*self.first)
+        numbers = f"mean {self.mean:.2e}, median {self.median:.2e}, largest {self.largest:.2e}"
+        return f"{numbers}, first above ten medians: {where}"
+
+
+def errors(found: Sequence[Sequence[float]], exact: Sequence[Sequence[float]]) -> Errors:
+    """Of one engine's log-probabilities against another's."""
+    differences = {
+        (request, token): abs(a - b)
+        for request, pair in enumerate(zip(found, exact, strict=True))
+        for token, (a, b) in enumerate(zip(*pair, strict=True))
+    }
+    median = statistics.median(differences.values())
+    first = next((place for place, value in differences.items() if value > 10 * median), None)
+    return Errors(statistics.fmean(differences.values()), median, max(differences.values()), first)
+
+
+def check_float32(directory: Path, config: MoebiusConfig) -> None:
+    """Asserts the oracle's tokens, from both ways of choosing them, and its log-probabilities."""
+    oracle, found = answers(oracle_config(directory)), answers(config)
+    for kind, tokens in (("scored", found.tokens), ("plain", found.plain)):
+        difference = first_difference(oracle, tokens)
+        assert not difference, f"{kind} requests: {difference}"
+    report = errors(found.logprobs, oracle.logprobs)
+    print(f"{directory.name}: {report}")
+    assert report.median <= FAMILY_FLOAT32_LOGPROBS, str(report)
+
+
+def first_difference(oracle: Answers, tokens: list[list[int]]) -> str:
+    """Where an answer first is not the oracle's, and by how much it liked its own best; empty: nowhere."""
+    for request, (expected, found) in enumerate(zip(oracle.scored, tokens, strict=True)):
+        for place, record in enumerate(expected.output_logprobs):
+            if found[place] == record.token_id:
+                continue
+            margin = record.top_logprobs[0] - record.top_logprobs[1]
+            before = f"request {request} ({expected.prompt_len} tokens), token {place}"
+            return (
+                f"{before}: {found[place]}, not {record.token_id}, which the oracle prefers by {margin:.5f}"
+            )
+    return ""
+
+
+def check_bfloat16(directory: Path, config: MoebiusConfig) -> None:
+    """Asserts that the oracle's log-probabilities are missed by no more than the CPU's bfloat16 path does.
+
+    That path scores the same tokens, with the same kind of KV cache.
+    """
+    found = answers(config)
+    exact = scores(oracle_config(directory), found)
+    half = scores(oracle_config(directory, "bfloat16", kv_cache_dtype=config.gpu.kv_cache_dtype), found)
+    ours, theirs = errors(found.logprobs, exact), errors(half, exact)
+    report = f"{config.gpu.device}: {ours}; the CPU's own path: {theirs}"
+    print(f"{directory.name}: {report}")
+    assert ours.median <= FAMILY_BFLOAT16_MEDIAN_RATIO * theirs.median, report
+    assert ours.mean <= FAMILY_BFLOAT16_MEAN_RATIO * theirs.mean, report
+
+
+@contextmanager
+def watched_replays() -> Iterator[set[tuple[int, int]]]:
+    """Rows of each step that a decode graph replays, and the graph's size."""
+    replayed: set[tuple[int, int]] = set()
+    original = DecodeGraphs.replay
+
+    def replay(graphs: DecodeGraphs, graph: DecodeGraph, plan: StepPlan) -> Any:
+        replayed.add((plan.num_requests, graph.size))
+        return original(graphs, graph, plan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeGraphs, "replay", replay)
+        yield replayed
