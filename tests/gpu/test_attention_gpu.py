@@ -1,7 +1,8 @@
 """Invariant: on a GPU, FlashInfer = Triton = torch = attention, eagerly and replayed, however steps overlap.
 
-At the sizes of Qwen3-30B-A3B (group 8), of a model with few heads (group 2, CUDA-core decode) and of one
-that FlashInfer has no kernel for; lengths from one token to several pages of splits.
+At the sizes of Qwen3-30B-A3B (group 8), of a model with few heads (group 2, CUDA-core decode), of one that
+FlashInfer has no kernel for, and of gpt-oss' layers with windows and sinks; lengths from one token to several
+pages of splits.
 """
 
 from __future__ import annotations
@@ -38,7 +39,18 @@ QWEN_FP8 = Geometry(32, 4, 128, 16, BF16, E4M3, "cuda")
 FEW_HEADS = Geometry(8, 4, 64, 16, FP16, None, "cuda")
 ODD = Geometry(12, 2, 80, 32, BF16, None, "cuda")
 WIDE = Geometry(6, 2, 40, 16, FP32, E4M3, "cuda")
-GEOMETRIES = {"qwen": QWEN, "qwen fp8": QWEN_FP8, "few heads": FEW_HEADS, "odd": ODD, "float32": WIDE}
+WINDOW = Geometry(64, 8, 64, 16, BF16, None, "cuda", window=128, sinks=True)
+# Longer than what one program serves: splits share a window, and only one of them has the sinks.
+WIDE_WINDOW = Geometry(64, 8, 64, 16, BF16, None, "cuda", window=600, sinks=True)
+GEOMETRIES = {
+    "qwen": QWEN,
+    "qwen fp8": QWEN_FP8,
+    "few heads": FEW_HEADS,
+    "odd": ODD,
+    "float32": WIDE,
+    "window and sinks": WINDOW,
+    "wide window and sinks": WIDE_WINDOW,
+}
 TOLERANCES = {BF16: ATTENTION_BFLOAT16, FP16: ATTENTION_FLOAT16, FP32: LOGITS_FLOAT32_SELF}
 
 SHAPES: dict[str, Shape] = {
@@ -130,7 +142,9 @@ def test_flashinfer_with_keys_in_one_piece() -> None:
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "triton"])
-@pytest.mark.parametrize("geometry", ["qwen", "qwen fp8", "few heads"])
+@pytest.mark.parametrize(
+    "geometry", ["qwen", "qwen fp8", "few heads", "window and sinks", "wide window and sinks"]
+)
 def test_replays_are_eager_steps(geometry: str, backend: str) -> None:
     """Two captured sizes, replayed in turn with growing lengths and padding, equal to the torch backend."""
     sizes = (8, 1)
@@ -146,15 +160,17 @@ def test_replays_are_eager_steps(geometry: str, backend: str) -> None:
     ]
     # All steps share one cache in a service, so their pages do here: the largest case's.
     largest = max(cases, key=lambda case: case.cache.num_pages)
-    attention = backend_for(largest, backend)
+    attention, layer = backend_for(largest, backend), largest.layer
     graphs: dict[int, Any] = {}
     for size in sizes:
         static = as_capturable(empty[size].inputs)
         static.block_table = torch.zeros(size, 200, dtype=torch.int32, device="cuda")
         attention.plan_capture(static)
         rows = [tensor.clone() for tensor in (empty[size].query, empty[size].key, empty[size].value)]
-        graphs[size] = static, rows, capture(lambda rows=rows: attention.forward(*rows, LAYER))
+        graphs[size] = static, rows, capture(lambda rows=rows: attention.forward(*rows, LAYER, layer))
     for case in cases:
+        # The recorded kernels read this layer's sinks.
+        case.layer = layer
         size = len(case.inputs.seq_lens)
         expected = naive(case)
         largest.cache.pages(LAYER)[: case.cache.num_pages].view(torch.uint8).copy_(
@@ -209,12 +225,15 @@ def test_a_step_never_waits_for_the_device(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "triton"])
-def test_nothing_is_compiled_after_the_warm_up(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("geometry", [QWEN, WINDOW], ids=["qwen", "window and sinks"])
+def test_nothing_is_compiled_after_the_warm_up(
+    geometry: Geometry, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One, two and sixteen requests, odd and even tables, short and long: all of it was compiled before."""
     import triton
 
-    steps = [make_case(QWEN, shape) for shape in SHAPES.values()]
-    steps += [make_case(QWEN, [(40, 1)] * 16), make_case(QWEN, [(0, 1)] * 2), make_case(QWEN, [(0, 33)] * 16)]
+    shapes = [*SHAPES.values(), [(40, 1)] * 16, [(0, 1)] * 2, [(0, 33)] * 16]
+    steps = [make_case(geometry, shape) for shape in shapes]
     attention = backend_for(steps[0], backend)
     warm_up_attention(attention, 4200)
     compiled: list[str] = []
