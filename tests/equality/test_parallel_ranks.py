@@ -11,93 +11,10 @@ import pytest
 
 from tests.helpers.rank_graphs import use_recordings
 from tests.helpers.rank_group import Outcome, rank_config, run_group
-from tests.helpers.tiny_models import TINY_MODELS, TinyModel, write_tiny_model
+from tests.helpers.rank_models import MODELS
+from tests.helpers.tiny_models import write_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_RANKS
 
-# Eight query heads over two KV heads: with four ranks each KV head is held twice. 211 tokens divide by
-# neither two nor four.
-MODELS = {
-    "qwen3_bias_tied": TinyModel(
-        "qwen3_moe",
-        {
-            "num_experts": 7,
-            "num_experts_per_tok": 3,
-            "norm_topk_prob": True,
-            "num_attention_heads": 8,
-            "attention_bias": True,
-            "mlp_only_layers": [1],
-            "tie_word_embeddings": True,
-        },
-    ),
-    "dense": TinyModel(
-        "qwen3_moe",
-        {"num_experts": 2, "num_experts_per_tok": 1, "num_attention_heads": 4, "mlp_only_layers": [0, 1, 2]},
-    ),
-    "glm4_shared": TinyModel(
-        "glm4_moe",
-        {
-            "n_routed_experts": 6,
-            "num_mtp_layers": 0,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "use_qk_norm": True,
-            "attention_bias": True,
-            "norm_topk_prob": True,
-        },
-    ),
-    "glm_sparse_dense": TinyModel(
-        "glm_moe_dsa",
-        TINY_MODELS["glm_moe_dsa_shared_groups_biased_tied"].changes | {"first_k_dense_replace": 4},
-    ),
-    "gpt_oss": TinyModel(
-        "gpt_oss",
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "num_attention_heads": 8, "sliding_window": 5},
-    ),
-    "minimax": TinyModel(
-        "minimax_m2",
-        {"num_experts_per_tok": 3, "num_local_experts": 6, "num_attention_heads": 8, "rotary_dim": 8},
-    ),
-    # Eight heads in one layer, four in those that slide; clamps of both kinds of experts.
-    "step_differing_heads": TinyModel(
-        "step3p5",
-        {
-            "num_attention_heads": 8,
-            "moe_num_experts": 6,
-            "moe_top_k": 2,
-            "share_expert_dim": 20,
-            "moe_layers_enum": "1,2",
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            "sliding_window": 5,
-            "attention_other_setting": {"num_attention_heads": 4},
-            "rope_theta": [5e5, 1e4, 1e4],
-            "partial_rotary_factors": [0.5, 1.0, 1.0],
-            "swiglu_limits": [0.0, 0.5, 0.0],
-            "swiglu_limits_shared": [0.4, 0.0, 0.6],
-            "rms_norm_eps": 1e-5,
-        },
-    ),
-    "qwen2_shared_gate": TinyModel(
-        "qwen2_moe", {"num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 30}
-    ),
-}
-MODELS |= {
-    name: TinyModel("qwen3_next" if "mixed" in name else "qwen3_5_moe_text", changes)
-    for name, changes in {
-        "linear_mixed_projections": {
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "shared_expert_intermediate_size": 28,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 6,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 10,
-            "rms_norm_eps": 1e-3,
-        },
-        "linear_apart": TINY_MODELS["qwen3_5_moe_text_bias_tied"].changes,
-    }.items()
-}
 Truth = Callable[[str], tuple[Path, dict[str, list[Outcome]]]]
 
 
@@ -127,6 +44,8 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         ("step_differing_heads", 2, 2, {}),
         ("linear_mixed_projections", 2, 1, {}),
         ("linear_apart", 2, 2, {}),
+        ("latent", 2, 1, {}),
+        ("latent_choosing", 2, 2, {"gpu_experts_ratio": 0.5}),
         ("minimax", 4, 1, {}),
         ("qwen2_shared_gate", 2, 1, {}),
     ],

@@ -159,7 +159,11 @@ def attending_to_all(name: str, num_tokens: int) -> TinyModel:
 
     A choice may turn with one rounding, and much with it: what is compared in fewer bits must leave none.
     """
-    tiny = TINY_MODELS[name]
+    return choosing_at_most(TINY_MODELS[name], num_tokens)
+
+
+def choosing_at_most(tiny: TinyModel, num_tokens: int) -> TinyModel:
+    """The same with so many tokens per choice; without sparse attention as it is."""
     if "index_topk" not in tiny.changes:
         return tiny
     return replace(tiny, changes=tiny.changes | {"index_topk": num_tokens})
