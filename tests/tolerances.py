@@ -89,11 +89,6 @@ LOGITS_FP8_KV_KL = 0.15
 # are rounded once more than plain queries and values.
 MLA_BFLOAT16 = 4e-2
 
-# Engine on a GPU in bfloat16 (tests/gpu/test_engine_gpu.py): natural log-probability that a greedy token may
-# lack, at its first difference, of the oracle's own. Tiny random models have logits up to 10, of which
-# bfloat16 keeps 8 bits through three layers.
-ENGINE_BFLOAT16_LOGPROB_GAP = 0.3
-
 # Log-probabilities on one GPU and on several: float32 (products may round to TF32 inside), and bfloat16, in
 # which a logit of 10 has steps of 0.06.
 LOGPROBS_FLOAT32_RANKS_GPU = 5e-3

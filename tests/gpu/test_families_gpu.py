@@ -7,7 +7,7 @@ compilers, so several workers may share a GPU (`--numprocesses 8 --dist load`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,9 @@ REPLAYED = {(1, 1), (2, 2), (3, 4), (4, 4)}
 
 
 @pytest.fixture(autouse=True)
-def no_reduced_precision() -> Iterator[None]:
-    """float32 products are float32 here."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+def no_reduced_precision() -> None:
+    """float32 products are float32 here, as torch has it unless told otherwise."""
+    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 def check_under_graphs(directory: Path, dtype: str, config: MoebiusConfig) -> None:

@@ -84,7 +84,7 @@ class Answers:
     @property
     def logprobs(self) -> list[list[float]]:
         """Natural log-probability of each token when it was chosen."""
-        return [[_logprob(record) for record in request.output_logprobs] for request in self.scored]
+        return [logprobs_of(request.output_logprobs) for request in self.scored]
 
 
 def answers(config: MoebiusConfig) -> Answers:
@@ -103,14 +103,16 @@ def scores(config: MoebiusConfig, answered: Answers) -> list[list[float]]:
     with running_engine(config) as engine:
         engine.run(scored)
     return [
-        [_logprob(record) for record in request.prompt_logprobs[-len(tokens) :]]
+        logprobs_of(request.prompt_logprobs[-len(tokens) :])
         for request, tokens in zip(scored, answered.tokens, strict=True)
     ]
 
 
-def _logprob(record: TokenLogprobs) -> float:
-    assert record.logprob is not None
-    return record.logprob
+def logprobs_of(records: Sequence[TokenLogprobs]) -> list[float]:
+    """Natural log-probabilities of tokens that have one, which all but a prompt's first have."""
+    found = [record.logprob for record in records if record.logprob is not None]
+    assert len(found) == len(records)
+    return found
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,14 @@ def check_bfloat16(directory: Path, config: MoebiusConfig) -> None:
     exact = scores(oracle_config(directory), found)
     half = scores(oracle_config(directory, "bfloat16", kv_cache_dtype=config.gpu.kv_cache_dtype), found)
     ours, theirs = errors(found.logprobs, exact), errors(half, exact)
-    report = f"{config.gpu.device}: {ours}; the CPU's own path: {theirs}"
-    print(f"{directory.name}: {report}")
+    print(f"{directory.name}, {config.gpu.device}:")
+    assert_as_close(ours, theirs)
+
+
+def assert_as_close(ours: Errors, theirs: Errors) -> None:
+    """Bfloat16 on a device against bfloat16 on the CPU, both against float32; prints both."""
+    report = f"{ours}; the CPU's own path: {theirs}"
+    print(report)
     assert ours.median <= FAMILY_BFLOAT16_MEDIAN_RATIO * theirs.median, report
     assert ours.mean <= FAMILY_BFLOAT16_MEAN_RATIO * theirs.mean, report
 
