@@ -56,6 +56,7 @@ def read_qwen3_next(hf: HfKeys) -> ModelConfig:
         qk_norm=True,
         centered_norms=True,
         linear=read_linear_attention(hf, common["num_layers"]),
+        num_mtp_layers=_prediction_layers(hf),
     )
 
 
@@ -78,7 +79,12 @@ def read_qwen3_5_moe(hf: HfKeys) -> ModelConfig:
         qk_norm=True,
         centered_norms=True,
         linear=read_linear_attention(hf, common["num_layers"]),
+        num_mtp_layers=_prediction_layers(hf),
     )
+
+
+def _prediction_layers(hf: HfKeys) -> int:
+    return hf.integer("num_nextn_predict_layers", "mtp_num_hidden_layers", default=0, minimum=0)
 
 
 def _moe(hf: HfKeys, router: RouterConfig, layers: frozenset[int]) -> MoeConfig:

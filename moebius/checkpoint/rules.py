@@ -154,9 +154,12 @@ _DEEPSEEK = FamilyRules((_ROTARY,), prediction_layers=True)
 FAMILY_RULES: Mapping[str, FamilyRules] = {
     "qwen2_moe": FamilyRules((_ROTARY, _SHARED)),
     "qwen3_moe": FamilyRules((_ROTARY,)),
-    "qwen3_next": FamilyRules((_ROTARY, _MTP, _SHARED)),
+    # In GGUF files of these, prediction follows as one more layer.
+    "qwen3_next": FamilyRules((_ROTARY, _MTP, _SHARED), prediction_layers=True),
     "qwen3_5_moe": FamilyRules((_MTP, _VISION, _TEXT_SHARED, _TEXT), ("fused", "per_expert")),
-    "qwen3_5_moe_text": FamilyRules((_MTP, _VISION, _TEXT_SHARED, _TEXT, _SHARED), ("fused", "per_expert")),
+    "qwen3_5_moe_text": FamilyRules(
+        (_MTP, _VISION, _TEXT_SHARED, _TEXT, _SHARED), ("fused", "per_expert"), prediction_layers=True
+    ),
     "qwen3_vl_moe": FamilyRules((_VISION, _TEXT), ("fused_transposed", "per_expert")),
     "glm4_moe": FamilyRules((_ROTARY,), prediction_layers=True),
     "glm4_moe_lite": FamilyRules((_ROTARY,), prediction_layers=True),

@@ -24,6 +24,7 @@ from gguf import (
 )
 from numpy.typing import NDArray
 
+from tests.helpers.gguf_linear import Converted, linear_tensors
 from tests.helpers.gguf_metadata import ARCHITECTURES, write_metadata
 
 FLOATS = ("F32", "F16", "BF16")
@@ -41,7 +42,7 @@ class GgufTypes:
 
     def of(self, name: str, shape: tuple[int, ...]) -> str:
         """The type of a GGUF tensor."""
-        if len(shape) == 1 or ".ffn_gate_inp." in name or name.endswith(".bias"):
+        if len(shape) == 1 or ".ffn_gate_inp." in name or ".ssm_conv1d." in name or name.endswith(".bias"):
             return "F32"
         if "_exps." in name:
             return self.down if ".ffn_down_exps." in name else self.gate_up
@@ -116,6 +117,23 @@ def _split_latent(config: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"attn_k_b": by_head[:, :nope].transpose(1, 2), "attn_v_b": by_head[:, nope:]}
 
 
+def _named(names: Any, one: Converted) -> str:
+    found: str | None = one.name if one.gguf else names.get_name(one.name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, f"the package has no name for {one.name}"
+    return found
+
+
+def _converted(
+    values: torch.Tensor, one: Converted, types: GgufTypes, names: Any, random: np.random.Generator
+) -> tuple[NDArray[Any], str]:
+    """What is stored, which the model's weights are rounded to."""
+    kind = types.of(_named(names, one), tuple(one.places.shape))
+    array = encode(kind, one.forward(values.flatten()[one.places]).numpy(), random)
+    exact = torch.from_numpy(np.array(quants.dequantize(array, GGMLQuantizationType[kind])))
+    values.view(-1)[one.places.flatten()] = one.backward(exact).flatten()
+    return array, kind
+
+
 @torch.no_grad()
 def gguf_tensors(
     model: Any, types: GgufTypes, *, latent_split: bool = True, architecture: str = ""
@@ -127,6 +145,10 @@ def gguf_tensors(
     found: dict[str, tuple[NDArray[Any], str]] = {}
     for name, values in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        linear = list(linear_tensors(model.config, name, values.shape, latent_split))
+        if linear:
+            found |= {_named(names, one): _converted(values, one, types, names, random) for one in linear}
             continue
         for mapped, view, shape in _views(model.config, name, values):
             gguf_name = names.get_name(mapped, try_suffixes=(".weight", ".bias"))

@@ -13,15 +13,19 @@ ARCHITECTURES = {
     "dots1": "DOTS1",
     "ernie4_5_moe": "ERNIE4_5_MOE",
     "glm4_moe": "GLM4_MOE",
+    "glm_moe_dsa": "GLM_DSA",
     "gpt_oss": "GPT_OSS",
     "minimax_m2": "MINIMAXM2",
     "mixtral": "LLAMA",
     "olmoe": "OLMOE",
     "qwen2_moe": "QWEN2MOE",
+    "qwen3_5_moe_text": "QWEN35MOE",
     "qwen3_moe": "QWEN3MOE",
+    "qwen3_next": "QWEN3NEXT",
 }
-_SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "minimax_m2")
-_LATENT = ("deepseek_v2", "deepseek_v3")
+_SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "glm_moe_dsa", "minimax_m2")
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm_moe_dsa")
+LINEAR = ("qwen3_5_moe_text", "qwen3_next")
 
 
 def write_metadata(
@@ -34,7 +38,8 @@ def write_metadata(
     writer.add_block_count(config.num_hidden_layers + prediction_layers)
     if prediction_layers:
         writer.add_nextn_predict_layers(prediction_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if getattr(config, "intermediate_size", None) is not None:
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_expert_used_count(config.num_experts_per_tok)
@@ -48,12 +53,16 @@ def write_metadata(
     _write_experts(writer, config)
     if kind in _LATENT:
         _write_latent(writer, config, latent_split)
+        if kind == "glm_moe_dsa":
+            _write_indexer(writer, config, latent_split)
         return
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    if kind in ("glm4_moe", "minimax_m2"):
+    if kind in LINEAR:
+        _write_linear(writer, config)
+    if kind in ("glm4_moe", "minimax_m2", *LINEAR):
         partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
         writer.add_rope_dimension_count(int(head_dim * partial))
 
@@ -91,7 +100,7 @@ def _write_experts(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_shared_count(config.moe_num_shared_experts)
     else:
         writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
-    if kind == "qwen2_moe":
+    if kind in ("qwen2_moe", *LINEAR):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if kind == "gpt_oss":
         writer.add_sliding_window(config.sliding_window)
@@ -119,3 +128,24 @@ def _write_latent(writer: GGUFWriter, config: Any, split: bool) -> None:
         writer.add_head_count_kv(config.num_attention_heads)
         writer.add_key_length(query)
         writer.add_value_length(value)
+
+
+def _write_indexer(writer: GGUFWriter, config: Any, lists_layers: bool) -> None:
+    """Files of today list the layers that choose; in earlier ones their tensors say which they are."""
+    writer.add_indexer_head_count(config.index_n_heads)
+    writer.add_indexer_key_length(config.index_head_dim)
+    writer.add_indexer_top_k(config.index_topk)
+    if lists_layers:
+        full = [kind == "full" for kind in config.indexer_types]
+        writer.add_array(f"{writer.arch}.attention.indexer.types", full)
+
+
+def _write_linear(writer: GGUFWriter, config: Any) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_full_attention_interval(4)
+    if sections := config.rope_parameters.get("mrope_section"):
+        writer.add_rope_dimension_sections([*sections, 0])

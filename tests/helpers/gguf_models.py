@@ -80,6 +80,33 @@ _GPT_OSS: dict[str, Any] = {
     "num_hidden_layers": 2,
     "rope_parameters": _YARN | {"rope_theta": 150000.0, "truncate": False},
 }
+_INDEXED: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "index_topk": 8,
+    "norm_topk_prob": True,
+    "attention_bias": False,
+}
+_LINEAR: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    # See `tiny_linear_models`.
+    "rms_norm_eps": 1e-3,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+_PARTIAL: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+}
+_PARTIAL_YARN: dict[str, Any] = _YARN | {"partial_rotary_factor": 0.25, "mrope_section": [1, 0, 1]}
 
 CASES: dict[str, GgufModelCase] = {
     "qwen3_moe": GgufModelCase(
@@ -189,6 +216,52 @@ CASES: dict[str, GgufModelCase] = {
             "moe_layer_end_index": 3,
             "moe_layer_interval": 2,
         },
+    ),
+    "glm_moe_dsa": GgufModelCase(
+        "glm_moe_dsa",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL | _LATENT | _INDEXED | {"indexer_types": ["full", "shared", "full"], "attention_bias": True},
+        prediction_layer=True,
+    ),
+    "glm_moe_dsa_by_tensors": GgufModelCase(
+        "glm_moe_dsa",
+        GgufTypes("F32", "F32", "F32"),
+        _SMALL | _LATENT | _INDEXED | {"indexer_types": ["full", "full", "shared"]},
+        latent_split=False,
+    ),
+    "qwen3_next": GgufModelCase(
+        "qwen3_next",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL | _LINEAR | {"rope_parameters": _PARTIAL},
+        prediction_layer=True,
+    ),
+    "qwen3_next_whole_tied": GgufModelCase(
+        "qwen3_next",
+        GgufTypes("F32", "BF16", "BF16"),
+        _SMALL
+        | _LINEAR
+        | {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 4,
+            "tie_word_embeddings": True,
+            "rope_parameters": _PARTIAL,
+        },
+        latent_split=False,
+        max_tensors=20,
+    ),
+    "qwen3_5_moe": GgufModelCase(
+        "qwen3_5_moe_text",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL
+        | _LINEAR
+        | {"linear_num_value_heads": 6, "rope_parameters": _PARTIAL | {"mrope_section": [1, 1, 0]}},
+        prediction_layer=True,
+    ),
+    "qwen3_5_moe_equal_heads": GgufModelCase(
+        "qwen3_5_moe_text",
+        GgufTypes("F32", "F32", "F32"),
+        _SMALL | _LINEAR | {"linear_num_value_heads": 2, "rope_parameters": _PARTIAL_YARN},
+        fused=True,
     ),
     "dots1": GgufModelCase(
         "dots1",

@@ -24,6 +24,8 @@ PACKED = {
     "qwen3_moe": "bfloat16",
     "minimax_m2": "bfloat16",
     "glm4_moe": "int4_g32_f16/bfloat16",
+    "glm_moe_dsa": "int4_g32_f16/bfloat16",
+    "qwen3_5_moe": "int4_g32_f16/bfloat16",
 }
 EXACT = ("mixtral",)
 

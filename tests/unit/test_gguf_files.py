@@ -83,6 +83,7 @@ def test_what_is_not_gguf_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_architecture_is_named_beside_those_that_are_known(tmp_path: Path) -> None:
     path = small_file(tmp_path / "m.gguf", "gemma3")
     refused(path, "general.architecture is 'gemma3'; allowed: deepseek2, .*qwen3moe")
+    refused(small_file(tmp_path / "v32.gguf", "deepseek32"), "general.architecture is 'deepseek32'")
     with pytest.raises(ModelConfigError, match="gemma3"):
         ModelConfig.from_dir(path)
     refused(small_file(tmp_path / "dense.gguf", "llama", 0), "llama.expert_count is 0")
@@ -124,10 +125,39 @@ def test_a_missing_dense_tensor_is_named(
         load_weights(model, path)
 
 
-def test_half_of_a_latent_projection_is_named(tmp_path: Path, gguf: Callable[[str], GgufFile]) -> None:
+@pytest.mark.parametrize(
+    ("name", "left_out", "left"),
+    [
+        ("deepseek_v2", "blk.1.attn_v_b.weight", "blk.1.attn_k_b.weight"),
+        ("qwen3_next", "blk.1.attn_gate.weight", "blk.1.attn_qkv.weight"),
+    ],
+)
+def test_half_of_a_projection_is_named(
+    name: str, left_out: str, left: str, tmp_path: Path, gguf: Callable[[str], GgufFile]
+) -> None:
     path = tmp_path / "m.gguf"
-    write_gguf(gguf("deepseek_v2").oracle, path, GgufTypes(), leave_out="blk.1.attn_v_b.weight")
-    refused(path, "'blk.1.attn_k_b.weight' has no counterpart")
+    write_gguf(gguf(name).oracle, path, GgufTypes(), leave_out=left_out)
+    refused(path, f"'{left}' has no counterpart")
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "message"),
+    [
+        ("ssm.time_step_rank", 3, "ssm.time_step_rank is 3; allowed: a multiple of ssm.group_count"),
+        ("ssm.group_count", 0, "ssm.group_count is 0; allowed: an integer >= 1"),
+        ("ssm.state_size", 9, r"linear_attn.conv1d.weight \[128, 4\] does not have 132 channels"),
+        ("ssm.inner_size", 90, r"linear_attn.conv1d.weight \[128, 4\] does not have 122 channels"),
+    ],
+)
+def test_heads_of_linear_attention_that_do_not_fit_are_named(
+    key: str, number: int, message: str, tmp_path: Path, gguf: Callable[[str], GgufFile]
+) -> None:
+    """Heads in another order could be read as any; sizes have to agree."""
+    content, path = gguf("qwen3_5_moe").path.read_bytes(), tmp_path / "m.gguf"
+    name = f"qwen35moe.{key}".encode()
+    at = content.index(name) + len(name) + 4
+    path.write_bytes(content[:at] + number.to_bytes(4, "little") + content[at + 4 :])
+    refused(path, message)
 
 
 def test_parts_are_found_from_any_of_them_and_missed_by_name(

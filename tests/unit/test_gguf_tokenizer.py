@@ -48,6 +48,21 @@ def test_ids_are_those_of_transformers(pre: str, tmp_path: Path, backend: Backen
         assert ours.encode(composed) == oracle(composed)["input_ids"]
 
 
+def test_letters_keep_their_marks_as_in_the_published_tokenizer(
+    tmp_path: Path, backend: BackendTokenizer
+) -> None:
+    """Qwen3.5's way, which transformers has as a class of its own and does not read from GGUF files."""
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
+
+    path = write_byte_level(tmp_path / "m.gguf", backend, "qwen35")
+    oracle: Any = Qwen3_5Tokenizer()._tokenizer.pre_tokenizer
+    for text in (*TEXTS, "कार्य क्षमता 12 नमस्ते", "e\u0301a ไทยน้ำ"):
+        assert PRE_TOKENIZERS["qwen35"].splitter.pre_tokenize_str(text) == oracle.pre_tokenize_str(text)
+    marked, plain = (PRE_TOKENIZERS[name].splitter for name in ("qwen35", "qwen2"))
+    assert marked.pre_tokenize_str("कार्य") != plain.pre_tokenize_str("कार्य"), "texts should tell them apart"
+    assert Tokenizer.from_dir(path).encode("fox")
+
+
 def test_sentencepiece_ids_are_those_of_transformers(tmp_path: Path) -> None:
     """Merges follow from scores, spaces become part of pieces, and what no piece covers becomes bytes."""
     path = write_sentencepiece(tmp_path / "m.gguf", WORDS)

@@ -82,24 +82,38 @@ def test_slices_are_those_of_the_decoded_tensor(
             np.testing.assert_array_equal(as_float32(found, query.dtype), wanted)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v2"])
-def test_parts_of_rearranged_matrices_are_those_of_the_whole(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "module", "parameters"),
+    [
+        ("mixtral", "self_attn", ("q_proj.weight", "k_proj.weight")),
+        ("deepseek_v2", "self_attn", ("kv_b_proj.weight",)),
+        ("qwen3_next", "linear_attn", ("in_proj_qkvz.weight", "conv1d.weight")),
+        (
+            "qwen3_5_moe",
+            "linear_attn",
+            ("in_proj_qkv.weight", "in_proj_z.weight", "conv1d.weight", "dt_bias", "out_proj.weight"),
+        ),
+    ],
+)
+def test_parts_of_rearranged_tensors_are_those_of_the_whole(
+    tmp_path: Path, name: str, module: str, parameters: tuple[str, ...]
+) -> None:
     """What a tensor-parallel rank reads: some heads' rows, or some columns, and rows inside of heads."""
     file = make_gguf(name, tmp_path)
     index = CheckpointIndex.open(file.path)
     tensors = file.oracle.state_dict()
-    for projection in ("q_proj", "k_proj") if name == "mixtral" else ("kv_b_proj",):
-        tensor = f"model.layers.1.self_attn.{projection}.weight"
+    for parameter in parameters:
+        tensor = f"model.layers.1.{module}.{parameter}"
         whole, info = tensors[tensor].numpy(), index[tensor]
         half = whole.shape[0] // 2
+        slices: list[tuple[slice, slice | None]] = [(slice(0, half), None), (slice(half, None), None)]
+        if whole.ndim == 2:
+            slices.append((slice(5, 29), slice(3, 40)))
         with SliceReader() as reader:
-            for rows, cols in (
-                (slice(0, half), None),
-                (slice(half, None), None),
-                (slice(5, 29), slice(3, 40)),
-            ):
-                found = reader.read_slice(info, rows, cols)
-                np.testing.assert_array_equal(found, whole[rows, cols or slice(None)])
+            np.testing.assert_array_equal(as_float32(reader.read(info), info.dtype), whole)
+            for rows, cols in slices:
+                found = as_float32(reader.read_slice(info, rows, cols), info.dtype)
+                np.testing.assert_array_equal(found, whole[rows] if cols is None else whole[rows, cols])
 
 
 @pytest.mark.parametrize(("name", "packed"), [("mixtral", "int4_g32_f16"), ("gpt_oss", "mxfp4")])

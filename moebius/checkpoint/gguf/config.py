@@ -75,7 +75,7 @@ def _shape(model: GgufModel, keys: MetadataKeys, config: dict[str, Any]) -> dict
         "num_hidden_layers": layers,
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in model.tensors,
-        "attention_bias": any(f"blk.0.{name}.bias" in model.tensors for name in _BIASED),
+        "attention_bias": any(keys.layers_with(f"{name}.bias") for name in _BIASED),
         "dtype": "float32" if model.metadata.get("general.file_type") == _ALL_FLOAT32 else "bfloat16",
     }
     return found | ({"num_nextn_predict_layers": predicting} if predicting else {})

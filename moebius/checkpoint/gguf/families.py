@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from moebius.checkpoint.gguf.linear_heads import linear_heads
 from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 Config = dict[str, Any]
@@ -127,6 +128,46 @@ def _latent(keys: MetadataKeys, config: Config) -> Config:
     }
 
 
+def _indexed(keys: MetadataKeys, config: Config) -> Config:
+    """Layers that choose tokens have an indexer; others take over what an earlier one chose."""
+    count = config["num_hidden_layers"]
+    name = "attention.indexer.types"
+    keys.skip(name)
+    listed = keys.model.value(name)
+    if listed is not None and (not isinstance(listed, list) or len(listed) < count):
+        raise keys.error(name, listed, f"true or false for each of {count} layers")
+    own = keys.layers_with("indexer.attn_k.weight")
+    full = [layer in own for layer in range(count)] if listed is None else listed[:count]
+    return _latent(keys, config) | {"indexer_types": ["full" if one else "shared" for one in full]}
+
+
+def _linear(keys: MetadataKeys, config: Config) -> Config:
+    """Layers without softmax attention have a decay."""
+    heads = linear_heads(keys.model)
+    keys.skip("full_attention_interval", "ssm.inner_size")
+    own = keys.layers_with("ssm_a")
+    kinds = [
+        "linear_attention" if layer in own else "full_attention"
+        for layer in range(config["num_hidden_layers"])
+    ]
+    return _rotated(keys, config) | {"layer_types": kinds, "linear_value_head_dim": heads.value_dim}
+
+
+def _linear_of_three(keys: MetadataKeys, config: Config) -> Config:
+    """The same with positions in time, height and width; files have room for a fourth part."""
+    found, name = _linear(keys, config), "rope.dimension_sections"
+    keys.skip(name)
+    listed = keys.model.value(name)
+    if listed is None:
+        return found
+    if not isinstance(listed, list) or len(listed) not in (3, 4) or any(listed[3:]):
+        raise keys.error(name, listed, "three numbers, or a zero behind them")
+    sections = {"mrope_section": listed[:3]}
+    if "rope_scaling" in config:
+        return found | {"rope_scaling": config["rope_scaling"] | sections}
+    return found | sections
+
+
 def _latent_v2(keys: MetadataKeys, config: Config) -> Config:
     found = _latent(keys, config)
     return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
@@ -149,6 +190,18 @@ def _gpt_oss_yarn(keys: MetadataKeys) -> Config:
 _MLA_KEYS = _DEEPSEEK | {
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.q_lora_rank": "q_lora_rank",
+}
+_LINEAR_KEYS = _SPARSE | {
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_INDEXED_KEYS = _MLA_KEYS | {
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
 }
 _DEEPSEEK_V2 = GgufFamily("deepseek_v2", _MLA_KEYS, 1, derive=_latent_v2, yarn=_deepseek_yarn)
 _DEEPSEEK_V3 = GgufFamily("deepseek_v3", _MLA_KEYS, 2, derive=_latent, yarn=_deepseek_yarn)
@@ -180,6 +233,7 @@ FAMILIES: Mapping[str, Callable[[MetadataKeys], GgufFamily]] = {
             derive=_ernie,
         )
     ),
+    "glm-dsa": _always(GgufFamily("glm_moe_dsa", _INDEXED_KEYS, 2, derive=_indexed, yarn=_deepseek_yarn)),
     "glm4moe": _always(GgufFamily("glm4_moe", _DEEPSEEK, 2, derive=_glm)),
     "gpt-oss": _always(GgufFamily("gpt_oss", _ALL_SPARSE, 3, derive=_rotated, yarn=_gpt_oss_yarn)),
     "llama": _always(GgufFamily("mixtral", _ALL_SPARSE, 1, derive=_rotated)),
@@ -194,7 +248,11 @@ FAMILIES: Mapping[str, Callable[[MetadataKeys], GgufFamily]] = {
             _qwen2,
         )
     ),
+    # These two without their vision towers, which are files of another kind.
+    "qwen35moe": _always(
+        GgufFamily("qwen3_5_moe_text", _LINEAR_KEYS, 1, {"norm_topk_prob": True}, _linear_of_three)
+    ),
     "qwen3moe": _always(GgufFamily("qwen3_moe", _SPARSE, 1, {"norm_topk_prob": True}, _rotated)),
-    # Without its vision tower, which is a file of another kind.
+    "qwen3next": _always(GgufFamily("qwen3_next", _LINEAR_KEYS, 1, {"norm_topk_prob": True}, _linear)),
     "qwen3vlmoe": _always(GgufFamily("qwen3_moe", _SPARSE, 1, {"norm_topk_prob": True}, _qwen3_vl)),
 }

@@ -19,7 +19,31 @@ from typing import Literal
 #   key_pairs    the same for keys
 #   key_part     [heads, rank, nope], the part of kv_b_proj that makes keys, transposed per head
 #   value_part   [heads, value, rank], the part of kv_b_proj that makes values
-Change = Literal["same", "row", "query_pairs", "key_pairs", "key_part", "value_part"]
+#   centered     a norm's weight, here less 1
+#   decay        -exp(A_log) of linear attention, here A_log
+#   taps         a convolution's weights, here with an axis of one input channel
+#   mixed_part   queries, keys and values of linear attention, which here lie by key head
+#   gate_part    the gates beside them
+#   tiled_...    value heads alternate between the key heads they belong to; here those of one follow each
+#                other: rows, rows behind queries and keys, decay, taps, columns
+Change = Literal[
+    "same",
+    "row",
+    "query_pairs",
+    "key_pairs",
+    "key_part",
+    "value_part",
+    "centered",
+    "decay",
+    "taps",
+    "mixed_part",
+    "gate_part",
+    "tiled_rows",
+    "tiled_mixed",
+    "tiled_decay",
+    "tiled_taps",
+    "tiled_columns",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +59,8 @@ class GgufRule:
     change: Change = "same"
 
 
-def _top(name: str, canonical: str) -> GgufRule:
-    return GgufRule(re.escape(name), canonical, (name, canonical))
+def _top(name: str, canonical: str, change: Change = "same") -> GgufRule:
+    return GgufRule(re.escape(name), canonical, (name, canonical), change)
 
 
 def _layer(name: str, canonical: str, change: Change = "same") -> GgufRule:
@@ -92,6 +116,16 @@ COMMON_RULES: tuple[GgufRule, ...] = (
     GgufRule(r"blk\.\d+\.nextn\..*", None, ("blk.46.nextn.eh_proj.weight", None)),
 )
 
+# Of families whose norms, but for that inside linear attention, hold their weight less 1: the files add it.
+_CENTERED = (
+    _top("output_norm.weight", "model.norm.weight", "centered"),
+    _layer("attn_norm.weight", "input_layernorm.weight", "centered"),
+    _layer("post_attention_norm.weight", "post_attention_layernorm.weight", "centered"),
+    _layer("attn_q_norm.weight", "self_attn.q_norm.weight", "centered"),
+    _layer("attn_k_norm.weight", "self_attn.k_norm.weight", "centered"),
+    _layer("ssm_norm.weight", "linear_attn.norm.weight"),
+)
+
 # What an architecture has otherwise, tried first.
 ARCHITECTURE_RULES: Mapping[str, tuple[GgufRule, ...]] = {
     "llama": (
@@ -99,6 +133,35 @@ ARCHITECTURE_RULES: Mapping[str, tuple[GgufRule, ...]] = {
         _layer("attn_k.weight", "self_attn.k_proj.weight", "key_pairs"),
     ),
     "ernie4_5-moe": (_layer("exp_probs_b.bias", "mlp.gate.e_score_correction_bias", "row"),),
+    "glm-dsa": (
+        *_linear("indexer.attn_q_b", "self_attn.indexer.wq_b"),
+        *_linear("indexer.attn_k", "self_attn.indexer.wk"),
+        *_linear("indexer.k_norm", "self_attn.indexer.k_norm", *_BOTH),
+        *_linear("indexer.proj", "self_attn.indexer.weights_proj"),
+    ),
+    "qwen35moe": (
+        *_CENTERED,
+        _layer("attn_qkv.weight", "linear_attn.in_proj_qkv.weight", "tiled_mixed"),
+        _layer("attn_gate.weight", "linear_attn.in_proj_z.weight", "tiled_rows"),
+        _layer("ssm_beta.weight", "linear_attn.in_proj_b.weight", "tiled_rows"),
+        _layer("ssm_alpha.weight", "linear_attn.in_proj_a.weight", "tiled_rows"),
+        _layer("ssm_a", "linear_attn.A_log", "tiled_decay"),
+        _layer("ssm_dt.bias", "linear_attn.dt_bias", "tiled_rows"),
+        _layer("ssm_conv1d.weight", "linear_attn.conv1d.weight", "tiled_taps"),
+        _layer("ssm_out.weight", "linear_attn.out_proj.weight", "tiled_columns"),
+    ),
+    "qwen3next": (
+        *_CENTERED,
+        _layer("attn_qkv.weight", "linear_attn.in_proj_qkvz.weight", "mixed_part"),
+        _layer("attn_gate.weight", "linear_attn.in_proj_qkvz.weight", "gate_part"),
+        # Early files have both in one, as published.
+        *_linear("ssm_in", "linear_attn.in_proj_qkvz"),
+        *_linear("ssm_ba", "linear_attn.in_proj_ba"),
+        _layer("ssm_a", "linear_attn.A_log", "decay"),
+        _layer("ssm_dt.bias", "linear_attn.dt_bias"),
+        _layer("ssm_conv1d.weight", "linear_attn.conv1d.weight", "taps"),
+        *_linear("ssm_out", "linear_attn.out_proj"),
+    ),
 }
 
 

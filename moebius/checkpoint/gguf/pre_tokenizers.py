@@ -19,6 +19,13 @@ def _words(digits: str) -> str:
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{_REST}"
 
 
+# Of letters with their marks, every digit alone.
+_MARKED_WORDS = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
 def _cased_words(but: str, rest: str) -> str:
     """Words that begin in capitals or not, each with its contraction; `but`: letters they do not have."""
     upper, lower, start = f"[{_UPPER}{but}]", f"[{_LOWER}{but}]", r"[^\r\n\p{L}\p{N}]?"
@@ -78,5 +85,6 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "minimax-m2": PreTokenizer(_GPT_4O),
     "olmo": PreTokenizer(composes=True),
     "qwen2": _QWEN2,
+    "qwen35": PreTokenizer((_MARKED_WORDS,), composes=True),
     "smollm": PreTokenizer(single_digits=True),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,9 @@ from moebius.checkpoint.gguf.blocks import FLOAT_TYPES
 from moebius.checkpoint.gguf.config import family_of
 from moebius.checkpoint.gguf.model import GgufModel, StoredBlocks, open_gguf
 from moebius.checkpoint.gguf.names import Change, canonical_name
+from moebius.checkpoint.gguf.rearranged import is_part, merged, rearranged
 from moebius.checkpoint.gguf.schemes import EXACT_SCHEMES
-from moebius.checkpoint.gguf.values import BlockScales, Dequantised, HalvesOfPairs, MergedHeads, PackedCodes
+from moebius.checkpoint.gguf.values import BlockScales, Dequantised, PackedCodes
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.matrix_finder import side_name
 
@@ -37,7 +37,7 @@ def open_gguf_index(model_path: str | Path) -> CheckpointIndex:
     model = open_gguf(model_path)
     family_of(model)
     tensors: dict[str, TensorInfo] = {}
-    parts: dict[str, dict[Change, StoredBlocks]] = {}
+    parts: dict[str, dict[Change, TensorInfo]] = {}
     unknown: list[str] = []
     for stored in model.tensors.values():
         renamed = canonical_name(model.architecture, stored.name)
@@ -45,8 +45,8 @@ def open_gguf_index(model_path: str | Path) -> CheckpointIndex:
             unknown.append(stored.name)
         elif renamed.name is None:
             continue
-        elif renamed.change in ("key_part", "value_part"):
-            parts.setdefault(renamed.name, {})[renamed.change] = stored
+        elif is_part(renamed.change):
+            parts.setdefault(renamed.name, {})[renamed.change] = in_floats(stored, stored.name)
         else:
             found = _tensors(model, stored, renamed.name, renamed.change)
             _check_new(model, stored, tensors, found)
@@ -58,7 +58,7 @@ def open_gguf_index(model_path: str | Path) -> CheckpointIndex:
         )
     # Some files have the whole beside its parts.
     missing = {name: by_change for name, by_change in parts.items() if name not in tensors}
-    tensors |= {name: _merged(model, name, by_change) for name, by_change in missing.items()}
+    tensors |= {name: merged(model, name, by_change) for name, by_change in missing.items()}
     return CheckpointIndex(Path(model_path), tensors, LAYOUTS)
 
 
@@ -73,12 +73,7 @@ def _tensors(model: GgufModel, stored: StoredBlocks, name: str, change: Change) 
     """The tensor, or the several that a packed format takes it as."""
     if _is_packed(model, stored, name):
         return _packed(stored, name)
-    info = in_floats(stored, name)
-    if change == "row" and len(info.shape) == 1:
-        info = replace(info, shape=(1, *info.shape))
-    if change in ("query_pairs", "key_pairs"):
-        info = _halves_of_pairs(model, info, change)
-    return {name: info}
+    return {name: rearranged(model, in_floats(stored, name), change)}
 
 
 def in_floats(stored: StoredBlocks, name: str) -> TensorInfo:
@@ -145,34 +140,3 @@ def _packed(stored: StoredBlocks, name: str) -> dict[str, TensorInfo]:
         side = side_name(name, role.suffix)
         found[side] = _derived(stored, side, dtype, shape, values, nbytes=nbytes)
     return found
-
-
-def _halves_of_pairs(model: GgufModel, info: TensorInfo, change: Change) -> TensorInfo:
-    key = "attention.head_count" if change == "query_pairs" else "attention.head_count_kv"
-    heads = model.value(key)
-    if not isinstance(heads, int) or heads < 1 or info.shape[0] % (2 * heads):
-        raise CheckpointError(
-            f"{model.file}: {info.name} {list(info.shape)} can not be divided among {heads!r} heads ({key})"
-        )
-    dtype = info.dtype
-    return replace(info, dtype=dtype, derived=HalvesOfPairs(info, info.shape[0] // heads))
-
-
-def _merged(model: GgufModel, name: str, parts: Mapping[Change, StoredBlocks]) -> TensorInfo:
-    """kv_b_proj `[heads * (nope + value), rank]`."""
-    keys, values = parts.get("key_part"), parts.get("value_part")
-    if keys is None or values is None:
-        found = next(part for part in (keys, values) if part is not None)
-        raise CheckpointError(
-            f"{model.file}: {found.name!r} has no counterpart; attn_k_b and attn_v_b go together"
-        )
-    shapes = keys.shape, values.shape
-    if [len(shape) for shape in shapes] != [3, 3] or keys.shape[:2] != (values.shape[0], values.shape[2]):
-        raise CheckpointError(
-            f"{model.file}: {keys.name!r} {list(keys.shape)} and {values.name!r} {list(values.shape)} are not"
-            " [heads, rank, nope] and [heads, value, rank]"
-        )
-    heads, rank, nope = keys.shape
-    shape = (heads * (nope + values.shape[1]), rank)
-    merged = MergedHeads(in_floats(keys, keys.name), in_floats(values, values.name))
-    return _derived(keys, name, "F32", shape, merged, nbytes=keys.nbytes + values.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_values import as_float32
 
 Bytes = NDArray[np.uint8]
+# Rows that are read between wanted ones rather than begin another read.
+_GAP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +80,69 @@ class BlockScales:
         return np.ascontiguousarray(scales).view(self.dtype).reshape(len(rows), len(cols))
 
 
-@dataclass(frozen=True, slots=True)
-class HalvesOfPairs:
-    """Rows of a query or key projection with each head's rotary pairs as two halves, see `rows_of_pairs`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class GatheredRows:
+    """Rows of one or more tensors, counted through all of them, in another order.
+
+    Rows are what the first axis counts; vectors have rows of one element. float32 unless all are of one type.
+    """
+
+    sources: tuple[TensorInfo, ...]
+    # [rows], for each row its place in the sources, one after the other.
+    order: NDArray[np.intp]
+
+    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
+        """See `DerivedValues`; a stack's matrices have one row each, so that a plane is a row."""
+        wanted = self.order[plane + np.arange(rows.start, rows.stop, rows.step)]
+        ends = np.cumsum([source.shape[0] for source in self.sources])
+        ascending = np.argsort(wanted, kind="stable")
+        places = wanted[ascending]
+        owners = np.searchsorted(ends, places, side="right")
+        cuts = np.flatnonzero((np.diff(places) > _GAP) | (np.diff(owners) > 0)) + 1
+        output: NDArray[np.generic] | None = None
+        for part in np.split(np.arange(len(places)), cuts):
+            if not len(part):
+                continue
+            source = self.sources[owners[part[0]]]
+            begin = int(places[part[0]]) - int(ends[owners[part[0]]]) + source.shape[0]
+            offsets = places[part] - places[part[0]]
+            span = range(begin, begin + int(offsets[-1]) + 1)
+            block = _rows_of(reader, source, span, cols, self._as_stored)
+            if output is None:
+                output = np.empty((len(wanted), len(cols)), block.dtype)
+            output[ascending[part]] = block[offsets]
+        return np.empty((0, len(cols)), np.float32) if output is None else output
+
+    @property
+    def _as_stored(self) -> bool:
+        return len({source.dtype for source in self.sources}) == 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatheredColumns:
+    """Columns of a matrix in another order; all of them are read, whichever are wanted."""
 
     source: TensorInfo
-    head_dim: int
+    # [columns], for each column its place in the source.
+    order: NDArray[np.intp]
 
     def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
         """See `DerivedValues`."""
-        stored = rows_of_pairs(np.arange(rows.start, rows.stop, rows.step), self.head_dim)
-        first, last = int(stored.min()), int(stored.max())
-        block = reader.read_slice(self.source, slice(first, last + 1), slice(cols.start, cols.stop))
-        picked: NDArray[np.generic] = block[stored - first]
+        block = reader.read_slice(self.source, slice(rows.start, rows.stop, rows.step))
+        picked: NDArray[np.generic] = block[:, self.order[cols.start : cols.stop : cols.step]]
         return picked
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A function of every element of a vector, computed in float32."""
+
+    source: TensorInfo
+    function: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+
+    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
+        """See `DerivedValues`."""
+        return self.function(_rows_of(reader, self.source, rows, cols, False).astype(np.float32, copy=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +176,20 @@ def rows_of_pairs(rows: NDArray[np.intp], head_dim: int) -> NDArray[np.intp]:
     half, position = head_dim // 2, rows % head_dim
     stored: NDArray[np.intp] = rows - position + position % half * 2 + position // half
     return stored
+
+
+def _rows_of(
+    reader: SliceReader, source: TensorInfo, rows: range, cols: range, as_stored: bool
+) -> NDArray[np.generic]:
+    """`[rows, cols]` of a matrix, or of a vector as one column; float32 unless `as_stored`."""
+    is_matrix = len(source.shape) == 2
+    block = reader.read_slice(
+        source,
+        slice(rows.start, rows.stop, rows.step),
+        slice(cols.start, cols.stop, cols.step) if is_matrix else None,
+    )
+    found = block if as_stored else as_float32(block, source.dtype)
+    return found.reshape(len(rows), len(cols))
 
 
 def _read_blocks(

@@ -1,0 +1,88 @@
+"""What llama.cpp's converter does to the weights of linear attention and of norms around it.
+
+Rearrangements are given as positions: the converter's steps applied to the numbers of a tensor's elements, so
+that values that were quantised find their way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.helpers.gguf_metadata import LINEAR
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _same(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One tensor of the file."""
+
+    # As the package's table knows it; `gguf`: its name in the file.
+    name: str
+    # int64, in the stored shape: positions in the flattened weights.
+    places: torch.Tensor
+    forward: Function = _same
+    backward: Function = _same
+    gguf: bool = False
+
+
+def _tiled(config: Any, places: torch.Tensor, axis: int = 0) -> torch.Tensor:
+    """Value heads of one key head, which are neighbours, apart."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    shape = places.shape
+    parts = places.reshape(*shape[:axis], keys, values // keys, -1, *shape[axis + 1 :])
+    return parts.transpose(axis, axis + 1).reshape(shape)
+
+
+def _behind_keys(config: Any, places: torch.Tensor) -> torch.Tensor:
+    before = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    return torch.cat((places[:before], _tiled(config, places[before:])))
+
+
+def _by_kind(config: Any, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of all heads; gates of all."""
+    keys = config.linear_num_key_heads
+    values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    widths = [config.linear_key_head_dim] * 2 + [values] * 2
+    width = places.shape[-1]
+    by_head = places.view(keys, -1, width)
+    *mixed, gates = (part.reshape(-1, width) for part in torch.split(by_head, widths, dim=1))
+    return torch.cat(mixed), gates
+
+
+def linear_tensors(config: Any, name: str, shape: torch.Size, split: bool) -> Iterator[Converted]:
+    """Nothing where the converter takes a tensor as any other; `split`: not as early files had it."""
+    if config.model_type not in LINEAR:
+        return
+    places = torch.arange(shape.numel()).reshape(shape)
+    tiled = config.model_type == "qwen3_5_moe_text"
+    stem, _, last = name.partition("linear_attn.")
+    if name.endswith("norm.weight") and last != "norm.weight":
+        yield Converted(name, places, lambda values: values + 1, lambda values: values - 1)
+    elif last == "A_log":
+        order = _tiled(config, places) if tiled else places
+        yield Converted(name, order, lambda values: -values.exp(), lambda values: (-values).log())
+    elif last == "dt_bias":
+        yield Converted(f"{stem}linear_attn.dt_proj.bias", _tiled(config, places) if tiled else places)
+    elif last == "conv1d.weight":
+        squeezed = places.squeeze(1)
+        yield Converted(name, _behind_keys(config, squeezed) if tiled else squeezed)
+    elif last == "in_proj_qkvz.weight" and split:
+        block = f"blk.{name.split('.')[2]}"
+        mixed, gates = _by_kind(config, places)
+        yield Converted(f"{block}.attn_qkv.weight", mixed, gguf=True)
+        yield Converted(f"{block}.attn_gate.weight", gates, gguf=True)
+    elif last == "in_proj_qkv.weight":
+        yield Converted(name, _behind_keys(config, places))
+    elif last in ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight"):
+        yield Converted(name, _tiled(config, places))
+    elif last == "out_proj.weight" and tiled:
+        yield Converted(name, _tiled(config, places, axis=1))
