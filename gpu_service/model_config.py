@@ -40,7 +40,10 @@ class RopeConfig:
     # A key of `ops.rope_frequencies.ROPE_SCALINGS`, and the numbers that kind needs.
     scaling_kind: str = "default"
     scaling: tuple[tuple[str, float], ...] = ()
-    # Cosines and sines are multiplied by it (YaRN), and so every score by its square.
+    # LongRoPE: what each pair's frequency is divided by where no sequence is longer than the original length,
+    # and where some may be; empty: nothing.
+    pair_factors: tuple[tuple[float, ...], ...] = ()
+    # Cosines and sines are multiplied by it (YaRN, LongRoPE), and so every score by its square.
     attention_factor: float = 1.0
     # mRoPE: how many pairs turn by the time, the height and the width of a token; empty: all by one position.
     mrope_sections: tuple[int, ...] = ()

@@ -38,7 +38,10 @@ class ModelConfigSection(Section):
         default=None, ge=1, description="Experts per token; unset: the checkpoint's own"
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Prompt + output, tokens; unset: the checkpoint's"
+        default=None,
+        ge=2,
+        description="Prompt + output, tokens; unset: the checkpoint's; up to its original length, LongRoPE's "
+        "short factors count",
     )
     language_model_only: bool = Field(
         default=False, description="Leave out the vision tower; requests with images are refused"

@@ -132,3 +132,6 @@ FAMILY_BFLOAT16_MEDIAN_RATIO = 2.5
 FAMILY_BFLOAT16_MEAN_RATIO = 5.0
 # On several ranks in bfloat16 against one, median difference of log-probabilities; 0.026 was seen on a CPU.
 FAMILY_BFLOAT16_RANKS_MEDIAN = 0.08
+
+# Cosines and sines of float32 angles, made by different libraries; values of up to 1.3.
+ROPE_TABLE_FLOAT32 = 2e-6

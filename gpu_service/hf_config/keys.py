@@ -129,6 +129,16 @@ class HfKeys:
             raise self.error(names[0], value, "an integer or a list of integers")
         return tuple(items)
 
+    def numbers(self, *names: str) -> tuple[float, ...]:
+        """A list of finite numbers greater than zero."""
+        value = self._get(names, _MISSING)
+        if not isinstance(value, list) or not all(
+            isinstance(item, int | float) and not isinstance(item, bool) and 0 < item < float("inf")
+            for item in value
+        ):
+            raise self.error(names[0], value, "a list of numbers > 0")
+        return tuple(float(item) for item in value)
+
     def strings(self, *names: str) -> tuple[str, ...]:
         """A list of strings; absent: empty."""
         value = self._get(names, [])

@@ -30,6 +30,8 @@ def _numbers(hf: HfKeys, rope: HfKeys, scaling: RopeScaling) -> dict[str, float]
         # Some checkpoints have it outside, and then that one counts.
         longest = hf.integer("max_position_embeddings")
         numbers[_ORIGINAL] = hf.number(_ORIGINAL, default=rope.number(_ORIGINAL, default=longest))
+        if scaling.factor_by_lengths and not rope.has("factor"):
+            numbers["factor"] = longest / numbers[_ORIGINAL]
     for name, default in scaling.optional:
         if rope.has(name) or default is not None:
             numbers[name] = rope.number(name, default=default)
@@ -38,21 +40,34 @@ def _numbers(hf: HfKeys, rope: HfKeys, scaling: RopeScaling) -> dict[str, float]
     return numbers
 
 
-def _scaling(hf: HfKeys, rope: HfKeys | None) -> tuple[str, dict[str, float]]:
-    """Kind and its numbers."""
+PairFactors = tuple[tuple[float, ...], ...]
+
+
+def _pair_factors(rope: HfKeys, scaling: RopeScaling, num_pairs: int) -> PairFactors:
+    """A number for each pair, twice; none where the kind has none."""
+    found = tuple(rope.numbers(name) for name in scaling.pair_factors or ())
+    for name, factors in zip(scaling.pair_factors or (), found, strict=True):
+        if len(factors) != num_pairs:
+            raise rope.error(name, list(factors), f"{num_pairs} numbers, one for each rotated pair")
+    return found
+
+
+def _scaling(hf: HfKeys, rope: HfKeys | None, num_pairs: int) -> tuple[str, dict[str, float], PairFactors]:
+    """Kind, its numbers, and those of pairs."""
     if rope is None:
-        return "default", {}
+        return "default", {}, ()
     kind = rope.string(*_KIND_KEYS, default="default")
     scaling = ROPE_SCALINGS.get(kind)
     if scaling is None:
         raise rope.error("rope_type", kind, ", ".join(sorted(ROPE_SCALINGS)))
-    numbers = _numbers(hf, rope, scaling)
+    numbers, factors = _numbers(hf, rope, scaling), _pair_factors(rope, scaling, num_pairs)
     if not scaling.original_length:
         rope.skip(_ORIGINAL)  # transformers writes and ignores it
     if rope.unread:
-        names = ", ".join((*numbers, *(name for name, _ in scaling.optional if name not in numbers)))
+        optional = (name for name, _ in scaling.optional if name not in numbers)
+        names = ", ".join((*numbers, *optional, *(scaling.pair_factors or ())))
         raise rope.error(rope.unread[0], "...", f"keys of {kind} scaling: {names or 'none'}")
-    return kind, numbers
+    return kind, numbers, factors
 
 
 def _sections(rope: HfKeys, mrope: SectionDefaults) -> tuple[int, ...]:
@@ -87,12 +102,12 @@ def read_rope(
         theta = rope.number("rope_theta", default=theta)
         factor = rope.number("partial_rotary_factor", default=factor)
     sections = () if mrope is None else _sections(hf if rope is None else rope, mrope)
-    kind, numbers = _scaling(hf, rope)
     rotary_dim = int(head_dim * factor)
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise hf.error(
             "partial_rotary_factor", factor, f"an even number of the {head_dim} elements of a head"
         )
+    kind, numbers, pair_factors = _scaling(hf, rope, rotary_dim // 2)
     if sections and 2 * sum(sections) != rotary_dim:
         raise hf.error("mrope_section", list(sections), f"three numbers whose sum is {rotary_dim // 2}")
     return RopeConfig(
@@ -101,6 +116,7 @@ def read_rope(
         interleaved,
         kind,
         tuple(numbers.items()),
+        pair_factors,
         ROPE_SCALINGS[kind].attention_factor(numbers),
         mrope_sections=sections,
         mrope_interleaved=mrope is not None and mrope.interleaved,

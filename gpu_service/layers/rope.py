@@ -13,11 +13,21 @@ from gpu_service.ops.rope_sections import section_axes
 class RotaryEmbedding:
     """Not a module: it holds no checkpoint tensor, so nothing of it may wait for the loader."""
 
-    def __init__(self, config: RopeConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: RopeConfig, max_model_len: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`max_model_len`: tokens of the longest sequence that is served.
+
+        It alone chooses between LongRoPE's two sets of factors: keys stay in the cache as they were rotated,
+        and one step holds sequences of all lengths, so that a set for each length would have none agree.
+        """
+        scaling, factors = dict(config.scaling), config.pair_factors
+        is_long = bool(factors) and max_model_len > scaling["original_max_position_embeddings"]
         frequencies = inverse_frequencies(
-            config.theta, config.rotary_dim, config.scaling_kind, dict(config.scaling)
+            config.theta, config.rotary_dim, config.scaling_kind, scaling, factors[is_long] if factors else ()
         )
-        self._frequencies = frequencies.to(device)
+        # float32 [rotary_dim / 2], radians per token.
+        self.frequencies = frequencies.to(device)
         self._dtype = dtype
         self._interleaved = config.interleaved
         self._attention_factor = config.attention_factor
@@ -37,6 +47,4 @@ class RotaryEmbedding:
             if self._axes is None:
                 raise ValueError(f"positions {tuple(positions.shape)} need a model with mRoPE")
             positions = positions.index_select(0, self._axes).t()
-        return rope_table(
-            positions, self._frequencies, self._dtype, self._interleaved, self._attention_factor
-        )
+        return rope_table(positions, self.frequencies, self._dtype, self._interleaved, self._attention_factor)

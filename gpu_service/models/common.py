@@ -52,7 +52,8 @@ class Backbone(nn.Module):
         ropes = config.layer_ropes or (config.rope,) * config.num_layers
         # One table for each kind of layer, and which one a layer takes.
         kinds = list(dict.fromkeys(ropes))
-        self._rotaries = [RotaryEmbedding(rope, dtype=dtype, device=device) for rope in kinds]
+        longest = config.max_model_len
+        self._rotaries = [RotaryEmbedding(rope, longest, dtype=dtype, device=device) for rope in kinds]
         self._rotary_of = [kinds.index(rope) for rope in ropes]
 
     def forward(self, context: ForwardContext) -> torch.Tensor:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 
+def _wavelengths(theta: float, dim: int) -> torch.Tensor:
+    """Tokens per radian, `theta^(2i/dim)`."""
+    wavelengths: torch.Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+    return wavelengths
+
+
 def _default(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
     """`theta^(-2i/dim)`."""
-    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
+    return 1.0 / _wavelengths(theta, dim)
 
 
 def _linear(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
@@ -71,6 +77,14 @@ def _yarn_factor(scaling: Mapping[str, float]) -> float:
     return yarn_mscale(factor)
 
 
+def _longrope_factor(scaling: Mapping[str, float]) -> float:
+    """The checkpoint's own, or the paper's: `sqrt(1 + ln(factor) / ln(original length))`."""
+    if "attention_factor" in scaling:
+        return scaling["attention_factor"]
+    factor, length = scaling["factor"], scaling["original_max_position_embeddings"]
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+
+
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """One kind of scaling, and the keys of config.json it has."""
@@ -86,6 +100,11 @@ class RopeScaling:
     original_length: bool = False
     # What cosines and sines are multiplied by.
     attention_factor: Callable[[Mapping[str, float]], float] = _no_factor
+    # Whether `factor` is by default the longest context divided by the original one.
+    factor_by_lengths: bool = False
+    # Lists of a number for each pair, by which its frequency is divided: where no sequence is longer than
+    # the original length, and where some may be.
+    pair_factors: tuple[str, str] | None = None
 
 
 ROPE_SCALINGS: Mapping[str, RopeScaling] = {
@@ -94,6 +113,15 @@ ROPE_SCALINGS: Mapping[str, RopeScaling] = {
     # Changes frequencies beyond `max_position_embeddings` only, and no sequence here is longer than that.
     "dynamic": RopeScaling(_default, ("factor",)),
     "llama3": RopeScaling(_llama3, ("factor", "low_freq_factor", "high_freq_factor"), original_length=True),
+    # LongRoPE (Ding et al. 2024, arXiv:2402.13753).
+    "longrope": RopeScaling(
+        _default,
+        optional=(("factor", None), ("attention_factor", None)),
+        original_length=True,
+        factor_by_lengths=True,
+        pair_factors=("short_factor", "long_factor"),
+        attention_factor=_longrope_factor,
+    ),
     "yarn": RopeScaling(
         _yarn,
         ("factor",),
@@ -112,7 +140,12 @@ ROPE_SCALINGS: Mapping[str, RopeScaling] = {
 
 
 def inverse_frequencies(
-    theta: float, rotary_dim: int, kind: str, scaling: Mapping[str, float]
+    theta: float, rotary_dim: int, kind: str, scaling: Mapping[str, float], pair_factors: Sequence[float] = ()
 ) -> torch.Tensor:
-    """Radians per token of each pair, float32 `[rotary_dim / 2]` on the CPU."""
+    """Radians per token of each pair, float32 `[rotary_dim / 2]` on the CPU.
+
+    `pair_factors`: what the frequency of each pair is divided by, of kinds that have such lists.
+    """
+    if pair_factors:
+        return 1.0 / (torch.tensor(pair_factors, device="cpu") * _wavelengths(theta, rotary_dim))
     return ROPE_SCALINGS[kind].frequencies(theta, rotary_dim, scaling)

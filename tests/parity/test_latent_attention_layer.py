@@ -41,7 +41,8 @@ def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, t
     attention = make_attention(config, cache, "cpu")
     assert isinstance(attention, MlaAttentionBackend)
     hidden_states = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(5))
-    rotary = RotaryEmbedding(config.rope, dtype=torch.float32, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    rotary = RotaryEmbedding(config.rope, config.max_model_len, dtype=torch.float32, device=device)
     outputs, expanded = [], []
     for old, new in ((0, 5), (5, 2)):
         positions = torch.arange(old, old + new)

@@ -83,7 +83,7 @@ def test_old_and_new_rope_spellings_agree(tmp_path: Path) -> None:
         (QWEN, {"num_key_value_heads": 3}, "num_key_value_heads = 3.*divisor"),
         (QWEN, {"use_sliding_window": True}, "use_sliding_window"),
         (QWEN, {"hidden_act": "gelu"}, "hidden_act = 'gelu'.*silu"),
-        (QWEN, {"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'.*default, dynamic, linear"),
+        (QWEN, {"rope_scaling": {"type": "su"}}, "rope_type = 'su'.*default, dynamic, linear"),
         (QWEN, {"rope_scaling": {"type": "linear", "factor": 2, "alpha": 1}}, "alpha"),
         (QWEN, {"num_experts_per_tok": 9}, r"top_k \(num_experts_per_tok\) = 9.*1 to 8"),
         (QWEN, {"dtype": "float64"}, "dtype = 'float64'.*float32"),

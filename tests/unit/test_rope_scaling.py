@@ -9,11 +9,20 @@ import torch
 
 from gpu_service.hf_config.keys import HfKeys
 from gpu_service.hf_config.rope import read_rope
+from gpu_service.layers.rope import RotaryEmbedding
 from gpu_service.model_config import ModelConfigError
 from gpu_service.ops.rope import rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
+from gpu_service.ops.triton import rope as triton_rope
+from tests.tolerances import ROPE_TABLE_FLOAT32
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0 + 0.03 * pair for pair in range(32)],
+    "long_factor": [1.0 + 0.5 * pair**1.3 for pair in range(32)],
+}
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
@@ -24,6 +33,10 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
+    "longrope": LONGROPE,
+    "longrope with a factor of its own": {**LONGROPE, "factor": 8.0},
+    "longrope with an attention factor": {**LONGROPE, "attention_factor": 1.19},
+    "longrope that stretches nothing": {**LONGROPE, "original_max_position_embeddings": 131072},
     "yarn": YARN,
     "yarn of gpt-oss": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "yarn of deepseek": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": 20},
@@ -34,6 +47,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
 LENGTH, HEAD_DIM, THETA = 131072, 64, 5e5
 
 
+def with_pairs(rope: dict[str, Any], partial: float) -> dict[str, Any]:
+    """Lists by pair cut to the pairs that are rotated."""
+    pairs = int(HEAD_DIM * partial) // 2
+    return {key: value[:pairs] if isinstance(value, list) else value for key, value in rope.items()}
+
+
 @pytest.mark.parametrize("partial", [1.0, 0.5])
 @pytest.mark.parametrize("name", sorted(SCALINGS))
 def test_scaling_is_transformers(name: str, partial: float) -> None:
@@ -41,15 +60,46 @@ def test_scaling_is_transformers(name: str, partial: float) -> None:
     from transformers import Qwen3MoeConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = {**SCALINGS[name], "rope_theta": THETA, "partial_rotary_factor": partial}
+    rope = with_pairs({**SCALINGS[name], "rope_theta": THETA, "partial_rotary_factor": partial}, partial)
     config = Qwen3MoeConfig(head_dim=HEAD_DIM, max_position_embeddings=LENGTH, rope_parameters=dict(rope))
     expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
 
     keys = HfKeys("test", {"max_position_embeddings": LENGTH, "rope_parameters": rope})
     ours = read_rope(keys, HEAD_DIM)
-    found = inverse_frequencies(ours.theta, ours.rotary_dim, ours.scaling_kind, dict(ours.scaling))
+    short = ours.pair_factors[0] if ours.pair_factors else ()
+    found = inverse_frequencies(ours.theta, ours.rotary_dim, ours.scaling_kind, dict(ours.scaling), short)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert ours.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize(("longest", "position"), [(4096, 4095), (4097, 4096), (LENGTH, LENGTH - 1)])
+@pytest.mark.parametrize("partial", [1.0, 0.5])
+def test_the_longest_sequence_chooses_the_factors_of_longrope(
+    partial: float, longest: int, position: int
+) -> None:
+    """Tables are those of transformers' module for a sequence as long as the longest that is served.
+
+    The Triton kernel, which makes them on GPUs, takes the same frequencies.
+    """
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+    rope = with_pairs({**LONGROPE, "rope_theta": THETA, "partial_rotary_factor": partial}, partial)
+    published = Qwen3MoeConfig(head_dim=HEAD_DIM, max_position_embeddings=LENGTH, rope_parameters=dict(rope))
+    module: Any = Qwen3MoeRotaryEmbedding(published)
+    positions = torch.tensor([0, 1, 77, position // 3, position])
+    cos, sin = module(torch.zeros(1), positions[None])
+    config = read_rope(HfKeys("t", {"max_position_embeddings": LENGTH, "rope_parameters": rope}), HEAD_DIM)
+    rotary = RotaryEmbedding(config, longest, dtype=torch.float32, device=torch.device("cpu"))
+    table = rotary.table(positions)
+    half = config.rotary_dim // 2
+    torch.testing.assert_close(table.cos[:, 0], cos[0], rtol=0, atol=ROPE_TABLE_FLOAT32)
+    torch.testing.assert_close(table.sin[:, 0, half:], sin[0, :, half:], rtol=0, atol=ROPE_TABLE_FLOAT32)
+    kernel = triton_rope.rope_table(
+        positions, rotary.frequencies, torch.float32, config.interleaved, config.attention_factor
+    )
+    torch.testing.assert_close(kernel.cos, table.cos, rtol=0, atol=ROPE_TABLE_FLOAT32)
+    torch.testing.assert_close(kernel.sin, table.sin, rtol=0, atol=ROPE_TABLE_FLOAT32)
 
 
 def test_the_old_spelling_of_scaling_agrees() -> None:
@@ -81,7 +131,11 @@ def test_the_attention_factor_multiplies_the_table() -> None:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "longrope", "factor": 2.0}, "rope_type = 'longrope'.*default, dynamic, linear"),
+        ({"rope_type": "su", "factor": 2.0}, "rope_type = 'su'.*default, dynamic, linear, llama3, longrope"),
+        ({"rope_type": "longrope"}, "required key short_factor"),
+        ({**LONGROPE, "long_factor": [1.0] * 31}, "long_factor = .*32 numbers, one for each rotated pair"),
+        ({**LONGROPE, "short_factor": [1.0] * 31 + [0.0]}, "short_factor = .*a list of numbers > 0"),
+        ({**LONGROPE, "long_mscale": 1.2}, "long_mscale.*keys of longrope scaling: .*short_factor"),
         ({"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}, "alpha.*keys of dynamic scaling: factor"),
         ({"rope_type": "yarn"}, "required key factor"),
         ({**YARN, "truncate": 1}, "truncate = 1.*true or false"),

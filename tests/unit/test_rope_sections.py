@@ -20,7 +20,7 @@ ALTERNATING, CONSECUTIVE = SectionDefaults((4, 4, 4), True), SectionDefaults((1,
 
 
 def _rotary(config: RopeConfig) -> RotaryEmbedding:
-    return RotaryEmbedding(config, dtype=torch.float32, device=CPU)
+    return RotaryEmbedding(config, 4096, dtype=torch.float32, device=CPU)
 
 
 def _by_axis() -> torch.Tensor:
