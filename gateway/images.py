@@ -15,11 +15,16 @@ from gateway.model import ServedModel
 from gateway.schemas.chat import ChatMessage
 from moebius.config import ImageConfig
 from moebius.image_files import open_image, read_below
+from protos import engine_pb2
 
 _MIB = 2**20
 # What one call to the engine can carry beside its prompt (its server takes 256 MiB).
 _MOST_BYTES = 240 * _MIB
 _LONGEST_URL = 8192
+
+
+# Of OpenAI's names, what is not the checkpoint's own size.
+_DETAILS: Mapping[str | None, engine_pb2.ImageDetail] = {"low": engine_pb2.IMAGE_DETAIL_LOW}
 
 
 class ImageRefused(ValueError):
@@ -28,16 +33,16 @@ class ImageRefused(ValueError):
 
 async def collect_images(
     messages: Sequence[ChatMessage], model: ServedModel, config: ImageConfig
-) -> list[bytes]:
-    """The files of all images, in the order of the conversation.
+) -> list[engine_pb2.ImageInput]:
+    """All images as the engine takes them, in the order of the conversation.
 
     Raises:
         ApiError: 400 that names the part at fault.
     """
     places = [
-        (f"messages[{number}].content[{index}].image_url.url", url)
+        (f"messages[{number}].content[{index}].image_url.url", image)
         for number, message in enumerate(messages)
-        for index, url in message.image_urls()
+        for index, image in message.image_urls()
     ]
     if not places:
         return []
@@ -51,12 +56,15 @@ async def collect_images(
             f"{len(places)} images were sent; at most {config.max_images_per_request} are allowed",
             "too_many_images",
         )
-    files = await asyncio.gather(*(_collected(place, url, config) for place, url in places))
+    files = await asyncio.gather(*(_collected(place, image.url, config) for place, image in places))
     if sum(map(len, files)) > _MOST_BYTES:
         raise _refused(
             "messages", f"the images together are larger than {_MOST_BYTES // _MIB} MiB", "image_too_large"
         )
-    return files
+    details = [_DETAILS.get(image.detail, engine_pb2.IMAGE_DETAIL_HIGH) for _, image in places]
+    return [
+        engine_pb2.ImageInput(data=data, detail=detail) for data, detail in zip(files, details, strict=True)
+    ]
 
 
 def check_placeholders(model: ServedModel, prompt_ids: Sequence[int], images: int) -> None:

@@ -72,18 +72,20 @@ def _prompt(
         return sent, None
     if preparer is None:
         raise InvalidField("images", f"{len(message.images)} images", "this model takes text only")
-    images = [_image(index, item.data, preparer) for index, item in enumerate(message.images)]
+    images = [_image(index, item, preparer) for index, item in enumerate(message.images)]
     try:
         return place_images(sent, images, preparer.image_token_id)
     except ImageError as error:
         raise InvalidField("images", f"{len(images)} images", str(error)) from error
 
 
-def _image(index: int, data: bytes, preparer: ImagePreparer) -> PreparedImage:
+def _image(index: int, item: pb.ImageInput, preparer: ImagePreparer) -> PreparedImage:
+    if item.detail not in pb.ImageDetail.values():
+        raise InvalidField(f"images[{index}].detail", item.detail, ", ".join(pb.ImageDetail.keys()))
     try:
-        return preparer.prepare(data)
+        return preparer.prepare(item.data, low_detail=item.detail == pb.IMAGE_DETAIL_LOW)
     except ImageError as error:
-        raise InvalidField(f"images[{index}]", f"{len(data)} bytes", str(error)) from error
+        raise InvalidField(f"images[{index}]", f"{len(item.data)} bytes", str(error)) from error
 
 
 def _seed(message: pb.GenerateRequest, index: int, bounds: Bounds) -> int:

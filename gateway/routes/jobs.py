@@ -39,7 +39,8 @@ class JobPlan:
     logprobs: int | None  # alternatives per output token; None: no log-probabilities
     prompt_logprobs: int | None  # alternatives per prompt token
     echo: bool = False
-    images: Sequence[bytes] = ()  # files of the (only) prompt's images, in the order of their placeholders
+    # Of the (only) prompt, in the order of their placeholders.
+    images: Sequence[engine_pb2.ImageInput] = ()
 
 
 def build_jobs(
@@ -63,7 +64,7 @@ def build_jobs(
             stream=bool(body.stream or stops),  # stop strings are found while the text grows
             priority=body.priority,
             cache_salt=body.cache_salt or "",
-            images=[engine_pb2.ImageInput(data=data) for data in plan.images],
+            images=plan.images,
         )
         rules = _rules(body, model, text if plan.echo else None, plan.limit == 0)
         jobs.append(PromptJob(request, rules, first_index=number * (body.n or 1)))

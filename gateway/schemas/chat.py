@@ -23,10 +23,10 @@ def _parse_arguments(arguments: Any) -> Any:
 
 
 class ImageUrl(StrictModel):
-    """Where an image is; `detail` "high" and "auto" are what is always done, the checkpoint's own sizes."""
+    """Where an image is; `detail` "low" bounds its pixels, the others leave them to the checkpoint."""
 
     url: str
-    detail: Literal["auto", "high"] | None = None
+    detail: Literal["auto", "high", "low"] | None = None
 
 
 class ContentPart(StrictModel):
@@ -92,10 +92,10 @@ class ChatMessage(StrictModel):
             raise param_error("messages", f"a message of role {self.role!r} needs 'content'")
         return self
 
-    def image_urls(self) -> list[tuple[int, str]]:
-        """Index of each part of the content that is an image, and its URL."""
+    def image_urls(self) -> list[tuple[int, ImageUrl]]:
+        """Index of each part of the content that is an image, and where it is."""
         parts = self.content if isinstance(self.content, list) else []
-        return [(i, part.image_url.url) for i, part in enumerate(parts) if part.image_url is not None]
+        return [(i, part.image_url) for i, part in enumerate(parts) if part.image_url is not None]
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it, unset fields left out.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +43,48 @@ def _kimi(settings: Mapping[str, Any]) -> Any:
     return KimiImageProcessor.from_settings(settings)
 
 
-_PROCESSORS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "glm4v_moe": _glm,
-    "kimi_k25": _kimi,
-    "qwen3_5_moe": _qwen,
-    "qwen3_vl_moe": _qwen,
+# Images of little detail have at most so many pixels, an area of 512 x 512.
+LOW_DETAIL_PIXELS = 512 * 512
+Preprocess = Callable[..., Any]
+
+
+def _limited(processor: Any, most: int) -> Preprocess:
+    """With `most` as the limit on what the processor counts, where its own is not less."""
+    most = min(processor.size["longest_edge"], most)
+    least = min(processor.size["shortest_edge"], most)
+    return partial(processor.preprocess, size={"shortest_edge": least, "longest_edge": most})
+
+
+def _low_qwen(processor: Any) -> Preprocess:
+    return _limited(processor, LOW_DETAIL_PIXELS)
+
+
+def _low_glm(processor: Any) -> Preprocess:
+    """Its limits count the pixels of all frames, and an image is repeated to as many as a patch has."""
+    return _limited(processor, LOW_DETAIL_PIXELS * processor.temporal_patch_size)
+
+
+def _low_kimi(processor: Any) -> Preprocess:
+    most = min(processor.max_patches, LOW_DETAIL_PIXELS // processor.patch_size**2)
+    limited: Preprocess = replace(processor, max_patches=most).preprocess
+    return limited
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyProcessor:
+    """One row of the table."""
+
+    # From the checkpoint's settings.
+    build: Callable[[Mapping[str, Any]], Any]
+    # What prepares images of little detail.
+    low_detail: Callable[[Any], Preprocess]
+
+
+_PROCESSORS: Mapping[str, FamilyProcessor] = {
+    "glm4v_moe": FamilyProcessor(_glm, _low_glm),
+    "kimi_k25": FamilyProcessor(_kimi, _low_kimi),
+    "qwen3_5_moe": FamilyProcessor(_qwen, _low_qwen),
+    "qwen3_vl_moe": FamilyProcessor(_qwen, _low_qwen),
 }
 
 
@@ -69,7 +108,9 @@ class ImagePreparer:
         """Raises UserError when the checkpoint does not say how its images are prepared."""
         assert config.vision is not None
         self.image_token_id = config.vision.image_token_id
-        self._processor = _PROCESSORS[config.model_type](load_settings(directory))
+        family = _PROCESSORS[config.model_type]
+        self._processor = family.build(load_settings(directory))
+        self._low_detail = family.low_detail(self._processor)
         self._max_megapixels = max_megapixels
         self._merge, patch = config.vision.merge_size, config.vision.patch_size
         # Of one image; the processors of grids limit its pixels instead.
@@ -83,23 +124,31 @@ class ImagePreparer:
                 f"vision_config says {config.vision.patch_size} and {config.vision.merge_size}"
             )
 
-    def prepare(self, data: bytes) -> PreparedImage:
-        """An image file, resized, normalised and cut into patches. Raises ImageError."""
+    def prepare(self, data: bytes, *, low_detail: bool = False) -> PreparedImage:
+        """An image file, resized, normalised and cut into patches. Raises ImageError.
+
+        `low_detail`: of at most `LOW_DETAIL_PIXELS`, unless the checkpoint's limit is lower anyway.
+        """
+        preprocess = self._low_detail if low_detail else self._processor.preprocess
         try:
             image = decode_image(data, self._max_megapixels)
             # Without torch: `pt` tensors would only be turned back.
-            made = self._processor.preprocess([image], return_tensors="np")
+            made = preprocess([image], return_tensors="np")
         except (ImageFileError, ValueError) as error:
             raise ImageError(str(error)) from error
         time, height, width = (int(count) for count in made["image_grid_thw"][0])
         return PreparedImage(
-            key=content_key(data),
+            key=content_key(data, low_detail=low_detail),
             pixels=np.ascontiguousarray(made["pixel_values"], dtype=np.float32),
             grid=(time, height, width),
             token_grid=(height // self._merge, width // self._merge),
         )
 
 
-def content_key(data: bytes) -> int:
-    """A negative number of 63 bits: equal files have equal keys, and no token id is negative."""
-    return -1 - (int.from_bytes(hashlib.sha256(data).digest()[:8], "big") >> 1)
+def content_key(data: bytes, *, low_detail: bool = False) -> int:
+    """A negative number of 63 bits: equal files of equal detail have equal keys; no token id is negative."""
+    digest = hashlib.sha256(data).digest()
+    if low_detail:
+        # Of the digest rather than of the file with something behind it, which could be another file.
+        digest = hashlib.sha256(digest + b"low").digest()
+    return -1 - (int.from_bytes(digest[:8], "big") >> 1)

@@ -150,6 +150,16 @@ def test_files_reach_the_engine_in_order_with_a_placeholder_each(setup: Setup) -
     assert not first.sampling_params.HasField("max_tokens")
 
 
+def test_detail_reaches_the_engine(setup: Setup) -> None:
+    """`low` is told; `auto`, `high` and none are the checkpoint's own sizes."""
+    details = ("low", "high", "auto", None)
+    for detail in details:
+        image = {"url": data_url(PNG)} | ({"detail": detail} if detail else {})
+        assert setup.chat({"type": "image_url", "image_url": image}).status_code == 200
+    seen = [request.images[0].detail for request in setup.engine.seen.requests]
+    assert seen == [pb.IMAGE_DETAIL_LOW, *[pb.IMAGE_DETAIL_HIGH] * 3]
+
+
 def test_text_parts_without_images_are_still_one_text(setup: Setup) -> None:
     """A conversation without images is rendered as it always was."""
     assert setup.chat(text("see"), text("this")).status_code == 200
@@ -188,8 +198,8 @@ def _wrong_images(setup: Setup) -> dict[str, tuple[list[dict[str, Any] | str], s
         "both": ([{"type": "text", "text": "a", "image_url": {"url": "b"}}], "nothing else", "invalid_value"),
         "no url": ([{"type": "image_url"}], "needs 'image_url'", "invalid_value"),
         "detail": (
-            [{"type": "image_url", "image_url": {"url": "b", "detail": "low"}}],
-            "detail",
+            [{"type": "image_url", "image_url": {"url": "b", "detail": "medium"}}],
+            "'auto', 'high' or 'low'",
             "invalid_value",
         ),
         "audio": ([{"type": "input_audio"}], "type", "invalid_value"),

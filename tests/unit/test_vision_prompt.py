@@ -62,6 +62,8 @@ def test_content_keys_are_no_token_ids() -> None:
     assert len(set(keys)) == 200
     assert all(-(2**63) <= key < 0 for key in keys)
     assert content_key(b"a") == content_key(b"a")
+    keys += [content_key(bytes([number]), low_detail=True) for number in range(200)]
+    assert len(set(keys)) == 400
 
 
 @pytest.mark.parametrize("prompt", [[5, 6], [99, 5, 99]])

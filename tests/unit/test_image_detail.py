@@ -1,0 +1,97 @@
+"""Invariant: images of little detail are what the family's processor makes of them under a lower limit."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gpu_service.model_config import ModelConfig
+from gpu_service.validation import Bounds, InvalidField, make_requests
+from gpu_service.vision.processor import LOW_DETAIL_PIXELS, ImagePreparer
+from protos import engine_pb2 as pb
+from tests.helpers.tiny_vision_models import IMAGE_TOKEN, VISION_MODELS, write_vision_model
+
+SIZE = (1400, 600)
+# Case of VISION_MODELS -> its family, and what its limit counts for each pixel of an image.
+FAMILIES = {
+    "qwen3_vl_moe": ("qwen3_vl_moe", 1),
+    "qwen3_5_moe": ("qwen3_5_moe", 1),
+    "glm4v_moe": ("glm4v_moe", 2),
+    # Its processor is that of GLM-4.6V.
+    "glm4v_moe_groups_tied": ("glm4v_moe", 2),
+    "kimi_k25": ("kimi_k25", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    directory = tmp_path_factory.mktemp("seeing")
+    write_vision_model("qwen3_vl_moe", directory)
+    return ModelConfig.from_dir(directory)
+
+
+@pytest.fixture(scope="module")
+def file() -> bytes:
+    noise = np.random.default_rng(3).integers(0, 256, (SIZE[1] // 20, SIZE[0] // 20, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).resize(SIZE).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def preparer(family: str, pixels: int, config: ModelConfig, directory: Path) -> ImagePreparer:
+    """Of a checkpoint whose images have at most so many pixels."""
+    settings: dict[str, Any] = dict(VISION_MODELS[family].processor)
+    if family == "kimi_k25":
+        settings |= {"max_patches": pixels // 16, "size": {"max_height": 4096, "max_width": 4096}}
+    else:
+        settings |= {"size": {"shortest_edge": 64, "longest_edge": pixels * FAMILIES[family][1]}}
+    directory.mkdir(exist_ok=True)
+    (directory / "preprocessor_config.json").write_text(json.dumps(settings))
+    return ImagePreparer(replace(config, model_type=FAMILIES[family][0]), directory, max_megapixels=1.0)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_little_detail_is_the_processor_with_a_lower_limit(
+    family: str, config: ModelConfig, file: bytes, tmp_path: Path
+) -> None:
+    large = preparer(family, 10**6, config, tmp_path / "large")
+    limited = preparer(family, LOW_DETAIL_PIXELS, config, tmp_path / "limited")
+    low, wanted, high = large.prepare(file, low_detail=True), limited.prepare(file), large.prepare(file)
+    assert low.grid == wanted.grid
+    np.testing.assert_array_equal(low.pixels, wanted.pixels)
+    assert low.key != high.key == wanted.key
+    assert high.num_tokens > 2 * low.num_tokens
+    pixels = low.grid[1] * low.grid[2] * 16
+    # Kimi pads its sides to whole tokens behind that.
+    assert 0.9 * LOW_DETAIL_PIXELS < pixels <= LOW_DETAIL_PIXELS * (1.03 if family == "kimi_k25" else 1)
+    width, height = SIZE
+    assert low.token_grid[1] / low.token_grid[0] == pytest.approx(width / height, rel=0.05)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_little_detail_is_never_more_than_the_checkpoint_allows(
+    family: str, config: ModelConfig, file: bytes, tmp_path: Path
+) -> None:
+    small = preparer(family, 4096, config, tmp_path)
+    low, high = small.prepare(file, low_detail=True), small.prepare(file)
+    assert low.grid == high.grid
+    np.testing.assert_array_equal(low.pixels, high.pixels)
+
+
+def test_a_detail_that_is_not_known_is_named(config: ModelConfig, file: bytes, tmp_path: Path) -> None:
+    """Enumerations of the protocol are open: any number may come."""
+    message = pb.GenerateRequest(
+        request_id="r",
+        tokenized=pb.TokenizedInput(input_ids=[1, IMAGE_TOKEN]),
+        sampling_params=pb.SamplingParams(max_tokens=1),
+    )
+    message.images.add(data=file, detail=7)  # type: ignore[arg-type]
+    with pytest.raises(InvalidField, match=r"images\[0\].detail.*IMAGE_DETAIL_HIGH, IMAGE_DETAIL_LOW"):
+        make_requests(message, Bounds(211, 4096), preparer("qwen3_vl_moe", 4096, config, tmp_path))
