@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.loader import sources
+from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig
+from gpu_service.models.registry import build_model
+from gpu_service.parallel.context import ParallelContext
 from moebius.checkpoint.gguf.families import FAMILIES
 from moebius.checkpoint.moe_config import MoeGeometry
 from tests.helpers.gguf_models import CASES, GgufFile, cached_gguf_files, oracle_logits
 from tests.helpers.paged_runner import load_runner
+from tests.helpers.tiny_models import greedy_answer
 from tests.tolerances import LOGITS_FLOAT32_VS_TRANSFORMERS
 
 PROMPT = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2, 110, 77, 31, 9, 180, 12, 13, 14, 15]
@@ -58,6 +63,39 @@ def test_dense_weights_may_be_computed_in_small_blocks(
     """Values that are computed go into parameters some rows at a time; blocks may end inside of heads."""
     monkeypatch.setattr(sources, "_DERIVED_ELEMENTS", 700)
     test_logits_are_those_of_the_dequantised_weights(name, gguf)
+
+
+REARRANGED = ("glm_moe_dsa", "qwen3_5_moe", "qwen3_next")
+
+
+@pytest.mark.parametrize("name", REARRANGED)
+def test_greedy_answers_are_those_of_transformers(name: str, gguf: Callable[[str], GgufFile]) -> None:
+    """A prompt in chunks, then tokens one by one from states and caches."""
+    file = gguf(name)
+    experts = LocalExpertClient(str(file.path), MoeGeometry.from_config(file.path), torch.float32)
+    runner = load_runner(file.path, experts=experts)
+    decoding, logits = runner.prefill(PROMPT, chunk=8)
+    (answer,) = runner.greedy([decoding], logits[-1:], 12)
+    assert answer == greedy_answer(file.oracle, PROMPT, 12)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", REARRANGED)
+def test_ranks_hold_what_they_read_of_safetensors(
+    name: str, rank: int, gguf: Callable[[str], GgufFile], tmp_path: Path
+) -> None:
+    """Parts of rearranged tensors, after all that becomes of them, are those of the published layout."""
+    file = gguf(name)
+    file.oracle.save_pretrained(tmp_path)
+    loaded: list[dict[str, torch.Tensor]] = []
+    for path in (file.path, tmp_path):
+        model = build_model(ModelConfig.from_dir(path), parallel=ParallelContext(tp_rank=rank, tp_size=2))
+        load_weights(model, path)
+        loaded.append({key: value.to_dense() for key, value in model.state_dict().items()})
+    assert loaded[0].keys() == loaded[1].keys()
+    for key, found in loaded[0].items():
+        # A norm's weight has 1 added and taken off, a decay its exponential and logarithm.
+        torch.testing.assert_close(found, loaded[1][key], rtol=1e-6, atol=1e-6, msg=key)
 
 
 def test_every_architecture_is_tried() -> None:

@@ -92,6 +92,6 @@ def test_a_detail_that_is_not_known_is_named(config: ModelConfig, file: bytes, t
         tokenized=pb.TokenizedInput(input_ids=[1, IMAGE_TOKEN]),
         sampling_params=pb.SamplingParams(max_tokens=1),
     )
-    message.images.add(data=file, detail=7)  # type: ignore[arg-type]
+    message.images.add(data=file, detail=7)
     with pytest.raises(InvalidField, match=r"images\[0\].detail.*IMAGE_DETAIL_HIGH, IMAGE_DETAIL_LOW"):
         make_requests(message, Bounds(211, 4096), preparer("qwen3_vl_moe", 4096, config, tmp_path))
