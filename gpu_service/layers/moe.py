@@ -63,7 +63,7 @@ class MoE(nn.Module):
         self._group = parallel.tensor_group
 
     def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]` in the same dtype; the sum is taken in float32."""
+        """`[T, H]` to a new float32 `[T, H]`: who adds it to the residual stream rounds once."""
         topk_weights, topk_ids = self.gate(hidden_states, context.valid_rows)
         if context.recorder is not None:
             context.recorder.record(self.layer_id, topk_ids)
@@ -76,7 +76,7 @@ class MoE(nn.Module):
         # A client that the host drives may leave its answer there.
         answer = collect(partial).to(hidden_states.device)
         # Every rank's answer has its own rows only, and what it computes itself its own neurons only.
-        return self._group.all_reduce(answer).to(hidden_states.dtype)
+        return self._group.all_reduce(answer)
 
     def _shared(
         self, experts: GatedMLP, hidden_states: torch.Tensor, context: ForwardContext
