@@ -322,3 +322,8 @@ class ExpertEngine:
     def num_threads(self) -> int:
         """Threads that compute, the caller's included."""
         return self._engine.num_threads
+
+    @property
+    def spin_microseconds(self) -> int:
+        """How long threads without work spin before they sleep; longer while a device calls."""
+        return self._engine.spin_microseconds

@@ -190,6 +190,10 @@ void MailboxServer::answer(uint32_t slot, uint64_t epoch, Status status) {
 void MailboxServer::wait_for_ring(uint32_t bell) {
   Header& header = segment_.header();
   const bool for_device = has_device_client();
+  if (for_device != for_device_) {
+    for_device_ = for_device;
+    backend_.expect_pauses(std::chrono::nanoseconds(for_device ? device_wait_.pause_ns : 0));
+  }
   const auto rung = [&] {
     return shared(header.doorbell).load(std::memory_order_acquire) != bell || stop_.load(std::memory_order_relaxed) ||
            draining_.load(std::memory_order_relaxed) || (for_device && owes_any());

@@ -78,6 +78,7 @@ class MailboxServer {
   const uint64_t heartbeat_ns_;
   uint64_t spin_ns_;
   DeviceWait device_wait_;
+  bool for_device_ = false;  // the last time it waited
   uint64_t generation_ = 0;
   std::thread thread_;
   std::atomic<bool> claimed_{false};

@@ -19,11 +19,14 @@ SpinBudget spin_budget(uint32_t participants, uint32_t cores = 0);
 // How an idle server waits for a device-driven client, which can not wake a sleeper. Between two layers of a
 // step it must not sleep, and a step may compute for long before its first expert layer: it spins for spin_ns
 // after its last work, then looks every nap_ns until idle_ns have passed, then only at its heartbeat. The
-// client's host rings before each step, which starts all of this anew.
+// client's host rings before each step, which starts all of this anew. The backend's other threads spin for
+// pause_ns, 0: as long as they like: a device's attention of one layer, the last layer's logits and the next step's
+// first layers of decode lie between two of its calls, and waking all threads costs as much as a layer of experts.
 struct DeviceWait {
   uint64_t spin_ns;
   uint64_t nap_ns;
   uint64_t idle_ns;
+  uint64_t pause_ns;
 };
 
 DeviceWait device_wait(uint32_t server_threads, uint32_t cores = 0);

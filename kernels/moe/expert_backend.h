@@ -1,6 +1,7 @@
 // What a mailbox server, or any other transport, needs to know of the thing that computes experts.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 
 namespace moebius {
@@ -27,6 +28,9 @@ class ExpertBackend {
   // Writes output [rows, hidden_size], float32: for each row the weighted sum of the experts held here,
   // zero where none was chosen. Throws std::invalid_argument when the request can not be served.
   virtual void forward(const ExpertRequest& request, float* output) = 0;
+  // Calls follow one another with pauses of up to this long, through which threads had better spin. 0: nothing is
+  // known of them. Not while forward() runs.
+  virtual void expect_pauses(std::chrono::nanoseconds /*longest*/) {}
 };
 
 }  // namespace moebius

@@ -90,6 +90,12 @@ KernelPlan ExpertEngine::plan() const {
   return plan_;
 }
 
+void ExpertEngine::expect_pauses(std::chrono::nanoseconds longest) {
+  pool_.set_spin(ThreadPool::kDefaultSpin);
+  // Not at all by default: spinning would cost the cgroup's quota.
+  if (pool_.spin().count() > 0 && longest > pool_.spin()) pool_.set_spin(longest);
+}
+
 void ExpertEngine::forward(const ExpertRequest& request, float* output) {
   check_request(request, output);
   std::lock_guard<std::mutex> lock(forward_mutex_);

@@ -44,10 +44,13 @@ class ExpertEngine final : public ExpertBackend {
   // One call at a time: a second caller waits. Throws std::invalid_argument when the layer is out of range
   // or a chosen expert is not loaded.
   void forward(const ExpertRequest& request, float* output) override;
+  void expect_pauses(std::chrono::nanoseconds longest) override;
 
   const EngineOptions& options() const { return options_; }
   Isa isa() const { return isa_; }
   uint32_t num_threads() const { return pool_.size(); }
+  // How long threads without work spin before they sleep.
+  std::chrono::nanoseconds spin() const { return pool_.spin(); }
   const ExpertStore& store() const { return store_; }
   KernelPlan plan() const;
   const EngineStats& stats() const { return stats_; }

@@ -49,7 +49,8 @@ bool spin_until(std::chrono::nanoseconds limit, Ready&& ready) {
 
 ThreadPool::ThreadPool(uint32_t num_threads, const std::vector<int>& cpus, std::chrono::nanoseconds spin)
     : num_threads_(num_threads == 0 ? pool::default_threads(cpus) : num_threads),
-      spin_(spin.count() < 0 ? pool::default_spin(num_threads_) : spin) {
+      spin_ns_(0) {
+  set_spin(spin);
   try {
     start(cpus);
   } catch (...) {
@@ -59,6 +60,10 @@ ThreadPool::ThreadPool(uint32_t num_threads, const std::vector<int>& cpus, std::
 }
 
 ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::set_spin(std::chrono::nanoseconds spin) {
+  spin_ns_.store((spin.count() < 0 ? pool::default_spin(num_threads_) : spin).count(), std::memory_order_relaxed);
+}
 
 void ThreadPool::start(const std::vector<int>& cpus) {
   for (uint32_t worker = 1; worker < num_threads_; ++worker) {
@@ -131,7 +136,7 @@ void ThreadPool::wait_for_phase(const Phase& phase, uint32_t task) {
   const Gate opened(opened_, phase.begin);
   if (opened()) return;
   phase.prepare(phase.context, task, opened);
-  if (spin_until(spin_, opened)) return;
+  if (spin_until(spin(), opened)) return;
   while (!opened()) {
     const uint32_t word = wake_word_.load();
     sleepers_.fetch_add(1);
@@ -201,7 +206,7 @@ void ThreadPool::worker_loop(uint32_t worker) {
 
 void ThreadPool::wait_for_work() {
   auto due = [this] { return ticket_open(ticket_.load()) || stopping_.load(); };
-  if (spin_until(spin_, due)) return;
+  if (spin_until(spin(), due)) return;
   const uint32_t word = wake_word_.load();
   sleepers_.fetch_add(1);
   if (!due()) pool::futex_wait(wake_word_, word);
@@ -211,7 +216,7 @@ void ThreadPool::wait_for_work() {
 // Until the run is finished or its next phase is open.
 void ThreadPool::wait_as_caller(uint32_t finished_before) {
   auto due = [&] { return ticket_open(ticket_.load()) || finished_.load() != finished_before; };
-  if (spin_until(spin_, due)) return;
+  if (spin_until(spin(), due)) return;
   const uint32_t word = caller_word_.load();
   caller_asleep_.store(1);
   if (!due()) pool::futex_wait(caller_word_, word);

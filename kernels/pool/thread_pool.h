@@ -61,7 +61,9 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   uint32_t size() const { return num_threads_; }
-  std::chrono::nanoseconds spin() const { return spin_; }
+  std::chrono::nanoseconds spin() const { return std::chrono::nanoseconds(spin_ns_.load(std::memory_order_relaxed)); }
+  // From now on; negative: as limits.h says.
+  void set_spin(std::chrono::nanoseconds spin);
 
   // Runs the phases in order, each with fn(task, worker) for every task in [0, count), handed out in ascending order
   // to whoever is free; a phase begins when all tasks of the one before are done and sees what they wrote. worker
@@ -143,7 +145,7 @@ class ThreadPool {
   void wait_as_caller(uint32_t finished_before);
 
   uint32_t num_threads_;
-  std::chrono::nanoseconds spin_;
+  std::atomic<std::chrono::nanoseconds::rep> spin_ns_;
   std::vector<std::thread> threads_;
   std::mutex run_mutex_;
 
