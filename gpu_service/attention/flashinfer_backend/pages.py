@@ -10,8 +10,7 @@ import torch
 import triton.language as tl
 
 from gpu_service.attention.flashinfer_backend.staging import host_int32
-from gpu_service.attention.triton_kernels.jit import jit_for_any
-from gpu_service.ops.triton.jit import next_power_of_2
+from gpu_service.ops.triton.jit import jit_for_any, next_power_of_2
 
 _MIN_REQUESTS = 256
 

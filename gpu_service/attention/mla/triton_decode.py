@@ -11,9 +11,8 @@ import torch
 import triton.language as tl
 
 from gpu_service.attention.triton_kernels.decode import LOG2_E, MIN_SPLIT, keys_per_split
-from gpu_service.attention.triton_kernels.jit import jit_for_any
 from gpu_service.attention.triton_kernels.shapes import Tile
-from gpu_service.ops.triton.jit import jit, next_power_of_2
+from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2
 
 
 @jit

@@ -11,9 +11,8 @@ import torch
 import triton.language as tl
 
 from gpu_service.attention.mla.triton_decode import position_of
-from gpu_service.attention.triton_kernels.jit import jit_for_any
 from gpu_service.attention.triton_kernels.shapes import MIN_ROWS
-from gpu_service.ops.triton.jit import jit, next_power_of_2
+from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2
 
 # Scores, float32, that are alive at a time, 64 MiB: rows beyond that are served one batch after another. No
 # model's context is longer.

@@ -11,9 +11,8 @@ import torch
 import triton.language as tl
 
 from gpu_service.attention.base import PLAIN, AttentionLayer
-from gpu_service.attention.triton_kernels.jit import jit_for_any
 from gpu_service.attention.triton_kernels.shapes import Tile, decode_tile
-from gpu_service.ops.triton.jit import jit
+from gpu_service.ops.triton.jit import jit, jit_for_any
 
 # Fewer keys than this are not worth a program of their own.
 MIN_SPLIT = 256

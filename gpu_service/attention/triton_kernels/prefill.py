@@ -12,29 +12,12 @@ import triton.language as tl
 
 from gpu_service.attention.base import PLAIN, AttentionLayer
 from gpu_service.attention.triton_kernels.decode import LOG2_E, empty_softmax, first_visible
-from gpu_service.attention.triton_kernels.jit import jit_for_any
 from gpu_service.attention.triton_kernels.shapes import Tile, prefill_tile
-from gpu_service.ops.triton.jit import jit
+from gpu_service.ops.triton.jit import jit, jit_for_any
+from gpu_service.ops.triton.row_tiles import num_row_tiles, request_of_tile
 
 # A finite stand-in for the maximum of no scores.
 _LOWEST = -1.0e30
-
-
-@jit
-def _request_of(tile, query_starts, num_requests, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The last request whose first tile is not behind `tile`.
-
-    Request r owns tiles from query_starts[r] // BLOCK_Q + r on: at least as many as it needs, because
-    rounding down loses less than one tile per request.
-    """
-    low, high = 0, num_requests
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(query_starts + middle) // BLOCK_Q + middle <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
 
 
 @jit
@@ -57,10 +40,10 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (tile, KV head): BLOCK_Q consecutive queries of one request, all heads of that KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    request = _request_of(tile, query_starts, num_requests, BLOCK_Q)
+    request, first_tile = request_of_tile(tile, query_starts, num_requests, 0, BLOCK_Q)
     start = tl.load(query_starts + request)
     num_new = tl.load(query_starts + request + 1) - start
-    offset = (tile - start // BLOCK_Q - request) * BLOCK_Q
+    offset = (tile - first_tile) * BLOCK_Q
     if (offset >= num_new) | (num_new == 1):
         return
     earlier = tl.load(seq_lens + request) - num_new
@@ -119,7 +102,7 @@ def prefill(
     tile = tile or prefill_tile(group, head_dim, query.dtype)
     queries_per_tile = tile.rows // group
     sinks = layer.sinks
-    _prefill_kernel[(num_rows // queries_per_tile + num_requests, num_kv_heads)](
+    _prefill_kernel[(num_row_tiles(num_rows, num_requests, queries_per_tile), num_kv_heads)](
         query, cache, output, query if sinks is None else sinks,
         block_table, seq_lens, query_starts, num_requests,
         query.stride(0), query.stride(1), block_table.stride(0), score_scale * LOG2_E, value_scale,

@@ -17,6 +17,19 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function)
 
 
+def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: one compiled kernel for all values of these arguments.
+
+    Left alone, Triton compiles again when a number becomes 1, or a multiple of 16: in the middle of a
+    service, when the first batch of 16 requests comes.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        return triton.jit(function, do_not_specialize=names)
+
+    return decorate
+
+
 def next_power_of_2(size: int) -> int:
     """The smallest power of two that is not smaller; block sizes are these."""
     return 1 << max(0, size - 1).bit_length()
