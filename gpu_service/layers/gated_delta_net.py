@@ -17,8 +17,8 @@ from gpu_service.layers.norm import RMSNorm
 from gpu_service.layers.row_orders import channels_of, linear_attention_order
 from gpu_service.layers.step_sequences import StepSequences
 from gpu_service.model_config import LinearAttentionConfig, ModelConfig
-from gpu_service.ops.causal_conv import causal_conv, causal_conv_update
-from gpu_service.ops.delta_rule import chunked_delta_rule, delta_rows, gated_delta_update
+from gpu_service.ops.causal_conv import causal_conv_extend, causal_conv_update
+from gpu_service.ops.delta_rule import gated_delta_extend, gated_delta_update
 from gpu_service.ops.gated_norm import gated_rms_norm
 from gpu_service.ops.rope import RopeTable
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -84,52 +84,30 @@ class GatedDeltaNet(nn.Module):
         assert states is not None, "a model with linear attention needs states"
         sizes = (self._sizes.conv_size, self._sizes.value_size, *(2 * [self._sizes.num_value_heads]))
         projected = Projected(*self.in_proj(hidden_states).split(sizes, dim=1))
-        if inputs.is_uniform_decode:
-            assert inputs.state_reads is not None
-            assert inputs.state_writes is not None
-            values = self._update(projected, states, inputs.state_reads, inputs.state_writes)
-        else:
-            values = self._mixed(projected, states, inputs)
+        assert inputs.state_reads is not None
+        assert inputs.state_writes is not None
+        values = self._recur(projected, states, inputs, (inputs.state_reads, inputs.state_writes))
         output: torch.Tensor = self.out_proj(
             gated_rms_norm(values, projected.gate, self.norm.weight, self.norm.eps)
         )
         return output
 
-    def _update(
-        self, projected: Projected, states: StateCache, reads: torch.Tensor, writes: torch.Tensor
+    def _recur(
+        self,
+        projected: Projected,
+        states: StateCache,
+        inputs: ForwardInputs,
+        slots: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """One token of each request: `[R, num_value_heads, value_head_dim]`."""
-        layer = self._state_layer
-        qkv = causal_conv_update(projected.qkv, states.conv(layer), self.conv1d.taps, reads, writes)
-        state = states.recurrent(layer)
-        return gated_delta_update(
-            qkv, projected.a, projected.b, self.A_log, self.dt_bias, state, reads, writes
-        )
-
-    def _mixed(self, projected: Projected, states: StateCache, inputs: ForwardInputs) -> torch.Tensor:
-        """A request with several tokens alone, neighbours with one each together; `[T, heads, head_dim]`."""
-        reads, writes = inputs.state_reads, inputs.state_writes
-        assert reads is not None
-        assert writes is not None
-        values = []
-        for neighbours in self._sequences.of(inputs):
-            compute = self._update if neighbours.is_single_token else self._extend
-            rows = Projected(*(part[neighbours.rows] for part in projected))
-            values.append(compute(rows, states, reads[neighbours.requests], writes[neighbours.requests]))
-        return torch.cat(values)
-
-    def _extend(
-        self, projected: Projected, states: StateCache, read: torch.Tensor, write: torch.Tensor
-    ) -> torch.Tensor:
-        """The next tokens of one request: `[T, num_value_heads, value_head_dim]`."""
+        """Convolution and recurrence, `[T, num_value_heads, value_head_dim]`; slots: read, and written."""
         conv, recurrent = states.conv(self._state_layer), states.recurrent(self._state_layer)
-        qkv, recent = causal_conv(projected.qkv, conv[read][0], self.conv1d.taps)
-        conv[write] = recent[None]
-        dims = self._sizes.key_head_dim, self._sizes.value_head_dim
-        rows = delta_rows(qkv, projected.a, projected.b, self.A_log, self.dt_bias, *dims)
-        values, state = chunked_delta_rule(rows, recurrent[read][0])
-        recurrent[write] = state[None]
-        return values.to(qkv.dtype)
+        taps, gates = self.conv1d.taps, (projected.a, projected.b, self.A_log, self.dt_bias)
+        if inputs.is_uniform_decode:
+            qkv = causal_conv_update(projected.qkv, conv, taps, *slots)
+            return gated_delta_update(qkv, *gates, recurrent, *slots)
+        sequences = self._sequences.of(inputs)
+        qkv = causal_conv_extend(projected.qkv, conv, taps, *slots, sequences)
+        return gated_delta_extend(qkv, *gates, recurrent, *slots, sequences)
 
 
 class ConvWeight(nn.Module):

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import NamedTuple
-
 from gpu_service.batch import ForwardInputs
-
-
-class Neighbours(NamedTuple):
-    """Consecutive requests of one token each, or one request of several tokens."""
-
-    requests: slice
-    rows: slice
-    # Whether each request computes one token.
-    is_single_token: bool
+from gpu_service.ops.sequences import Sequences, make_sequences
 
 
 class StepSequences:
-    """Shared by the layers of a model, which all ask about the same step.
-
-    In slices, because a list of rows would have to travel to the device while the host waits.
-    """
+    """Shared by the layers of a model, which all ask about the same step."""
 
     def __init__(self) -> None:
-        self._inputs: ForwardInputs | None = None
-        self._found: list[Neighbours] = []
+        self._latest: tuple[ForwardInputs, Sequences] | None = None
 
-    def of(self, inputs: ForwardInputs) -> list[Neighbours]:
+    def of(self, inputs: ForwardInputs) -> Sequences:
         """All requests of the step, in order."""
-        if self._inputs is not inputs:
-            self._inputs, self._found = inputs, _neighbours(inputs.query_start_loc)
-        return self._found
-
-
-def _neighbours(starts: list[int]) -> list[Neighbours]:
-    found: list[Neighbours] = []
-    for request, (begin, end) in enumerate(itertools.pairwise(starts)):
-        first, row, single = request, begin, end - begin == 1
-        if single and found and found[-1].is_single_token:
-            last = found.pop()
-            first, row = last.requests.start, last.rows.start
-        found.append(Neighbours(slice(first, request + 1), slice(row, end), single))
-    return found
+        if self._latest is None or self._latest[0] is not inputs:
+            self._latest = inputs, make_sequences(inputs.query_start_loc, inputs.query_start_loc_tensor)
+        return self._latest[1]

@@ -10,8 +10,8 @@ import structlog
 import torch
 
 from gpu_service.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
-from gpu_service.ops.causal_conv import causal_conv_update
-from gpu_service.ops.delta_rule import gated_delta_update
+from gpu_service.ops.causal_conv import causal_conv_extend, causal_conv_update
+from gpu_service.ops.delta_rule import gated_delta_extend, gated_delta_update
 from gpu_service.ops.examples import EXAMPLES
 from gpu_service.ops.fp8_linear import fp8_linear
 from gpu_service.ops.gated_norm import gated_rms_norm
@@ -37,7 +37,9 @@ OPS: tuple[Op[..., Any], ...] = (
     gelu_tanh_and_mul,
     append_kv,
     causal_conv_update,
+    causal_conv_extend,
     gated_delta_update,
+    gated_delta_extend,
     gated_rms_norm,
     route,
     fp8_linear,

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from gpu_service.ops.registry import Op
+from gpu_service.ops.sequences import Sequences
 
 
 def causal_conv(
@@ -42,3 +43,28 @@ def causal_conv_update(
     states[writes] = inputs[:, 1:]
     total = (inputs.float() * weight.t().float()).sum(1)
     return functional.silu(total).to(rows.dtype)
+
+
+@Op
+def causal_conv_extend(
+    rows: torch.Tensor,
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    reads: torch.Tensor,
+    writes: torch.Tensor,
+    sequences: Sequences,
+) -> torch.Tensor:
+    """One or more tokens of each of R requests, whose rows `sequences` tells; else as `causal_conv_update`.
+
+    The recent inputs written are those behind each request's last row. Returns `[T, C]`.
+    """
+    outputs = []
+    for neighbours in sequences.neighbours:
+        own, read, write = rows[neighbours.rows], reads[neighbours.requests], writes[neighbours.requests]
+        if neighbours.is_single_token:
+            outputs.append(causal_conv_update(own, states, weight, read, write))
+            continue
+        output, recent = causal_conv(own, states[read][0], weight)
+        states[write] = recent[None]
+        outputs.append(output)
+    return torch.cat(outputs)

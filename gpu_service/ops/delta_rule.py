@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from gpu_service.ops.registry import Op
+from gpu_service.ops.sequences import Sequences
 
 # Tokens whose mutual influence is solved at once; longer chunks cost more products, shorter ones more steps.
 CHUNK = 64
@@ -86,6 +87,35 @@ def gated_delta_update(
     state = state + rows.key[..., None] * change[..., None, :]
     states[writes] = state
     return (rows.query[..., None] * state).sum(-2).to(qkv.dtype)
+
+
+@Op
+def gated_delta_extend(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    reads: torch.Tensor,
+    writes: torch.Tensor,
+    sequences: Sequences,
+) -> torch.Tensor:
+    """One or more tokens of each of R requests, whose rows `sequences` tells; else as `gated_delta_update`.
+
+    The states written are those behind each request's last row. Returns `[T, H, value_head_dim]`.
+    """
+    values, (_, _, key_dim, value_dim) = [], states.shape
+    for neighbours in sequences.neighbours:
+        tokens, read, write = neighbours.rows, reads[neighbours.requests], writes[neighbours.requests]
+        own = qkv[tokens], a[tokens], b[tokens], a_log, dt_bias
+        if neighbours.is_single_token:
+            values.append(gated_delta_update(*own, states, read, write))
+            continue
+        several, state = chunked_delta_rule(delta_rows(*own, key_dim, value_dim), states[read][0])
+        states[write] = state[None]
+        values.append(several.to(qkv.dtype))
+    return torch.cat(values)
 
 
 def chunked_delta_rule(

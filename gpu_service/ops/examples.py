@@ -10,6 +10,7 @@ import torch
 from gpu_service.model_config import RouterConfig
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
+from gpu_service.ops.sequences import Sequences, make_sequences
 
 _TOKENS, _QUERIES, _KEYS, _HEAD_DIM = 3, 4, 2, 64
 # A model's width, because libraries compile another kernel for a narrow one.
@@ -73,19 +74,35 @@ def _slots(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([0, 0, 2], device=device), torch.tensor([1, 3, 4], device=device)
 
 
-def _conv_update(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    rows = _random(_TOKENS, 400, device=device, dtype=dtype)[:, :300]
+def _sequences(device: torch.device) -> Sequences:
+    """One token, then two chunks and a part of one, then less than a convolution remembers."""
+    starts = [0, 1, 134, 136]
+    return make_sequences(starts, torch.tensor(starts, dtype=torch.int32, device=device))
+
+
+def _conv_update(device: torch.device, dtype: torch.dtype, tokens: int = _TOKENS) -> tuple[Any, ...]:
+    rows = _random(tokens, 400, device=device, dtype=dtype)[:, :300]
     states = _random(5, 3, 300, device=device, dtype=dtype)
     return rows, states, _random(300, 4, device=device, dtype=dtype), *_slots(device)
 
 
-def _delta_update(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+def _conv_extend(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+    sequences = _sequences(device)
+    return *_conv_update(device, dtype, sequences.neighbours[-1].rows.stop), sequences
+
+
+def _delta_update(device: torch.device, dtype: torch.dtype, tokens: int = _TOKENS) -> tuple[Any, ...]:
     """Two key heads and four value heads."""
-    qkv = _random(_TOKENS, 2 * 2 * 16 + 4 * _HEAD_DIM, device=device, dtype=dtype)
-    a, b = _random(_TOKENS, 8, device=device, dtype=dtype).chunk(2, dim=1)
+    qkv = _random(tokens, 2 * 2 * 16 + 4 * _HEAD_DIM, device=device, dtype=dtype)
+    a, b = _random(tokens, 8, device=device, dtype=dtype).chunk(2, dim=1)
     a_log, dt_bias = _random(2, 4, device=device, dtype=torch.float32)
     states = _random(5, 4, 16, _HEAD_DIM, device=device, dtype=torch.float32)
     return qkv, a, b, a_log, dt_bias, states, *_slots(device)
+
+
+def _delta_extend(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+    sequences = _sequences(device)
+    return *_delta_update(device, dtype, sequences.neighbours[-1].rows.stop), sequences
 
 
 def _gated_norm(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -131,7 +148,9 @@ EXAMPLES: dict[str, Callable[[torch.device, torch.dtype], tuple[Any, ...]]] = {
     "gelu_tanh_and_mul": _gate_up,
     "append_kv": _append_kv,
     "causal_conv_update": _conv_update,
+    "causal_conv_extend": _conv_extend,
     "gated_delta_update": _delta_update,
+    "gated_delta_extend": _delta_extend,
     "gated_rms_norm": _gated_norm,
     "route": _route,
     "fp8_linear": _fp8_linear,

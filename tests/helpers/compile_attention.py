@@ -12,11 +12,9 @@ from gpu_service.attention.mla.triton_backend import TritonMlaAttention
 from gpu_service.attention.triton_kernels.backend import TritonAttention
 from gpu_service.cache.fp8 import E4M3
 from tests.helpers.attention_cases import Geometry, Shape, make_case, run
-from tests.helpers.compile_triton import launches_compile
+from tests.helpers.compile_triton import SHARED_BYTES, launches_compile
 from tests.helpers.mla_cases import DEEPSEEK, DEEPSEEK_SPARSE, make_mla_case, run_absorbed
 
-# What a multiprocessor of an H100 or H200 lends to one program.
-SHARED_BYTES = 227 * 1024
 BF16, FP32 = torch.bfloat16, torch.float32
 
 GEOMETRIES = (

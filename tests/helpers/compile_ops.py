@@ -9,7 +9,25 @@ import torch
 from gpu_service.model_config import RouterConfig
 from gpu_service.ops.examples import EXAMPLES
 from gpu_service.ops.triton.table import IMPLEMENTATIONS
-from tests.helpers.compile_triton import launches_compile
+from tests.helpers.compile_triton import SHARED_BYTES, launches_compile, stack_bytes
+from tests.helpers.linear_cases import QWEN3_5_LARGE, QWEN3_NEXT, make_delta_case
+
+# A few values that wait on the stack cost nothing; a tile of them would be read again and again.
+STACK_BYTES = 256
+
+
+def compile_linear_attention() -> None:
+    """At real sizes, where a program has the most to hold."""
+    for sizes, dtype in (
+        (QWEN3_NEXT, torch.bfloat16),
+        (QWEN3_5_LARGE, torch.bfloat16),
+        (QWEN3_NEXT, torch.float32),
+    ):
+        case = make_delta_case(sizes, [1, 70], dtype)
+        IMPLEMENTATIONS["gated_delta_extend"].function(*case)
+        taps = torch.zeros(sizes.conv_size, 4, dtype=dtype)
+        recent = torch.zeros(5, 3, sizes.conv_size, dtype=dtype)
+        IMPLEMENTATIONS["causal_conv_extend"].function(case.qkv, recent, taps, *case[6:])
 
 
 def main() -> None:
@@ -38,8 +56,13 @@ def main() -> None:
             config = RouterConfig(128, 8, score, post=post)
             IMPLEMENTATIONS["route"].function(logits, None, config, logits[:, 0] > 0)
         IMPLEMENTATIONS["argmax_and_finite"].function(torch.zeros(1, 7))
+        small = len(compiled)
+        compile_linear_attention()
     for kernel in compiled:
         print(kernel.metadata.name, len(kernel.asm["cubin"]))
+        assert kernel.metadata.shared <= SHARED_BYTES, "more shared memory than there is"
+    for kernel in compiled[small:]:
+        assert stack_bytes(kernel) <= STACK_BYTES, "values of a tile do not stay in registers"
     sys.exit(0 if compiled else 1)
 
 

@@ -6,6 +6,9 @@ not unify, shapes that are not known, operations a GPU lacks.
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +31,8 @@ _POINTERS = {
     torch.bool: "*i1",
     torch.float64: "*fp64",
 }
+# What a multiprocessor of an H100 or H200 lends to one program.
+SHARED_BYTES = 227 * 1024
 _OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
 
 
@@ -78,3 +83,15 @@ def launches_compile(architecture: int = 90) -> Iterator[list[Any]]:
         yield compiled
     finally:
         JITFunction.run = original
+
+
+def stack_bytes(kernel: Any) -> int:
+    """What each thread keeps in memory because registers do not hold it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        program = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    found = re.search(rf"Function {kernel.metadata.name}:\s+REG:\d+ STACK:(\d+)", usage)
+    assert found is not None, usage
+    return int(found[1])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.ops import backends
 from gpu_service.ops.activation import silu_and_mul
 from gpu_service.ops.backends import OPS, install, install_tables, load_tables, uninstall
@@ -59,7 +60,8 @@ def test_triton_takes_all_ops_but_the_truncation_and_is_the_reference() -> None:
     with capture_logs() as logs:
         chosen = install_tables(CPU, load_tables(["triton"]), torch.float32)
     assert not _warnings(logs)
-    assert {name for name, libraries in chosen.items() if libraries != "triton"} == {"truncate_probabilities"}
+    rest = {name: libraries for name, libraries in chosen.items() if libraries != "triton"}
+    assert rest == {"truncate_probabilities": "torch", "gated_delta_extend": "triton > torch"}
     (line,) = [log for log in logs if "chosen" in log["event"]]
     assert {name: line[name] for name in chosen} == chosen
     for op in OPS:

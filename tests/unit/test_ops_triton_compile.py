@@ -20,6 +20,11 @@ def test_kernels_compile_for_sm_90(tmp_path: Path) -> None:
     run = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     lines = [line.split() for line in run.stdout.splitlines()]
-    assert {name for name, _ in lines} >= {"rms_norm_kernel", "qk_norm_rope_kernel", "route_kernel"}
+    assert {name for name, _ in lines} >= {
+        "rms_norm_kernel",
+        "qk_norm_rope_kernel",
+        "route_kernel",
+        "scan_kernel",
+    }
     assert len(lines) > 2 * len(IMPLEMENTATIONS)
     assert all(int(size) > 0 for _, size in lines)

@@ -50,7 +50,7 @@ def causal_conv_update_kernel(
 
 
 @jit
-def _softplus(x: tl.tensor) -> tl.tensor:
+def softplus(x: tl.tensor) -> tl.tensor:
     """log(1 + exp(x)), exact also where exp(x) is lost beside 1."""
     small = tl.exp(tl.minimum(x, 20.0))
     total = 1.0 + small
@@ -77,6 +77,7 @@ def gated_delta_update_kernel(
     states_ptr: tl.tensor,
     reads_ptr: tl.tensor,
     writes_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
     output_ptr: tl.tensor,
     qkv_stride: int,
     a_stride: int,
@@ -89,22 +90,31 @@ def gated_delta_update_kernel(
     query_scale: float,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
 ) -> None:
-    """Program (r, h, c) has some columns of head h's state: they go their ways apart from one another."""
+    """Program (r, h, c) has some columns of head h's state: they go their ways apart from one another.
+
+    HAS_STARTS: the request's first row is in `starts`, and requests with more than one are left out.
+    """
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    token = request
+    if HAS_STARTS:
+        token = tl.load(starts_ptr + request).to(tl.int64)
+        if tl.load(starts_ptr + request + 1) - token > 1:
+            return
     row = tl.arange(0, BLOCK_K)
     column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_rows, in_columns = row < key_dim, column < value_dim
-    heads = qkv_ptr + request * qkv_stride
+    heads = qkv_ptr + token * qkv_stride
     key_head = heads + (head // repeats) * key_dim + row
     query = _unit(key_head, in_rows) * query_scale
     key = _unit(key_head + key_size, in_rows)
     value = tl.load(heads + 2 * key_size + head * value_dim + column, mask=in_columns, other=0.0).to(
         tl.float32
     )
-    step = tl.load(a_ptr + request * a_stride + head).to(tl.float32) + tl.load(dt_bias_ptr + head)
-    decay = tl.exp(-tl.exp(tl.load(a_log_ptr + head)) * _softplus(step))
-    beta = tl.sigmoid(tl.load(b_ptr + request * b_stride + head).to(tl.float32))
+    step = tl.load(a_ptr + token * a_stride + head).to(tl.float32) + tl.load(dt_bias_ptr + head)
+    decay = tl.exp(-tl.exp(tl.load(a_log_ptr + head)) * softplus(step))
+    beta = tl.sigmoid(tl.load(b_ptr + token * b_stride + head).to(tl.float32))
     tile = head * key_dim * value_dim + row[:, None] * value_dim + column[None, :]
     slot_size = num_heads * key_dim * value_dim
     mask = in_rows[:, None] & in_columns[None, :]
@@ -115,7 +125,7 @@ def gated_delta_update_kernel(
     state += key[:, None] * change[None, :]
     tl.store(states_ptr + tl.load(writes_ptr + request) * slot_size + tile, state, mask=mask)
     output = tl.sum(query[:, None] * state, axis=0).to(output_ptr.dtype.element_ty)
-    tl.store(output_ptr + (request * num_heads + head) * value_dim + column, output, mask=in_columns)
+    tl.store(output_ptr + (token * num_heads + head) * value_dim + column, output, mask=in_columns)
 
 
 @jit
@@ -180,34 +190,52 @@ def gated_delta_update(
     writes: torch.Tensor,
 ) -> torch.Tensor:
     """See `ops.delta_rule.gated_delta_update`."""
-    requests, (_, heads, key_dim, value_dim) = qkv.shape[0], states.shape
-    key_size = (qkv.shape[1] - heads * value_dim) // 2
-    output = torch.empty(requests, heads, value_dim, dtype=qkv.dtype, device=qkv.device)
-    columns = min(_COLUMNS, next_power_of_2(value_dim))
-    if requests:
-        gated_delta_update_kernel[(requests, heads, -(-value_dim // columns))](
-            qkv,
-            a,
-            b,
-            a_log,
-            dt_bias,
-            states,
-            reads,
-            writes,
-            output,
-            qkv.stride(0),
-            a.stride(0),
-            b.stride(0),
-            key_size,
-            heads,
-            heads * key_dim // key_size,
-            key_dim,
-            value_dim,
-            key_dim**-0.5,
-            BLOCK_K=next_power_of_2(key_dim),
-            BLOCK_V=columns,
-        )
+    output = torch.empty(qkv.shape[0], states.shape[1], states.shape[3], dtype=qkv.dtype, device=qkv.device)
+    if qkv.shape[0]:
+        launch_update(qkv, a, b, a_log, dt_bias, states, reads, writes, output)
     return output
+
+
+def launch_update(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    reads: torch.Tensor,
+    writes: torch.Tensor,
+    output: torch.Tensor,
+    starts: torch.Tensor | None = None,
+) -> None:
+    """The update into rows of `output`; starts int32 `[R + 1]`: of those requests only that have one row."""
+    heads, key_dim, value_dim = states.shape[1:]
+    key_size = (qkv.shape[1] - heads * value_dim) // 2
+    columns = min(_COLUMNS, next_power_of_2(value_dim))
+    gated_delta_update_kernel[(reads.shape[0], heads, -(-value_dim // columns))](
+        qkv,
+        a,
+        b,
+        a_log,
+        dt_bias,
+        states,
+        reads,
+        writes,
+        reads if starts is None else starts,
+        output,
+        qkv.stride(0),
+        a.stride(0),
+        b.stride(0),
+        key_size,
+        heads,
+        heads * key_dim // key_size,
+        key_dim,
+        value_dim,
+        key_dim**-0.5,
+        BLOCK_K=next_power_of_2(key_dim),
+        BLOCK_V=columns,
+        HAS_STARTS=starts is not None,
+    )
 
 
 def gated_rms_norm(

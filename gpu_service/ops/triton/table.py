@@ -1,9 +1,11 @@
-"""What Triton offers: one launch for each op (two for the greedy choice), any shape, dtype and stride."""
+"""What Triton offers: one launch for each op, or a few; any shape, dtype and stride unless it says so."""
 
 from __future__ import annotations
 
 from gpu_service.ops.implementation import Implementation
 from gpu_service.ops.triton.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from gpu_service.ops.triton.conv_chunks import causal_conv_extend
+from gpu_service.ops.triton.delta_extend import gated_delta_extend, supports_extend
 from gpu_service.ops.triton.fp8_linear import fp8_linear
 from gpu_service.ops.triton.kv import append_kv
 from gpu_service.ops.triton.linear_attention import causal_conv_update, gated_delta_update, gated_rms_norm
@@ -24,7 +26,9 @@ IMPLEMENTATIONS = {
     "gelu_tanh_and_mul": Implementation(gelu_tanh_and_mul),
     "append_kv": Implementation(append_kv),
     "causal_conv_update": Implementation(causal_conv_update),
+    "causal_conv_extend": Implementation(causal_conv_extend),
     "gated_delta_update": Implementation(gated_delta_update),
+    "gated_delta_extend": Implementation(gated_delta_extend, supports_extend),
     "gated_rms_norm": Implementation(gated_rms_norm),
     "route": Implementation(route),
     "fp8_linear": Implementation(fp8_linear),

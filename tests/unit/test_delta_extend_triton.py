@@ -1,0 +1,83 @@
+"""Invariant: a mixed step of linear attention by kernels is the recurrence token by token, in float64.
+
+In Triton's interpreter: heads that fill no block, requests of one token, of less and more than a chunk, and
+of several chunks, beside one another.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tests.helpers.triton_interpreter  # noqa: F401
+from gpu_service.ops.causal_conv import causal_conv_extend
+from gpu_service.ops.triton import conv_chunks
+from gpu_service.ops.triton.delta_extend import gated_delta_extend, supports_extend
+from tests.helpers.linear_cases import LinearSizes, make_delta_case, naive_delta, sequences_of, slots
+from tests.tolerances import DELTA_RULE, OP_ROUNDINGS
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+LENGTHS = [1, 65, 1, 2, 63, 64, 130]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [LinearSizes(2, 4, 8, 10), LinearSizes(1, 3, 12, 6), LinearSizes(2, 2, 6, 36)], ids=str
+)
+def test_outputs_and_states_are_the_recurrence(sizes: LinearSizes, dtype: torch.dtype) -> None:
+    """States that no request writes stay as they are."""
+    case = make_delta_case(sizes, LENGTHS, dtype)
+    outputs, states = naive_delta(case)
+    got = gated_delta_extend(*case)
+    tolerance = DELTA_RULE[dtype]
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), outputs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(case.states.double(), states, rtol=tolerance, atol=tolerance)
+    unwritten = len(LENGTHS) + 1
+    assert torch.equal(case.states[:unwritten].double(), states[:unwritten])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_same_token_again_and_again(dtype: torch.dtype) -> None:
+    """Equal keys, no decay and beta 1: powers of a chunk's system reach 10^17, its inverse stays small."""
+    case = make_delta_case(LinearSizes(1, 1, 16, 16), [128], dtype)
+    case.qkv[:, :32] = case.qkv[:1, :32].clone()
+    case.a.fill_(-40.0)
+    case.b.fill_(40.0)
+    outputs, states = naive_delta(case)
+    tolerance = DELTA_RULE[dtype]
+    torch.testing.assert_close(gated_delta_extend(*case).double(), outputs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(case.states.double(), states, rtol=tolerance, atol=tolerance)
+
+
+def test_strong_decay_makes_no_chunk_overflow() -> None:
+    """Products of decays within a chunk leave float32's range on either side."""
+    case = make_delta_case(LinearSizes(1, 2, 8, 8), [64, 70], torch.float32)
+    case.a.add_(30)
+    case.a_log.fill_(3.0)
+    outputs, states = naive_delta(case)
+    tolerance = DELTA_RULE[torch.float32]
+    torch.testing.assert_close(gated_delta_extend(*case).double(), outputs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(case.states.double(), states, rtol=tolerance, atol=tolerance)
+
+
+def test_heads_that_are_too_large_are_left_to_torch() -> None:
+    for sizes, fits in ((LinearSizes(1, 1, 128, 128), True), (LinearSizes(1, 1, 128, 129), False)):
+        assert supports_extend(*make_delta_case(sizes, [2], torch.float32)) is fits
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_convolution_of_short_and_long_requests(width: int) -> None:
+    """Fewer tokens than a state remembers, tiles that end with a request and one row behind it."""
+    lengths = [1, 2, 16, 1, 17, 3]
+    generator = torch.Generator().manual_seed(width)
+    rows = torch.randn(sum(lengths), 150, generator=generator)[:, :130]
+    weight = torch.randn(130, width, generator=generator)
+    states = torch.randn(2 * len(lengths) + 1, width - 1, 130, generator=generator)
+    theirs, ours = states.clone(), states.clone()
+    rest = weight, *slots(lengths, "cpu"), sequences_of(lengths, "cpu")
+    expected = causal_conv_extend.reference(rows, theirs, *rest)
+    got = conv_chunks.causal_conv_extend(rows, ours, *rest)
+    tolerance = OP_ROUNDINGS[torch.float32]
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(ours, theirs)
