@@ -119,12 +119,15 @@ def test_equal_scores_go_to_the_earliest_tokens(name: str) -> None:
         assert listed(again) == chosen[rows]
 
 
-def test_scores_are_served_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where not all rows' scores fit into memory at once, and one row's not into a program's tile."""
-    monkeypatch.setattr(triton_index, "MAX_SCORES", 100)
+@pytest.mark.parametrize("max_scores", [100, 450])
+def test_scores_are_served_in_batches(max_scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not all rows' scores fit into memory at once, and one row's not into a program's tile.
+
+    Batches of 2 and of 10 rows: each ends within a request, and a tile of rows with it.
+    """
     monkeypatch.setattr(triton_index, "_BLOCK_SCORES", 16)
-    monkeypatch.setattr("gpu_service.attention.mla.triton_backend.MAX_SCORES", 100)
-    case = make_mla_case(TINY_SPARSE, [(40, 1), (0, 5), (3, 1)])
+    monkeypatch.setattr("gpu_service.attention.mla.triton_backend.MAX_SCORES", max_scores)
+    case = make_mla_case(TINY_SPARSE, [(40, 1), (0, 5), (3, 1), (20, 19)])
     backend = backend_for(case, "triton")
     backend.plan(case.inputs)
     assert listed(backend.select(case.index_query, case.head_weights, 0)) == naive_selection(case)

@@ -1,4 +1,4 @@
-"""The indexer of sparse attention as Triton kernels: scores of one row's tokens, then the highest of them.
+"""The indexer of sparse attention as Triton kernels: scores of a few rows' tokens, then a row's highest.
 
 The threshold that a row's choice lies above is found digit by digit, most significant first, from counts of
 how many scores have each digit; no score moves, so equal ones keep the order of their tokens. Everything is
@@ -13,44 +13,53 @@ import triton.language as tl
 from gpu_service.attention.mla.triton_decode import position_of
 from gpu_service.attention.triton_kernels.shapes import MIN_ROWS
 from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2
+from gpu_service.ops.triton.row_tiles import num_row_tiles, request_of_tile
 
 # Scores, float32, that are alive at a time, 64 MiB: rows beyond that are served one batch after another. No
 # model's context is longer.
 MAX_SCORES = 2**24
-# Keys of one program's tile; heads that do not fit beside it are taken one tile after another.
-_BLOCK_KEYS, _BLOCK_HEADS = 64, 64
+# Rows of one request that a program scores against the keys it has loaded once.
+_BLOCK_ROWS = 8
+# Bytes of an element -> keys of a program, and heads at a time; without tensor cores, registers hold few.
+_BLOCKS = {2: (128, 64), 4: (32, MIN_ROWS)}
 # Scores a program of the second kernel reads at a time.
 _BLOCK_SCORES = 1024
 
 
-@jit_for_any("first_row", "num_requests", "table_stride", "score_stride")
+@jit_for_any("first_row", "end_row", "num_requests", "table_stride", "score_stride")
 def _score_kernel(  # type: ignore[no-untyped-def]
-    query, head_weights, keys, scores, block_table, seq_lens, query_starts, first_row, num_requests,
+    query, head_weights, keys, scores, block_table, seq_lens, query_starts, first_row, end_row, num_requests,
     table_stride, score_stride, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of tokens): the weighted sum of ReLU over all heads."""
-    row = first_row + tl.program_id(0)
-    request, length = position_of(row, query_starts, seq_lens, num_requests)
-    first = tl.program_id(1) * BLOCK_N
-    if first < length:
+    """Program (tile of a request's rows, block of tokens): the weighted sum of ReLU over all heads."""
+    tile, first = tl.program_id(0), tl.program_id(1) * BLOCK_N
+    request, first_tile = request_of_tile(tile, query_starts, num_requests, first_row, BLOCK_Q)
+    start, stop = tl.load(query_starts + request), tl.load(query_starts + request + 1)
+    # A row attends to the tokens before `row + beyond`.
+    beyond = tl.load(seq_lens + request) - stop + 1
+    begin = tl.maximum(start, first_row) + (tile - first_tile) * BLOCK_Q
+    end = tl.minimum(begin + BLOCK_Q, tl.minimum(stop, end_row))
+    if (begin < end) & (first < end - 1 + beyond):
         position, at = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-        seen, in_dim = position < length, at < HEAD_DIM
+        seen, in_dim = position < end - 1 + beyond, at < HEAD_DIM
         page = tl.load(block_table + request * table_stride + position // PAGE_SIZE, mask=seen, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
         key = tl.load(keys + slot[:, None] * HEAD_DIM + at[None, :], mask=seen[:, None] & in_dim[None, :],
                       other=0.0)  # fmt: skip
-        total = tl.zeros([BLOCK_N], tl.float32)
-        for begin in range(0, NUM_HEADS, BLOCK_H):
-            head = begin + tl.arange(0, BLOCK_H)
-            in_head, index = head < NUM_HEADS, row.to(tl.int64) * NUM_HEADS + head
-            rows = tl.load(query + index[:, None] * HEAD_DIM + at[None, :],
-                           mask=in_head[:, None] & in_dim[None, :], other=0.0)  # fmt: skip
-            weight = tl.load(head_weights + index, mask=in_head, other=0.0)
-            products = tl.dot(rows, tl.trans(key), input_precision=PRECISION)
-            total += tl.sum(tl.maximum(products, 0.0) * weight[:, None], 0)
-        at_score = scores + tl.program_id(0).to(tl.int64) * score_stride + position
-        tl.store(at_score, total, mask=seen)
+        for row in range(begin, end):
+            total = tl.zeros([BLOCK_N], tl.float32)
+            for first_head in tl.static_range(0, NUM_HEADS, BLOCK_H):
+                head = first_head + tl.arange(0, BLOCK_H)
+                in_head, index = head < NUM_HEADS, tl.full([], NUM_HEADS, tl.int64) * row + head
+                rows = tl.load(query + index[:, None] * HEAD_DIM + at[None, :],
+                               mask=in_head[:, None] & in_dim[None, :], other=0.0)  # fmt: skip
+                weight = tl.load(head_weights + index, mask=in_head, other=0.0)
+                products = tl.dot(key, tl.trans(rows), input_precision=PRECISION)
+                total += tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
+            of_row = scores + (tl.full([], 0, tl.int64) + (row - first_row)) * score_stride
+            tl.store(of_row + position, total, mask=position < row + beyond)
 
 
 @jit
@@ -139,16 +148,17 @@ def choose_tokens(
     """
     num_rows, num_heads, head_dim = query.shape
     selection = torch.empty(num_rows, top_k, dtype=torch.int32, device=query.device)
-    batch = scratch.shape[0] // longest
+    batch, (block_keys, block_heads) = scratch.shape[0] // longest, _BLOCKS[query.dtype.itemsize]
     query, head_weights = query.contiguous(), head_weights.contiguous()
     for first_row in range(0, num_rows, batch):
         rows = min(batch, num_rows - first_row)
-        _score_kernel[(rows, -(-longest // _BLOCK_KEYS))](
+        tiles = num_row_tiles(rows, seq_lens.shape[0], _BLOCK_ROWS)
+        _score_kernel[(tiles, -(-longest // block_keys))](
             query, head_weights, keys, scratch, block_table, seq_lens, query_starts, first_row,
-            seq_lens.shape[0], block_table.stride(0), longest,
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, PAGE_SIZE=keys.shape[1],
-            BLOCK_H=min(_BLOCK_HEADS, max(MIN_ROWS, next_power_of_2(num_heads))),
-            BLOCK_D=max(MIN_ROWS, next_power_of_2(head_dim)), BLOCK_N=_BLOCK_KEYS,
+            first_row + rows, seq_lens.shape[0], block_table.stride(0), longest,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, PAGE_SIZE=keys.shape[1], BLOCK_Q=_BLOCK_ROWS,
+            BLOCK_H=min(block_heads, max(MIN_ROWS, next_power_of_2(num_heads))),
+            BLOCK_D=max(MIN_ROWS, next_power_of_2(head_dim)), BLOCK_N=block_keys,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         )  # fmt: skip
         _choose_kernel[(rows,)](
