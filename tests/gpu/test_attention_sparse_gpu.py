@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -58,6 +60,17 @@ def test_attention_to_the_chosen_tokens(shape: str, name: str) -> None:
     chosen = checked(case, backend.select(case.index_query, case.head_weights, 0))
     expected = naive_mla(case, chosen)
     output = run_absorbed(case, backend)
+    torch.testing.assert_close(output.double(), expected, rtol=MLA_BFLOAT16, atol=MLA_BFLOAT16)
+
+
+def test_many_heads_of_a_row_share_what_they_read() -> None:
+    """Rows enough for programs of 64 heads, behind earlier tokens and from the first on."""
+    sizes = replace(DEEPSEEK_SPARSE, num_heads=128)
+    case = make_mla_case(sizes, [(1000, 150), (0, 300)], 64, torch.bfloat16, None, "cuda")
+    backend = TritonMlaAttention(sizes, case.cache)
+    backend.plan(case.inputs)
+    chosen = checked(case, backend.select(case.index_query, case.head_weights, 0))
+    expected, output = naive_mla(case, chosen), run_absorbed(case, backend)
     torch.testing.assert_close(output.double(), expected, rtol=MLA_BFLOAT16, atol=MLA_BFLOAT16)
 
 

@@ -5,6 +5,8 @@ Prints a line per kernel: its name and the bytes of shared memory it takes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from gpu_service.attention.flashinfer_backend.pages import list_pages
@@ -40,6 +42,10 @@ def main() -> None:
             run_absorbed(latent, TritonMlaAttention(DEEPSEEK, latent.cache))
         sparse = make_mla_case(DEEPSEEK_SPARSE, [(900, 1)], 64, BF16)
         run_absorbed(sparse, TritonMlaAttention(DEEPSEEK_SPARSE, sparse.cache))
+        # Programs of 64 heads.
+        many_heads = replace(DEEPSEEK_SPARSE, num_heads=128)
+        sparse = make_mla_case(many_heads, [(900, 140)], 64, BF16)
+        run_absorbed(sparse, TritonMlaAttention(many_heads, sparse.cache))
         inputs = make_case(GEOMETRIES[0], SHAPES[1]).inputs
         list_pages(inputs.block_table, inputs.seq_lens_tensor, torch.zeros(99, dtype=torch.int32), 16)
     for kernel in compiled:

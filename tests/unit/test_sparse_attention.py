@@ -6,6 +6,7 @@ may be chosen is dense attention bit by bit.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,8 @@ from gpu_service.attention.mla.flashinfer_backend import FlashInferMlaAttention
 from gpu_service.attention.mla.selection import select_tokens
 from gpu_service.attention.mla.torch_reference import TorchMlaAttention
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
+from gpu_service.attention.mla.triton_decode import mla_tile
+from gpu_service.attention.triton_kernels.shapes import num_splits
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.index_keys import index_bytes_per_page
@@ -35,7 +38,7 @@ from tests.helpers.mla_cases import (
     naive_selection,
     run_absorbed,
 )
-from tests.tolerances import MLA_FLOAT32
+from tests.tolerances import ATTENTION_FLOAT16, MLA_FLOAT32
 
 BACKENDS = pytest.mark.parametrize("name", ["torch", "triton"])
 TOP_K = 6
@@ -75,6 +78,24 @@ def test_attention_to_the_chosen_tokens(shape: Shape, storage: torch.dtype | Non
     expected = naive_mla(case, chosen)
     output = run_absorbed(case, backend)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=MLA_FLOAT32)
+
+
+def test_many_heads_of_a_row_share_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are rows enough, 64 heads instead of 16 do; one block of heads is not full here."""
+    module = "gpu_service.attention.mla.triton_backend"
+    monkeypatch.setattr(f"{module}.streaming_multiprocessors", lambda device: 1)
+    many_heads = replace(TINY_SPARSE, num_heads=70)
+    case = make_mla_case(many_heads, [(20, 5), (0, 3)], dtype=torch.float16)
+    expected = naive_mla(case, naive_selection(case))
+    backend = TritonMlaAttention(many_heads, case.cache)
+    output = run_absorbed(case, backend)
+    assert backend._tile.rows == 64
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=ATTENTION_FLOAT16)
+    for rows, sms in itertools.product((1, 66, 131, 132, 4096), (1, 132)):
+        for heads in (16, 64, 70, 128):
+            tile = mla_tile(torch.float16, rows, heads, sms)
+            splits = num_splits(rows, -(-heads // tile.rows), 10**6, 16, sms)
+            assert tile.rows == 16 or splits == 1, "memory for splits is for 16 heads of a program"
 
 
 @BACKENDS

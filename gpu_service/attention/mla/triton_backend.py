@@ -28,7 +28,9 @@ class TritonMlaAttention(MlaAttentionBackend):
         self._inputs: ForwardInputs | None = None
         self._longest = 1
         self._partial: Partial | None = None
-        heads = min(dimensions.num_heads, mla_tile(cache.dtype).rows)
+        self._tile = mla_tile(cache.dtype, 1, dimensions.num_heads, self._num_sms)
+        # Programs with more heads than these have no splits.
+        heads = min(dimensions.num_heads, self._tile.rows)
         # One for all layers: in stream order, no two use it at a time.
         num_scores = 0 if dimensions.index is None else MAX_SCORES
         self._scores = torch.empty(num_scores, dtype=torch.float32, device=cache.device)
@@ -73,6 +75,7 @@ class TritonMlaAttention(MlaAttentionBackend):
             inputs.query_start_loc_tensor,
             self.dimensions.softmax_scale * scale,
             scale,
+            self._tile,
             self._min_split,
             selection,
         )
@@ -118,6 +121,7 @@ class TritonMlaAttention(MlaAttentionBackend):
             assert self.dimensions.index is not None
             max_length = self.dimensions.index.top_k
         num_rows, heads = inputs.query_start_loc[-1], self.dimensions.num_heads
-        blocks = -(-heads // mla_tile(self.cache.dtype).rows)
+        self._tile = mla_tile(self.cache.dtype, num_rows, heads, self._num_sms)
+        blocks = -(-heads // self._tile.rows)
         splits = num_splits(num_rows, blocks, max_length, self._min_split, self._num_sms)
         self._partial = self._partials.take(num_rows, heads, splits)

@@ -1,8 +1,9 @@
 """Latent attention as Triton kernels: a program serves a block of heads of one row over a share of its keys.
 
-A latent is read once and serves as key and as value. Rows of chunks are served like decodes, one by one:
-right for any mixture, fast for decodes; long prompts belong to `forward_expanded` or to FlashInfer. Of sparse
-attention a row's keys are those of its selection, in the same order and shares as if there were no others.
+A latent is read once and serves as key and as value, of 16 heads or of 64. Rows of chunks are served like
+decodes, one by one: right for any mixture, fast for decodes; long prompts belong to `forward_expanded` or to
+FlashInfer. Of sparse attention a row's keys are those of its selection, in the same order and shares as if
+there were no others.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import torch
 import triton.language as tl
 
 from gpu_service.attention.triton_kernels.decode import LOG2_E, MIN_SPLIT, keys_per_split
-from gpu_service.attention.triton_kernels.shapes import Tile
+from gpu_service.attention.triton_kernels.shapes import MIN_ROWS, WANTED_PROGRAMS_PER_SM, Tile
 from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2
+
+# Heads of a program where there are rows enough.
+_WIDE = 64
 
 
 @jit
@@ -120,10 +124,16 @@ def _mla_combine_kernel(  # type: ignore[no-untyped-def]
     tl.store(output + row * LATENT + dim, result, mask=dim < LATENT)
 
 
-def mla_tile(dtype: torch.dtype) -> Tile:
-    """For latents of 512 elements: 16 heads, 32 keys (16 where there are no tensor cores)."""
-    wide = dtype == torch.float32
-    return Tile(16, 16 if wide else 32, 512, 8, "ieee" if wide else "tf32")
+def mla_tile(dtype: torch.dtype, num_rows: int, num_heads: int, num_sms: int) -> Tile:
+    """For latents of 512 elements: heads of one row, which read a latent once for all of them, and keys.
+
+    16 heads and 32 keys, or 16 where there are no tensor cores. 64 heads, as many rows as Hopper's widest
+    products have, where so few programs fill the device and no row's keys have to be divided.
+    """
+    if dtype == torch.float32:
+        return Tile(MIN_ROWS, 16, 512, 8, "ieee")
+    wide = num_heads >= _WIDE and num_rows * -(-num_heads // _WIDE) >= WANTED_PROGRAMS_PER_SM * num_sms
+    return Tile(_WIDE if wide else MIN_ROWS, 32, 512, 8, "tf32")
 
 
 def mla_attention(
@@ -136,6 +146,7 @@ def mla_attention(
     query_starts: torch.Tensor,
     score_scale: float,
     value_scale: float,
+    tile: Tile,
     min_split: int = MIN_SPLIT,
     selection: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -143,12 +154,11 @@ def mla_attention(
 
     query_latent, query_rope as in `MlaAttentionBackend.forward`; pages `[num_pages, page_size, latent_dim +
     rope_dim]`; partial: float32 `[T, num_heads, num_splits, latent_dim]` and `[T, num_heads, num_splits]`,
-    or None for one split; selection as in `MlaAttentionBackend`, contiguous; the rest int32 as in
-    `ForwardInputs`.
+    or None for one split; tile: from `mla_tile`; selection as in `MlaAttentionBackend`, contiguous; the rest
+    int32 as in `ForwardInputs`.
     """
     num_rows, num_heads, latent_dim = query_latent.shape
     rope_dim, page_size = query_rope.shape[2], pages.shape[1]
-    tile = mla_tile(query_latent.dtype)
     num_splits = partial[0].shape[2] if partial else 1
     output = torch.empty_like(query_latent, memory_format=torch.contiguous_format)
     partial_output, partial_lse = partial or (output, output)
