@@ -192,7 +192,12 @@ class ExpertConfig(Section):
         default="", description="Name of the shared-memory mailbox; empty: chosen by the supervisor"
     )
     mailbox_slots: int = Field(default=4, ge=1, le=64, description="Requests the mailbox holds at once")
-    mailbox_rows: int = Field(default=128, ge=1, le=4096, description="Token rows per mailbox slot")
+    mailbox_rows: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="Token rows per mailbox slot; unset: max_num_batched_tokens, at most 2048",
+    )
     signal: Literal["doorbell", "memops"] = Field(
         default="doorbell",
         description="How a GPU rings expert servers and waits: kernels, or stream memory operations",

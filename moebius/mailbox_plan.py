@@ -8,6 +8,9 @@ from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.mailbox import MailboxGeometry
 
+# From here on a request's rows, and not its experts, are what takes time; shared memory is what it takes.
+MOST_ROWS = 2048
+
 
 def activation_dtype(config: MoebiusConfig, model: MoeGeometry) -> Literal["float32", "bfloat16"]:
     """What hidden states travel as: the engine's activation type."""
@@ -26,11 +29,16 @@ def mailbox_geometry(config: MoebiusConfig, model: MoeGeometry) -> MailboxGeomet
         hidden_size=model.hidden_size,
         top_k=config.model.top_k or model.top_k,
         num_slots=config.experts.mailbox_slots * config.parallel.pipeline_parallel_size,
-        max_rows=config.experts.mailbox_rows,
+        max_rows=request_rows(config),
         num_servers=config.experts.split_count,
         dtype=activation_dtype(config, model),
         num_clients=config.parallel.tensor_parallel_size,
     )
+
+
+def request_rows(config: MoebiusConfig) -> int:
+    """Token rows of the largest request. Each request reads its experts anew, so a step had better be one."""
+    return config.experts.mailbox_rows or min(config.gpu.max_num_batched_tokens, MOST_ROWS)
 
 
 def slots_of(config: MoebiusConfig) -> range:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
+from moebius.mailbox_plan import request_rows
 from moebius.planning.capacity import expert_format
 from moebius.planning.components import num_servers
 from moebius.planning.expert_bytes import StoredExperts
@@ -49,7 +50,7 @@ def make_work(
         resident_share=residency.share,
         servers=num_servers(config, hardware.sockets),
         ranks=ranks,
-        request_rows=config.experts.mailbox_rows if mailbox else config.gpu.max_num_batched_tokens,
+        request_rows=request_rows(config) if mailbox else config.gpu.max_num_batched_tokens,
         item_bytes=model.torch_dtype.itemsize,
     )
 
