@@ -89,10 +89,8 @@ LOGITS_FP8_KV_KL = 0.15
 # are rounded once more than plain queries and values.
 MLA_BFLOAT16 = 4e-2
 
-# Log-probabilities on one GPU and on several: float32 (products may round to TF32 inside), and bfloat16, in
-# which a logit of 10 has steps of 0.06.
+# Log-probabilities on one GPU and on several in float32: products may round to TF32 inside.
 LOGPROBS_FLOAT32_RANKS_GPU = 5e-3
-LOGPROBS_BFLOAT16_RANKS = 0.25
 
 # Resident experts in float32 on a GPU against the reference: tensor cores are not used, only sums differ.
 RESIDENT_GPU_FLOAT32 = 1e-5

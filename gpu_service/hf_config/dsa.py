@@ -14,6 +14,8 @@ from gpu_service.model_config import IndexerConfig, ModelConfig
 
 _FULL, _SHARED = "full", "shared"
 _PATTERN = {"F": _FULL, "S": _SHARED}
+# In `layer_types`, of all layers alike; the second is what transformers up to 5.17 writes.
+_KINDS_OF_ATTENTION = ("indexed_attention", "deepseek_sparse_attention")
 _SCHEDULE = ("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 
 
@@ -44,7 +46,7 @@ def _scheduled_kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
 
 def _read_indexer(hf: HfKeys, kinds: tuple[str, ...], rope_dim: int, *, interleaved: bool) -> IndexerConfig:
     """`interleaved` is the family's: a checkpoint may name it, and can only confirm it."""
-    hf.refuse("layer_types", ["indexed_attention"] * len(kinds))
+    hf.refuse("layer_types", *([kind] * len(kinds) for kind in _KINDS_OF_ATTENTION))
     name = "indexer_rope_interleave"
     if hf.has(name) and hf.boolean(name) != interleaved:
         raise hf.error(name, hf.boolean(name), str(interleaved).lower())

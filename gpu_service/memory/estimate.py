@@ -27,7 +27,7 @@ CUBLAS_WORKSPACE = 64 * MIB
 # A communicator's channels; one for tensor groups, one for stages.
 NCCL_BUFFERS = 512 * MIB
 # Nodes and arguments of one captured graph; the tensors of all graphs share one pool.
-GRAPH_BYTES = 32 * MIB
+GRAPH_BYTES = 24 * MIB
 # Blocks of the allocator that no later tensor fits exactly.
 ALLOCATOR_SLACK = 256 * MIB
 

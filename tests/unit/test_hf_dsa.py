@@ -66,7 +66,8 @@ def test_deepseek_has_an_indexer_in_every_layer(tmp_path: Path) -> None:
     v3 = read(tmp_path, V3)
     assert (config.moe, config.rope, config.softmax_scale) == (v3.moe, v3.rope, v3.softmax_scale)
     assert config.num_mtp_layers == 1
-    read(tmp_path, V32)
+    older = read(tmp_path, V32, layer_types=["deepseek_sparse_attention"] * 4)
+    assert indexer(older) == indexer(config), "what transformers 5.17 writes for indexed_attention"
     assert MoeGeometry.from_config(tmp_path).moe_layers == (3,)
 
 
@@ -102,7 +103,7 @@ def test_glm_lists_which_layers_choose(tmp_path: Path) -> None:
         (V32, {"indexer_types": ["full"] * 4}, "indexer_types = .*absent"),
         (V32, {"index_topk_freq": 2}, "index_topk_freq = 2.*absent"),
         (V32, {"mlp_bias": True}, "mlp_bias = True"),
-        (V32, {"layer_types": ["full_attention"] * 4}, "layer_types = .*indexed_attention"),
+        (V32, {"layer_types": ["full_attention"] * 4}, "layer_types = .*indexed_.*deepseek_sparse_attention"),
         (GLM, {"indexer_rope_interleave": False}, "indexer_rope_interleave = False.*true"),
         (GLM, {"indexer_types": ["full"] * 7}, "indexer_types = .*8 of 'full'"),
         (GLM, {"indexer_types": ["full"] * 7 + ["none"]}, "indexer_types = .*8 of 'full'"),
