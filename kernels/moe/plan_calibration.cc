@@ -18,6 +18,10 @@ constexpr int kRepetitions = 5;
 constexpr uint32_t kMaxRows = kRowRanges.back();
 constexpr size_t kTaskBytes = size_t{256} << 10;  // of weights, while there are few rows
 constexpr double kTaskOperations = 16e6;          // multiply-adds of a task with many rows
+// Tasks for each thread in one measurement, with up to so many rows: there a single task ends so soon that starting
+// and meeting would decide which kernel is the fastest.
+constexpr uint32_t kTasksPerThread = 4;
+constexpr uint32_t kFewRows = 8;
 // A kernel that was slower than the best by this factor in two ranges running is not measured with more rows. Tile
 // kernels are: with few rows most of a tile is idle.
 constexpr double kHopeless = 1.6;
@@ -122,7 +126,7 @@ class MatrixCalibration {
     std::vector<const void*> pointers(rows);
     const size_t stride = stride_of(kernel.row_type, layout_);
     for (uint32_t row = 0; row < rows; ++row) pointers[row] = rows_.data() + row * stride;
-    const uint32_t tasks = pool_.size();
+    const uint32_t tasks = pool_.size() * (rows <= kFewRows ? kTasksPerThread : 1);
     const auto start = Clock::now();
     pool_.parallel_for(tasks, [&](uint32_t task, uint32_t worker) {
       multiply(kernel, ring_.run(next_run_ + task, count), count, pointers, stride, worker);

@@ -16,34 +16,6 @@ struct RowBlock {
   const float* chunk_sums[kRows];  // kInt4 with zeros: sums of each 32 k of the row
 };
 
-struct Panel {
-  const std::byte* codes;
-  uint32_t k_padded;
-  uint32_t group_size;         // 0: no group scales
-  uint32_t groups;
-  const std::byte* scales;     // as stored
-  const std::byte* zeros;      // as stored
-  const std::byte* next_tail;  // what follows the codes of the next panel (of this one if none is known)
-  size_t tail_bytes;
-  const std::byte* end;        // of the work's panels
-  ptrdiff_t jump;              // from there to the panels that are read next; 0: not known
-};
-
-// Hardware prefetchers stop at page ends and know nothing of the next panel. 8 KiB is best or close to it for all
-// formats on Zen 5 (4 KiB: up to 15 % less for 4-bit codes at one row; 16 KiB: less for 8-bit codes). The bytes
-// behind the codes, scales first, are asked for during the panel before. A prefetch past the end does not fault.
-constexpr size_t kPrefetchBytes = 8192;
-
-MOEBIUS_INLINE void prefetch(const std::byte* address) {
-  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
-}
-
-// What to prefetch while `at` is read: kPrefetchBytes on in the order of reading.
-MOEBIUS_INLINE const std::byte* ahead_of(const Panel& panel, const std::byte* at) {
-  const std::byte* ahead = at + kPrefetchBytes;
-  return ahead < panel.end ? ahead : ahead + panel.jump;
-}
-
 MOEBIUS_INLINE __m512 dot(__m512 sum, __m512i pairs, __m512i weights) {
   return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(pairs));
 }

@@ -37,23 +37,6 @@ MOEBIUS_INLINE void multiply_chunks(const Decoder& decode, const std::byte* code
   }
 }
 
-template <Code kCodeOfFormat, ScaleType kScaleOfFormat, int kLinesPerChunk, bool kHasZeros>
-struct NibbleFormat {
-  static constexpr Code kCode = kCodeOfFormat;
-  static constexpr ScaleType kScale = kScaleOfFormat;
-  static constexpr int kLines = kLinesPerChunk;  // of 8 k; a chunk lies within one group
-  static constexpr bool kZeros = kHasZeros;
-};
-
-// How far ahead of a code to prefetch: kPrefetchBytes of codes, leaving out what lies between two panels, or the
-// same place of the next panel where panels are smaller than that; and on to where reading goes on.
-MOEBIUS_INLINE size_t bytes_ahead(const Panel& panel, size_t offset) {
-  const size_t codes_bytes = size_t{panel.k_padded} * 8;
-  size_t ahead = codes_bytes < kPrefetchBytes ? codes_bytes : kPrefetchBytes;
-  if (offset + ahead >= codes_bytes) ahead += panel.tail_bytes;
-  return panel.codes + offset + ahead < panel.end ? ahead : ahead + static_cast<size_t>(panel.jump);
-}
-
 // 8 - zero: times the sum of the row, it is what sums of row * (code - 8) lack.
 MOEBIUS_INLINE __m512 zero_term(const std::byte* zeros) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros));

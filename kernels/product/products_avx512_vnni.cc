@@ -1,4 +1,5 @@
-// int8 rows by int8 weights (W8A8) with vpdpbusd, which wants one unsigned operand: weights plus 128 are, and
+// Two products with vpdpbusd: bfloat16 rows, each in two bytes, by 4-bit codes (dot_split.inc.h), and
+// int8 rows by int8 weights (W8A8), which wants one unsigned operand: weights plus 128 are, and
 // 128 times the sum of the row is taken off again. Integer sums are exact, so results do not depend on how rows
 // and panels are grouped.
 #include <immintrin.h>
@@ -11,8 +12,15 @@
 namespace moebius {
 namespace {
 
+#define MOEBIUS_INLINE [[gnu::always_inline]] inline
+
+#include "kernels/product/widen_scales.inc.h"
+#include "kernels/product/panel_walk.inc.h"
+#include "kernels/product/nibble_formats.inc.h"
+#include "kernels/product/split_rows.inc.h"
+#include "kernels/product/dot_split.inc.h"
+
 constexpr int kMaxRows = 8;  // times two panels: what fits into registers
-constexpr size_t kPrefetchBytes = 8192;
 
 bool supports(const WeightFormat& format) {
   return format.code == Code::kInt8 && format.quantised_rows && format.group_size == 0;
@@ -121,10 +129,12 @@ void run(const ProductWork& work) {
 
 constexpr ProductKernel kDot{"avx512_vnni_int8", Isa::kAvx512Vnni, RowType::kInt8, 0, 0, supports, scratch_bytes,
                              run};
-constexpr const ProductKernel* kKernels[] = {&kDot};
+constexpr ProductKernel kSplit{"avx512_vnni_split", Isa::kAvx512Vnni,    RowType::kBFloat16, 0, 0,
+                               supports_split,      split_scratch_bytes, run_split};
+constexpr const ProductKernel* kKernels[] = {&kDot, &kSplit};
 
 }  // namespace
 
-ProductKernels products_avx512_vnni() { return {kKernels, 1}; }
+ProductKernels products_avx512_vnni() { return {kKernels, 2}; }
 
 }  // namespace moebius

@@ -10,12 +10,18 @@ from numpy.typing import NDArray
 from moebius import _kernels
 from tests.helpers.random_panels import random_matrix
 
-KERNEL = "avx512_bf16_dot"
 ONE = np.uint16(0x3F80)
+KERNELS = [name for name in ("avx512_bf16_dot", "avx512_vnni_split") if name in _kernels.product_names()]
 
-pytestmark = pytest.mark.skipif(
-    KERNEL not in _kernels.product_names(), reason="this machine has no AVX-512 BF16"
-)
+pytestmark = pytest.mark.skipif(not KERNELS, reason="this machine has no AVX-512 VNNI")
+
+
+def kernels_for(format_name: str) -> list[str]:
+    """Those of the kernels here that can read the format; skips where there are none."""
+    found = [name for name in KERNELS if name in _kernels.products_for(format_name, "bfloat16")]
+    if not found:
+        pytest.skip(f"this machine has none of these kernels for {format_name}")
+    return found
 
 
 def unit_rows(k: int) -> NDArray[np.uint16]:
@@ -23,14 +29,18 @@ def unit_rows(k: int) -> NDArray[np.uint16]:
 
 
 def read_weights(format_name: str, packed: NDArray[np.uint8], k: int, panels: int) -> NDArray[np.float32]:
-    """[16 * panels, k], read by a product of unit rows, several at once and one at a time."""
-    rows = unit_rows(k)
-    together = _kernels.product(KERNEL, format_name, packed, k, panels, False, rows)
-    single = np.concatenate(
-        [_kernels.product(KERNEL, format_name, packed, k, panels, False, rows[i : i + 1]) for i in range(k)]
-    )
-    np.testing.assert_array_equal(together, single)
-    return together.T
+    """[16 * panels, k], read by products of unit rows: by every kernel, together and one at a time, alike."""
+    rows, found = unit_rows(k), []
+    for kernel in kernels_for(format_name):
+        found.append(_kernels.product(kernel, format_name, packed, k, panels, False, rows))
+        found.append(
+            np.concatenate(
+                [_kernels.product(kernel, format_name, packed, k, panels, False, row[None]) for row in rows]
+            )
+        )
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+    return found[0].T
 
 
 def empty_panels(format_name: str, k: int, panels: int) -> NDArray[np.uint8]:
@@ -66,7 +76,8 @@ def test_a_nan_code_makes_its_column_nan(format_name: str, code: int) -> None:
     for k in range(4):
         matrix = random_matrix(format_name, 64, 1)
         matrix.packed[4 * 5 + k] = code
-        result = _kernels.product(KERNEL, format_name, matrix.packed, 64, 1, False, unit_rows(64))
+        (kernel,) = kernels_for(format_name)
+        result = _kernels.product(kernel, format_name, matrix.packed, 64, 1, False, unit_rows(64))
         assert np.isnan(result[:, 5]).all()
         assert np.isfinite(np.delete(result, 5, axis=1)).all()
 
