@@ -46,8 +46,8 @@ EXPERTS_W8A8_STEPS = 2e-3
 # Products of bfloat16 rows against the same rows and exact weights in float64; the norm of the difference
 # over the norm. Only float32 sums round (and vdpbf16ps flushes what is subnormal).
 PRODUCT_BFLOAT16 = 5e-6
-# The same where each 32 values of a row are integers of 15 bits: one below 1/128 of the largest is rounded (1.7e-5
-# was seen, a hundredth of what rounding the activation to bfloat16 costs).
+# The same where each 32 values of a row are integers of 15 bits: one below 1/128 of the largest is rounded
+# (1.7e-5 was seen, a hundredth of what rounding the activation to bfloat16 costs).
 PRODUCT_SPLIT = 2.5e-5
 
 # Norm of a row's error over its expected norm, from independent roundings to first order

@@ -1,6 +1,6 @@
-"""Products of bfloat16 rows: with vdpbf16ps, and with vpdpbusd on both bytes of rows that became integers. Weights
-are decoded exactly, so sums lie about as close to the float64 product of the same rows as those of float32 rows
-do, whatever rows and panels are computed together."""
+"""Products of bfloat16 rows: with vdpbf16ps, and with vpdpbusd on both bytes of rows that became integers.
+Weights are decoded exactly, so sums lie about as close to the float64 product of the same rows as those of
+float32 rows do, whatever rows and panels are computed together."""
 
 from __future__ import annotations
 
