@@ -29,7 +29,7 @@ MailboxServer::MailboxServer(const std::string& mailbox_name, uint32_t server_in
                                 ", the expert backend has " + std::to_string(backend.hidden_size()));
   }
   const uint32_t participants = 1 + g.num_servers * std::max(options.num_threads, 1u);
-  device_wait_ = device_wait(g.num_servers * std::max(options.num_threads, 1u));
+  device_wait_ = device_wait(std::max(options.num_threads, 1u), g.num_servers);
   spin_ns_ = options.spin_ns >= 0 ? uint64_t(options.spin_ns) : spin_budget(participants).server_ns;
   topk_ids_.resize(size_t{g.max_rows} * g.top_k);
   topk_weights_.resize(topk_ids_.size());

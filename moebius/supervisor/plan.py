@@ -23,7 +23,7 @@ from moebius.errors import ConfigError, StartupError
 from moebius.supervisor.cpus import ExpertPlacement, place_experts, usable_cpus
 from moebius.supervisor.gpus import find_gpus
 from moebius.supervisor.probes import GrpcProbe, HttpProbe, Probe
-from moebius.supervisor.ranks import RankPlacement, place_ranks, rank_address, rank_settings
+from moebius.supervisor.ranks import RankPlacement, place_ranks, rank_address, rank_settings, runs_on_gpus
 from moebius.supervisor.runfile import clean_up_stale
 from moebius.supervisor.spec import Plan, ProcessSpec, Segment, Timing
 
@@ -185,7 +185,9 @@ def _placements(config: MoebiusConfig) -> tuple[ExpertPlacement, ...]:
             f"--split-shares: {len(experts.split_shares)} shares for {count} expert servers; "
             "allowed: one share per server"
         )
-    return place_experts(nodes, count, quota)
+    settings, on_gpus = config.parallel, runs_on_gpus(config, find_gpus())
+    num_engines = settings.tensor_parallel_size * settings.pipeline_parallel_size if on_gpus else 0
+    return place_experts(nodes, count, quota, num_engines)
 
 
 def _is_all_resident(config: MoebiusConfig, model: MoeGeometry) -> bool:

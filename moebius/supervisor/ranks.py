@@ -27,6 +27,11 @@ class RankPlacement:
         return f"gpu-{self.rank}" if self.rank else "gpu"
 
 
+def runs_on_gpus(config: MoebiusConfig, gpus: Sequence[Gpu]) -> bool:
+    """Whether the engine's device is a GPU, as far as that is known before it starts."""
+    return config.gpu.device == "cuda" or (config.gpu.device == "auto" and bool(gpus))
+
+
 def place_ranks(
     config: MoebiusConfig, gpus: Sequence[Gpu], node_cpus: Mapping[int, Sequence[int]]
 ) -> tuple[RankPlacement, ...]:
@@ -36,7 +41,7 @@ def place_ranks(
     """
     settings = config.parallel
     count = settings.tensor_parallel_size * settings.pipeline_parallel_size
-    on_gpus = config.gpu.device == "cuda" or (config.gpu.device == "auto" and bool(gpus))
+    on_gpus = runs_on_gpus(config, gpus)
     if on_gpus and gpus and count > len(gpus):
         raise ConfigError(
             f"tensor_parallel_size {settings.tensor_parallel_size} × pipeline_parallel_size "

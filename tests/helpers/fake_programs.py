@@ -18,8 +18,8 @@ def stop(*_):
         order.write(mark.name + "\\n")
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
-mark.write_text(str(os.getpid()))
 print("hello from", mark.name, flush=True)
+mark.write_text(str(os.getpid()))
 while True:
     signal.pause()
 """

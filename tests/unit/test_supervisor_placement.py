@@ -36,6 +36,18 @@ def test_quota_cuts_threads_not_cpus() -> None:
     assert [len(placement.cpus) for placement in placements] == [4, 4]
 
 
+def test_engines_on_gpus_have_cpus_without_compute_threads() -> None:
+    """One for each, on large nodes, taken from a node's last server; small machines have none to spare."""
+    (alone,) = place_experts({0: tuple(range(16))}, 1, None, num_engines=1)
+    assert (len(alone.cpus), alone.threads) == (16, 15)
+    first, second = place_experts({0: tuple(range(8)), 1: tuple(range(8, 16))}, 2, None, num_engines=2)
+    assert (first.threads, second.threads) == (7, 7)
+    first, second = place_experts({0: tuple(range(16))}, 2, None, num_engines=2)
+    assert (first.threads, second.threads) == (8, 6)
+    assert place_experts({0: tuple(range(7))}, 1, None, num_engines=1)[0].threads == 7
+    assert place_experts({0: tuple(range(16))}, 1, 4.0, num_engines=1)[0].threads == 4
+
+
 def test_no_cpu_is_an_error() -> None:
     """An empty machine is refused instead of giving servers without CPUs."""
     with pytest.raises(ValueError, match="no CPU"):
