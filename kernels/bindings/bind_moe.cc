@@ -217,7 +217,8 @@ void bind_moe(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("numa_bound", [](const ExpertEngine& engine) { return engine.store().numa_bound(); })
       .def_property_readonly("num_threads", &ExpertEngine::num_threads)
-      .def_property_readonly("spin_microseconds", [](const ExpertEngine& engine) { return engine.spin().count() / 1000; })
+      .def_property_readonly("spin_microseconds",
+                             [](const ExpertEngine& engine) { return engine.spin().count() / 1000; })
       .def_property_readonly("isa", [](const ExpertEngine& engine) { return std::string(isa_name(engine.isa())); });
 }
 

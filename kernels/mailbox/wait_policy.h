@@ -29,8 +29,8 @@ struct DeviceWait {
   uint64_t pause_ns;
 };
 
-// Spinning needs a CPU for every thread of this server, and of all `num_servers` where this process may use every CPU of
-// the machine: then nobody has divided them. `cpus` 0: detected, with the cgroup's quota.
+// Spinning needs a CPU for every thread of this server, and of all `num_servers` where this process may use every CPU
+// of the machine: then nobody has divided them. `cpus` 0: detected, with the cgroup's quota.
 DeviceWait device_wait(uint32_t threads, uint32_t num_servers, uint32_t cpus = 0);
 
 }  // namespace moebius::mailbox

@@ -107,7 +107,7 @@ struct ProductKernels {
 ProductKernels products_scalar();        // kernels/product/products_scalar.cc: every format, float32 and int8 rows
 ProductKernels products_avx2();          // kernels/product/products_avx2.cc: every format, float32 and int8 rows
 ProductKernels products_avx512();        // kernels/product/products_avx512.cc: every format, float32 and int8 rows
-ProductKernels products_avx512_vnni();   // kernels/product/products_avx512_vnni.cc: int8 rows, bfloat16 rows by 4-bit codes
+ProductKernels products_avx512_vnni();   // .../products_avx512_vnni.cc: int8 rows, bfloat16 rows by 4-bit codes
 ProductKernels products_avx512_bf16();   // kernels/product/products_avx512_bf16.cc: bfloat16 rows
 ProductKernels products_amx();           // kernels/product/products_amx.cc: bfloat16 rows (all formats), int8 rows
 ProductKernels products_amx_emulated();  // the same loops over tiles kept in memory, for machines without AMX

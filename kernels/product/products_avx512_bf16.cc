@@ -69,11 +69,14 @@ struct NibblePanels {
 
 template <class Panels, int kRows>
 void run_block(const PanelJob& job, uint32_t row) {
+  const auto* const chunk_sums = reinterpret_cast<const float*>(job.work->scratch);
+  const size_t chunks = job.panel.k_padded / 32;
   RowBlock<kRows> rows;
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-    rows.row[r] = static_cast<const uint32_t*>(job.work->rows[row + static_cast<uint32_t>(r)]);
-    rows.chunk_sums[r] = reinterpret_cast<const float*>(job.work->scratch) + (row + static_cast<uint32_t>(r)) * size_t{job.panel.k_padded / 32};
+    const size_t at = row + static_cast<size_t>(r);
+    rows.row[r] = static_cast<const uint32_t*>(job.work->rows[at]);
+    rows.chunk_sums[r] = chunk_sums + at * chunks;
   }
   __m512 total[kRows];
   Panels::multiply(job.panel, rows, total);
