@@ -10,24 +10,19 @@ from gpu_service.model_config import RouterConfig
 from gpu_service.ops.examples import EXAMPLES
 from gpu_service.ops.triton.table import IMPLEMENTATIONS
 from tests.helpers.compile_triton import SHARED_BYTES, launches_compile, stack_bytes
-from tests.helpers.linear_cases import QWEN3_5_LARGE, QWEN3_NEXT, make_delta_case
+from tests.helpers.linear_cases import QWEN3_5_LARGE, make_delta_case
 
 # A few values that wait on the stack cost nothing; a tile of them would be read again and again.
 STACK_BYTES = 256
 
 
 def compile_linear_attention() -> None:
-    """At real sizes, where a program has the most to hold."""
-    for sizes, dtype in (
-        (QWEN3_NEXT, torch.bfloat16),
-        (QWEN3_5_LARGE, torch.bfloat16),
-        (QWEN3_NEXT, torch.float32),
-    ):
-        case = make_delta_case(sizes, [1, 70], dtype)
-        IMPLEMENTATIONS["gated_delta_extend"].function(*case)
-        taps = torch.zeros(sizes.conv_size, 4, dtype=dtype)
-        recent = torch.zeros(5, 3, sizes.conv_size, dtype=dtype)
-        IMPLEMENTATIONS["causal_conv_extend"].function(case.qkv, recent, taps, *case[6:])
+    """At the sizes and in the type where a program has the most to hold."""
+    case = make_delta_case(QWEN3_5_LARGE, [1, 70], torch.bfloat16)
+    IMPLEMENTATIONS["gated_delta_extend"].function(*case)
+    taps = torch.zeros(QWEN3_5_LARGE.conv_size, 4, dtype=torch.bfloat16)
+    recent = torch.zeros(5, 3, QWEN3_5_LARGE.conv_size, dtype=torch.bfloat16)
+    IMPLEMENTATIONS["causal_conv_extend"].function(case.qkv, recent, taps, *case[6:])
 
 
 def main() -> None:
