@@ -92,10 +92,10 @@ BlockFunction block_of(uint32_t rows, std::integer_sequence<int, kRowsMinusOne..
   return kTable[rows - 1];
 }
 
-BlockFunction block_function(const WeightFormat& format, uint32_t rows) {
+BlockFunction block_function(Kind kind, const WeightFormat& format, uint32_t rows) {
   constexpr auto kSizes = std::make_integer_sequence<int, kMaxRows>();
   BlockFunction found = nullptr;
-  switch (kind_of(format)) {
+  switch (kind) {
     case Kind::kBFloat16: return block_of<BFloat16Panels>(rows, kSizes);
     case Kind::kFloat8: return block_of<BytePanels<Code::kFloat8>>(rows, kSizes);
     case Kind::kInt8: return block_of<BytePanels<Code::kInt8>>(rows, kSizes);
@@ -121,22 +121,22 @@ void sum_chunks(const ProductWork& work, float* target) {
 
 // Rows in equal blocks (13 rows are 7 + 6); a panel serves all of them before the next is touched, so weights
 // come from memory once.
-void run_panel(const PanelJob& job) {
-  const WeightFormat& format = job.work->layout->format;
+void run_panel(const PanelJob& job, Kind kind) {
   const uint32_t num_rows = job.work->num_rows;
-  const auto most = static_cast<uint32_t>(kind_of(format) == Kind::kNibbles ? kMaxNibbleRows : kMaxRows);
+  const auto most = static_cast<uint32_t>(kind == Kind::kNibbles ? kMaxNibbleRows : kMaxRows);
   uint32_t row = 0;
   for (uint32_t left = num_rows <= most ? 1 : (num_rows + kBlockRows - 1) / kBlockRows; left > 0; --left) {
     const uint32_t rows = (num_rows - row + left - 1) / left;
-    block_function(format, rows)(job, row);
+    block_function(kind, job.work->layout->format, rows)(job, row);
     row += rows;
   }
 }
 
 void run(const ProductWork& work) {
+  const Kind kind = kind_of(work.layout->format);
   prefetch_first_panel(work);
   if (work.layout->format.zeros) sum_chunks(work, reinterpret_cast<float*>(work.scratch));
-  for (uint32_t index = 0; index < work.num_panels; ++index) run_panel(panel_job(work, index));
+  for (uint32_t index = 0; index < work.num_panels; ++index) run_panel(panel_job(work, index), kind);
 }
 
 constexpr ProductKernel kDot{"avx512_bf16_dot", Isa::kAvx512Bf16, RowType::kBFloat16, 0, 0,

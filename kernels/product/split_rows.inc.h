@@ -12,7 +12,7 @@
 struct SplitRow {
   const uint32_t* words;   // [k_padded / 8][4]
   const float* scales;     // [chunks]
-  const int32_t* offsets;  // [chunks] kOffset times the chunk's sum
+  const int32_t* offsets;  // [chunks] the chunk's sum, times what codes have more than values where that is constant
 };
 
 // Of one row in scratch: words, scales, offsets.

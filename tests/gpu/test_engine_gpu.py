@@ -28,7 +28,7 @@ from gpu_service.ops import backends
 from gpu_service.request import Request, SamplingParams
 from moebius.errors import UserError
 from tests.helpers.device_experts import DenseExperts
-from tests.helpers.family_answers import assert_as_close, errors, logprobs_of
+from tests.helpers.family_answers import assert_as_close, errors, logprobs_of, scored_by
 from tests.helpers.tiny_engine import Setup, TinyEngine, tiny_engine, tiny_model
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
 
@@ -132,17 +132,10 @@ def test_float32_tokens_are_those_of_the_cpu(directory: Path, attention: str, pa
 
 def scored_on_cpu(directory: Path, answered: list[Request], dtype: str) -> list[list[float]]:
     """Log-probability of each token of the answers on the CPU path, all before it given."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-    known = [[*request.prompt_token_ids, *request.output_token_ids] for request in answered]
-    scored = [Request(f"s{i}", tokens, params) for i, tokens in enumerate(known)]
     device = torch.device("cpu")
     model, experts = tiny_model(directory, device, dtype), DenseExperts(directory, NUM_EXPERTS)
     with tiny_engine(model, experts, HostDeviceStream(), TorchReferenceAttention, Setup()) as engine:
-        engine.run(scored)
-    return [
-        logprobs_of(request.prompt_logprobs[-len(answer.output_token_ids) :])
-        for request, answer in zip(scored, answered, strict=True)
-    ]
+        return scored_by(engine.run, answered)
 
 
 @pytest.mark.parametrize("attention", ["flashinfer", "triton"])

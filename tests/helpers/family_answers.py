@@ -8,7 +8,7 @@ the same comparisons are dry runs.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,19 +97,24 @@ def answers(config: MoebiusConfig) -> Answers:
 
 def scores(config: MoebiusConfig, answered: Answers) -> list[list[float]]:
     """Log-probability that the engine gives to each token of each answer, all before it given."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-    known = [[*request.prompt_token_ids, *request.output_token_ids] for request in answered.scored]
-    scored = [Request(f"s{i}", tokens, params) for i, tokens in enumerate(known)]
     with running_engine(config) as engine:
-        engine.run(scored)
+        return scored_by(engine.run, answered.scored)
+
+
+def scored_by(run: Callable[[list[Request]], object], answered: Sequence[Request]) -> list[list[float]]:
+    """The same by an engine that runs: prompt and answer of each request as one prompt."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    known = [[*request.prompt_token_ids, *request.output_token_ids] for request in answered]
+    scored = [Request(f"s{i}", tokens, params) for i, tokens in enumerate(known)]
+    run(scored)
     return [
-        logprobs_of(request.prompt_logprobs[-len(tokens) :])
-        for request, tokens in zip(scored, answered.tokens, strict=True)
+        logprobs_of(request.prompt_logprobs[-len(answer.output_token_ids) :])
+        for request, answer in zip(scored, answered, strict=True)
     ]
 
 
 def logprobs_of(records: Sequence[TokenLogprobs]) -> list[float]:
-    """Natural log-probabilities of tokens that have one, which all but a prompt's first have."""
+    """Natural log-probabilities of tokens that must have one, as all but a prompt's first do."""
     found = [record.logprob for record in records if record.logprob is not None]
     assert len(found) == len(records)
     return found
