@@ -84,6 +84,18 @@ struct PreparedRows {
     if (!equally_spaced) stride = 0;
   }
 
+  // As the kernel wants them, where it makes something of its own of rows.
+  void prepare_for(const ProductKernel& kernel, const PanelLayout& layout) {
+    if (kernel.prepare_row == nullptr) return;
+    const size_t bytes = (kernel.prepared_row_bytes(layout) + 63) / 64 * 64;
+    AlignedBytes made = aligned_zeros(bytes * pointers.size());
+    for (size_t row = 0; row < pointers.size(); ++row) {
+      kernel.prepare_row(layout, pointers[row], made.get() + row * bytes);
+      pointers[row] = made.get() + row * bytes;
+    }
+    data = std::move(made);
+  }
+
   size_t stride;
   AlignedBytes data;
   std::vector<const void*> pointers;
@@ -121,7 +133,8 @@ py::array_t<float> product(const std::string& kernel_name, const std::string& fo
   const std::vector<float> scales = checked_row_scales(row_scales, kernel.row_type, num_rows);
 
   const AlignedBytes panel_copy = aligned_copy(weights);
-  const PreparedRows prepared(checked_rows, kernel.row_type, layout.k_padded, equally_spaced);
+  PreparedRows prepared(checked_rows, kernel.row_type, layout.k_padded, equally_spaced);
+  prepared.prepare_for(kernel, layout);
   const size_t columns = size_t{panels} * kPanelColumns;
   const AlignedBytes result = aligned_zeros(columns * num_rows * sizeof(float));
   const auto count = static_cast<uint32_t>(num_rows);

@@ -13,7 +13,7 @@ enum class Isa : int {
   kAvx2 = 1,         // AVX2, FMA, F16C
   kAvx512 = 2,       // AVX-512 F, BW, VL, DQ
   kAvx512Vnni = 3,   // + VNNI
-  kAvx512Bf16 = 4,   // + BF16, VBMI
+  kAvx512Bf16 = 4,   // + BF16, VBMI, GFNI
   kAmx = 5,          // + AMX tile, bf16, int8, with the kernel's permission to use tiles
 };
 

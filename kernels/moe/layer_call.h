@@ -8,6 +8,7 @@
 #include "kernels/format/panel_layout.h"
 #include "kernels/moe/aligned_buffer.h"
 #include "kernels/moe/expert_backend.h"
+#include "kernels/moe/row_cache.h"
 #include "kernels/moe/row_groups.h"
 #include "kernels/product/product.h"
 
@@ -33,6 +34,8 @@ struct WorkerScratch {
   AlignedBuffer result;   // of a product
   AlignedBuffer product;  // what the product asks for
   AlignedBuffer sums;     // of a task's output columns over all experts
+  RowCache gate_up_rows;  // of the request
+  RowCache down_rows;     // of the activation
 };
 
 // Bytes of an element of prepared rows.

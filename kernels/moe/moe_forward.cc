@@ -13,7 +13,7 @@ namespace {
 // Contiguous weights of the smallest tasks. Reading few at a time costs bandwidth; a task of phase B reads as many
 // from each expert.
 constexpr size_t kLeastGateUpBytes = size_t{32} << 10;
-constexpr size_t kLeastDownBytes = size_t{8} << 10;
+constexpr size_t kLeastDownBytes = size_t{4} << 10;
 
 // Of the next expert's panels in phase B, asked for before the ones before are multiplied by a tile product: a stream
 // of a few KiB is over before hardware prefetchers have found it. Other products go from one to the next themselves.
@@ -50,8 +50,10 @@ MoeForward::MoeForward(const EngineOptions& options, const VectorKernels& vector
       scratch_(pool.size()) {}
 
 NonfiniteCounts MoeForward::run(const ExpertRequest& request, const RowGroups& groups, float* output) {
+  ++call_number_;
   choose_kernels(request, groups);
   const LayerCall call{request, groups, store_.layout(request.layer), work_};
+  while (pairs_.size() < groups.num_pairs()) pairs_.push_back(static_cast<uint32_t>(pairs_.size()));
   cut_gate_up(call);
   cut_down(call);
   activation_.plan(call);
@@ -128,7 +130,7 @@ void MoeForward::cut_down(const LayerCall& call) {
                       most_results,
                       std::clamp(group_row_bytes / 2, kLeastDownBytes, widest),
                       most_task_bytes(group_row_bytes),
-                      panels >= 4 * pool_.size() ? 2u : 1u};
+                      1u};
   TaskCutter cutter(panels, pool_.size());
   down_tasks_.clear();
   cutter.cut(panels, unit, [&](uint32_t panel, uint32_t count) { down_tasks_.push_back({panel, count}); });
@@ -163,6 +165,12 @@ void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint
                      nullptr,
                      0,
                      nullptr};
+    if (weights.gate_up->prepare_row != nullptr) {
+      work.rows = scratch_[worker].gate_up_rows.prepared(*weights.gate_up, layout, work.rows,
+                                                         call.groups.pair_rows.data() + group.begin + row, count,
+                                                         call.request.rows, call_number_);
+      work.row_stride = 0;
+    }
     multiply(*weights.gate_up, work, worker);
     const float limit = options_.limits[call.request.layer];
     const ActivationWork results{options_.activation, options_.alpha,  limit,   work.result, work.result_stride,
@@ -218,6 +226,7 @@ void MoeForward::add_group(const DownTask& task, const LayerCall& call, uint32_t
   const uint32_t step = rows_per_call(group.rows, layout.k_padded * element_bytes(weights.down->row_type));
   for (uint32_t row = 0; row < group.rows; row += step) {
     const uint32_t count = std::min(step, group.rows - row);
+    const uint32_t pair = group.begin + row;
     ProductWork work{&layout,
                      weights.expert + call.layout.down_offset + task.panel * layout.panel_bytes,
                      task.num_panels,
@@ -231,8 +240,13 @@ void MoeForward::add_group(const DownTask& task, const LayerCall& call, uint32_t
     if (group_index + 1 < call.work.size() && row + count == group.rows) {
       work.next = call.work[group_index + 1].expert + call.layout.down_offset + task.panel * layout.panel_bytes;
     }
+    work.was_next = group_index > 0 && row == 0 && call.work[group_index - 1].down->spaced_rows == 0;
+    if (weights.down->prepare_row != nullptr) {
+      work.rows = scratch_[worker].down_rows.prepared(*weights.down, layout, work.rows, pairs_.data() + pair, count,
+                                                      static_cast<uint32_t>(call.groups.num_pairs()), call_number_);
+      work.row_stride = 0;
+    }
     multiply(*weights.down, work, worker);
-    const uint32_t pair = group.begin + row;
     vectors_.scatter({work.result, work.result_stride, call.groups.pair_rows.data() + pair,
                       call.groups.pair_weights.data() + pair, count, width, sums, width});
   }

@@ -126,6 +126,7 @@ class MatrixCalibration {
     std::vector<const void*> pointers(rows);
     const size_t stride = stride_of(kernel.row_type, layout_);
     for (uint32_t row = 0; row < rows; ++row) pointers[row] = rows_.data() + row * stride;
+    if (kernel.prepare_row != nullptr) prepare(kernel, pointers);
     const uint32_t tasks = pool_.size() * (rows <= kFewRows ? kTasksPerThread : 1);
     const auto start = Clock::now();
     pool_.parallel_for(tasks, [&](uint32_t task, uint32_t worker) {
@@ -134,6 +135,13 @@ class MatrixCalibration {
     const double time = std::chrono::duration<double, std::nano>(Clock::now() - start).count();
     next_run_ += tasks;
     return time / (static_cast<double>(tasks) * count);
+  }
+
+  // All rows are alike; what is made of one of them serves all.
+  void prepare(const ProductKernel& kernel, std::vector<const void*>& pointers) {
+    prepared_.grow(kernel.prepared_row_bytes(layout_));
+    kernel.prepare_row(layout_, pointers.front(), prepared_.data());
+    std::fill(pointers.begin(), pointers.end(), prepared_.data());
   }
 
   void multiply(const ProductKernel& kernel, const std::byte* panels, uint32_t count,
@@ -151,6 +159,7 @@ class MatrixCalibration {
   ThreadPool& pool_;
   size_t next_run_ = 0;
   AlignedBuffer rows_;
+  AlignedBuffer prepared_;
   std::vector<float> scales_;
   std::vector<AlignedBuffer> results_;  // [workers]
   std::vector<AlignedBuffer> scratch_;  // [workers]

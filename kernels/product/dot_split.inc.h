@@ -1,50 +1,31 @@
-// bfloat16 rows times a panel of 4-bit codes with group scales, by vpdpbusd. Included INSIDE the anonymous namespace
-// of products_avx512_vnni.cc, after split_rows.inc.h and nibble_formats.inc.h.
+// bfloat16 rows times a panel of 4-bit codes with group scales, by vpdpbusd. Included INSIDE an anonymous namespace,
+// after split_rows.inc.h, nibble_formats.inc.h and one of the files that turn codes into bytes (nibble_bytes.inc.h,
+// nibble_bytes_gfni.inc.h).
 //
-// A code becomes a byte by a mask (and a shuffle), a fraction of what a bfloat16 takes. Sums of a chunk are exact;
-// they become float32 with the row's and the group's scales. So a row's result does not depend on how many rows are
+// A code becomes a byte in one or two operations, a fraction of what a bfloat16 takes. Sums of a chunk are exact; they
+// become float32 with the row's and the group's scales. So a row's result does not depend on how many rows are
 // computed together.
 
 constexpr int kMaxSplitRows = 6;  // sums of both bytes and totals stay in registers
-
-// Bytes of half a line: unsigned codes, kOffset more than their values in units of kUnit.
-template <Code kCode>
-struct ByteDecoder;
-
-template <>
-struct ByteDecoder<Code::kInt4> {
-  static constexpr int32_t kOffset = 8;
-  static constexpr float kUnit = 1.0f;
-  MOEBIUS_INLINE __m512i operator()(__m512i nibbles) const { return nibbles; }
-};
-
-template <>
-struct ByteDecoder<Code::kFloat4> {
-  static constexpr int32_t kOffset = 12;
-  static constexpr float kUnit = 0.5f;
-  __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-  MOEBIUS_INLINE __m512i operator()(__m512i nibbles) const { return _mm512_shuffle_epi8(table, nibbles); }
-};
 
 MOEBIUS_INLINE __m512i word_of(const uint32_t* words, int index) {
   return _mm512_set1_epi32(static_cast<int>(words[index]));
 }
 
-// Sums of one chunk: 256 times that of the high bytes and that of the low ones.
+// Adds to `low` the sums of one chunk: 256 times that of the high bytes and that of the low ones.
 template <class Format, int kRows>
 MOEBIUS_INLINE void sum_chunk(const ByteDecoder<Format::kCode>& decode, const std::byte* codes, size_t ahead,
-                              size_t first_line, const SplitRow (&rows)[kRows], __m512i (&sum)[kRows]) {
-  __m512i high[kRows], low[kRows];
+                              size_t first_line, const SplitRow (&rows)[kRows], __m512i (&low)[kRows]) {
+  __m512i high[kRows];
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) high[r] = low[r] = _mm512_setzero_si512();
-  const __m512i mask = _mm512_set1_epi8(15);
+  for (int r = 0; r < kRows; ++r) high[r] = _mm512_setzero_si512();
 #pragma GCC unroll 4
   for (int line = 0; line < Format::kLines; ++line) {
     const size_t at = first_line + static_cast<size_t>(line);
     prefetch(codes + at * 64 + ahead);
     const __m512i both = _mm512_load_si512(codes + at * 64);
-    const __m512i even = decode(_mm512_and_si512(both, mask));
-    const __m512i odd = decode(_mm512_and_si512(_mm512_srli_epi16(both, 4), mask));
+    const __m512i even = decode.low(both);
+    const __m512i odd = decode.high(both);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const uint32_t* words = rows[r].words + at * 4;
@@ -53,7 +34,21 @@ MOEBIUS_INLINE void sum_chunk(const ByteDecoder<Format::kCode>& decode, const st
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) sum[r] = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
+  for (int r = 0; r < kRows; ++r) low[r] = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
+}
+
+// What codes are more than their values, times the row, is taken off from the beginning.
+template <class Format, int kRows>
+MOEBIUS_INLINE void begin_sums(const std::byte* zeros, uint32_t chunk, const SplitRow (&rows)[kRows],
+                               __m512i (&sum)[kRows]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    sum[r] = _mm512_set1_epi32(rows[r].offsets[chunk]);
+    if constexpr (Format::kZeros) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros));
+      sum[r] = _mm512_mullo_epi32(sum[r], _mm512_cvtepu8_epi32(bytes));
+    }
+  }
 }
 
 template <class Format, int kRows>
@@ -72,18 +67,12 @@ MOEBIUS_INLINE void multiply_split(const Panel& panel, const SplitRow (&rows)[kR
     prefetch(panel.next_tail + chunk * tail_step);
     const size_t first_line = size_t{chunk} * Format::kLines;
     __m512i sum[kRows];
+    begin_sums<Format>(panel.zeros + (chunk >> group_shift) * size_t{16}, chunk, rows, sum);
     sum_chunk<Format>(decode, panel.codes, bytes_ahead(panel, first_line * 64), first_line, rows, sum);
     const __m512 scale = widen_group<Format::kScale>(panel.scales + (chunk >> group_shift) * kScaleBytes);
-    __m512i zeros = _mm512_set1_epi32(1);
-    if constexpr (Format::kZeros) {
-      const auto* at = reinterpret_cast<const __m128i*>(panel.zeros + (chunk >> group_shift) * size_t{16});
-      zeros = _mm512_cvtepu8_epi32(_mm_loadu_si128(at));
-    }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      __m512i offset = _mm512_set1_epi32(rows[r].offsets[chunk]);
-      if constexpr (Format::kZeros) offset = _mm512_mullo_epi32(offset, zeros);
-      const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum[r], offset));
+      const __m512 exact = _mm512_cvtepi32_ps(sum[r]);
       total[r] = _mm512_fmadd_ps(_mm512_mul_ps(exact, _mm512_set1_ps(rows[r].scales[chunk])), scale, total[r]);
     }
   }
@@ -91,12 +80,10 @@ MOEBIUS_INLINE void multiply_split(const Panel& panel, const SplitRow (&rows)[kR
 
 template <class Format, int kRows>
 void run_split_block(const PanelJob& job, uint32_t row) {
-  constexpr uint32_t kChunkK = 8 * Format::kLines;
-  const size_t row_bytes = split_row_bytes(job.panel.k_padded, kChunkK);
   SplitRow rows[kRows];
   for (int r = 0; r < kRows; ++r) {
-    const std::byte* at = job.work->scratch + (row + static_cast<uint32_t>(r)) * row_bytes;
-    rows[r] = split_row_at(at, job.panel.k_padded, kChunkK);
+    const auto* at = static_cast<const std::byte*>(job.work->rows[row + static_cast<uint32_t>(r)]);
+    rows[r] = split_row_at(at, job.panel.k_padded, 8 * Format::kLines);
   }
   __m512 total[kRows];
   multiply_split<Format>(job.panel, rows, total);
@@ -117,13 +104,6 @@ void run_split_panel(const PanelJob& job, std::integer_sequence<int, kRowsMinusO
 
 template <class Format>
 void run_split_format(const ProductWork& work) {
-  using Decoder = ByteDecoder<Format::kCode>;
-  constexpr uint32_t kChunkK = 8 * Format::kLines;
-  const uint32_t k_padded = work.layout->k_padded;
-  for (uint32_t row = 0; row < work.num_rows; ++row) {
-    split_row<kChunkK>(static_cast<const uint16_t*>(work.rows[row]), k_padded, Decoder::kUnit,
-                       Format::kZeros ? 1 : Decoder::kOffset, work.scratch + row * split_row_bytes(k_padded, kChunkK));
-  }
   for (uint32_t index = 0; index < work.num_panels; ++index) {
     run_split_panel<Format>(panel_job(work, index), std::make_integer_sequence<int, kMaxSplitRows>());
   }
@@ -133,12 +113,23 @@ bool supports_split(const WeightFormat& format) {
   return visit_nibble_format(format, [](auto) {});
 }
 
-size_t split_scratch_bytes(const PanelLayout& layout, uint32_t, uint32_t num_rows) {
+size_t no_scratch(const PanelLayout&, uint32_t, uint32_t) { return 0; }
+
+size_t split_bytes(const PanelLayout& layout) {
   size_t bytes = 0;
   visit_nibble_format(layout.format, [&](auto format) {
-    bytes = num_rows * split_row_bytes(layout.k_padded, 8 * decltype(format)::kLines);
+    bytes = split_row_bytes(layout.k_padded, 8 * decltype(format)::kLines);
   });
   return bytes;
+}
+
+void prepare_split(const PanelLayout& layout, const void* row, std::byte* prepared) {
+  visit_nibble_format(layout.format, [&](auto format) {
+    using Format = decltype(format);
+    using Decoder = ByteDecoder<Format::kCode>;
+    split_row<8 * Format::kLines>(static_cast<const uint16_t*>(row), layout.k_padded, Decoder::kUnit,
+                                  Format::kZeros ? -1 : -Decoder::kOffset, prepared);
+  });
 }
 
 void run_split(const ProductWork& work) {

@@ -63,8 +63,9 @@ inline PanelJob panel_job(const ProductWork& work, uint32_t index) {
   return job;
 }
 
-// What no panel before has asked for. It was, where the thread's last work ended just before this one.
+// What no panel before has asked for.
 inline void prefetch_first_panel(const ProductWork& work) {
+  if (work.was_next) return;
   const PanelLayout& layout = *work.layout;
   for (size_t at = 0; at < kPrefetchBytes; at += 64) prefetch(work.panels + at);
   for (size_t at = layout.scales_offset; at < layout.panel_bytes; at += 64) prefetch(work.panels + at);

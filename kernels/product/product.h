@@ -29,7 +29,8 @@ struct ProductWork {
   const PanelLayout* layout;
   const std::byte* panels;    // num_panels panels, contiguous
   uint32_t num_panels;
-  const void* const* rows;    // [num_rows] pointers to [layout->k_padded] elements, 64-byte aligned, zero padded
+  const void* const* rows;    // [num_rows] pointers to [layout->k_padded] elements, 64-byte aligned, zero padded;
+                              // or to what the kernel's prepare_row made of them
   size_t row_stride;          // bytes between rows when they are equally spaced; 0 when they are not
   const float* row_scales;    // [num_rows], kInt8 only
   uint32_t num_rows;          // > 0
@@ -37,6 +38,7 @@ struct ProductWork {
   size_t result_stride;       // floats, a multiple of 16
   std::byte* scratch;         // this thread's, 64-byte aligned, at least scratch_bytes(...)
   const std::byte* next = nullptr;  // panels that this thread reads after these, to be prefetched; null: not known
+  bool was_next = false;      // `panels` were `next` of this thread's work before: they need not be asked for
 };
 
 struct ProductKernel {
@@ -48,6 +50,10 @@ struct ProductKernel {
   bool (*supports)(const WeightFormat& format);
   size_t (*scratch_bytes)(const PanelLayout& layout, uint32_t num_panels, uint32_t num_rows);
   void (*run)(const ProductWork& work);
+  // What the kernel makes of a row before it is multiplied; null: nothing. It depends on the layout and the row alone,
+  // so that one serves every work with that row. `prepared` is 64-byte aligned.
+  size_t (*prepared_row_bytes)(const PanelLayout& layout) = nullptr;
+  void (*prepare_row)(const PanelLayout& layout, const void* row, std::byte* prepared) = nullptr;
 };
 
 // Activations of an expert. gate and up are results of phase A (bias included):

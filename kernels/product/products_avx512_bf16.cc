@@ -18,6 +18,9 @@ namespace {
 #include "kernels/product/nibble_formats.inc.h"
 #include "kernels/product/dot_blocks.inc.h"
 #include "kernels/product/dot_nibbles.inc.h"
+#include "kernels/product/split_rows.inc.h"
+#include "kernels/product/nibble_bytes_gfni.inc.h"
+#include "kernels/product/dot_split.inc.h"
 
 enum class Kind : int { kNone, kBFloat16, kFloat8, kInt8, kNibbles };
 
@@ -141,10 +144,12 @@ void run(const ProductWork& work) {
 
 constexpr ProductKernel kDot{"avx512_bf16_dot", Isa::kAvx512Bf16, RowType::kBFloat16, 0, 0,
                              supports, scratch_bytes, run};
-constexpr const ProductKernel* kKernels[] = {&kDot};
+constexpr ProductKernel kSplit{"avx512_bf16_split", Isa::kAvx512Bf16, RowType::kBFloat16, 0,           0,
+                               supports_split,      no_scratch,       run_split,          split_bytes, prepare_split};
+constexpr const ProductKernel* kKernels[] = {&kDot, &kSplit};
 
 }  // namespace
 
-ProductKernels products_avx512_bf16() { return {kKernels, 1}; }
+ProductKernels products_avx512_bf16() { return {kKernels, 2}; }
 
 }  // namespace moebius

@@ -18,6 +18,7 @@ namespace {
 #include "kernels/product/panel_walk.inc.h"
 #include "kernels/product/nibble_formats.inc.h"
 #include "kernels/product/split_rows.inc.h"
+#include "kernels/product/nibble_bytes.inc.h"
 #include "kernels/product/dot_split.inc.h"
 
 constexpr int kMaxRows = 8;  // times two panels: what fits into registers
@@ -129,8 +130,8 @@ void run(const ProductWork& work) {
 
 constexpr ProductKernel kDot{"avx512_vnni_int8", Isa::kAvx512Vnni, RowType::kInt8, 0, 0, supports, scratch_bytes,
                              run};
-constexpr ProductKernel kSplit{"avx512_vnni_split", Isa::kAvx512Vnni,    RowType::kBFloat16, 0, 0,
-                               supports_split,      split_scratch_bytes, run_split};
+constexpr ProductKernel kSplit{"avx512_vnni_split", Isa::kAvx512Vnni, RowType::kBFloat16, 0,           0,
+                               supports_split,      no_scratch,       run_split,          split_bytes, prepare_split};
 constexpr const ProductKernel* kKernels[] = {&kDot, &kSplit};
 
 }  // namespace

@@ -1,5 +1,5 @@
 // bfloat16 rows as 16-bit integers times a power of two for every chunk of k, in two bytes that vpdpbusd multiplies
-// separately. Included INSIDE the anonymous namespace of products_avx512_vnni.cc.
+// separately. Included INSIDE an anonymous namespace of a file built for AVX-512.
 //
 // A chunk's largest value takes all 15 bits, so its values down to 1/128 of that are exact, with all 8 bits of a
 // bfloat16, and smaller ones are off by at most 2^-16 of it. Two exceptions: the largest mantissa is taken for its
@@ -12,10 +12,10 @@
 struct SplitRow {
   const uint32_t* words;   // [k_padded / 8][4]
   const float* scales;     // [chunks]
-  const int32_t* offsets;  // [chunks] the chunk's sum, times what codes have more than values where that is constant
+  const int32_t* offsets;  // [chunks] the chunk's sum, times `offset` of split_row()
 };
 
-// Of one row in scratch: words, scales, offsets.
+// Of one row: words, scales, offsets.
 constexpr size_t split_row_bytes(uint32_t k_padded, uint32_t chunk_k) {
   const size_t chunks = k_padded / chunk_k;
   return (size_t{k_padded} * 2 + chunks * 8 + 63) / 64 * 64;
@@ -65,7 +65,8 @@ MOEBIUS_INLINE __m512i to_integers(__m512 values, float inverse) {
   return _mm512_min_epi32(integers, _mm512_set1_epi32(32639));  // 127 * 256 + 127
 }
 
-// `value_scale` of the codes' unit; `offset` that codes have more than their values, in those units.
+// `value_scale` of the codes' unit; `offset` for each element, in those units: the negative of what codes have more than
+// their values where that is constant, else -1.
 template <uint32_t kChunkK>
 void split_row(const uint16_t* row, uint32_t k_padded, float value_scale, int32_t offset, std::byte* scratch) {
   static_assert(kChunkK == 16 || kChunkK == 32);

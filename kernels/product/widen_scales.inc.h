@@ -20,6 +20,15 @@ MOEBIUS_INLINE __m512 widen_e4m3(__m128i codes) {
   return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
 }
 
+// To the upper halves of words in one operation, and a load that broadcasts.
+MOEBIUS_INLINE __m512 widen_bfloat16(__m256i halves) {
+  const __m512i upper = _mm512_setr_epi32(0x0 << 16, 0x1 << 16, 0x2 << 16, 0x3 << 16, 0x4 << 16, 0x5 << 16, 0x6 << 16,
+                                          0x7 << 16, 0x8 << 16, 0x9 << 16, 0xa << 16, 0xb << 16, 0xc << 16, 0xd << 16,
+                                          0xe << 16, 0xf << 16);
+  return _mm512_castsi512_ps(
+      _mm512_maskz_permutexvar_epi16(0xaaaaaaaa, upper, _mm512_broadcast_i64x4(halves)));
+}
+
 // The 16 scales of a group.
 template <ScaleType kType>
 MOEBIUS_INLINE __m512 widen_group(const std::byte* scales) {
@@ -28,7 +37,7 @@ MOEBIUS_INLINE __m512 widen_group(const std::byte* scales) {
   } else if constexpr (kType == ScaleType::kBFloat16 || kType == ScaleType::kFloat16) {
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales));
     if constexpr (kType == ScaleType::kFloat16) return _mm512_cvtph_ps(halves);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+    return widen_bfloat16(halves);
   } else {
     static_assert(kType == ScaleType::kE8M0 || kType == ScaleType::kE4M3);
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));

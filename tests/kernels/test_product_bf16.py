@@ -13,11 +13,17 @@ from tests.helpers.random_panels import PackedMatrix, bfloat16_bits, random_matr
 from tests.tolerances import PRODUCT_BFLOAT16, PRODUCT_SPLIT
 
 NAMES = _kernels.weight_format_names()
+NIBBLES = [name for name in NAMES if name.startswith("int4_") or name in ("mxfp4", "nvfp4")]
 FORMATS = {
     "avx512_bf16_dot": [name for name in NAMES if name not in ("float32", "float16", "int8_w8a8")],
-    "avx512_vnni_split": [name for name in NAMES if name.startswith("int4_") or name in ("mxfp4", "nvfp4")],
+    "avx512_vnni_split": NIBBLES,
+    "avx512_bf16_split": NIBBLES,
 }
-TOLERANCES = {"avx512_bf16_dot": PRODUCT_BFLOAT16, "avx512_vnni_split": PRODUCT_SPLIT}
+TOLERANCES = {
+    "avx512_bf16_dot": PRODUCT_BFLOAT16,
+    "avx512_vnni_split": PRODUCT_SPLIT,
+    "avx512_bf16_split": PRODUCT_SPLIT,
+}
 CASES = pytest.mark.parametrize(
     ("kernel", "format_name"),
     [

@@ -11,7 +11,11 @@ from moebius import _kernels
 from tests.helpers.random_panels import random_matrix
 
 ONE = np.uint16(0x3F80)
-KERNELS = [name for name in ("avx512_bf16_dot", "avx512_vnni_split") if name in _kernels.product_names()]
+KERNELS = [
+    name
+    for name in ("avx512_bf16_dot", "avx512_vnni_split", "avx512_bf16_split")
+    if name in _kernels.product_names()
+]
 
 pytestmark = pytest.mark.skipif(not KERNELS, reason="this machine has no AVX-512 VNNI")
 
