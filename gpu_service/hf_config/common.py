@@ -23,6 +23,58 @@ _HARMLESS = (
     "use_cache",
 )
 
+# What transformers 4 writes into nested configurations besides: settings of its own `generate` and of tasks.
+_OF_GENERATE = (
+    "_name_or_path",
+    "add_cross_attention",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "chunk_size_feed_forward",
+    "cross_attention_hidden_size",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "id2label",
+    "is_decoder",
+    "is_encoder_decoder",
+    "label2id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "prefix",
+    "problem_type",
+    "pruned_heads",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict",
+    "return_dict_in_generate",
+    "sep_token_id",
+    "suppress_tokens",
+    "task_specific_params",
+    "temperature",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torchscript",
+    "typical_p",
+    "use_bfloat16",
+)
+
 # Keys of relatives of these families that would change the function if they were set.
 _REFUSED = (
     "attention_chunk_size",
@@ -37,7 +89,7 @@ def read_common(hf: HfKeys, *, dense_size: int | None = None) -> dict[str, Any]:
 
     `dense_size`: the width of dense layers where a family says nothing of them.
     """
-    hf.skip("model_type", *_HARMLESS)
+    hf.skip("model_type", *_HARMLESS, *_OF_GENERATE)
     for name in _REFUSED:
         hf.refuse(name)
     heads = hf.integer("num_attention_heads")

@@ -53,6 +53,11 @@ def read_qwen3_moe(
     """Qwen3-MoE and Qwen3-Coder; the defaults are those of the text tower that uses this too."""
     common = read_common(hf)
     refuse_used_window(hf)
+    # Qwen3-Coder names what its relatives have and it has not.
+    hf.refuse("qkv_bias")
+    hf.refuse("shared_expert_intermediate_size", 0)
+    if not hf.boolean("use_qk_norm", default=True):
+        raise hf.error("use_qk_norm", False, "true")
     layers = read_sparse_layers(hf, common["num_layers"])
     router = read_softmax_router(hf)
     return ModelConfig(

@@ -63,8 +63,14 @@ def read_qwen3_next(hf: HfKeys) -> ModelConfig:
 def read_qwen3_5_moe(hf: HfKeys) -> ModelConfig:
     """The language model of Qwen3.5-MoE: every layer is MoE, and a token has three positions."""
     common = read_common(hf, dense_size=0)
-    # Of layers that the family does not have, and a switch of training.
-    hf.skip("intermediate_size", "mlp_only_layers", "norm_topk_prob", "attn_output_gate")
+    # Of layers that the family does not have, of the router that it always has, of states, which are float32
+    # here, and of prediction.
+    hf.skip("intermediate_size", "norm_topk_prob", "mamba_ssm_dtype", "mtp_use_dedicated_embeddings")
+    hf.refuse("mlp_only_layers", [])
+    if not hf.boolean("attn_output_gate", default=True):
+        raise hf.error("attn_output_gate", False, "true")
+    # Of linear attention's outputs; those of layers that attend have a sigmoid.
+    hf.refuse("output_gate_type", "silu", "swish")
     router = RouterConfig(
         num_experts=hf.integer("num_experts", "num_local_experts"),
         top_k=hf.integer("num_experts_per_tok"),

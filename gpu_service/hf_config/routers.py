@@ -24,8 +24,9 @@ def read_biased_router(hf: HfKeys, *, renormalizes: bool = True) -> RouterConfig
 
     `renormalizes`: what a missing `norm_topk_prob` means in the family.
     """
+    hf.skip("moe_router_dtype")  # always float32 here
     return RouterConfig(
-        num_experts=hf.integer("n_routed_experts", "num_local_experts"),
+        num_experts=hf.integer("n_routed_experts", "num_local_experts", "num_experts"),
         top_k=hf.integer("num_experts_per_tok"),
         score="sigmoid",
         correction_bias=True,

@@ -17,6 +17,7 @@ _HARMLESS = (
     "projection_layer_norm_eps",
     "use_unified_vision_chunk",
     "video_end_token_id",
+    "video_placeholder",
     "video_start_token_id",
     "video_token_id",
     "vision_end_token_id",

@@ -28,7 +28,7 @@ QWEN2 = COMMON | {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
-
+QWEN3 = COMMON | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 16}
 EXPERTS_ONLY = COMMON | {"num_local_experts": 8}
 MIXTRAL = EXPERTS_ONLY | {"model_type": "mixtral"}
 OLMOE = COMMON | {"model_type": "olmoe", "num_experts": 8}
@@ -119,6 +119,18 @@ def test_ernie4_5_moe(tmp_path: Path) -> None:
     assert _moe_layers(tmp_path, ERNIE, moe_layer_end_index=9) == (1, 2, 3)
 
 
+def test_qwen3_coder_names_what_it_has_not(tmp_path: Path) -> None:
+    """Its keys for that are known; with any other value they are refused, below."""
+    named = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert _read(tmp_path, QWEN3, **named).unread_keys == ()
+
+
+def test_settings_of_generation_are_no_unknown_keys(tmp_path: Path) -> None:
+    """Nested configurations of transformers 4 have dozens of them."""
+    written = {"top_k": 50, "temperature": 1.0, "id2label": {"0": "LABEL_0"}, "torchscript": False}
+    assert _read(tmp_path, QWEN3, **written).unread_keys == ()
+
+
 def test_minimax_m2(tmp_path: Path) -> None:
     """The published spelling of the rotated part and transformers' own mean the same."""
     config = _read(tmp_path, MINIMAX)
@@ -142,6 +154,9 @@ def test_minimax_m2(tmp_path: Path) -> None:
         ),
         (QWEN2, {"layer_types": "full_attention"}, "layer_types = 'full_attention'.*list of strings"),
         (QWEN2, {"attention_bias": True}, "attention_bias = True"),
+        (QWEN3, {"qkv_bias": True}, "qkv_bias = True"),
+        (QWEN3, {"shared_expert_intermediate_size": 16}, "shared_expert_intermediate_size = 16"),
+        (QWEN3, {"use_qk_norm": False}, "use_qk_norm = False"),
         (QWEN2, {"shared_expert_intermediate_size": "absent"}, "shared_expert_intermediate_size is missing"),
         (MIXTRAL, {"sliding_window": 32}, "sliding_window = 32"),
         (MIXTRAL, {"attention_bias": True}, "attention_bias = True"),

@@ -125,6 +125,24 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any],
         _read(tmp_path, NEXT, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate = False"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid'.*'silu', 'swish'"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
+    ],
+)
+def test_gates_and_layers_that_qwen3_5_does_not_have_are_refused(
+    tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
+    """Later models name them, with the values that all have so far."""
+    same = {"attn_output_gate": True, "output_gate_type": "swish", "mlp_only_layers": []}
+    assert _text(tmp_path, **same).unread_keys == ()
+    with pytest.raises(ModelConfigError, match=complaint):
+        _text(tmp_path, **(same | changes))
+
+
 def test_ranks_that_can_not_divide_states_are_refused(tmp_path: Path) -> None:
     config = _read(tmp_path, NEXT)
     assert config.linear is not None
