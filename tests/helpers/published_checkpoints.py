@@ -58,6 +58,11 @@ def expand(pattern: str) -> list[str]:
     return ["".join(name) for name in itertools.product(*choices)]
 
 
+def count(pattern: str) -> int:
+    """How many names `expand` would give."""
+    return math.prod(len(_choices(choices)) for choices in re.findall(r"\{([^}]*)\}", pattern))
+
+
 def _choices(text: str) -> list[str]:
     match = _RANGE.fullmatch(f"{{{text}}}")
     return text.split(",") if match is None else [str(i) for i in range(int(match[1]), int(match[2]) + 1)]

@@ -35,18 +35,20 @@ def _layer(config: Config, stem: str = "model.") -> str:
     return f"{stem}layers.{numbers(0, config['num_hidden_layers'] - 1)}."
 
 
-def _experts(layer: str, config: Config, count: int, *, fp8: bool = False) -> list[Entry]:
+def _experts(layer: str, config: Config, count: int, *, fp8: bool = False, scales: str = F32) -> list[Entry]:
     stem = f"{layer}mlp.experts.{numbers(0, count - 1)}."
-    return mlp(stem, config["hidden_size"], config["moe_intermediate_size"], fp8)
+    return mlp(stem, config["hidden_size"], config["moe_intermediate_size"], fp8, scales)
 
 
 def qwen_moe(config: Config) -> list[Entry]:
-    """Qwen2-MoE and Qwen3-MoE."""
+    """Qwen2-MoE and Qwen3-MoE, whose scales have 16 bits where it is in fp8."""
     layer, hidden, experts = _layer(config), config["hidden_size"], config["num_experts"]
-    old = config["model_type"] == "qwen2_moe"
+    old, fp8 = config["model_type"] == "qwen2_moe", "quantization_config" in config
+    biases, qk_norm = ("qkv", "") if old else ("", "head")
     entries = ends(config) + norms(layer, hidden)
-    entries += gqa(layer, config, bias="qkv" if old else "", qk_norm="" if old else "head")
-    entries += linear(layer, {"mlp.gate": [experts, hidden]}) + _experts(layer, config, experts)
+    entries += gqa(layer, config, bias=biases, qk_norm=qk_norm, fp8=fp8, scales=BF16)
+    entries += linear(layer, {"mlp.gate": [experts, hidden]})
+    entries += _experts(layer, config, experts, fp8=fp8, scales=BF16)
     return entries + (_shared_gated(layer, config) if old else [])
 
 
@@ -62,15 +64,20 @@ def qwen3_next(config: Config) -> list[Entry]:
     every, layer = config["full_attention_interval"], _layer(config)
     full = f"model.layers.{_choice(range(every - 1, count, every))}."
     recurrent = f"model.layers.{_choice(i for i in range(count) if (i + 1) % every)}."
-    entries = ends(config)
-    for stem in (layer, "mtp.layers.0."):
-        entries += norms(stem, hidden) + linear(stem, {"mlp.gate": [experts, hidden]})
-        entries += _experts(stem, config, experts) + _shared_gated(stem, config)
-    for stem in (full, "mtp.layers.0."):
-        entries += gqa(stem, config, qk_norm="head", query_factor=2)
-    sizes = {f"{name}.weight": [hidden] for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-    entries += plain("mtp.", {"fc.weight": [hidden, 2 * hidden], **sizes})
+    entries = ends(config) + norms(layer, hidden) + linear(layer, {"mlp.gate": [experts, hidden]})
+    entries += _experts(layer, config, experts) + _shared_gated(layer, config)
+    entries += gqa(full, config, qk_norm="head", query_factor=2) + _qwen_prediction(config)
     return entries + linear_attention(recurrent, config, fused=True)
+
+
+def _qwen_prediction(config: Config) -> list[Entry]:
+    """A layer that attends, with experts apart also where those of the model are fused."""
+    hidden, experts, stem = config["hidden_size"], config["num_experts"], "mtp.layers.0."
+    entries = norms(stem, hidden) + linear(stem, {"mlp.gate": [experts, hidden]})
+    entries += _experts(stem, config, experts) + _shared_gated(stem, config)
+    entries += gqa(stem, config, qk_norm="head", query_factor=2)
+    sizes = {f"{name}.weight": [hidden] for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    return entries + plain("mtp.", {"fc.weight": [hidden, 2 * hidden], **sizes})
 
 
 def qwen3_5(outer: Config) -> list[Entry]:
@@ -87,8 +94,7 @@ def qwen3_5(outer: Config) -> list[Entry]:
     )
     entries += gqa(f"{stem}layers.{_choice(full)}.", config, qk_norm="head", query_factor=2)
     entries += linear_attention(f"{stem}layers.{_choice(recurrent)}.", config, fused=False)
-    entries += plain("mtp.", {"fc.weight": [hidden, 2 * hidden], "norm.weight": [hidden]})
-    return entries + _qwen_vision(outer)
+    return entries + _qwen_prediction(config) + _qwen_vision(outer)
 
 
 def _fused(layer: str, gate_up: list[int], down: list[int]) -> list[Entry]:
@@ -160,21 +166,33 @@ def deepseek(config: Config) -> list[Entry]:
         config["first_k_dense_replace"],
         config["hidden_size"],
     )
-    fp8, old = "quantization_config" in config, config["model_type"] == "deepseek_v2"
+    family, fp8 = config["model_type"], "quantization_config" in config
+    # DeepSeek-V3.2 alone has norms in 32 bits.
+    norm = F32 if family == "deepseek_v32" else BF16
     every, sparse = _layer(config), f"model.layers.{numbers(first, layers - 1)}."
-
-    def attention(layer: str) -> list[Entry]:
-        chosen = indexer(layer, config, fp8) if "index_n_heads" in config else []
-        return norms(layer, hidden) + mla(layer, config, fp8) + chosen
-
-    entries = ends(config) + attention(every)
+    entries = ends(config, norm=norm) + norms(every, hidden, norm) + mla(every, config, fp8, norm)
+    if "index_n_heads" in config:
+        entries += indexer(f"model.layers.{_choosing(config)}.", config, fp8, norm)
     entries += mlp(f"model.layers.{numbers(0, first - 1)}.mlp.", hidden, config["intermediate_size"], fp8)
     moe = _shared_moe(sparse, config, fp8)
-    entries += [entry for entry in moe if not (old and entry[0].endswith(BIAS))]
-    behind = f"model.layers.{layers}."
+    entries += [entry for entry in moe if not (family == "deepseek_v2" and entry[0].endswith(BIAS))]
+    if family == "kimi_k2":
+        # Frequencies that nobody reads, in a shape that is not that of any.
+        entries += plain(every, {"self_attn.rotary_emb.inv_freq": [56]})
     if not config.get("num_nextn_predict_layers"):
         return entries
-    return entries + prediction(behind, config, attention(behind) + _shared_moe(behind, config, fp8))
+    behind = f"model.layers.{layers}."
+    block = norms(behind, hidden, norm) + mla(behind, config, fp8, norm) + _shared_moe(behind, config, fp8)
+    if "index_n_heads" in config:
+        block += indexer(behind, config, fp8, norm)
+    own = family != "glm_moe_dsa"
+    return entries + prediction(behind, config, block, norm=norm, own_ends=own)
+
+
+def _choosing(config: Config) -> str:
+    """The layers that have an indexer of their own."""
+    kinds = config.get("indexer_types") or ["full"] * config["num_hidden_layers"]
+    return _choice(layer for layer, kind in enumerate(kinds) if kind == "full")
 
 
 def kimi_k25(outer: Config) -> list[Entry]:
