@@ -208,6 +208,8 @@ def read_minimax_m2(hf: HfKeys) -> ModelConfig:
         score="sigmoid",
         correction_bias=True,
         post="renormalize",
+        # As its checkpoints store the gate's weights.
+        float32_gate=True,
     )
     head_dim = common["head_dim"]
     rotated = hf.integer("rotary_dim", default=head_dim) / head_dim

@@ -136,7 +136,8 @@ def test_minimax_m2(tmp_path: Path) -> None:
     config = _read(tmp_path, MINIMAX)
     assert (config.rope.rotary_dim, config.rope.theta, config.qk_norm) == (8, 5e6, True)
     assert (config.num_mtp_layers, config.moe.intermediate_size) == (3, 48)
-    assert (config.moe.router.correction_bias, config.moe.router.post) == (True, "renormalize")
+    router = config.moe.router
+    assert (router.correction_bias, router.post, router.float32_gate) == (True, "renormalize", True)
     assert config.unread_keys == ()
     spelled = {"rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}}
     assert _read(tmp_path, MINIMAX, rotary_dim="absent", **spelled).rope == config.rope
