@@ -111,6 +111,8 @@ def _modelopt_nvfp4() -> WeightScheme:
 
 _MODELOPT: Mapping[str, Callable[[], WeightScheme]] = {
     "NVFP4": _modelopt_nvfp4,
+    # The same tensors; what differs is what was meant to be done with activations.
+    "W4A16_NVFP4": _modelopt_nvfp4,
     "FP8": lambda: schemes.fp8("modelopt FP8", "tensor", "weight_scale"),
 }
 

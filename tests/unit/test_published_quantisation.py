@@ -108,6 +108,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "nvfp4",
     ),
+    # nvidia/Qwen3.6-35B-A3B-NVFP4: experts in four bits, attention in eight.
+    "modelopt_mixed": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "producer": {"name": "modelopt", "version": "0.37.0"},
+            "ignore": ["mtp.layers.0*", "mtp*"],
+            "quantized_layers": {
+                "model.language_model.layers.3.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+                "model.language_model.layers.3.self_attn.q_proj": {"quant_algo": "FP8"},
+            },
+        },
+        "nvfp4",
+    ),
     "auto_round": (
         {
             "quant_method": "auto-round",
