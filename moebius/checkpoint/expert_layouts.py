@@ -80,12 +80,13 @@ def _separate(name: str, stem: str, gate: str, up: str, down: str, example: str)
     )
 
 
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _PER_EXPERT = "model.layers.3.mlp.experts.7.gate_proj.weight"
 _FUSED = "model.language_model.layers.3.mlp.experts.gate_up_proj"
 LAYOUTS: Mapping[str, ExpertLayout] = {
     layout.name: layout
     for layout in (
-        _separate("per_expert", "mlp.experts.{expert}", "gate_proj", "up_proj", "down_proj", _PER_EXPERT),
+        _separate("per_expert", "mlp.experts.{expert}", *_PROJECTIONS, _PER_EXPERT),
         _separate(
             "per_expert_w123",
             "block_sparse_moe.experts.{expert}",
@@ -108,13 +109,19 @@ LAYOUTS: Mapping[str, ExpertLayout] = {
         _separate(
             "stacked_projections",
             "mlp.experts",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
+            *_PROJECTIONS,
             "model.layers.3.mlp.experts.gate_proj.weight",
         ),
+        _separate("stacked", "moe", *_PROJECTIONS, "model.layers.3.moe.gate_proj.weight"),
+        # Step-3.5 after quantisers took its experts apart: now, and what their earlier versions wrote.
         _separate(
-            "stacked", "moe", "gate_proj", "up_proj", "down_proj", "model.layers.3.moe.gate_proj.weight"
+            "per_expert_step",
+            "moe.experts.{expert}",
+            *_PROJECTIONS,
+            "model.layers.3.moe.experts.7.gate_proj.weight",
+        ),
+        _separate(
+            "per_expert_step_old", "moe.{expert}", *_PROJECTIONS, "model.layers.3.moe.7.gate_proj.weight"
         ),
     )
 }
@@ -122,7 +129,7 @@ LAYOUTS: Mapping[str, ExpertLayout] = {
 _PREFIX = "(?:" + "|".join(re.escape(prefix) for prefix in LAYER_PREFIXES) + r")\d+\."
 # Anything below an expert container, so that scales and biases of quantised experts count as well.
 _ROUTED_EXPERT = re.compile(
-    _PREFIX + r"(?:mlp\.experts\.|block_sparse_moe\.experts\.|moe\.(?:gate|up|down)_proj\.)"
+    _PREFIX + r"(?:mlp\.experts\.|block_sparse_moe\.experts\.|moe\.(?:(?:gate|up|down)_proj|experts|\d+)\.)"
 )
 
 

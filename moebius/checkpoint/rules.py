@@ -176,7 +176,11 @@ FAMILY_RULES: Mapping[str, FamilyRules] = {
     "kimi_k2": _DEEPSEEK,
     "kimi_k25": FamilyRules((_KIMI_VISION, _KIMI_TEXT)),
     "gpt_oss": FamilyRules((_ROTARY, _GPT_OSS_ROUTER), ("fused_interleaved",)),
-    "step3p5": FamilyRules((_ROTARY, _STEP_GATE, _STEP_BIAS, _STEP_SHARED), ("stacked",), True),
+    "step3p5": FamilyRules(
+        (_ROTARY, _STEP_GATE, _STEP_BIAS, _STEP_SHARED),
+        ("stacked", "per_expert_step", "per_expert_step_old"),
+        prediction_layers=True,
+    ),
 }
 
 
