@@ -11,11 +11,12 @@ from typing import Any
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders
 
-from gateway.text.byte_level import piece_to_bytes
 from gateway.text.chat_template import ChatTemplate
+from moebius.checkpoint.byte_level import piece_to_bytes
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import companion_directory, is_gguf
 from moebius.checkpoint.gguf.tokenizer import read_tokenizer
+from moebius.checkpoint.tiktoken_vocabulary import has_vocabulary, read_vocabulary
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -41,7 +42,8 @@ class Tokenizer:
         """Reads tokenizer.json, tokenizer_config.json and the chat template of a checkpoint.
 
         Args:
-            directory: holds `tokenizer.json`; or a GGUF model, whose metadata counts where there is none.
+            directory: holds `tokenizer.json`, or Kimi's `tiktoken.model`; or a GGUF model, whose metadata
+                counts where there is neither.
             template_file: a Jinja file that replaces the checkpoint's template; empty: the checkpoint's.
         Raises:
             TokenizerError: a file is missing or malformed.
@@ -50,13 +52,8 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if is_gguf(model) and not path.is_file():
             return cls._from_gguf(model, template_file)
-        if not path.is_file():
-            raise TokenizerError(f"{path} does not exist: the gateway needs a tokenizer.json")
-        try:
-            backend = BackendTokenizer.from_file(str(path))
-        except Exception as error:  # the Rust library raises bare Exception
-            raise TokenizerError(f"{path} is not a readable tokenizer: {error}") from error
         settings = _read_json(directory / "tokenizer_config.json")
+        backend = _read_backend(path)
         source = _template_source(directory, settings, template_file)
         template = ChatTemplate(source, _named_tokens(settings)) if source else None
         return cls(backend, template)
@@ -95,6 +92,21 @@ class Tokenizer:
         if fallback:
             return bytes([int(fallback.group(1), 16)])
         return piece.replace("\u2581", " ").encode()
+
+
+def _read_backend(path: Path) -> BackendTokenizer:
+    """The tokenizer in `path`; where there is no such file, the one that a vocabulary beside it describes."""
+    try:
+        if not path.is_file() and has_vocabulary(path.parent):
+            return read_vocabulary(path.parent)
+    except CheckpointError as error:
+        raise TokenizerError(str(error)) from error
+    if not path.is_file():
+        raise TokenizerError(f"{path} does not exist: the gateway needs a tokenizer.json")
+    try:
+        return BackendTokenizer.from_file(str(path))
+    except Exception as error:  # the Rust library raises bare Exception
+        raise TokenizerError(f"{path} is not a readable tokenizer: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from moebius.checkpoint.gguf.files import companion_directory, gguf_files, is_gguf
 from moebius.checkpoint.gguf.header import read_header
 from moebius.checkpoint.gguf.tokenizer import read_tokenizer
+from moebius.checkpoint.tiktoken_vocabulary import has_vocabulary, read_vocabulary
 from moebius.errors import UserError
 
 BUNDLED_TEXT = Path(__file__).with_name("text.txt")
@@ -30,7 +31,7 @@ def read_tokens(model: Path, text_file: Path | None, limit: int, vocab_size: int
 
     Without one, its UTF-8 bytes modulo the vocabulary stand for tokens: enough to compare formats. Raises
     UserError naming a file that can not be read or gives fewer than two tokens, CheckpointError as
-    `read_tokenizer`.
+    `read_tokenizer` and `read_vocabulary`.
     """
     path = text_file or BUNDLED_TEXT
     try:
@@ -61,7 +62,7 @@ def _tokenizer(model: Path) -> Tokenizer | None:
         except Exception as error:  # the library raises no narrower one
             raise UserError(f"{path} is not a readable tokenizer: {error}") from None
     if not is_gguf(model):
-        return None
+        return read_vocabulary(model) if has_vocabulary(model) else None
     if "tokenizer.ggml.model" not in read_header(gguf_files(model)[0]).metadata:
         return None
     return read_tokenizer(model).backend

@@ -13,6 +13,12 @@ def _characters() -> dict[str, int]:
 
 
 CHARACTER_TO_BYTE = _characters()
+_BYTE_TO_CHARACTER = {byte: character for character, byte in CHARACTER_TO_BYTE.items()}
+
+
+def bytes_to_piece(token: bytes) -> str:
+    """How such a vocabulary spells a token."""
+    return "".join(_BYTE_TO_CHARACTER[byte] for byte in token)
 
 
 def piece_to_bytes(piece: str) -> bytes:
