@@ -15,15 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from gpu_service.assembly.vision import encoding_bytes, vision_memory
 from gpu_service.cache.kv_cache import bytes_per_page
-from gpu_service.hf_config.keys import HfKeys
-from gpu_service.hf_config.vision import read_vision
 from gpu_service.loader.tower import load_tower
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.kv_pool import size_kv_pool
 from gpu_service.memory.plan import IMAGES, VISION, plan_memory
 from gpu_service.model_config import ModelConfig, ModelConfigError, ModelOverrides
 from gpu_service.models.registry import build_model
-from gpu_service.models.vision.kimi_k25 import build_kimi_tower
 from gpu_service.models.vision.registry import TOWER_BUILDERS, build_tower
 from gpu_service.vision.config import VisionConfig
 from gpu_service.vision.kimi_processor import KimiImageProcessor
@@ -34,65 +31,6 @@ from moebius.checkpoint.tower_rules import TOWER_RULES, tower_name
 from moebius.config_loader import load_config
 from moebius.errors import UserError
 from tests.helpers.tiny_vision_models import kimi_sizes, noise, write_vision_model
-
-# Kimi-K2.5's own config.json, as far as it is about vision.
-KIMI: dict[str, Any] = {
-    "media_placeholder_token_id": 163605,
-    "vision_config": {
-        "init_pos_emb_height": 64,
-        "init_pos_emb_time": 4,
-        "init_pos_emb_width": 64,
-        "merge_kernel_size": [2, 2],
-        "mm_hidden_size": 1152,
-        "mm_projector_type": "patchmerger",
-        "patch_size": 14,
-        "projector_ln_eps": 1e-05,
-        "text_hidden_size": 7168,
-        "vt_hidden_size": 1152,
-        "vt_intermediate_size": 4304,
-        "vt_num_attention_heads": 16,
-        "vt_num_hidden_layers": 27,
-    },
-}
-
-
-def _kimi_names() -> dict[str, tuple[int, ...]]:
-    """The tensors of the tower as Kimi-K2.5 was released."""
-    names: dict[str, tuple[int, ...]] = {
-        "vision_tower.patch_embed.proj.weight": (1152, 3, 14, 14),
-        "vision_tower.patch_embed.proj.bias": (1152,),
-        "vision_tower.patch_embed.pos_emb.weight": (64, 64, 1152),
-        "mm_projector.proj.0.weight": (4608, 4608),
-        "mm_projector.proj.0.bias": (4608,),
-        "mm_projector.proj.2.weight": (7168, 4608),
-        "mm_projector.proj.2.bias": (7168,),
-    }
-    for norm in ("mm_projector.pre_norm", "vision_tower.encoder.final_layernorm"):
-        names |= {f"{norm}.weight": (1152,), f"{norm}.bias": (1152,)}
-    sizes = {"mlp.fc0": (4304, 1152), "mlp.fc1": (1152, 4304), "wqkv": (3456, 1152), "wo": (1152, 1152)}
-    for layer in range(27):
-        block = f"vision_tower.encoder.blocks.{layer}."
-        for part, shape in sizes.items():
-            names |= {f"{block}{part}.weight": shape, f"{block}{part}.bias": shape[:1]}
-        for norm in ("norm0", "norm1"):
-            names |= {f"{block}{norm}.weight": (1152,), f"{block}{norm}.bias": (1152,)}
-    return names
-
-
-def test_the_released_names_of_kimi_fill_its_tower() -> None:
-    """Every tensor has its place, of its shape, and no place is left."""
-    with torch.device("meta"):
-        tower = build_kimi_tower(KIMI, 7168, torch.bfloat16)
-    found: dict[str, tuple[int, ...]] = {}
-    for published, shape in _kimi_names().items():
-        name = tower_name("kimi_k25", published)
-        assert name is not None, published
-        for part, values in tower.parts(name, torch.empty(shape, device="meta")):
-            assert part not in found
-            found[part] = tuple(values.shape)
-    assert found == {name: tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
-    vision = read_vision(HfKeys("config.json", dict(KIMI)), "kimi_k25")
-    assert vision == VisionConfig(163605, 2, 14, 1152, 4304)
 
 
 def test_every_family_that_sees_has_names_and_a_tower() -> None:

@@ -22,6 +22,7 @@ from tests.tools.checkpoint_names.parts import (
     plain,
     prediction,
 )
+from tests.tools.checkpoint_names.towers import glm_tower, kimi_tower, qwen_tower
 
 BIAS = "e_score_correction_bias"
 
@@ -94,7 +95,7 @@ def qwen3_5(outer: Config) -> list[Entry]:
     )
     entries += gqa(f"{stem}layers.{_choice(full)}.", config, qk_norm="head", query_factor=2)
     entries += linear_attention(f"{stem}layers.{_choice(recurrent)}.", config, fused=False)
-    return entries + _qwen_prediction(config) + _qwen_vision(outer)
+    return entries + _qwen_prediction(config) + qwen_tower(outer)
 
 
 def _fused(layer: str, gate_up: list[int], down: list[int]) -> list[Entry]:
@@ -108,16 +109,8 @@ def qwen3_vl(outer: Config) -> list[Entry]:
     layer = _layer(config, stem)
     entries = ends(config, stem) + norms(layer, hidden) + gqa(layer, config, qk_norm="head")
     entries += linear(layer, {"mlp.gate": [experts, hidden]})
-    return (
-        entries + _fused(layer, [experts, hidden, 2 * inner], [experts, inner, hidden]) + _qwen_vision(outer)
-    )
-
-
-def _qwen_vision(outer: Config) -> list[Entry]:
-    """Some of the tower: enough to see that it is left out of the text model."""
-    vision = outer["vision_config"]
-    size, block = vision["hidden_size"], f"model.visual.blocks.{numbers(0, vision['depth'] - 1)}."
-    return plain(block, {"norm1.weight": [size], "attn.qkv.weight": [3 * size, size]})
+    entries += _fused(layer, [experts, hidden, 2 * inner], [experts, inner, hidden])
+    return entries + qwen_tower(outer)
 
 
 def glm4(config: Config, stem: str = "model.", count: int = 1) -> list[Entry]:
@@ -155,8 +148,7 @@ def _shared_moe(
 
 def glm4v(outer: Config) -> list[Entry]:
     """GLM-4.5V and 4.6V."""
-    tower = plain("model.visual.", {"post_conv_layernorm.weight": [outer["vision_config"]["hidden_size"]]})
-    return glm4(outer["text_config"], "model.language_model.", 0) + tower
+    return glm4(outer["text_config"], "model.language_model.", 0) + glm_tower(outer)
 
 
 def deepseek(config: Config) -> list[Entry]:
@@ -209,10 +201,7 @@ def kimi_k25(outer: Config) -> list[Entry]:
     entries += mla(_layer(config, stem), config)
     entries += mlp(f"{stem}layers.{numbers(0, first - 1)}.mlp.", hidden, config["intermediate_size"])
     entries += _shared_moe(sparse, config, experts=int4_mlp(experts, hidden, config["moe_intermediate_size"]))
-    entries += plain(
-        "vision_tower.encoder.blocks.{0..26}.", {"norm0.weight": [1152], "wqkv.weight": [3456, 1152]}
-    )
-    return entries + plain("mm_projector.", {"pre_norm.weight": [1152], "proj.0.weight": [4608, 4608]})
+    return entries + kimi_tower(outer)
 
 
 def w123(config: Config) -> list[Entry]:
