@@ -6,6 +6,7 @@ says about it, so lists of modules that were left alone need not be understood.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -118,21 +119,35 @@ _MODELOPT: Mapping[str, Callable[[], WeightScheme]] = {
 
 
 def _quark(config: Config) -> tuple[WeightScheme, ...]:
-    """AMD Quark: one scheme for all modules, and others for single ones."""
-    single = require_object(config, "layer_quant_config", {}).values()
-    layers = [require_object(config, "global_quant_config"), *single]
-    found = [_quark_scheme(require_object(layer, "weight")) for layer in layers]
-    return tuple(dict.fromkeys(found))
+    """AMD Quark: one scheme for all modules, and others for those of a pattern or a class."""
+    layers = require_object(config, "layer_quant_config", {}).items()
+    single = [
+        schemes.for_targets(_quark_scheme(layer), (f"re:{fnmatch.translate(pattern)}",))
+        for pattern, layer in layers
+    ]
+    # Every matrix is of a class that is quantised alike; without a scheme for all, theirs or none is it.
+    general = [*require_object(config, "layer_type_quant_config", {}).values()]
+    if config.get("global_quant_config") is not None or not (single or general):
+        general.append(require_object(config, "global_quant_config"))
+    return (*single, *dict.fromkeys(map(_quark_scheme, general)))
 
 
-def _quark_scheme(weight: Config) -> WeightScheme:
-    kind = require(weight, "dtype", ("fp4", "fp8_e4m3"))
+def _quark_scheme(layer: Config) -> WeightScheme:
+    weight = require_object(layer, "weight")
+    kind = require(weight, "dtype", ("fp4", "fp8_e4m3", "int8"))
     if kind == "fp4":
         require(weight, "qscheme", ("per_group",))
         require(weight, "group_size", (32,))
         require(weight, "scale_format", ("e8m0",))
         return schemes.mxfp4("quark fp4", "weight", "weight_scale")
-    strategy = require(weight, "qscheme", ("per_tensor", "per_channel"))
+    if kind == "int8":
+        strategy = require(weight, "qscheme", ("per_tensor", "per_channel"))
+        require(weight, "symmetric", (True,), True)
+        rows = layer.get("input_tensors") is not None
+        return schemes.int8("quark int8", strategy.removeprefix("per_"), rows)
+    strategy = require(weight, "qscheme", ("per_tensor", "per_channel", "per_block"))
+    if strategy == "per_block" and weight.get("block_size") != BLOCK:
+        raise unsupported("block_size", weight.get("block_size"), str(BLOCK))
     return schemes.fp8("quark fp8_e4m3", strategy.removeprefix("per_"), "weight_scale")
 
 

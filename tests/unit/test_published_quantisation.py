@@ -43,6 +43,25 @@ _GPTQ = {
     "model_name_or_path": None,
     "model_file_base_name": "model",
 }
+_MX = {"dtype": "fp4", "qscheme": "per_group", "ch_axis": -1, "group_size": 32, "scale_format": "e8m0"}
+_QUARK = {
+    "quant_method": "quark",
+    "quant_mode": "eager_mode",
+    "algo_config": None,
+    "exclude": ["lm_head", "re:.*self_attn.*"],
+    "layer_type_quant_config": {},
+    "kv_cache_quant_config": {},
+    "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
+}
+
+
+def _quark(weight: dict[str, Any]) -> dict[str, Any]:
+    """Of a module."""
+    return {"weight": weight, "input_tensors": {**weight, "is_dynamic": True}, "output_tensors": None}
+
+
+_QUARK_INT8 = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "symmetric": True}
+_QUARK_BLOCKS = {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128], "symmetric": True}
 # Family -> configuration, and the packed format of its quantised experts.
 PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v3": (
@@ -144,6 +163,24 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
             },
         },
         "int4_g128{scale}",
+    ),
+    "kimi_quark": ({**_QUARK, "global_quant_config": _quark(_MX), "layer_quant_config": {}}, "mxfp4"),
+    "step_quark": (
+        {**_QUARK, "global_quant_config": _quark(_QUARK_INT8), "layer_quant_config": None},
+        "int8_w8a8",
+    ),
+    # What is said of a module counts before what is said of all; there may be nothing for all.
+    "mixed_quark": (
+        {
+            **_QUARK,
+            "global_quant_config": _quark(_MX),
+            "layer_quant_config": {"*.mlp.experts.*": _quark(_QUARK_BLOCKS)},
+        },
+        "fp8_block",
+    ),
+    "single_quark": (
+        {**_QUARK, "global_quant_config": None, "layer_quant_config": {"*down_proj": _quark(_MX)}},
+        "mxfp4",
     ),
     "gpt_oss": (
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
