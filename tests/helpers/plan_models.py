@@ -12,142 +12,15 @@ from moebius.config_loader import load_config
 from moebius.planning.gpu_table import GPU_MODELS
 from moebius.planning.hardware import Hardware
 from moebius.random_model.shapes import parse_shape
+from tests.tools.checkpoint_names.configs import CONFIGS
 
 GIB = 2**30
-_DEEPSEEK: dict[str, Any] = {
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "moe_intermediate_size": 2048,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "eos_token_id": 1,
-}
-_YARN = {
-    "type": "yarn",
-    "factor": 40,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-}
-# Name -> (config.json, parameters that its makers state, without layers of multi-token prediction).
+# What their makers state, in parameters without layers of multi-token prediction.
+_PARAMETERS = {"deepseek-v3": 671e9, "kimi-k2": 1.026e12, "glm-4.7": 355e9, "gpt-oss-120b": 116.83e9}
+# Name -> (config.json, parameters).
 PUBLISHED: Mapping[str, tuple[dict[str, Any], float]] = {
     "qwen3-30b-a3b": (parse_shape("qwen3-30b-a3b", 0).hf_config(None), 30.5e9),
-    "deepseek-v3": (
-        _DEEPSEEK
-        | {
-            "model_type": "deepseek_v3",
-            "first_k_dense_replace": 3,
-            "max_position_embeddings": 163840,
-            "n_group": 8,
-            "topk_group": 4,
-            "n_routed_experts": 256,
-            "num_attention_heads": 128,
-            "num_key_value_heads": 128,
-            "routed_scaling_factor": 2.5,
-            "rope_scaling": _YARN,
-            "vocab_size": 129280,
-        },
-        671e9,
-    ),
-    "kimi-k2": (
-        _DEEPSEEK
-        | {
-            "model_type": "kimi_k2",
-            "first_k_dense_replace": 1,
-            "max_position_embeddings": 131072,
-            "n_group": 1,
-            "topk_group": 1,
-            "n_routed_experts": 384,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 64,
-            "routed_scaling_factor": 2.827,
-            "vocab_size": 163840,
-        },
-        1.026e12,
-    ),
-    "glm-4.7": (
-        {
-            "model_type": "glm4_moe",
-            "attention_bias": True,
-            "first_k_dense_replace": 3,
-            "head_dim": 128,
-            "hidden_act": "silu",
-            "hidden_size": 5120,
-            "intermediate_size": 12288,
-            "max_position_embeddings": 202752,
-            "moe_intermediate_size": 1536,
-            "n_group": 1,
-            "n_routed_experts": 160,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "num_attention_heads": 96,
-            "num_experts_per_tok": 8,
-            "num_hidden_layers": 92,
-            "num_key_value_heads": 8,
-            "partial_rotary_factor": 0.5,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000,
-            "routed_scaling_factor": 2.5,
-            "tie_word_embeddings": False,
-            "topk_group": 1,
-            "torch_dtype": "bfloat16",
-            "use_qk_norm": True,
-            "vocab_size": 151552,
-        },
-        355e9,
-    ),
-    "gpt-oss-120b": (
-        {
-            "model_type": "gpt_oss",
-            "attention_bias": True,
-            "head_dim": 64,
-            "hidden_act": "silu",
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "layer_types": ["sliding_attention", "full_attention"] * 18,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 64,
-            "num_experts_per_tok": 4,
-            "num_hidden_layers": 36,
-            "num_key_value_heads": 8,
-            "num_local_experts": 128,
-            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []},
-            "rms_norm_eps": 1e-5,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-            "rope_theta": 150000,
-            "sliding_window": 128,
-            "swiglu_limit": 7.0,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            "vocab_size": 201088,
-        },
-        116.83e9,
-    ),
+    **{name: (CONFIGS[name], parameters) for name, parameters in _PARAMETERS.items()},
 }
 
 
