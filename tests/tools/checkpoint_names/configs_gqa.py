@@ -7,6 +7,7 @@ from typing import Any
 from tests.tools.checkpoint_names.config_parts import FP8, SAVED, common, deepseek_moe, without, yarn
 
 _GLM_ENDS = {"eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329}
+_LARGE = deepseek_moe((160, 8, 1536, 1), 3, 2.5)
 _AIR = deepseek_moe((128, 8, 1408, 1), 1, 1.0)
 _STEP_KINDS = ["full_attention" if i % 4 == 0 else "sliding_attention" for i in range(48)]
 
@@ -154,9 +155,10 @@ _STEP = {
 }
 GQA: dict[str, dict[str, Any]] = {
     "glm-4.5-air": _glm((151552, 4096, 10944, 46, 96, 8), _AIR, 131072, use_qk_norm=False),
-    "glm-4.7": _glm(
-        (151552, 5120, 12288, 92, 96, 8), deepseek_moe((160, 8, 1536, 1), 3, 2.5), 202752, use_qk_norm=True
-    ),
+    "glm-4.7": {
+        **without(_glm((151552, 5120, 12288, 92, 96, 8), _LARGE, 202752, use_qk_norm=True), "torch_dtype"),
+        "dtype": "bfloat16",
+    },
     "glm-4.5v": _glm_4_5v(),
     "minimax-m2": {
         **without(
