@@ -48,6 +48,8 @@ class PrefillResult:
     prompt_len: int
     seconds_to_first_token: float
     tokens_per_second: float
+    # Share of that time in which the busiest expert server computed.
+    expert_busy: float
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,6 @@ def _result(
     bound = bound_of(traffic, setting.bandwidths)
     whole = streams / bound.step
     alone = streams / bound.cpu_experts if bound.cpu_experts else None
-    busy = [late.busy_seconds - early.busy_seconds for early, late in zip(before, after, strict=True)]
     steps = _steps(before, after)
     return DecodeResult(
         streams=streams,
@@ -157,7 +158,7 @@ def _result(
         expert_bound_tokens_per_second=alone,
         fraction_of_bound=speed / whole,
         fraction_of_expert_bound=speed / alone if alone else None,
-        expert_busy=max(busy, default=0.0) / (steps * step) if steps else 0.0,
+        expert_busy=_longest_busy(before, after) / (steps * step) if steps else 0.0,
     )
 
 
@@ -217,9 +218,18 @@ def measure_prefill(
     engine: EngineUnderTest, setting: Setting, prompt_len: int, repeats: int = 3
 ) -> PrefillResult:
     """Time from a prompt's submission to its first token; the best of several prompts."""
-    best = float("inf")
+    best, busy = float("inf"), 0.0
     for repeat in range(repeats):
         [prompt] = random_prompts(1, prompt_len, setting.vocab_size, 100 + repeat)
+        before = setting.servers.counters()
         running = engine.submit([prompt], 1, 0.0)
-        best = min(best, running.wait(1) - running.submitted)
-    return PrefillResult(prompt_len, best, prompt_len / best)
+        seconds = running.wait(1) - running.submitted
+        if seconds < best:
+            best, busy = seconds, _longest_busy(before, setting.servers.counters())
+    return PrefillResult(prompt_len, best, prompt_len / best, busy / best)
+
+
+def _longest_busy(before: Sequence[ServerCounters], after: Sequence[ServerCounters]) -> float:
+    """Seconds that the busiest server computed between two looks; 0 without servers."""
+    busy = [late.busy_seconds - early.busy_seconds for early, late in zip(before, after, strict=True)]
+    return max(busy, default=0.0)

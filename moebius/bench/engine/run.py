@@ -104,7 +104,7 @@ def measure_all(
         last = prefill[-1]
         print(
             f"prefill {length:6d} tokens: {last.tokens_per_second:9.1f} tokens/s, first token after "
-            f"{last.seconds_to_first_token * 1e3:.1f} ms",
+            f"{last.seconds_to_first_token * 1e3:.1f} ms, servers busy {last.expert_busy:.2f}",
             flush=True,
         )
     return EngineBench(decode, prefill, setting.bandwidths, device)
