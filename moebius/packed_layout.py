@@ -11,6 +11,7 @@ panel, every section beginning at a multiple of 64 bytes:
                       4-bit elements    k, k+2, k+4, k+6, k+1, k+3, k+5, k+7
     scales        [groups][16] of the format's scale type; [groups] where one scale serves the whole panel
     zeros         [groups][16] uint8
+    minimums      [groups][16] of the scale type
     column_scale  [16] float32
     bias          [16] float32
 
@@ -70,15 +71,24 @@ class PanelLayout:
         return self.k_padded * PANEL_COLUMNS * CODE_BITS[self.format.code] // 8
 
     @property
-    def zeros_offset(self) -> int:
+    def scales_bytes(self) -> int:
+        """Of the group scales, or of the minimums, without padding."""
         if self.format.scale is None:
-            return self.scales_offset
+            return 0
         columns = 1 if self.format.panel_scale else PANEL_COLUMNS
-        return self.scales_offset + _align(self.groups * columns * SCALE_BYTES[self.format.scale])
+        return self.groups * columns * SCALE_BYTES[self.format.scale]
+
+    @property
+    def zeros_offset(self) -> int:
+        return self.scales_offset + _align(self.scales_bytes)
+
+    @property
+    def minimums_offset(self) -> int:
+        return self.zeros_offset + (_align(self.groups * PANEL_COLUMNS) if self.format.zeros else 0)
 
     @property
     def column_scale_offset(self) -> int:
-        return self.zeros_offset + (_align(self.groups * PANEL_COLUMNS) if self.format.zeros else 0)
+        return self.minimums_offset + (_align(self.scales_bytes) if self.format.minimums else 0)
 
     @property
     def bias_offset(self) -> int:
@@ -191,17 +201,23 @@ def unpack_panel(layout: PanelLayout, panel: Bytes) -> Floats:
         begin = layout.zeros_offset
         zeros = panel[begin : begin + layout.groups * PANEL_COLUMNS].reshape(-1, PANEL_COLUMNS)
         weights = weights - zeros[group].astype(np.float32)
-    elif weight_format.code == "int4":
+    elif weight_format.code == "int4" and not weight_format.minimums:
         weights = weights - np.float32(8)
     if weight_format.scale is not None:
-        columns = 1 if weight_format.panel_scale else PANEL_COLUMNS
-        begin = layout.scales_offset
-        nbytes = layout.groups * columns * SCALE_BYTES[weight_format.scale]
-        scales = _scale_values(weight_format.scale, panel[begin : begin + nbytes]).reshape(-1, columns)
-        weights = weights * scales[group]
+        weights = weights * _group_values(layout, weight_format.scale, panel, layout.scales_offset)[group]
+        if weight_format.minimums:
+            weights = (
+                weights + _group_values(layout, weight_format.scale, panel, layout.minimums_offset)[group]
+            )
     if weight_format.column_scale:
         weights = weights * _columns(panel, layout.column_scale_offset)
     return np.ascontiguousarray(weights.T)
+
+
+def _group_values(layout: PanelLayout, scale: ScaleType, panel: Bytes, begin: int) -> Floats:
+    """Scales or minimums [groups, 16], or [groups, 1] where one serves the whole panel."""
+    columns = 1 if layout.format.panel_scale else PANEL_COLUMNS
+    return _scale_values(scale, panel[begin : begin + layout.scales_bytes]).reshape(-1, columns)
 
 
 def unpack_bias(layout: PanelLayout, panel: Bytes) -> Floats:

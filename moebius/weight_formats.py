@@ -26,7 +26,8 @@ class WeightFormat:
     """How a matrix is stored at rest; `weight_format` fills it from a name.
 
     weight[column, k] = value(code) * scale[column, k // group_size] * column_scale[column], an int4 code
-    meaning code - 8, or code - zero[column, k // group_size].
+    meaning code - 8, or code - zero[column, k // group_size]. With minimums, of the scales' type, it is
+    code * scale + minimum[column, k // group_size].
     """
 
     code: Code
@@ -34,6 +35,7 @@ class WeightFormat:
     group_size: int = 0
     panel_scale: bool = False
     zeros: bool = False
+    minimums: bool = False
     column_scale: bool = False
     quantised_rows: bool = False
 
@@ -53,6 +55,12 @@ def _named_formats() -> dict[str, WeightFormat]:
         "int8": WeightFormat("int8", column_scale=True),
         "int8_w8a8": WeightFormat("int8", column_scale=True, quantised_rows=True),
     }
+    for group_size in (32, 64, 128):
+        formats[f"int8_g{group_size}"] = WeightFormat("int8", "bfloat16", group_size)
+        formats[f"int8_g{group_size}_f16"] = WeightFormat("int8", "float16", group_size)
+    formats["int8_g16_f16"] = WeightFormat("int8", "float16", 16)
+    formats["int8_g32_minimums"] = WeightFormat("int8", "float16", 32, minimums=True)
+    formats["int4_g32_minimums"] = WeightFormat("int4", "float16", 32, minimums=True)
     for zeros in (False, True):
         for group_size in (32, 64, 128):
             name = f"int4_g{group_size}" + ("_zeros" if zeros else "")

@@ -128,6 +128,7 @@ py::dict panel_layout(const std::string& format, int64_t k, bool has_bias) {
   result["groups"] = layout.groups;
   result["scales_offset"] = layout.scales_offset;
   result["zeros_offset"] = layout.zeros_offset;
+  result["minimums_offset"] = layout.minimums_offset;
   result["column_scale_offset"] = layout.column_scale_offset;
   result["bias_offset"] = layout.bias_offset;
   result["panel_bytes"] = layout.panel_bytes;

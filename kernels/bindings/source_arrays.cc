@@ -41,6 +41,7 @@ class Reader {
     if (!py::isinstance<py::array>(source_)) {
       read_scales();
       read_zeros();
+      read_minimums();
       read_columns();
     }
     try {
@@ -195,6 +196,18 @@ class Reader {
     groups_first() ? check_extent("zeros", array, groups(), rows) : check_extent("zeros", array, rows, groups());
     m.zeros = array.data();
     m.zeros_stride = stride(array, 0);
+  }
+
+  void read_minimums() {
+    SourceMatrix& m = matrix();
+    if (attribute("minimums").is_none()) return;
+    if (m.group_size == 0) fail("minimums", "they need group scales");
+    const py::array scales = array_2d(attribute("scales"), "scales", "float32 float16 uint16", false);
+    const py::array array = array_2d(attribute("minimums"), "minimums", dtype_name(scales), false);
+    const bool alike = array.shape(0) == scales.shape(0) && array.shape(1) == scales.shape(1) &&
+                       array.strides(0) == scales.strides(0) && array.strides(1) == scales.strides(1);
+    if (!alike) fail("minimums", "they must lie in memory as the scales do");
+    m.minimums = array.data();
   }
 
   const float* floats_per_row(const char* field) {

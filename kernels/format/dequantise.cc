@@ -17,6 +17,10 @@ void scale_elements(float factor, uint32_t count, float* target) {
   for (uint32_t i = 0; i < count; ++i) target[i] *= factor;
 }
 
+void add_minimum(float minimum, uint32_t count, float* target) {
+  for (uint32_t i = 0; i < count; ++i) target[i] += minimum;
+}
+
 void subtract_zero(uint32_t zero, uint32_t count, float* target) {
   const auto point = static_cast<float>(zero);
   for (uint32_t i = 0; i < count; ++i) target[i] -= point;
@@ -34,8 +38,11 @@ bool rows_share_cache_lines(const SourceMatrix& source) {
 void dequantise_run(const SourceMatrix& source, uint32_t row, uint32_t begin, uint32_t count, float* target) {
   decode_codes(source, row, begin, count, target);
   const uint32_t group = source.group_size == 0 ? 0 : begin / source.group_size;
-  if (source.code == Code::kInt4) subtract_zero(source_zero(source, row, group), count, target);
+  if (source.code == Code::kInt4 && source.minimums == nullptr) {
+    subtract_zero(source_zero(source, row, group), count, target);
+  }
   if (source.group_size != 0) scale_elements(source_scale(source, row, group), count, target);
+  if (source.minimums != nullptr) add_minimum(source_minimum(source, row, group), count, target);
   const float column_scale = source_column_scale(source, row);
   if (column_scale != 1.0f) scale_elements(column_scale, count, target);
 }

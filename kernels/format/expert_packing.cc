@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels/format/pack.h"
+#include "kernels/format/pack_rounded.h"
 
 namespace moebius {
 namespace {
@@ -27,6 +28,9 @@ PackError pack_range(const SourceMatrix& source, const PanelLayout& layout, cons
   if (packs_exactly(source, layout.format)) {
     pack_panels(source, layout, panels, target);
     return sum;
+  }
+  if (packs_with_rounded_scales(source, layout.format)) {
+    return pack_with_rounded_scales(source, layout, panels, target);
   }
   for (uint32_t i = 0; i < panels.count; ++i) {
     add(sum, requantise_panel(source, layout, panels.first + i, target + i * panels.target_stride));

@@ -27,6 +27,22 @@ inline float decode_float16(uint16_t bits) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | sign);
 }
 
+// Rounds to nearest, ties to even: infinite from 65520 on; a NaN stays a NaN.
+inline uint16_t encode_float16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t sign = bits >> 16 & 0x8000U;
+  const uint32_t magnitude = bits & 0x7fffffffU;
+  if (magnitude > 0x7f800000U) return static_cast<uint16_t>(sign | 0x7e00);
+  if (magnitude >= 0x477ff000U) return static_cast<uint16_t>(sign | 0x7c00);
+  // Below 2^-14 the step is 2^-24, which is the step of float32 at 0.5.
+  if (magnitude < 0x38800000U) {
+    const float stepped = std::bit_cast<float>(magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(stepped) - 0x3f000000U));
+  }
+  const uint32_t rounded = magnitude + 0xfff + (magnitude >> 13 & 1);
+  return static_cast<uint16_t>(sign | ((rounded >> 13) - (112U << 10)));
+}
+
 // OCP 8-bit floating point e4m3fn: bias 7, no infinity, NaN at 0x7f and 0xff.
 constexpr float decode_float8_slowly(uint32_t bits) {
   const uint32_t exponent = bits >> 3 & 15;

@@ -71,6 +71,9 @@ std::string packing_obstacle(const SourceMatrix& source, const WeightFormat& for
     return std::string("its elements are ") + code_name(source.code) + ", the format's " + code_name(format.code);
   }
   if (source.zeros != nullptr && !format.zeros) return "it has zero points, the format none";
+  if ((source.minimums != nullptr) != format.minimums) {
+    return format.minimums ? "it has no minimums, the format has" : "it has minimums, the format none";
+  }
   const bool has_column_scale = source.column_scale != nullptr || source.tensor_scale != 1.0f;
   if (has_column_scale && !format.column_scale) return "it has a scale per column or tensor, the format none";
   return scales_obstacle(source, format);
@@ -91,6 +94,12 @@ void check_source(const SourceMatrix& source) {
   if (source.scale_rows == 0) refuse("scale_rows is 0");
   if (source.zeros != nullptr && (source.code != Code::kInt4 || source.group_size == 0)) {
     refuse("zero points need int4 elements with group scales");
+  }
+  if (source.minimums != nullptr && (source.group_size == 0 || source.zeros != nullptr)) {
+    refuse("minimums need group scales and no zero points");
+  }
+  if (source.minimums != nullptr && source.code != Code::kInt4 && source.code != Code::kInt8) {
+    refuse("minimums need int4 or int8 elements");
   }
   check_layout_code(source);
 }

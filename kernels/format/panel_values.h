@@ -21,6 +21,12 @@ inline uint32_t panel_code(const PanelLayout& layout, const std::byte* panel, ui
   return word >> shift & ((1U << bits) - 1);
 }
 
+// The zero point of group and column `entry` = group * 16 + column.
+inline uint32_t panel_zero(const PanelLayout& layout, const std::byte* panel, size_t entry) {
+  if (layout.format.zeros) return load_element<uint8_t>(panel + layout.zeros_offset, static_cast<ptrdiff_t>(entry));
+  return layout.format.minimums ? 0 : 8;
+}
+
 // What a code means before its scales; zero: of kInt4.
 inline float decode_value(Code code, uint32_t bits, uint32_t zero) {
   switch (code) {

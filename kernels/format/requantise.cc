@@ -3,12 +3,14 @@
 #include <xmmintrin.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <vector>
 
 #include "kernels/format/dequantise.h"
+#include "kernels/format/numbers.h"
 #include "kernels/format/requantise_kernels.h"
 #include "kernels/isa/isa.h"
 
@@ -97,16 +99,8 @@ void write_codes(const WeightFormat& format, const RequantiseWork& work) {
 
 // Exact: the loops have rounded the value to the type.
 uint16_t half_bits(float value, ScaleType type) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  if (type == ScaleType::kBFloat16) return static_cast<uint16_t>(bits >> 16);
-  const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return sign | 0x7e00;
-  if (magnitude >= 0x47800000u) return sign | 0x7c00;
-  if (magnitude >= 0x38800000u) return static_cast<uint16_t>(sign | ((magnitude >> 13) - (112u << 10)));
-  std::memcpy(&value, &magnitude, sizeof value);
-  return static_cast<uint16_t>(sign | static_cast<uint16_t>(value * 16777216.0f));
+  if (type == ScaleType::kFloat16) return encode_float16(value);
+  return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
 }
 
 void write_scales(const PanelLayout& layout, const Scratch& scratch, std::byte* target) {
@@ -135,7 +129,7 @@ void write_bias(const SourceMatrix& source, const PanelLayout& layout, uint32_t 
 }  // namespace
 
 bool can_requantise_to(const WeightFormat& format) {
-  if (format.panel_scale) return false;
+  if (format.panel_scale || format.minimums) return false;
   const bool half_scales = format.scale == ScaleType::kFloat32 || format.scale == ScaleType::kBFloat16 ||
                            format.scale == ScaleType::kFloat16;
   switch (format.code) {

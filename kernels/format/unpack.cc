@@ -11,11 +11,13 @@ void unpack_panel(const PanelLayout& layout, const std::byte* panel, float* weig
     for (uint32_t k = 0; k < layout.k; ++k) {
       const uint32_t group = layout.groups == 0 ? 0 : k / format.group_size;
       const uint32_t entry = group * kPanelColumns + column;
-      const uint32_t zero = format.zeros ? load_element<uint8_t>(panel + layout.zeros_offset, entry) : 8;
+      const uint32_t zero = panel_zero(layout, panel, entry);
       const float group_scale =
           load_scale(format.scale, panel + layout.scales_offset, format.panel_scale ? group : entry);
       const float decoded = decode_value(format.code, panel_code(layout, panel, column, k), zero);
-      weights[size_t{column} * layout.k + k] = decoded * group_scale * column_scale;
+      float weight = decoded * group_scale;
+      if (format.minimums) weight += load_scale(format.scale, panel + layout.minimums_offset, entry);
+      weights[size_t{column} * layout.k + k] = weight * column_scale;
     }
     if (bias == nullptr) continue;
     bias[column] = layout.has_bias ? load_element<float>(panel + layout.bias_offset, column) : 0.0f;

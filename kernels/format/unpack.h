@@ -7,8 +7,8 @@
 
 namespace moebius {
 
-// weights[16][k]: value * group scale * column scale, rounded to float32 after each product. bias[16] (zero
-// without one), or null.
+// weights[16][k]: (value * group scale + minimum) * column scale, rounded to float32 after each operation. bias[16]
+// (zero without one), or null.
 void unpack_panel(const PanelLayout& layout, const std::byte* panel, float* weights, float* bias);
 
 }  // namespace moebius

@@ -31,6 +31,12 @@ WeightFormat grouped(Code code, ScaleType scale, uint32_t group_size) {
   return format;
 }
 
+WeightFormat with_minimums(Code code) {
+  WeightFormat format = grouped(code, ScaleType::kFloat16, 32);
+  format.minimums = true;
+  return format;
+}
+
 WeightFormat fp8_block() {
   WeightFormat format = grouped(Code::kFloat8, ScaleType::kFloat32, 128);
   format.panel_scale = true;
@@ -53,6 +59,14 @@ std::vector<NamedFormat> make_formats() {
       {"int8", with_columns(Code::kInt8, false)},
       {"int8_w8a8", with_columns(Code::kInt8, true)},
   };
+  for (const uint32_t group_size : {32U, 64U, 128U}) {
+    const std::string name = "int8_g" + std::to_string(group_size);
+    formats.emplace_back(name, grouped(Code::kInt8, ScaleType::kBFloat16, group_size));
+    formats.emplace_back(name + "_f16", grouped(Code::kInt8, ScaleType::kFloat16, group_size));
+  }
+  formats.emplace_back("int8_g16_f16", grouped(Code::kInt8, ScaleType::kFloat16, 16));
+  formats.emplace_back("int8_g32_minimums", with_minimums(Code::kInt8));
+  formats.emplace_back("int4_g32_minimums", with_minimums(Code::kInt4));
   for (const bool zeros : {false, true}) {
     for (const uint32_t group_size : {32U, 64U, 128U}) {
       for (const ScaleType scale : {ScaleType::kBFloat16, ScaleType::kFloat16}) {
@@ -139,6 +153,13 @@ void check_weight_format(const WeightFormat& format) {
   if (size == 0 && format.panel_scale) refuse("panel_scale needs group scales");
   if (format.zeros && format.code != Code::kInt4) refuse("zero points are supported for int4 codes only");
   if (format.zeros && size == 0) refuse("zero points need group scales");
+  if (format.minimums && format.code != Code::kInt4 && format.code != Code::kInt8) {
+    refuse("minimums are supported for int4 and int8 codes only");
+  }
+  if (format.minimums && (format.scale != ScaleType::kFloat16 || format.zeros || format.panel_scale ||
+                          format.column_scale || format.quantised_rows)) {
+    refuse("minimums need a float16 scale per column and group, and nothing else");
+  }
   if (format.quantised_rows && format.code != Code::kInt8) refuse("quantised rows are supported for int8 codes only");
 }
 

@@ -4,6 +4,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "kernels/format/numbers.h"
+#include "kernels/format/requantise.h"
+
 namespace moebius::fuzz {
 namespace {
 
@@ -18,8 +21,7 @@ class Builder {
   }
 
   FuzzSource build(bool has_bias) {
-    const bool can_round = format_.code != Code::kFloat8 && format_.code != Code::kFloat4;
-    if (can_round && random_.one_in(6)) {
+    if (can_requantise_to(format_) && random_.one_in(6)) {
       plain(Code::kFloat32);
     } else {
       codes();
@@ -116,6 +118,7 @@ class Builder {
 
   void scales() {
     if (format_.group_size != 0) group_scales();
+    if (format_.minimums) minimums();
     if (format_.zeros && !random_.one_in(4)) zeros();
     if (!format_.column_scale) return;
     // Where there are group scales of e4m3, those are of order 1 and the column scale does the rest.
@@ -132,7 +135,9 @@ class Builder {
     const uint32_t groups = groups_of(cols_, format_.group_size);
     const bool stored_by_group =
         matrix().layout == SourceLayout::kAwqInt4 || matrix().layout == SourceLayout::kGptqInt4;
-    matrix().scale_type = format_.scale;
+    // Products of two numbers, which are rounded while they are packed.
+    const bool products = format_.scale == ScaleType::kFloat16 && random_.one_in(4);
+    matrix().scale_type = products ? ScaleType::kFloat32 : format_.scale;
     matrix().group_size = format_.group_size;
     if (format_.panel_scale) {
       matrix().scale_rows = 128;
@@ -141,22 +146,34 @@ class Builder {
     const uint32_t scale_rows = (rows_ - 1 + matrix().scale_row_begin) / matrix().scale_rows + 1;
     matrix().scale_row_stride = stored_by_group ? 1 : groups;
     matrix().scale_group_stride = stored_by_group ? scale_rows : 1;
-    const size_t width = scale_bytes(format_.scale);
-    std::byte* data = buffer(size_t{scale_rows} * groups * width);
-    matrix().scales = data;
-    for (size_t i = 0; i < size_t{scale_rows} * groups; ++i) {
-      const uint32_t bits = scale_bits();
-      std::memcpy(data + i * width, &bits, width);
-    }
+    scale_count_ = size_t{scale_rows} * groups;
+    matrix().scales = scale_array(0);
   }
 
-  uint32_t scale_bits() {
-    const float scale = scale_target() * (0.5f + random_.uniform());
+  // About what brings the codes' mean to zero, laid out as the scales are.
+  void minimums() {
+    const bool int4 = format_.code == Code::kInt4;
+    matrix().minimums = scale_array(int4 ? -7.5f : -15.5f);
+  }
+
+  // scale_count_ scales, times `factor` unless it is 0.
+  const std::byte* scale_array(float factor) {
+    const size_t width = scale_bytes(matrix().scale_type);
+    std::byte* data = buffer(scale_count_ * width);
+    for (size_t i = 0; i < scale_count_; ++i) {
+      const uint32_t bits = scale_bits(factor);
+      std::memcpy(data + i * width, &bits, width);
+    }
+    return data;
+  }
+
+  uint32_t scale_bits(float factor) {
+    const float scale = scale_target() * (0.5f + random_.uniform()) * (factor == 0.0f ? 1.0f : factor);
     const uint32_t bits = std::bit_cast<uint32_t>(scale);
-    switch (format_.scale) {
+    switch (matrix().scale_type) {
       case ScaleType::kFloat32: return bits;
       case ScaleType::kBFloat16: return bits >> 16;
-      case ScaleType::kFloat16: return ((bits >> 23) - 127 + 15) << 10 | (bits >> 13 & 0x3ff);
+      case ScaleType::kFloat16: return encode_float16(scale);
       case ScaleType::kE8M0: return bits >> 23;
       default: return 0x30 + random_.below(0x10);  // e4m3: 0.5 to 1.9, the column scale does the rest
     }
@@ -188,6 +205,7 @@ class Builder {
   const uint32_t rows_;
   const uint32_t cols_;
   Random& random_;
+  size_t scale_count_ = 0;
   FuzzSource source_;
 };
 

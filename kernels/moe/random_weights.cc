@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "kernels/format/numbers.h"
+
 namespace moebius {
 namespace {
 
@@ -51,6 +53,7 @@ struct CodeBits {
   uint64_t keep;
   uint64_t set;
   float root_mean_square;
+  float middle = 0.0f;  // of codes with minimums
 };
 
 // Floating-point codes: random sign and mantissa under one exponent, so magnitudes are uniform in [2^e, 2^(e+1)).
@@ -67,6 +70,12 @@ CodeBits code_bits_of(Code code, int exponent) {
     case Code::kFloat4: return {~uint64_t{0}, 0, 2.926f};  // the 16 codes of e2m1
   }
   return {0, 0, 1.0f};
+}
+
+// With minimums the codes 0..15 or 0..31.
+CodeBits unsigned_bits_of(Code code) {
+  if (code == Code::kInt4) return {~uint64_t{0}, 0, 4.637f, 7.5f};
+  return {repeat8(0x1f), 0, 9.25f, 15.5f};
 }
 
 bool is_unscaled(const WeightFormat& format) { return format.scale == ScaleType::kNone && !format.column_scale; }
@@ -94,7 +103,8 @@ class PanelFiller {
   explicit PanelFiller(const PanelLayout& layout) : layout_(layout) {
     const float wanted = 1.0f / std::sqrt(static_cast<float>(layout.k));
     const WeightFormat& format = layout.format;
-    codes_ = code_bits_of(format.code, is_unscaled(format) ? std::ilogb(wanted / 1.5275f) : 0);
+    codes_ = format.minimums ? unsigned_bits_of(format.code)
+                             : code_bits_of(format.code, is_unscaled(format) ? std::ilogb(wanted / 1.5275f) : 0);
     const float scale = wanted / codes_.root_mean_square;
     // With both, the group scales are about 1 and the column scale does the rest.
     group_scale_ = format.column_scale ? 1.0f : scale;
@@ -111,6 +121,10 @@ class PanelFiller {
       const size_t count = (layout_.column_scale_offset - layout_.zeros_offset) / 8;
       random.fill(words(panel + layout_.zeros_offset), count, repeat8(1), repeat8(6));
     }
+    if (format.minimums) {  // brings the codes' mean to zero
+      const float scale = decode_float16(static_cast<uint16_t>(scale_bits(format.scale, group_scale_)));
+      repeat_element(panel + layout_.minimums_offset, encode_float16(-codes_.middle * scale), bytes, scales);
+    }
     if (format.column_scale) {
       repeat_element(panel + layout_.column_scale_offset, std::bit_cast<uint32_t>(column_scale_), 4, kPanelColumns);
     }
@@ -126,6 +140,9 @@ class PanelFiller {
       clear_each_line(panel + layout_.scales_offset, layout_.groups, kPanelColumns * bytes, begin * bytes);
     }
     if (format.zeros) clear_each_line(panel + layout_.zeros_offset, layout_.groups, kPanelColumns, begin);
+    if (format.minimums) {
+      clear_each_line(panel + layout_.minimums_offset, layout_.groups, kPanelColumns * bytes, begin * bytes);
+    }
     if (format.column_scale) clear_each_line(panel + layout_.column_scale_offset, 1, 64, begin * 4);
     if (layout_.has_bias) clear_each_line(panel + layout_.bias_offset, 1, 64, begin * 4);
   }

@@ -11,9 +11,16 @@ bool folds_scales(const WeightFormat& format) {
          (format.scale == ScaleType::kE4M3 && format.group_size == 16);
 }
 
+// Formats whose tiles are the weights in two parts, for any number of rows.
+bool makes_weights(const WeightFormat& format) {
+  if (format.minimums) return format.group_size % 16 == 0;
+  return format.code == Code::kInt8 && format.group_size == 16 && format.scale == ScaleType::kFloat16;
+}
+
 bool supports_bfloat16(const WeightFormat& format) {
   if (format.code == Code::kFloat32 || format.quantised_rows) return false;
   if (folds_scales(format)) return true;
+  if (makes_weights(format)) return true;
   if (format.group_size % kTileK != 0 || format.code == Code::kFloat16 || format.code == Code::kBFloat16) return false;
   if (format.panel_scale) return format.scale == ScaleType::kFloat32;
   return format.scale == ScaleType::kBFloat16 || format.scale == ScaleType::kFloat16;
@@ -62,6 +69,14 @@ void run_split(const ProductWork& work) {
   run_folded<SplitTiles<CodeTiles<Code::kInt4>>>(work, kFoldedBlocking);
 }
 
+void run_weights(const ProductWork& work) {
+  constexpr auto kType = ScaleType::kFloat16;
+  if (work.layout->format.code == Code::kInt4) {
+    return run_folded<WeightTiles<UnsignedInt4Decoder, kType>>(work, kFoldedBlocking);
+  }
+  run_folded<WeightTiles<CodeDecoder<Code::kInt8>, kType>>(work, kFoldedBlocking);
+}
+
 void run_bfloat16_grouped(const ProductWork& work, const Blocking& blocking) {
   const WeightFormat& format = work.layout->format;
   if (format.zeros) return run_grouped<Int4ZerosTiles>(work, blocking);
@@ -80,6 +95,7 @@ void run_int8_blocking(const ProductWork& work, const Blocking& blocking) {
 
 void run_bfloat16(const ProductWork& work) {
   if (folds_scales(work.layout->format)) return run_bfloat16_folded(work, kFoldedBlocking);
+  if (makes_weights(work.layout->format)) return run_weights(work);
   if (splits(work.layout->format, work.num_rows)) return run_split(work);
   run_bfloat16_grouped(work, kGroupedBlocking);
 }
@@ -91,6 +107,7 @@ size_t scratch_bytes(const PanelLayout& layout, uint32_t num_panels, uint32_t nu
   if (folds_scales(format)) {
     return folded_scratch_bytes(kFoldedBlocking, format.code == Code::kFloat16 ? 2 : 1, num_rows);
   }
+  if (makes_weights(format)) return folded_scratch_bytes(kFoldedBlocking, 2, num_rows);
   const size_t grouped = num_rows > kTileRows ? RowsScratch(layout, num_panels, num_rows).bytes
                                               : grouped_scratch_bytes(layout, kGroupedBlocking);
   const size_t split = splits(format, num_rows) ? folded_scratch_bytes(kFoldedBlocking, 2, num_rows) : 0;

@@ -138,6 +138,12 @@ constexpr WordTable int4_table() {
   return table;
 }
 
+constexpr WordTable unsigned_table() {
+  WordTable table{};
+  for (unsigned i = 0; i < 32; ++i) table.value[i] = bfloat16_bits(i % 16, 0);
+  return table;
+}
+
 // Entry i is i taken as a 5-bit two's complement number.
 constexpr WordTable difference_table() {
   WordTable table{};
@@ -160,6 +166,7 @@ constexpr WordTable float4_table() {
 }
 
 constexpr WordTable kInt4Table = int4_table();
+constexpr WordTable kUnsignedTable = unsigned_table();
 constexpr WordTable kDifferenceTable = difference_table();
 constexpr WordTable kFloat4Table = float4_table();
 
@@ -191,6 +198,11 @@ struct FourBitDecoder {
 template <>
 struct CodeDecoder<Code::kInt4> : FourBitDecoder {  // code - 8
   CodeDecoder() : FourBitDecoder(kInt4Table) {}
+};
+
+// kInt4 with minimums: the code itself.
+struct UnsignedInt4Decoder : FourBitDecoder {
+  UnsignedInt4Decoder() : FourBitDecoder(kUnsignedTable) {}
 };
 
 template <>

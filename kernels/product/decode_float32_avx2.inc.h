@@ -142,9 +142,10 @@ struct NibbleDecoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 8;
   static constexpr int kUnitRegisters = 2;
-  explicit NibbleDecoder(const WeightFormat&) {
+  explicit NibbleDecoder(const WeightFormat& format) {
+    const __m128i codes = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m128i bytes = kFloat ? _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-                                 : _mm_setr_epi8(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+                                 : _mm_sub_epi8(codes, _mm_set1_epi8(format.minimums ? 0 : 8));
     table = _mm256_broadcastsi128_si256(bytes);
   }
 

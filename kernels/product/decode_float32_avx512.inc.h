@@ -139,7 +139,7 @@ struct NibbleDecoder : PlainRow {
   static constexpr uint32_t kUnitK = 8;
   static constexpr int kUnitRegisters = kZeros ? 2 : 1;
   explicit NibbleDecoder(const WeightFormat& format) {
-    const float first = kZeros ? 0.0f : -8.0f;
+    const float first = kZeros || format.minimums ? 0.0f : -8.0f;
     const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     table = format.code == Code::kFloat4
                 ? _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,

@@ -7,13 +7,14 @@
 // Sums of more rows than these do not fit into registers. Rows beyond 12 are cut into blocks of 8.
 constexpr int kMaxRows = 12;
 constexpr int kMaxNibbleRows = 8;
+constexpr int kMaxByteGroupRows = 8;
 constexpr int kBlockRows = 8;
 
 // Rows are read as pairs of k, quads for 8-bit codes.
 template <int kRows>
 struct RowBlock {
   const uint32_t* row[kRows];
-  const float* chunk_sums[kRows];  // kInt4 with zeros: sums of each 32 k of the row
+  const float* chunk_sums[kRows];  // with zeros or minimums: sums of each 32 k of the row
 };
 
 MOEBIUS_INLINE __m512 dot(__m512 sum, __m512i pairs, __m512i weights) {
@@ -24,6 +25,22 @@ template <int kRows>
 MOEBIUS_INLINE void clear(__m512 (&sums)[kRows]) {
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) sums[r] = _mm512_setzero_ps();
+}
+
+// total = the sum over groups of minimums times the row's sums, for groups of 32 << group_shift; `chunks` of 32 k.
+// A pass of its own: it takes few registers, and runs beside the loads of the first codes.
+template <int kRows>
+MOEBIUS_INLINE void start_from_minimums(const Panel& panel, uint32_t chunks, uint32_t group_shift,
+                                        const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
+  constexpr size_t kGroupBytes = group_scale_bytes(ScaleType::kFloat16);
+  clear(total);
+  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+    const __m512 minimum = widen_group<ScaleType::kFloat16>(panel.minimums + (chunk >> group_shift) * kGroupBytes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      total[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(rows.chunk_sums[r][chunk]), total[r]);
+    }
+  }
 }
 
 // 16-bit codes: a sum for even and one for odd lines.
@@ -50,14 +67,14 @@ MOEBIUS_INLINE void multiply_bfloat16(const Panel& panel, const RowBlock<kRows>&
   for (int r = 0; r < kRows; ++r) total[r] = _mm512_add_ps(total[r], odd[r]);
 }
 
-// 8-bit codes stay interleaved until the end: their group scales, if any, are the panel's.
+// 8-bit codes stay interleaved until the end. `ahead`: bytes, from bytes_ahead(); 0: of each line by itself.
 template <class Decoder, int kRows>
 MOEBIUS_INLINE void multiply_byte_lines(const Decoder& decode, const Panel& panel, uint32_t line, uint32_t end,
-                                        const RowBlock<kRows>& rows, __m512 (&first)[kRows],
+                                        size_t ahead, const RowBlock<kRows>& rows, __m512 (&first)[kRows],
                                         __m512 (&second)[kRows]) {
   for (; line < end; ++line) {
     const std::byte* at = panel.codes + size_t{line} * 64;
-    prefetch(ahead_of(panel, at));
+    prefetch(ahead != 0 ? at + ahead : ahead_of(panel, at));
     __m512i vectors[2];
     decode.split(at).interleaved(vectors);
 #pragma GCC unroll 16
@@ -71,6 +88,7 @@ MOEBIUS_INLINE void multiply_byte_lines(const Decoder& decode, const Panel& pane
   }
 }
 
+// Group scales, if any, are the panel's.
 template <class Decoder, int kRows>
 MOEBIUS_INLINE void multiply_bytes(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
   const Decoder decode;
@@ -80,7 +98,7 @@ MOEBIUS_INLINE void multiply_bytes(const Panel& panel, const RowBlock<kRows>& ro
   if (panel.group_size == 0) {
     clear(first);
     clear(second);
-    multiply_byte_lines(decode, panel, 0, lines, rows, first, second);
+    multiply_byte_lines(decode, panel, 0, lines, 0, rows, first, second);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) total[r] = fold_interleaved(first[r], second[r]);
     return;
@@ -92,8 +110,38 @@ MOEBIUS_INLINE void multiply_bytes(const Panel& panel, const RowBlock<kRows>& ro
     const uint32_t end = begin + group_lines < lines ? begin + group_lines : lines;
     clear(first);
     clear(second);
-    multiply_byte_lines(decode, panel, begin, end, rows, first, second);
+    multiply_byte_lines(decode, panel, begin, end, 0, rows, first, second);
     const __m512 scale = _mm512_set1_ps(reinterpret_cast<const float*>(panel.scales)[group]);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      total[r] = _mm512_fmadd_ps(fold_interleaved(first[r], second[r]), scale, total[r]);
+    }
+  }
+}
+
+// int8 codes with scales per column and group: sums leave their interleaved order after each group.
+template <ScaleType kScale, int kRows>
+MOEBIUS_INLINE void multiply_byte_groups(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
+  const CodeDecoder<Code::kInt8> decode;
+  const uint32_t lines = panel.k_padded / 4;
+  const uint32_t group_lines = panel.group_size / 4;
+  const size_t tail_step = panel.tail_bytes / panel.groups;
+  if (panel.minimums != nullptr) {
+    const auto group_shift = static_cast<uint32_t>(__builtin_ctz(panel.group_size / 32));
+    const uint32_t chunks = panel.groups << group_shift;
+    start_from_minimums(panel, chunks < lines / 8 ? chunks : lines / 8, group_shift, rows, total);
+  } else {
+    clear(total);
+  }
+  for (uint32_t group = 0; group < panel.groups; ++group) {
+    prefetch(panel.next_tail + group * tail_step);
+    const uint32_t begin = group * group_lines;
+    const uint32_t end = begin + group_lines < lines ? begin + group_lines : lines;
+    __m512 first[kRows], second[kRows];
+    clear(first);
+    clear(second);
+    multiply_byte_lines(decode, panel, begin, end, bytes_ahead(panel, size_t{begin} * 64), rows, first, second);
+    const __m512 scale = widen_group<kScale>(panel.scales + group * group_scale_bytes(kScale));
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       total[r] = _mm512_fmadd_ps(fold_interleaved(first[r], second[r]), scale, total[r]);

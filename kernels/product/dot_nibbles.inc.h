@@ -43,9 +43,12 @@ MOEBIUS_INLINE __m512 zero_term(const std::byte* zeros) {
   return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_set1_epi32(8), _mm512_cvtepu8_epi32(bytes)));
 }
 
+template <class Format>
+using NibbleDecoder = std::conditional_t<Format::kMinimums, UnsignedInt4Decoder, CodeDecoder<Format::kCode>>;
+
 // Each chunk's sum begins anew, also within a group: groups of 64 and 128 are summed like those of 32.
 template <class Format, int kChunks, int kRows>
-MOEBIUS_INLINE void add_chunks(const CodeDecoder<Format::kCode>& decode, const Panel& panel, uint32_t chunk,
+MOEBIUS_INLINE void add_chunks(const NibbleDecoder<Format>& decode, const Panel& panel, uint32_t chunk,
                                uint32_t group_shift, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
   constexpr size_t kGroupBytes = group_scale_bytes(Format::kScale);
   __m512 sum[kChunks][kRows];
@@ -71,15 +74,19 @@ MOEBIUS_INLINE void add_chunks(const CodeDecoder<Format::kCode>& decode, const P
 
 template <class Format, int kRows>
 MOEBIUS_INLINE void multiply_nibbles(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
-    constexpr int kChunks = kRows > 4 ? 1 : 2;
-  const CodeDecoder<Format::kCode> decode;
+  constexpr int kChunks = kRows > 4 ? 1 : 2;
+  const NibbleDecoder<Format> decode;
   const uint32_t chunk_k = 8 * Format::kLines;
   const uint32_t group_shift = static_cast<uint32_t>(__builtin_ctz(panel.group_size / chunk_k));
   const uint32_t padded_chunks = panel.k_padded / chunk_k;
   const uint32_t group_chunks = panel.groups << group_shift;  // what lies behind the last group is padding
   const uint32_t chunks = group_chunks < padded_chunks ? group_chunks : padded_chunks;
   const size_t tail_step = panel.tail_bytes / chunks;
-  clear(total);
+  if constexpr (Format::kMinimums) {
+    start_from_minimums(panel, chunks, group_shift, rows, total);
+  } else {
+    clear(total);
+  }
   uint32_t chunk = 0;
   for (; chunk + kChunks <= chunks; chunk += kChunks) {
 #pragma GCC unroll 4

@@ -43,7 +43,7 @@ MOEBIUS_INLINE void begin_sums(const std::byte* zeros, uint32_t chunk, const Spl
                                __m512i (&sum)[kRows]) {
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    sum[r] = _mm512_set1_epi32(rows[r].offsets[chunk]);
+    sum[r] = Format::kMinimums ? _mm512_setzero_si512() : _mm512_set1_epi32(rows[r].offsets[chunk]);
     if constexpr (Format::kZeros) {
       const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros));
       sum[r] = _mm512_mullo_epi32(sum[r], _mm512_cvtepu8_epi32(bytes));
@@ -61,8 +61,9 @@ MOEBIUS_INLINE void multiply_split(const Panel& panel, const SplitRow (&rows)[kR
   const uint32_t group_chunks = panel.groups << group_shift;  // what lies behind the last group is padding
   const uint32_t chunks = group_chunks < padded_chunks ? group_chunks : padded_chunks;
   const size_t tail_step = panel.tail_bytes / chunks;
+  __m512 minimums[kRows];  // times the row's sums
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) total[r] = _mm512_setzero_ps();
+  for (int r = 0; r < kRows; ++r) total[r] = minimums[r] = _mm512_setzero_ps();
   for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
     prefetch(panel.next_tail + chunk * tail_step);
     const size_t first_line = size_t{chunk} * Format::kLines;
@@ -70,12 +71,22 @@ MOEBIUS_INLINE void multiply_split(const Panel& panel, const SplitRow (&rows)[kR
     begin_sums<Format>(panel.zeros + (chunk >> group_shift) * size_t{16}, chunk, rows, sum);
     sum_chunk<Format>(decode, panel.codes, bytes_ahead(panel, first_line * 64), first_line, rows, sum);
     const __m512 scale = widen_group<Format::kScale>(panel.scales + (chunk >> group_shift) * kScaleBytes);
+    __m512 minimum = _mm512_setzero_ps();
+    if constexpr (Format::kMinimums) {
+      minimum = widen_group<Format::kScale>(panel.minimums + (chunk >> group_shift) * kScaleBytes);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
+      if constexpr (Format::kMinimums) {
+        minimums[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(rows[r].sums[chunk]), minimums[r]);
+      }
       const __m512 exact = _mm512_cvtepi32_ps(sum[r]);
       total[r] = _mm512_fmadd_ps(_mm512_mul_ps(exact, _mm512_set1_ps(rows[r].scales[chunk])), scale, total[r]);
     }
   }
+  if constexpr (!Format::kMinimums) return;
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) total[r] = _mm512_add_ps(total[r], minimums[r]);
 }
 
 template <class Format, int kRows>
@@ -127,8 +138,10 @@ void prepare_split(const PanelLayout& layout, const void* row, std::byte* prepar
   visit_nibble_format(layout.format, [&](auto format) {
     using Format = decltype(format);
     using Decoder = ByteDecoder<Format::kCode>;
-    split_row<8 * Format::kLines>(static_cast<const uint16_t*>(row), layout.k_padded, Decoder::kUnit,
-                                  Format::kZeros ? -1 : -Decoder::kOffset, prepared);
+    constexpr int32_t kOffset = Format::kMinimums ? 1 : Format::kZeros ? -1 : -Decoder::kOffset;
+    constexpr uint32_t kChunkK = 8 * Format::kLines;
+    split_row<kChunkK>(static_cast<const uint16_t*>(row), layout.k_padded, Decoder::kUnit, kOffset, prepared);
+    if constexpr (Format::kMinimums) scale_sums<kChunkK>(layout.k_padded, prepared);
   });
 }
 

@@ -44,6 +44,17 @@ struct Block {
     }
   }
 
+  // Minimums times the sums of the rows' elements in the group.
+  [[gnu::always_inline]] void add_minimums(const GroupBuffer* minimums, uint32_t slot, const float* row_sums,
+                                           size_t stride) {
+    for (int s = 0; s < kStrips; ++s) {
+      const Vec minimum = Vec::load(minimums[s].lanes[slot]);
+      for (int r = 0; r < kRows; ++r) {
+        total[s][r] = Vec::fma(minimum, Vec::broadcast(row_sums[r * stride]), total[s][r]);
+      }
+    }
+  }
+
   [[gnu::always_inline]] void end_group(const GroupBuffer* scales, uint32_t slot) {
     for (int s = 0; s < kStrips; ++s) {
       const Vec scale = Vec::load(scales[s].lanes[slot]);

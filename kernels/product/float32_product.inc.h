@@ -6,13 +6,17 @@
 // product only what the thread reads next is fetched: its neighbours may be another thread's.
 constexpr size_t kPrefetchBytes = 4096;
 
-// Scales and zero points of kGroupsAtOnce groups, from `group`, of some strips.
+// Scales, and zero points or minimums, of kGroupsAtOnce groups, from `group`, of some strips.
 [[gnu::noinline]] void widen_groups(const ProductWork& work, uint32_t first_strip, int strips, uint32_t group,
-                                    uint32_t count, GroupBuffer* scales, GroupBuffer* zeros) {
+                                    uint32_t count, GroupBuffer* scales, GroupBuffer* offsets) {
+  const PanelLayout& layout = *work.layout;
   for (int s = 0; s < strips; ++s) {
     const Strip strip = strip_of(work, first_strip + s);
-    widen_scales(*work.layout, strip.panel, strip.column, group, count, &scales[s]);
-    if (work.layout->format.zeros) widen_zeros(*work.layout, strip.panel, strip.column, group, count, &zeros[s]);
+    widen_scales(layout, strip.panel + layout.scales_offset, strip.column, group, count, &scales[s]);
+    if (layout.format.zeros) widen_zeros(layout, strip.panel, strip.column, group, count, &offsets[s]);
+    if (layout.format.minimums) {
+      widen_scales(layout, strip.panel + layout.minimums_offset, strip.column, group, count, &offsets[s]);
+    }
   }
 }
 
@@ -61,7 +65,8 @@ void multiply_block(const ProductWork& work, uint32_t first_strip, uint32_t row)
   }
 
   GroupBuffer scales[kStrips];
-  GroupBuffer zeros[kStrips];
+  GroupBuffer offsets[kStrips];  // zero points or minimums
+  const float* const row_sums = reinterpret_cast<const float*>(work.scratch) + size_t{row} * layout.groups;
   Block<Decoder, kRows, kStrips> block(work, first_strip, row);
   size_t offset = 0;
   size_t k = 0;
@@ -70,13 +75,13 @@ void multiply_block(const ProductWork& work, uint32_t first_strip, uint32_t row)
     if (slot == 0) {
       const uint32_t left = extent.groups - group;
       const uint32_t count = left < kGroupsAtOnce ? left : kGroupsAtOnce;
-      widen_groups(work, first_strip, kStrips, group, count, scales, zeros);
+      widen_groups(work, first_strip, kStrips, group, count, scales, offsets);
       const size_t scales_byte = layout.scales_offset + extent.scales_bytes * group / extent.groups;
       const size_t scales_end = layout.scales_offset + extent.scales_bytes * (group + count) / extent.groups;
       if (next != nullptr) prefetch_panels(next, layout, kPanels, scales_byte, scales_end);
     }
     const size_t end = offset + extent.group_bytes < extent.codes_end ? offset + extent.group_bytes : extent.codes_end;
-    block.begin_group(zeros, slot);
+    block.begin_group(offsets, slot);
     do {
       const size_t stop = offset < turn && turn < end ? turn : end;
       const size_t ahead = offset < turn ? kPrefetchBytes : ahead_of_turn;
@@ -87,6 +92,7 @@ void multiply_block(const ProductWork& work, uint32_t first_strip, uint32_t row)
       } while (offset < stop);
     } while (offset < end);
     block.end_group(scales, slot);
+    if (layout.format.minimums) block.add_minimums(offsets, slot, row_sums + group, layout.groups);
   }
   block.store(work, first_strip, row);
 }
@@ -109,10 +115,31 @@ void run_any_rows(const ProductWork& work, uint32_t strip, uint32_t end, uint32_
   kTable[rows - 1](work, strip, end, row);
 }
 
+// target[num_rows][groups] = sums of the rows' elements over each group, in an order that no vector width changes.
+[[gnu::noinline]] void sum_groups(const ProductWork& work, float* target) {
+  const PanelLayout& layout = *work.layout;
+  for (uint32_t row = 0; row < work.num_rows; ++row) {
+    const float* const elements = static_cast<const float*>(work.rows[row]);
+    for (uint32_t group = 0; group < layout.groups; ++group) {
+      constexpr uint32_t kChains = 16;
+      float chains[kChains] = {};
+      const uint32_t begin = group * layout.format.group_size;
+      const uint32_t end = begin + layout.format.group_size;
+      for (uint32_t k = begin; k < end && k < layout.k_padded; k += kChains) {
+        for (uint32_t i = 0; i < kChains; ++i) chains[i] += elements[k + i];
+      }
+      float total = 0.0f;
+      for (const float chain : chains) total += chain;
+      *target++ = total;
+    }
+  }
+}
+
 // Rows are cut into equal blocks (9 rows are 5 + 4, not 8 + 1). With several blocks each panel serves all of them
 // before the next is touched, so weights come from memory once.
 template <class Decoder>
 void run(const ProductWork& work) {
+  if (work.layout->format.minimums) sum_groups(work, reinterpret_cast<float*>(work.scratch));
   constexpr auto kSizes = std::make_integer_sequence<int, kMaxRows>();
   const uint32_t blocks = (work.num_rows + kMaxRows - 1) / kMaxRows;
   const uint32_t strips = work.num_panels * kStripsPerPanel;
@@ -142,4 +169,8 @@ void run_float32(const ProductWork& work) {
 
 bool supports_float32(const WeightFormat& format) { return !format.quantised_rows; }
 
-size_t scratch_none(const PanelLayout&, uint32_t, uint32_t) { return 0; }
+// The sums of every group of the rows, where minimums need them.
+size_t scratch_float32(const PanelLayout& layout, uint32_t, uint32_t num_rows) {
+  const size_t sums = layout.format.minimums ? size_t{num_rows} * layout.groups * sizeof(float) : 0;
+  return (sums + 63) / 64 * 64;
+}

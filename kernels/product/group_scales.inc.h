@@ -64,10 +64,10 @@ void widen(const PanelLayout& layout, const std::byte* scales, uint32_t column, 
   widen_columns<kType>(scales + (size_t{group} * kPanelColumns + column) * bytes_of(kType), count, target);
 }
 
-// Scales of `count` groups from `group`, for the kLanes columns from `column` of a panel.
-[[gnu::noinline]] void widen_scales(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
+// Of `count` groups from `group`, for the kLanes columns from `column` of a panel, what `scales` is the section of:
+// scales or minimums.
+[[gnu::noinline]] void widen_scales(const PanelLayout& layout, const std::byte* scales, uint32_t column, uint32_t group,
                                     uint32_t count, GroupBuffer* target) {
-  const std::byte* const scales = panel + layout.scales_offset;
   switch (layout.format.scale) {
     case ScaleType::kNone: return widen<ScaleType::kNone>(layout, scales, column, group, count, target);
     case ScaleType::kFloat32: return widen<ScaleType::kFloat32>(layout, scales, column, group, count, target);

@@ -4,11 +4,13 @@
 
 struct Panel {
   const std::byte* codes;
+  size_t codes_bytes;
   uint32_t k_padded;
   uint32_t group_size;         // 0: no group scales
   uint32_t groups;
   const std::byte* scales;     // as stored
   const std::byte* zeros;      // as stored
+  const std::byte* minimums;   // as stored; null: none
   const std::byte* next_tail;  // what follows the codes of the next panel (of this one if none is known)
   size_t tail_bytes;
   const std::byte* end;        // of the work's panels
@@ -30,6 +32,14 @@ MOEBIUS_INLINE const std::byte* ahead_of(const Panel& panel, const std::byte* at
   return ahead < panel.end ? ahead : ahead + panel.jump;
 }
 
+// How far ahead of a code to prefetch: kPrefetchBytes of codes, leaving out what lies between two panels, or the
+// same place of the next panel where panels are smaller than that; and on to where reading goes on.
+MOEBIUS_INLINE size_t bytes_ahead(const Panel& panel, size_t offset) {
+  size_t ahead = panel.codes_bytes < kPrefetchBytes ? panel.codes_bytes : kPrefetchBytes;
+  if (offset + ahead >= panel.codes_bytes) ahead += panel.tail_bytes;
+  return panel.codes + offset + ahead < panel.end ? ahead : ahead + static_cast<size_t>(panel.jump);
+}
+
 struct PanelJob {
   const ProductWork* work;
   Panel panel;
@@ -48,11 +58,13 @@ inline PanelJob panel_job(const ProductWork& work, uint32_t index) {
   PanelJob job{};
   job.work = &work;
   job.panel.codes = panel;
+  job.panel.codes_bytes = layout.scales_offset;
   job.panel.k_padded = layout.k_padded;
   job.panel.group_size = layout.format.group_size;
   job.panel.groups = layout.groups;
   job.panel.scales = panel + layout.scales_offset;
   job.panel.zeros = panel + layout.zeros_offset;
+  job.panel.minimums = layout.format.minimums ? panel + layout.minimums_offset : nullptr;
   job.panel.next_tail = next + layout.scales_offset;
   job.panel.tail_bytes = layout.panel_bytes - layout.scales_offset;
   job.panel.end = end;

@@ -2,7 +2,8 @@
 //
 // Phase A multiplies rows of hidden_states by gate/up panels and applies the activation; phase B multiplies the
 // activation by down panels and adds the weighted result to the output. Both use the same product
-//     result[row][column] = column_scale * sum over groups of group_scale * sum over k of row[k] * value[k][column]
+//     result[row][column] = column_scale * sum over groups of (group_scale * sum over k of row[k] * value[k][column]
+//                                                              + minimum * sum over k of row[k])
 //                           (+ bias[column])
 // Products differ in the type they want rows in and in the formats they know. Which one computes an expert is
 // chosen by its number of rows, from times measured at load (kernel_plan.h).

@@ -39,7 +39,7 @@ constexpr int strips_together(int rows, int unit_registers) { return 2 * rows + 
 
 constexpr Isa kIsa = static_cast<Isa>(1);  // Isa::kAvx2; isa.h has more than declarations
 constexpr ProductKernel kFloat32{"avx2_float32", kIsa,         RowType::kFloat32, 0, 0,
-                                 supports_float32, scratch_none, run_float32};
+                                 supports_float32, scratch_float32, run_float32};
 constexpr ProductKernel kInt8{"avx2_int8", kIsa, RowType::kInt8, 0, 0, supports_int8, scratch_int8, run_int8};
 constexpr const ProductKernel* kKernels[] = {&kFloat32, &kInt8};
 

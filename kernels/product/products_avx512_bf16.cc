@@ -4,6 +4,7 @@
 // rounds to nearest even whatever MXCSR says. Only the last bits of sums differ by that.
 #include <immintrin.h>
 
+#include <type_traits>
 #include <utility>
 
 #include "kernels/isa/isa.h"
@@ -22,7 +23,13 @@ namespace {
 #include "kernels/product/nibble_bytes_gfni.inc.h"
 #include "kernels/product/dot_split.inc.h"
 
-enum class Kind : int { kNone, kBFloat16, kFloat8, kInt8, kNibbles };
+enum class Kind : int { kNone, kBFloat16, kFloat8, kInt8, kByteGroups, kNibbles };
+
+bool has_half_scales(const WeightFormat& format) {
+  return !format.panel_scale && (format.scale == ScaleType::kBFloat16 || format.scale == ScaleType::kFloat16);
+}
+
+bool needs_chunk_sums(const WeightFormat& format) { return format.zeros || format.minimums; }
 
 Kind kind_of(const WeightFormat& format) {
   const bool block_scales = format.panel_scale && format.scale == ScaleType::kFloat32;
@@ -30,7 +37,9 @@ Kind kind_of(const WeightFormat& format) {
   switch (format.code) {
     case Code::kBFloat16: return format.group_size == 0 ? Kind::kBFloat16 : Kind::kNone;
     case Code::kFloat8: return format.group_size == 0 || block_scales ? Kind::kFloat8 : Kind::kNone;
-    case Code::kInt8: return format.group_size == 0 ? Kind::kInt8 : Kind::kNone;
+    case Code::kInt8:
+      if (format.group_size == 0) return Kind::kInt8;
+      return has_half_scales(format) && (!format.minimums || format.group_size >= 32) ? Kind::kByteGroups : Kind::kNone;
     case Code::kInt4:
     case Code::kFloat4: return visit_nibble_format(format, [](auto) {}) ? Kind::kNibbles : Kind::kNone;
     case Code::kFloat32:
@@ -41,9 +50,9 @@ Kind kind_of(const WeightFormat& format) {
 
 bool supports(const WeightFormat& format) { return kind_of(format) != Kind::kNone; }
 
-// The sums of every 32 k of the rows, where zero points need them.
+// The sums of every 32 k of the rows, where zero points or minimums need them.
 size_t scratch_bytes(const PanelLayout& layout, uint32_t, uint32_t num_rows) {
-  const size_t sums = layout.format.zeros ? size_t{num_rows} * (layout.k_padded / 32) * sizeof(float) : 0;
+  const size_t sums = needs_chunk_sums(layout.format) ? size_t{num_rows} * (layout.k_padded / 32) * sizeof(float) : 0;
   return (sums + 63) / 64 * 64;
 }
 
@@ -59,6 +68,14 @@ struct BytePanels {
   template <int kRows>
   MOEBIUS_INLINE static void multiply(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
     multiply_bytes<CodeDecoder<kCode>>(panel, rows, total);
+  }
+};
+
+template <ScaleType kScale>
+struct ByteGroupPanels {
+  template <int kRows>
+  MOEBIUS_INLINE static void multiply(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
+    multiply_byte_groups<kScale>(panel, rows, total);
   }
 };
 
@@ -102,6 +119,11 @@ BlockFunction block_function(Kind kind, const WeightFormat& format, uint32_t row
     case Kind::kBFloat16: return block_of<BFloat16Panels>(rows, kSizes);
     case Kind::kFloat8: return block_of<BytePanels<Code::kFloat8>>(rows, kSizes);
     case Kind::kInt8: return block_of<BytePanels<Code::kInt8>>(rows, kSizes);
+    case Kind::kByteGroups: {
+      constexpr auto kGroupSizes = std::make_integer_sequence<int, kMaxByteGroupRows>();
+      return format.scale == ScaleType::kFloat16 ? block_of<ByteGroupPanels<ScaleType::kFloat16>>(rows, kGroupSizes)
+                                                 : block_of<ByteGroupPanels<ScaleType::kBFloat16>>(rows, kGroupSizes);
+    }
     case Kind::kNibbles:
       visit_nibble_format(format, [&](auto nibbles) {
         found = block_of<NibblePanels<decltype(nibbles)>>(rows, std::make_integer_sequence<int, kMaxNibbleRows>());
@@ -122,13 +144,22 @@ void sum_chunks(const ProductWork& work, float* target) {
   }
 }
 
+uint32_t most_rows(Kind kind) {
+  switch (kind) {
+    case Kind::kNibbles: return kMaxNibbleRows;
+    case Kind::kByteGroups: return kMaxByteGroupRows;
+    default: return kMaxRows;
+  }
+}
+
 // Rows in equal blocks (13 rows are 7 + 6); a panel serves all of them before the next is touched, so weights
 // come from memory once.
 void run_panel(const PanelJob& job, Kind kind) {
   const uint32_t num_rows = job.work->num_rows;
-  const auto most = static_cast<uint32_t>(kind == Kind::kNibbles ? kMaxNibbleRows : kMaxRows);
+  const uint32_t most = most_rows(kind);
+  const uint32_t block = most < kBlockRows ? most : kBlockRows;
   uint32_t row = 0;
-  for (uint32_t left = num_rows <= most ? 1 : (num_rows + kBlockRows - 1) / kBlockRows; left > 0; --left) {
+  for (uint32_t left = num_rows <= most ? 1 : (num_rows + block - 1) / block; left > 0; --left) {
     const uint32_t rows = (num_rows - row + left - 1) / left;
     block_function(kind, job.work->layout->format, rows)(job, row);
     row += rows;
@@ -138,7 +169,7 @@ void run_panel(const PanelJob& job, Kind kind) {
 void run(const ProductWork& work) {
   const Kind kind = kind_of(work.layout->format);
   prefetch_first_panel(work);
-  if (work.layout->format.zeros) sum_chunks(work, reinterpret_cast<float*>(work.scratch));
+  if (needs_chunk_sums(work.layout->format)) sum_chunks(work, reinterpret_cast<float*>(work.scratch));
   for (uint32_t index = 0; index < work.num_panels; ++index) run_panel(panel_job(work, index), kind);
 }
 

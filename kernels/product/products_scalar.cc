@@ -6,12 +6,13 @@
 namespace moebius {
 namespace {
 
-// Group scales and codes of a panel as float32: scales[groups][16] (one group of ones without any), then
-// values[k_padded][16]. Zero points are already subtracted.
+// Group scales, minimums and codes of a panel as float32: scales[groups][16] (one group of ones without any),
+// minimums[groups][16] (zeros without any), then values[k_padded][16]. Zero points are already subtracted.
 struct DecodedPanel {
   uint32_t groups;
   uint32_t group_size;
   float* scales;
+  float* minimums;
   float* values;
 };
 
@@ -23,17 +24,18 @@ DecodedPanel decode_panel(const PanelLayout& layout, const std::byte* panel, std
   decoded.groups = decoded_groups(layout);
   decoded.group_size = layout.groups == 0 ? layout.k_padded : format.group_size;
   decoded.scales = reinterpret_cast<float*>(scratch);
-  decoded.values = decoded.scales + size_t{decoded.groups} * kPanelColumns;
+  decoded.minimums = decoded.scales + size_t{decoded.groups} * kPanelColumns;
+  decoded.values = decoded.minimums + size_t{decoded.groups} * kPanelColumns;
   for (uint32_t entry = 0; entry < decoded.groups * kPanelColumns; ++entry) {
     const uint32_t index = format.panel_scale ? entry / kPanelColumns : entry;
     decoded.scales[entry] = load_scale(format.scale, panel + layout.scales_offset, index);
+    decoded.minimums[entry] = format.minimums ? load_scale(format.scale, panel + layout.minimums_offset, entry) : 0.0f;
   }
   for (uint32_t k = 0; k < layout.k; ++k) {
     for (uint32_t column = 0; column < kPanelColumns; ++column) {
       const size_t entry = size_t{k / decoded.group_size} * kPanelColumns + column;
-      const int32_t zero = format.zeros ? load_element<uint8_t>(panel + layout.zeros_offset, entry) : 8;
       decoded.values[size_t{k} * kPanelColumns + column] =
-          decode_value(format.code, panel_code(layout, panel, column, k), zero);
+          decode_value(format.code, panel_code(layout, panel, column, k), panel_zero(layout, panel, entry));
     }
   }
   return decoded;
@@ -43,7 +45,8 @@ DecodedPanel decode_panel(const PanelLayout& layout, const std::byte* panel, std
 void finish_columns(const PanelLayout& layout, const std::byte* panel, const float* sums, float row_scale,
                     float* result) {
   for (uint32_t column = 0; column < kPanelColumns; ++column) {
-    const float scale = layout.format.column_scale ? load_element<float>(panel + layout.column_scale_offset, column) : 1.0f;
+    const std::byte* const scales = panel + layout.column_scale_offset;
+    const float scale = layout.format.column_scale ? load_element<float>(scales, column) : 1.0f;
     const float bias = layout.has_bias ? load_element<float>(panel + layout.bias_offset, column) : 0.0f;
     result[column] = sums[column] * (scale * row_scale) + bias;
   }
@@ -55,12 +58,17 @@ void multiply_row(const PanelLayout& layout, const DecodedPanel& decoded, const 
     const uint32_t begin = group * decoded.group_size;
     const uint32_t end = begin + decoded.group_size < layout.k ? begin + decoded.group_size : layout.k;
     float partial[kPanelColumns] = {};
+    float row_sum = 0.0f;  // what minimums are multiplied with
     for (uint32_t k = begin; k < end; ++k) {
+      row_sum += row[k];
       const float* values = decoded.values + size_t{k} * kPanelColumns;
       for (uint32_t column = 0; column < kPanelColumns; ++column) partial[column] += row[k] * values[column];
     }
     const float* scales = decoded.scales + size_t{group} * kPanelColumns;
     for (uint32_t column = 0; column < kPanelColumns; ++column) sums[column] += scales[column] * partial[column];
+    if (!layout.format.minimums) continue;  // zero times infinity is not zero
+    const float* minimums = decoded.minimums + size_t{group} * kPanelColumns;
+    for (uint32_t column = 0; column < kPanelColumns; ++column) sums[column] += minimums[column] * row_sum;
   }
 }
 
@@ -105,7 +113,7 @@ bool supports_int8(const WeightFormat& format) {
 }
 
 size_t scratch_float32(const PanelLayout& layout, uint32_t, uint32_t) {
-  return (size_t{layout.k_padded} + decoded_groups(layout)) * kPanelColumns * sizeof(float);
+  return (size_t{layout.k_padded} + 2 * size_t{decoded_groups(layout)}) * kPanelColumns * sizeof(float);
 }
 
 size_t scratch_none(const PanelLayout&, uint32_t, uint32_t) { return 0; }

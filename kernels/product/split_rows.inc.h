@@ -13,6 +13,7 @@ struct SplitRow {
   const uint32_t* words;   // [k_padded / 8][4]
   const float* scales;     // [chunks]
   const int32_t* offsets;  // [chunks] the chunk's sum, times `offset` of split_row()
+  const float* sums;       // [chunks] in their place, for minimums: the chunk's sum as a number
 };
 
 // Of one row: words, scales, offsets.
@@ -23,8 +24,8 @@ constexpr size_t split_row_bytes(uint32_t k_padded, uint32_t chunk_k) {
 
 inline SplitRow split_row_at(const std::byte* scratch, uint32_t k_padded, uint32_t chunk_k) {
   const auto* scales = reinterpret_cast<const float*>(scratch + size_t{k_padded} * 2);
-  return {reinterpret_cast<const uint32_t*>(scratch), scales,
-          reinterpret_cast<const int32_t*>(scales + k_padded / chunk_k)};
+  const float* sums = scales + k_padded / chunk_k;
+  return {reinterpret_cast<const uint32_t*>(scratch), scales, reinterpret_cast<const int32_t*>(sums), sums};
 }
 
 struct ChunkScale {
@@ -66,7 +67,7 @@ MOEBIUS_INLINE __m512i to_integers(__m512 values, float inverse) {
 }
 
 // `value_scale` of the codes' unit; `offset` for each element, in those units: the negative of what codes have more than
-// their values where that is constant, else -1.
+// their values where that is constant, else -1 for zero points and 1 for minimums.
 template <uint32_t kChunkK>
 void split_row(const uint16_t* row, uint32_t k_padded, float value_scale, int32_t offset, std::byte* scratch) {
   static_assert(kChunkK == 16 || kChunkK == 32);
@@ -90,5 +91,18 @@ void split_row(const uint16_t* row, uint32_t k_padded, float value_scale, int32_
     }
     if (kChunkK == 32) *offsets++ = offset * _mm512_reduce_add_epi32(_mm512_add_epi32(integers[0], integers[1]));
     _mm512_store_si512(scratch + size_t{k} * 2, split_words(integers[0], integers[1]));
+  }
+}
+
+// The sums of chunks, made by split_row() with an offset of 1, as numbers.
+template <uint32_t kChunkK>
+void scale_sums(uint32_t k_padded, std::byte* scratch) {
+  const uint32_t chunks = k_padded / kChunkK;
+  auto* scales = reinterpret_cast<float*>(scratch + size_t{k_padded} * 2);
+  float* sums = scales + chunks;
+  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+    int32_t offset;
+    __builtin_memcpy(&offset, sums + chunk, sizeof offset);
+    sums[chunk] = static_cast<float>(offset) * scales[chunk];
   }
 }

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import Array, SliceReader
 from moebius.checkpoint.stored_arrays import StoredArray, as_slice, count_elements
-from moebius.checkpoint.stored_values import as_float32, check_finite, unpack_bytes
+from moebius.checkpoint.stored_values import as_float32, check_finite, check_float16, unpack_bytes
 from moebius.checkpoint.weight_schemes import FLOAT_CODES, PLAIN, SCALE_TYPES, Role, WeightScheme
 from moebius.kernels_source import ScaleType, SourceMatrix
 
@@ -70,7 +70,7 @@ class StoredMatrix:
     @property
     def is_rounded(self) -> bool:
         """Whether its packed format only comes near what is stored."""
-        return self.scheme is PLAIN and bool(self.arrays[0].tensor.packed_as)
+        return self.scheme.rounds_scales or (self.scheme is PLAIN and bool(self.arrays[0].tensor.packed_as))
 
     @property
     def row_multiple(self) -> int:
@@ -105,6 +105,7 @@ class StoredMatrix:
             scale_row_begin=self._row_begin(row_range),
             zeros=self._zeros(reader, row_range, col_range),
             zeros_offset=self.scheme.zeros_offset,
+            minimums=self._minimums(reader, row_range, col_range),
             column_scale=self._column(reader, self._array("channel"), row_range),
             tensor_scale=self._tensor_scale(reader),
             bias=self._column(reader, self.bias, row_range),
@@ -132,20 +133,38 @@ class StoredMatrix:
         scales = self._array("scales")
         if scales is None:
             return None
-        return "float32" if self.scheme.layout == "plain" else SCALE_TYPES[scales.tensor.dtype]
+        return "float32" if self._widens_scales else SCALE_TYPES[scales.tensor.dtype]
 
     def _scales(self, reader: SliceReader, rows: range, cols: range) -> Array | None:
         scales = self._array("scales")
         if scales is None:
             return None
         self._check_group_index(reader)
-        found = scales.read(reader, rows, cols)
-        check_finite(found, scales.tensor.dtype, scales.tensor.name)
+        found = self._checked(scales, reader, rows, cols)
         found = self._per_group(found, scales, len(cols))
         if self.scheme.layout != "plain":
             return found
-        values = as_float32(found, scales.tensor.dtype)
+        values = as_float32(found, scales.tensor.dtype) if self._widens_scales else found
         return values.T if scales.role.transposed else values
+
+    @property
+    def _widens_scales(self) -> bool:
+        """Blocks of fp8 have float32 scales at rest, whatever type is stored."""
+        return self.scheme.code == "float8"
+
+    def _minimums(self, reader: SliceReader, rows: range, cols: range) -> Array | None:
+        minimums = self._array("minimums")
+        if minimums is None:
+            return None
+        return self._checked(minimums, reader, rows, cols)
+
+    def _checked(self, array: StoredArray, reader: SliceReader, rows: range, cols: range) -> Array:
+        """Scales or minimums, such that the packed format can hold them."""
+        found = array.read(reader, rows, cols)
+        check_finite(found, array.tensor.dtype, array.tensor.name)
+        if self.scheme.rounds_scales:
+            check_float16(found, array.tensor.name)
+        return found
 
     def _zeros(self, reader: SliceReader, rows: range, cols: range) -> Array | None:
         zeros = self._array("zeros")

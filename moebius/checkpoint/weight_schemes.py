@@ -13,9 +13,11 @@ from typing import Literal
 
 from moebius.kernels_source import Code, ScaleType, SourceLayout
 
-# "scales": an array of `out_step` x `in_step`. "channel": a factor per row. "tensor": one factor for all;
-# "tensor_reciprocal": one divisor.
-Role = Literal["codes", "scales", "zeros", "channel", "tensor", "tensor_reciprocal", "group_index"]
+# "scales", "minimums" (what code 0 means): arrays of `out_step` x `in_step`. "channel": a factor per row.
+# "tensor": one factor for all; "tensor_reciprocal": one divisor.
+Role = Literal[
+    "codes", "scales", "zeros", "minimums", "channel", "tensor", "tensor_reciprocal", "group_index"
+]
 
 FLOATS = ("F32", "BF16", "F16")
 FLOAT_CODES: Mapping[str, Code] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -77,6 +79,8 @@ class WeightScheme:
     # Name of the packed format that holds it exactly; "{scale}" becomes "" for bfloat16 group scales and
     # "_f16" for float16 ones. Empty: there is none.
     packed_format: str = ""
+    # The packed format has scales in float16, which is less than these have.
+    rounds_scales: bool = False
     # compressed-tensors: modules the scheme applies to; empty: all.
     targets: tuple[str, ...] = ()
 
@@ -117,9 +121,15 @@ def packed_int8(name: str, strategy: str, group_size: int) -> WeightScheme:
 def _int8_scheme(name: str, codes: StoredRole, strategy: str, group_size: int, packed: str) -> WeightScheme:
     if strategy == "group":
         scales = StoredRole("scales", "weight_scale", FLOATS, 1, group_size)
-        return WeightScheme(name, (codes, scales), group_size=group_size)
+        return WeightScheme(
+            name, (codes, scales), group_size=group_size, packed_format=_int8_format(group_size)
+        )
     scale = StoredRole("channel" if strategy == "channel" else "tensor", "weight_scale", FLOATS)
     return WeightScheme(name, (codes, scale), packed_format=packed)
+
+
+def _int8_format(group_size: int) -> str:
+    return f"int8_g{group_size or 128}{{scale}}"
 
 
 def _int4_format(group_size: int, zeros: bool) -> str:
@@ -182,6 +192,7 @@ def gptq_int8(group_size: int, zeros_offset: int) -> WeightScheme:
         group_size=group_size,
         symmetric_zeros=0x01010101 * (128 - zeros_offset),
         bytes_in_words=True,
+        packed_format=_int8_format(group_size),
     )
 
 

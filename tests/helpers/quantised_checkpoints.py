@@ -69,6 +69,8 @@ QUANTIZATION_CONFIGS: Mapping[str, dict[str, Any] | None] = {
     "fp8_channel": compressed(_FLOAT8, "float-quantized"),
     "fp8_tensor": {"quant_method": "fp8", "activation_scheme": "static"},
     "int8": compressed(_INT8, "int-quantized"),
+    "int8_g32_f16": compressed(_INT8 | {"strategy": "group", "group_size": 32}, "int-quantized"),
+    "int8_g128": compressed(_INT8 | {"strategy": "group", "group_size": 128}, "int-quantized"),
     "int8_w8a8": compressed(_INT8, "int-quantized", _DYNAMIC),
     "compressed_int4_g32": packed_int4(32, True),
     "compressed_int4_g64_f16": packed_int4(64, True),

@@ -7,7 +7,7 @@ reads them: what they return is the oracle for packing, dequantising and loading
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -138,6 +138,48 @@ def int8_channel(weights: Floats, *, quantised_rows: bool = False) -> Quantised:
     return Quantised(name, source, meant, {"weight": codes, "weight_scale": scales[:, None]})
 
 
+def half_scales(spans: Floats, float16: bool) -> tuple[Array, Floats]:
+    """Scales as stored, and in float32."""
+    spans = np.maximum(spans, 1e-6).astype(np.float32)
+    stored = spans.astype(np.float16) if float16 else bfloat16_bits(spans)
+    return stored, stored.astype(np.float32) if float16 else bfloat16_values(stored)
+
+
+def int8_group(weights: Floats, group_size: int, *, float16: bool = False) -> Quantised:
+    """Symmetric int8 with a scale per group (compressed-tensors, GGUF's Q8_0 and Q6_K)."""
+    rows, cols = weights.shape
+    groups = in_groups(weights, group_size)
+    stored, scales = half_scales(np.abs(groups).max(2) / 127, float16)
+    codes = np.clip(np.rint(groups / scales[..., None]), -128, 127).astype(np.int8)
+    codes = np.ascontiguousarray(codes.reshape(rows, -1)[:, :cols])
+    source = SourceMatrix(codes, scales=stored, group_size=group_size)
+    meant = codes.astype(np.float32) * per_element(scales, group_size, cols)
+    name = f"int8_g{group_size}" + ("_f16" if float16 else "")
+    return Quantised(name, source, meant, {"weight": codes, "weight_scale": stored})
+
+
+def with_minimums(weights: Floats, bits: int) -> Quantised:
+    """Codes of 4 or 5 bits times a float16 scale plus a float16 minimum per 32 (GGUF's Q4_1 and the like)."""
+    rows, cols = weights.shape
+    groups = in_groups(weights, 32)
+    minimums = groups.min(2).astype(np.float16)
+    low = minimums.astype(np.float32)
+    largest = 2**bits - 1
+    stored, scales = half_scales((groups.max(2) - low) / largest, True)
+    codes = np.clip(np.rint((groups - low[..., None]) / scales[..., None]), 0, largest).astype(np.uint8)
+    codes = np.ascontiguousarray(codes.reshape(rows, -1)[:, :cols])
+    meant = codes.astype(np.float32) * per_element(scales, 32, cols) + per_element(low, 32, cols)
+    tensors: dict[str, Array] = {"scales": stored, "minimums": minimums}
+    if bits == 4:
+        tensors["codes"] = pack_words(codes, 1)
+        source = SourceMatrix(tensors["codes"], "compressed_int4", cols=cols)
+    else:
+        tensors["codes"] = codes.view(np.int8)
+        source = SourceMatrix(tensors["codes"])
+    source = replace(source, scales=stored, group_size=32, minimums=minimums)
+    return Quantised("int4_g32_minimums" if bits == 4 else "int8_g32_minimums", source, meant, tensors)
+
+
 @dataclass(frozen=True, eq=False)
 class Int4:
     """codes 0..15 [rows, cols]; zeros 0..15, scales as stored and in float32: [rows, groups]."""
@@ -157,9 +199,7 @@ def int4_codes(weights: Floats, group_size: int, *, zeros: bool, float16: bool) 
     groups = in_groups(weights, group_size)
     low, high = np.minimum(groups.min(2), 0), np.maximum(groups.max(2), 0)
     spans = (high - low) / 15 if zeros else np.maximum(-low / 8, high / 7)
-    spans = np.maximum(spans, 1e-6).astype(np.float32)
-    stored = spans.astype(np.float16) if float16 else bfloat16_bits(spans)
-    scales = stored.astype(np.float32) if float16 else bfloat16_values(stored)
+    stored, scales = half_scales(spans, float16)
     points = np.clip(np.rint(-low / scales), 0, 15) if zeros else np.full(spans.shape, 8.0, np.float32)
     codes = np.clip(np.rint(groups / scales[..., None]) + points[..., None], 0, 15).astype(np.uint8)
     codes = codes.reshape(len(weights), -1)[:, : weights.shape[1]]
@@ -318,6 +358,11 @@ ENCODERS: dict[str, Callable[[Floats], Quantised]] = {
     "gptq_int4_g32": lambda w: gptq_int4(w, 32),
     "gptq_int4_g128_v2": lambda w: gptq_int4(w, 128, version=2),
     "gptq_int4_g64_symmetric": lambda w: gptq_int4(w, 64, zeros=False),
+    "int8_g16_f16": lambda w: int8_group(w, 16, float16=True),
+    "int8_g32_f16": lambda w: int8_group(w, 32, float16=True),
+    "int8_g128": lambda w: int8_group(w, 128),
+    "int8_g32_minimums": lambda w: with_minimums(w, 5),
+    "int4_g32_minimums": lambda w: with_minimums(w, 4),
     "mxfp4": mxfp4,
     "nvfp4": nvfp4,
     "nvfp4_reciprocal": lambda w: nvfp4(w, reciprocal=True),

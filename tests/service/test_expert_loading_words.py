@@ -25,6 +25,10 @@ KEPT = {
     "fp8_block_compressed": "fp8_block",
     "fbgemm_fp8": "fp8_channel",
     "int8_words": "int8",
+    "int8_words_g64": "int8_g64_f16",
+    "int8_g64": "int8_g64_f16",
+    "gptq_int8_g32": "int8_g32_f16",
+    "gptq_int8_rows": "int8_g128_f16",
     "int4_rows": "int4_g128",
     "kimi_int4": "int4_g32",
     "gptq_bfloat16_scales": "int4_g32",
@@ -33,7 +37,7 @@ KEPT = {
     "mxfp4_quark": "mxfp4",
 }
 # Groups or types of scales that no packed format has.
-REFUSED = ("int8_words_g64", "int8_g64", "gptq_int8_g32", "gptq_int8_rows", "int4_float32_scales")
+REFUSED = ("int4_float32_scales",)
 
 
 @pytest.fixture(scope="module")

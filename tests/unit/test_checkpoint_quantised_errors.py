@@ -250,5 +250,6 @@ def test_gpt_oss_names(tmp_path: Path) -> None:
 
 
 def test_every_encoder_has_a_configuration() -> None:
-    """The tests above go through all formats that can be encoded, but for MXFP4, which gpt-oss alone has."""
-    assert set(ENCODERS) - set(QUANTIZATION_CONFIGS) == {"mxfp4"}
+    """The tests above go through all that can be encoded, but for what gpt-oss or GGUF files alone have."""
+    gguf = {"int8_g16_f16", "int8_g32_minimums", "int4_g32_minimums"}
+    assert set(ENCODERS) - set(QUANTIZATION_CONFIGS) == {"mxfp4", *gguf}

@@ -36,10 +36,12 @@ class PanelFormat:
     scale: str
     panel_scale: bool
     zeros: bool
+    minimums: bool
     column_scale: bool
     bias: bool
     scales_at: int
     zeros_at: int
+    minimums_at: int
     column_scale_at: int
     bias_at: int
     panel_bytes: int
@@ -97,10 +99,12 @@ def panel_format(name: str, k: int, has_bias: bool) -> PanelFormat:
         scale=kind.scale or "",
         panel_scale=kind.panel_scale,
         zeros=kind.zeros,
+        minimums=kind.minimums,
         column_scale=kind.column_scale,
         bias=has_bias,
         scales_at=layout.scales_offset,
         zeros_at=layout.zeros_offset,
+        minimums_at=layout.minimums_offset,
         column_scale_at=layout.column_scale_offset,
         bias_at=layout.bias_offset,
         panel_bytes=layout.panel_bytes,
@@ -123,7 +127,8 @@ class PanelViews:
     """One layer's slots, uint8 `[slots, expert_bytes]`, as the types kernels load; filled by `views`."""
 
     words: torch.Tensor  # int32
-    # The format's scale type, or its bits; bfloat16, for such codes, where there are no group scales.
+    # Minimums, too. The format's scale type, or its bits; bfloat16, for such codes, where there are no group
+    # scales.
     scales: torch.Tensor
     bytes: torch.Tensor
     floats: torch.Tensor  # float32

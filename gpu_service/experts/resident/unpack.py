@@ -33,26 +33,34 @@ def unpack_expert(layer: LayerFormat, packed: torch.Tensor) -> tuple[UnpackedMat
 def unpack_panels(panels: PanelFormat, packed: torch.Tensor, rows: int) -> UnpackedMatrix:
     """The first `rows` output features of uint8 `[panels, panel_bytes]`, contiguous."""
     weights = _code_values(panels, _codes(panels, packed))
-    count, bytes_ = packed.shape[0], packed.shape[1]
+    count = packed.shape[0]
     group = torch.arange(panels.k, device=packed.device) // max(panels.group, 1)
     groups = -(-panels.k // panels.group) if panels.group else 0
     if panels.zeros:
         zeros = packed[:, panels.zeros_at : panels.zeros_at + groups * PANEL_COLUMNS]
         weights -= zeros.reshape(count, groups, PANEL_COLUMNS)[:, group].float()
-    elif panels.code == "int4":
+    elif panels.code == "int4" and not panels.minimums:
         weights -= 8
     if panels.scale:
-        columns = 1 if panels.panel_scale else PANEL_COLUMNS
-        typed = views(packed, panels).scales.view(count, -1)
-        begin = panels.scales_at * typed.shape[1] // bytes_
-        scales = typed[:, begin : begin + groups * columns].reshape(count, groups, columns)
-        weights *= _scale_values(panels, scales)[:, group]
+        weights *= _group_values(panels, packed, panels.scales_at)[:, group]
+    if panels.minimums:
+        weights += _group_values(panels, packed, panels.minimums_at)[:, group]
     floats = views(packed, panels)
     if panels.column_scale:
         weights *= _columns(floats, count, panels.column_scale_at)[:, None]
     matrix = weights.permute(0, 2, 1).reshape(count * PANEL_COLUMNS, panels.k)[:rows].contiguous()
     bias = _columns(floats, count, panels.bias_at).reshape(-1)[:rows] if panels.bias else None
     return UnpackedMatrix(matrix, bias)
+
+
+def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> torch.Tensor:
+    """Scales or minimums, float32 `[panels, groups, 16]`, or `[panels, groups, 1]` of whole panels."""
+    count, columns = packed.shape[0], 1 if panels.panel_scale else PANEL_COLUMNS
+    groups = -(-panels.k // panels.group)
+    typed = views(packed, panels).scales.view(count, -1)
+    begin = offset * typed.shape[1] // packed.shape[1]
+    values = typed[:, begin : begin + groups * columns].reshape(count, groups, columns)
+    return _scale_values(panels, values)
 
 
 def _columns(typed: PanelViews, count: int, offset: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ def small_float(bits):  # type: ignore[no-untyped-def]
 
 # What int4 elements stand above their value when the zero point is 8.
 INT4_OFFSET = tl.constexpr(8388616.0)
-# The same without a zero point.
+# The same without a zero point, or with minimums.
 INT4_BASE = tl.constexpr(8388608.0)
 
 
@@ -56,7 +56,7 @@ def element(words, shift, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def load_scales(scales, index, mask, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 of group scales; `scales` points to the scale type, or to its bits."""
+    """float32 of group scales or minimums; `scales` points to the scale type, or to its bits."""
     raw = tl.load(scales + index, mask=mask, other=0)
     if PANEL.scale == "e8m0":
         bits = raw.to(tl.int32)
@@ -71,14 +71,14 @@ def load_scales(scales, index, mask, PANEL: tl.constexpr):  # type: ignore[no-un
 
 
 @jit
-def scale_index(panel, group, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the scale of a group and column lies, in elements; `panel`: the panel's first byte."""
+def scale_index(section, group, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the scale (or minimum) of a group and column lies, in elements; `section`: their first byte."""
     if PANEL.scale == "float32":
-        begin = (panel + PANEL.scales_at) // 4
+        begin = section // 4
     elif PANEL.scale == "bfloat16" or PANEL.scale == "float16":
-        begin = (panel + PANEL.scales_at) // 2
+        begin = section // 2
     else:
-        begin = panel + PANEL.scales_at
+        begin = section
     return begin + group if PANEL.panel_scale else begin + group * 16 + column
 
 

@@ -47,6 +47,7 @@ def line_products(  # type: ignore[no-untyped-def]
         at = panel + PANEL.zeros_at + group * 16 + column[None, :]
         offset = tl.load(bytes_ + at, mask=in_groups, other=0).to(tl.float32) + INT4_BASE
     product = tl.zeros([LINES, 16], tl.float32)
+    row_sum = tl.zeros([LINES], tl.float32)
     for i in tl.static_range(per_word):
         k = line * per_word + i
         if PANEL.k == PANEL.k_padded:
@@ -57,11 +58,16 @@ def line_products(  # type: ignore[no-untyped-def]
         if PANEL.zeros:
             value -= offset
         elif PANEL.code == "int4":
-            value -= INT4_OFFSET
+            value -= INT4_BASE if PANEL.minimums else INT4_OFFSET
         product += row[:, None] * value
+        if PANEL.minimums:
+            row_sum += row
     if PANEL.group:
-        index = scale_index(panel, group, column[None, :], PANEL)
+        index = scale_index(panel + PANEL.scales_at, group, column[None, :], PANEL)
         product *= load_scales(scales, index, in_groups, PANEL)
+    if PANEL.minimums:
+        index = scale_index(panel + PANEL.minimums_at, group, column[None, :], PANEL)
+        product += row_sum[:, None] * load_scales(scales, index, in_groups, PANEL)
     return product
 
 

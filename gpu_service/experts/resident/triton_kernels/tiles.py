@@ -31,7 +31,7 @@ def plain_tile(codes, panel, column, begin, PANEL: tl.constexpr):  # type: ignor
 
 @jit
 def decoded_tile(words, bytes_, panel, column, begin, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 [PANEL.chunk, N]: codes, zero points subtracted."""
+    """float32 [PANEL.chunk, N]: codes, zero points subtracted where there are any."""
     per_word: tl.constexpr = 32 // PANEL.bits
     lines: tl.constexpr = PANEL.chunk // per_word
     line = begin // per_word + tl.arange(0, lines)
@@ -43,7 +43,7 @@ def decoded_tile(words, bytes_, panel, column, begin, PANEL: tl.constexpr):  # t
         at = panel + PANEL.zeros_at + (begin // PANEL.group) * 16 + column
         value -= (tl.load(bytes_ + at).to(tl.float32) + INT4_BASE)[None, :]
     elif PANEL.code == "int4":
-        value -= INT4_OFFSET
+        value -= INT4_BASE if PANEL.minimums else INT4_OFFSET
     return value
 
 
@@ -58,9 +58,13 @@ def add_product(  # type: ignore[no-untyped-def]
     else:
         weights = decoded_tile(words, bytes_, panel, column, begin, PANEL).to(TYPE)
     if PANEL.group:
-        index = scale_index(panel, begin // PANEL.group, column, PANEL)
+        index = scale_index(panel + PANEL.scales_at, begin // PANEL.group, column, PANEL)
         scale = load_scales(scales, index, column >= 0, PANEL)
         total += tl.dot(x, weights, input_precision=PRECISION) * scale[None, :]
+        if PANEL.minimums:
+            index = scale_index(panel + PANEL.minimums_at, begin // PANEL.group, column, PANEL)
+            minimum = load_scales(scales, index, column >= 0, PANEL)
+            total += tl.sum(x.to(tl.float32), 1)[:, None] * minimum[None, :]
     else:
         total = tl.dot(x, weights, total, input_precision=PRECISION)
     return total
