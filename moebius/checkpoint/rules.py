@@ -205,9 +205,9 @@ def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
 def _gate_pattern(name: str) -> str:
     """The tensor that holds gate, or its codes where it is quantised."""
     stem = re.escape(name.removesuffix(".weight")).replace(r"\{expert\}", r"\d+")
-    return stem + (
-        r"\.(?:weight|weight_packed|qweight)" if name.endswith(".weight") else r"(?:_blocks|_packed)?"
-    )
+    if name.endswith(".weight"):
+        return stem + r"\.(?:weight|weight_packed|qweight|\w+_codes)"
+    return stem + r"(?:_blocks|_packed)?"
 
 
 def expert_tensors(index: CheckpointIndex, layer: int, expert: int) -> ExpertSources:

@@ -265,7 +265,7 @@ CASES: dict[str, GgufModelCase] = {
     ),
     "dots1": GgufModelCase(
         "dots1",
-        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        GgufTypes("IQ4_NL", "IQ4_NL", "Q8_0"),
         _SMALL
         | _SHARED
         | {

@@ -10,12 +10,9 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 from numpy.typing import NDArray
 
-from moebius import _kernels
-from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
 from moebius.checkpoint.gguf.blocks import FLOAT_TYPES, QUANTISED_TYPES
 from moebius.checkpoint.index import CheckpointIndex
 from moebius.checkpoint.mapped_reader import MappedReader
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_values import as_float32
 from tests.helpers.gguf_models import make_gguf
@@ -114,26 +111,3 @@ def test_parts_of_rearranged_tensors_are_those_of_the_whole(
             for rows, cols in slices:
                 found = as_float32(reader.read_slice(info, rows, cols), info.dtype)
                 np.testing.assert_array_equal(found, whole[rows] if cols is None else whole[rows, cols])
-
-
-@pytest.mark.parametrize(("name", "packed"), [("mixtral", "int4_g32_f16"), ("gpt_oss", "mxfp4")])
-def test_codes_and_scales_are_packed_as_they_are(tmp_path: Path, name: str, packed: str) -> None:
-    """Q4_0 and MXFP4 lose nothing at rest: the packed matrix is what the package decodes, bit by bit."""
-    from gguf import GGUFReader
-
-    file = make_gguf(name, tmp_path)
-    stored = {tensor.name: tensor for tensor in GGUFReader(file.path).tensors}
-    checkpoint = ExpertCheckpoint.open(str(file.path), MoeGeometry.from_config(file.path))
-    with MappedReader() as reader:
-        for which in ("gate", "up", "down"):
-            tensor = stored[f"blk.1.ffn_{which}_exps.weight"]
-            wanted = quants.dequantize(tensor.data, tensor.tensor_type)[2]
-            matrix = checkpoint.matrix(1, 2, which)
-            source = matrix.read(reader)
-            assert matrix.packed_format == packed
-            assert not matrix.is_rounded
-            np.testing.assert_array_equal(_kernels.dequantise_matrix(source), wanted)
-            at_rest = _kernels.pack_matrix(packed, source)
-            has_bias = source.bias is not None
-            found = _kernels.unpack_matrix(packed, at_rest, *matrix.shape, has_bias)
-            np.testing.assert_array_equal(found, wanted)

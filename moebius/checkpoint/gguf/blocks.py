@@ -6,7 +6,7 @@ A type stores a row as blocks of `weights` values in `nbytes` bytes. What they s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -43,15 +43,19 @@ class BlockType:
         """Whether it stores floats as they are."""
         return self.name in FLOAT_TYPES
 
+    def pieces(self, count: int) -> Iterator[slice]:
+        """Of `count` blocks, such that arithmetic on one stays in a core's cache."""
+        step = max(1, _CHUNK // self.weights)
+        yield from (slice(begin, begin + step) for begin in range(0, count, step))
+
     def dequantise(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
         """uint8 `[rows, blocks * nbytes]` to float32 `[rows, blocks * weights]`."""
         rows, width = blocks.shape
         flat = blocks.reshape(-1, self.nbytes)
         output = np.empty((len(flat), self.weights), np.float32)
-        step = max(1, _CHUNK // self.weights)
         decode = DECODERS.get(self.name) or partial(quants.dequantize, qtype=GGMLQuantizationType[self.name])
-        for begin in range(0, len(flat), step):
-            output[begin : begin + step] = decode(flat[begin : begin + step])
+        for piece in self.pieces(len(flat)):
+            output[piece] = decode(flat[piece])
         return output.reshape(rows, width // self.nbytes * self.weights)
 
 

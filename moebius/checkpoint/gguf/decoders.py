@@ -44,11 +44,20 @@ def _scales_and_minima(packed: Bytes) -> tuple[Bytes, Bytes]:
     return scales, minima
 
 
-def _scaled(values: Floats, factors: Floats, packed: Bytes) -> Floats:
+def group_scales(blocks: Bytes) -> Floats:
+    """Of Q4_K and Q5_K, `[blocks, 8]`: products of the first factor, exact in float32."""
+    return _halves(blocks[:, :2]) * _scales_and_minima(blocks[:, 4:16])[0]
+
+
+def group_minimums(blocks: Bytes) -> Floats:
+    """Of Q4_K and Q5_K, `[blocks, 8]`: what codes times scales are less by; products of the second factor."""
+    return _halves(blocks[:, 2:4]) * _scales_and_minima(blocks[:, 4:16])[1]
+
+
+def _scaled(values: Floats, blocks: Bytes) -> Floats:
     """Codes `[blocks, 8, 32]` times their scales less their minima, in place."""
-    scales, minima = _scales_and_minima(packed)
-    values *= (factors[:, :1] * scales)[:, :, None]
-    values -= (factors[:, 1:] * minima)[:, :, None]
+    values *= group_scales(blocks)[:, :, None]
+    values -= group_minimums(blocks)[:, :, None]
     return values.reshape(len(values), 256)
 
 
@@ -58,23 +67,30 @@ def _q4_k(blocks: Bytes) -> Floats:
     codes = blocks[:, 16:].reshape(count, 4, 32)
     values = np.empty((count, 4, 2, 32), np.float32)
     values[:, :, 0], values[:, :, 1] = codes & 15, codes >> 4
-    return _scaled(values.reshape(count, 8, 32), _halves(blocks[:, :4]), blocks[:, 4:16])
+    return _scaled(values.reshape(count, 8, 32), blocks)
+
+
+def q5_k_codes(blocks: Bytes) -> Bytes:
+    """As Q4_K, with the codes' fifth bits of all groups in 32 bytes before them: 0 to 31.
+
+    `[blocks, 8, 32]`.
+    """
+    count = len(blocks)
+    fifth, low = blocks[:, None, 16:48], blocks[:, 48:].reshape(count, 4, 32)
+    codes = np.empty((count, 8, 32), np.uint8)
+    np.bitwise_and(fifth >> np.arange(8, dtype=np.uint8)[:, None], 1, out=codes)
+    codes <<= 4
+    codes[:, 0::2] |= low & 15
+    codes[:, 1::2] |= low >> 4
+    return codes
 
 
 def _q5_k(blocks: Bytes) -> Floats:
-    """As Q4_K, with the codes' fifth bits of all groups in 32 bytes before them."""
-    count = len(blocks)
-    fifth, codes = blocks[:, None, 16:48], blocks[:, 48:].reshape(count, 4, 32)
-    values = np.empty((count, 8, 32), np.float32)
-    bits = (fifth >> np.arange(8, dtype=np.uint8)[:, None]) & 1
-    bits <<= 4
-    values[:, 0::2] = (codes & 15) | bits[:, 0::2]
-    values[:, 1::2] = (codes >> 4) | bits[:, 1::2]
-    return _scaled(values, _halves(blocks[:, :4]), blocks[:, 4:16])
+    return _scaled(q5_k_codes(blocks).astype(np.float32), blocks)
 
 
-def _q6_k(blocks: Bytes) -> Floats:
-    """Two halves of 64 low bytes and 32 high ones; 16 int8 scales; a factor. Codes mean -32 to 31.
+def q6_k_codes(blocks: Bytes) -> Bytes:
+    """Two halves of 64 low bytes and 32 high ones: 0 to 63, which mean -32 to 31, `[blocks, 2, 4, 32]`.
 
     In a half, low nibbles of the two 32 bytes are quarters 0 and 1, high ones 2 and 3, and bits 2q and 2q + 1
     of the high bytes are quarter q's.
@@ -85,10 +101,18 @@ def _q6_k(blocks: Bytes) -> Floats:
     codes = np.empty((count, 2, 4, 32), np.uint8)
     codes[:, :, :2], codes[:, :, 2:] = low & 15, low >> 4
     codes |= ((high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3) << 4
-    values = np.subtract(codes, np.float32(32)).reshape(count, 16, 16)
-    scales = _halves(blocks[:, 208:]) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
-    values *= scales[:, :, None]
-    return values.reshape(count, 256)
+    return codes
+
+
+def q6_k_scales(blocks: Bytes) -> Floats:
+    """16 int8 behind the codes times the factor behind them, `[blocks, 16]`."""
+    return _halves(blocks[:, 208:]) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+
+
+def _q6_k(blocks: Bytes) -> Floats:
+    values = np.subtract(q6_k_codes(blocks), np.float32(32)).reshape(len(blocks), 16, 16)
+    values *= q6_k_scales(blocks)[:, :, None]
+    return values.reshape(len(blocks), 256)
 
 
 # By the type's name; the package decodes the others.

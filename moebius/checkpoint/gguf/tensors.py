@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from moebius.checkpoint.derived import DerivedValues
 from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.gguf.block_parts import BLOCK_PARTS
 from moebius.checkpoint.gguf.blocks import FLOAT_TYPES
 from moebius.checkpoint.gguf.config import family_of
 from moebius.checkpoint.gguf.model import GgufModel, StoredBlocks, open_gguf
 from moebius.checkpoint.gguf.names import Change, canonical_name
 from moebius.checkpoint.gguf.rearranged import is_part, merged, rearranged
-from moebius.checkpoint.gguf.schemes import EXACT_SCHEMES
-from moebius.checkpoint.gguf.values import BlockScales, Dequantised, PackedCodes
+from moebius.checkpoint.gguf.schemes import KEPT_SCHEMES
+from moebius.checkpoint.gguf.values import Dequantised, PartOfBlocks
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.matrix_finder import side_name
 
@@ -115,7 +113,7 @@ def _raw(stored: StoredBlocks) -> TensorInfo:
 def _is_packed(model: GgufModel, stored: StoredBlocks, name: str) -> bool:
     """Whether its codes are packed as they are; gate and up of a layer need the same format."""
     match = _ROUTED.fullmatch(name)
-    if match is None or stored.type.name not in EXACT_SCHEMES:
+    if match is None or stored.type.name not in KEPT_SCHEMES:
         return False
     if match["which"] in ("down", "gate_up"):
         return True
@@ -124,19 +122,15 @@ def _is_packed(model: GgufModel, stored: StoredBlocks, name: str) -> bool:
 
 
 def _packed(stored: StoredBlocks, name: str) -> dict[str, TensorInfo]:
-    scheme = EXACT_SCHEMES[stored.type.name]
     raw, (*outer, cols) = _raw(stored), stored.shape
+    parts = BLOCK_PARTS[stored.type.name]
     found: dict[str, TensorInfo] = {}
-    for role in scheme.roles:
-        dtype = "F16" if "F16" in role.dtypes else role.dtypes[0]
-        shape = (*outer, cols // role.in_step)
-        values: DerivedValues
-        if role.role == "codes":
-            values = PackedCodes(stored.type, raw, role.in_step)
-            nbytes = math.prod(stored.shape) // 2
-        else:
-            values = BlockScales(stored.type, raw, np.dtype("<f2" if dtype == "F16" else "u1"))
-            nbytes = math.prod(shape) * values.dtype.itemsize
+    for role in KEPT_SCHEMES[stored.type.name].roles:
+        part = parts[role.role]
         side = side_name(name, role.suffix)
-        found[side] = _derived(stored, side, dtype, shape, values, nbytes=nbytes)
+        shape = (*outer, cols // part.step)
+        # They share their blocks: whoever counts bytes counts them with the codes.
+        nbytes = stored.nbytes if role.role == "codes" else 0
+        values = PartOfBlocks(stored.type, raw, part)
+        found[side] = _derived(stored, side, part.dtype, shape, values, nbytes=nbytes)
     return found

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moebius.checkpoint.gguf.block_parts import BlockPart
 from moebius.checkpoint.gguf.blocks import BlockType
-from moebius.checkpoint.index import TensorInfo
+from moebius.checkpoint.index import NUMPY_DTYPES, TensorInfo
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_values import as_float32
 
@@ -36,48 +36,26 @@ class Dequantised:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedCodes:
-    """Codes of Q4_0 or MXFP4 blocks, two a byte, in the order of the columns.
-
-    A block's 16 last bytes hold columns 0 to 15 in the low nibbles and 16 to 31 in the high ones; here byte i
-    holds columns 2i and 2i + 1, the even one low. Elements are int32 words of eight or bytes of two.
-    """
+class PartOfBlocks:
+    """Codes, scales or minimums of quantised blocks, as `block_parts` takes them."""
 
     type: BlockType
+    # U8 [planes, rows, bytes of a row].
     stored: TensorInfo
-    # Codes per element: 8 or 2.
-    codes: int
+    part: BlockPart
 
     def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
-        """See `DerivedValues`; columns are elements."""
-        wanted = range(cols.start * self.codes, cols.stop * self.codes)
+        """See `DerivedValues`; columns are elements of the part."""
+        step = self.part.step
+        wanted = range(cols.start * step, cols.stop * step)
         found, first = _read_blocks(reader, self.type, self.stored, plane, rows, wanted)
-        halves = found.reshape(-1, self.type.nbytes)[:, -16:]
-        output = np.empty((len(halves), 16), np.uint8)
-        # Two neighbours of the same half share a byte.
-        output[:, :8] = (halves[:, 0::2] & 15) | (halves[:, 1::2] << 4)
-        output[:, 8:] = (halves[:, 0::2] >> 4) | (halves[:, 1::2] & 0xF0)
-        elements = output.reshape(len(rows), -1).view("<i4" if self.codes == 8 else np.uint8)
-        begin = cols.start - first * self.type.weights // self.codes
-        return elements[:, begin : begin + len(cols)]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockScales:
-    """The scale that each block begins with: float16 (Q4_0) or the bits of an e8m0 (MXFP4)."""
-
-    type: BlockType
-    stored: TensorInfo
-    dtype: np.dtype[Any]
-
-    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
-        """See `DerivedValues`; columns are blocks."""
-        size = self.type.weights
-        found, _ = _read_blocks(
-            reader, self.type, self.stored, plane, rows, range(cols.start * size, cols.stop * size)
-        )
-        scales = found.reshape(-1, self.type.nbytes)[:, : self.dtype.itemsize]
-        return np.ascontiguousarray(scales).view(self.dtype).reshape(len(rows), len(cols))
+        blocks = found.reshape(-1, self.type.nbytes)
+        per_block = self.type.weights // step
+        output = np.empty((len(blocks), per_block), NUMPY_DTYPES[self.part.dtype])
+        for piece in self.type.pieces(len(blocks)):
+            output[piece] = self.part.take(blocks[piece])
+        begin = cols.start - first * per_block
+        return output.reshape(len(rows), -1)[:, begin : begin + len(cols)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

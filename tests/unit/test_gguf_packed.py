@@ -1,0 +1,124 @@
+"""Invariant: experts keep the codes of a GGUF file at rest, and what that rounds is what is reported.
+
+Types with float16 scales are exact bit by bit; those whose scales are products are off by float16's rounding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from numpy.typing import NDArray
+
+from moebius import _kernels
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
+from moebius.checkpoint.gguf.schemes import KEPT_SCHEMES
+from moebius.checkpoint.mapped_reader import MappedReader
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.packed_layout import ExpertLayout, PanelLayout, unpack_expert
+from moebius.weight_formats import weight_format
+from tests.helpers.gguf_models import make_gguf
+from tests.tolerances import EXPERTS_GGUF_FLOAT16_SCALES
+from tests.unit.test_gguf_values import write_tensors
+
+SIZE = 256
+GEOMETRY = MoeGeometry("qwen3_moe", SIZE, 1, (0,), 1, 1, SIZE, "silu", "float32")
+# Where the float16 factors of a block lie: float bytes drawn like the others would be infinite now and then.
+FACTORS = {"Q6_K": (208,), "MXFP4": ()} | dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
+NAMES = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
+
+
+def stack(kind: str, seed: int, factor: float = 0.01) -> NDArray[np.uint8]:
+    """One expert's blocks, every byte of codes and scales drawn: `[1, SIZE, bytes of a row]`."""
+    weights, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (SIZE * SIZE // weights, nbytes), np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = random.integers(110, 130, len(blocks))
+    for place in FACTORS.get(kind, (0,)):
+        factors = (random.uniform(-factor, factor, len(blocks))).astype(np.float16)
+        blocks[:, place : place + 2] = factors.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(1, SIZE, -1)
+
+
+def checkpoint_of(path: Path, stacks: dict[str, tuple[NDArray[Any], str]]) -> ExpertCheckpoint:
+    tensors = {f"blk.0.{NAMES[which]}.weight": stored for which, stored in stacks.items()}
+    return ExpertCheckpoint.open(str(write_tensors(path / "m.gguf", tensors)), GEOMETRY)
+
+
+@pytest.mark.parametrize("kind", sorted(KEPT_SCHEMES))
+def test_packed_experts_mean_what_the_file_says(tmp_path: Path, kind: str) -> None:
+    """All three matrices, and a part of down that begins and ends inside of blocks of 256."""
+    stacks = {which: (stack(kind, seed), kind) for seed, which in enumerate(NAMES)}
+    found = checkpoint_of(tmp_path, stacks).expert(0, 0)
+    scheme = KEPT_SCHEMES[kind]
+    assert found.formats == (scheme.packed_format, scheme.packed_format)
+    assert found.is_rounded == scheme.rounds_scales == kind.endswith("_K")
+    wanted = {
+        which: quants.dequantize(blocks, GGMLQuantizationType[kind])[0]
+        for which, (blocks, _) in stacks.items()
+    }
+    with MappedReader() as reader:
+        sources = {which: getattr(found, which).read(reader) for which in NAMES}
+        for which, source in sources.items():
+            np.testing.assert_array_equal(_kernels.dequantise_matrix(source), wanted[which])
+        part = found.down.read(reader, rows=slice(16, 48), cols=slice(32, 224))
+        np.testing.assert_array_equal(_kernels.dequantise_matrix(part), wanted["down"][16:48, 32:224])
+        packed, squared_error, squared = _kernels.pack_expert(*found.formats, *sources.values(), parts=3)
+    panel = PanelLayout(weight_format(scheme.packed_format), SIZE)
+    at_rest = dict(zip(NAMES, unpack_expert(ExpertLayout(panel, panel), packed), strict=True))
+    if not scheme.rounds_scales:
+        assert squared_error == 0
+        for which in NAMES:
+            np.testing.assert_array_equal(at_rest[which], wanted[which])
+        return
+    differences = [at_rest[which].astype(np.float64) - wanted[which] for which in NAMES]
+    assert squared_error == pytest.approx(sum((one**2).sum() for one in differences), rel=1e-3)
+    assert squared == pytest.approx(
+        sum((wanted[which].astype(np.float64) ** 2).sum() for which in NAMES), rel=1e-6
+    )
+    assert 0 < squared_error < EXPERTS_GGUF_FLOAT16_SCALES**2 * squared
+
+
+def test_scales_beyond_float16_are_refused_by_name(tmp_path: Path) -> None:
+    """A product of two stored numbers may be larger than float16 holds; it must not become infinite."""
+    kinds = {"gate": "Q4_K", "up": "Q4_K", "down": "Q4_K"}
+    factors = {"gate": 0.01, "up": 60000.0, "down": 0.01}
+    stacks = {which: (stack(kind, 1, factors[which]), kind) for which, kind in kinds.items()}
+    found = checkpoint_of(tmp_path, stacks).expert(0, 0)
+    with MappedReader() as reader:
+        found.gate.read(reader)
+        with pytest.raises(CheckpointError, match=r"up_proj\.q4_k_scales.*at most 65504"):
+            found.up.read(reader)
+
+
+def test_gate_and_up_of_different_types_become_bfloat16(tmp_path: Path) -> None:
+    """They share a packed format; down keeps its own."""
+    kinds = {"gate": "Q4_K", "up": "Q6_K", "down": "Q6_K"}
+    found = checkpoint_of(tmp_path, {which: (stack(kind, 2), kind) for which, kind in kinds.items()}).expert(
+        0, 0
+    )
+    assert found.formats == ("bfloat16", "int8_g16_f16")
+
+
+def test_biases_and_stacks_of_a_model(tmp_path: Path) -> None:
+    """An expert other than the first, with biases: the packed matrix is what the package decodes."""
+    from gguf import GGUFReader
+
+    file = make_gguf("gpt_oss", tmp_path)
+    stored = {tensor.name: tensor for tensor in GGUFReader(file.path).tensors}
+    checkpoint = ExpertCheckpoint.open(str(file.path), MoeGeometry.from_config(file.path))
+    with MappedReader() as reader:
+        for which, name in NAMES.items():
+            tensor = stored[f"blk.1.{name}.weight"]
+            matrix = checkpoint.matrix(1, 2, which)
+            source = matrix.read(reader)
+            assert matrix.packed_format == "mxfp4"
+            assert source.bias is not None
+            at_rest = _kernels.pack_matrix("mxfp4", source)
+            found = _kernels.unpack_matrix("mxfp4", at_rest, *matrix.shape, True)
+            np.testing.assert_array_equal(found, quants.dequantize(tensor.data, tensor.tensor_type)[2])
