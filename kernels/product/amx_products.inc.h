@@ -60,21 +60,27 @@ void run_bfloat16_folded(const ProductWork& work, const Blocking& blocking) {
 constexpr uint32_t kSplitRows = 128;
 
 bool splits(const WeightFormat& format, uint32_t num_rows) {
-  if (format.code != Code::kInt4 || format.panel_scale || num_rows <= kTileRows) return false;
+  const bool integers = format.code == Code::kInt4 || format.code == Code::kInt8;
+  if (!integers || format.panel_scale || num_rows <= kTileRows) return false;
   return format.group_size == 32 || num_rows <= kBlockRows || (format.group_size == 64 && num_rows >= kSplitRows);
 }
 
 void run_split(const ProductWork& work) {
-  if (work.layout->format.zeros) return run_folded<SplitTiles<Int4ZerosTiles>>(work, kFoldedBlocking);
+  const WeightFormat& format = work.layout->format;
+  if (format.code == Code::kInt8) {
+    if (format.scale == ScaleType::kBFloat16) {
+      return run_folded<Int8WeightTiles<ScaleType::kBFloat16>>(work, kFoldedBlocking);
+    }
+    return run_folded<Int8WeightTiles<ScaleType::kFloat16>>(work, kFoldedBlocking);
+  }
+  if (format.zeros) return run_folded<SplitTiles<Int4ZerosTiles>>(work, kFoldedBlocking);
   run_folded<SplitTiles<CodeTiles<Code::kInt4>>>(work, kFoldedBlocking);
 }
 
 void run_weights(const ProductWork& work) {
   constexpr auto kType = ScaleType::kFloat16;
-  if (work.layout->format.code == Code::kInt4) {
-    return run_folded<WeightTiles<UnsignedInt4Decoder, kType>>(work, kFoldedBlocking);
-  }
-  run_folded<WeightTiles<CodeDecoder<Code::kInt8>, kType>>(work, kFoldedBlocking);
+  if (work.layout->format.code == Code::kInt8) return run_folded<Int8WeightTiles<kType>>(work, kFoldedBlocking);
+  run_folded<WeightTiles<UnsignedInt4Decoder, kType>>(work, kFoldedBlocking);
 }
 
 void run_bfloat16_grouped(const ProductWork& work, const Blocking& blocking) {

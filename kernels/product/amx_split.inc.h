@@ -99,3 +99,6 @@ struct WeightTiles : DecodedTiles<WeightTiles<Decoder, kType>, 2, 16 / Decoder::
     return _mm512_permutexvar_epi16(order, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even)));
   }
 };
+
+template <ScaleType kType>
+using Int8WeightTiles = WeightTiles<CodeDecoder<Code::kInt8>, kType>;

@@ -13,7 +13,7 @@ def main() -> None:
     """Prints a line per kernel: its name and the bytes of its machine code."""
     shape = Shape(hidden=256, intermediate=128, experts=8, activation="gpt_oss", has_bias=True)
     with launches_compile() as compiled:
-        for weight_format in ("bfloat16", "int4_g128_zeros", "nvfp4"):
+        for weight_format in ("bfloat16", "int4_g128_zeros", "int4_g32_minimums", "nvfp4"):
             slots = resident_layer(shape, weight_format, (0, 1, 2))
             for few_rows in (8, 0):
                 kernels = TritonResidentKernels(shape.geometry, few_rows)

@@ -39,13 +39,16 @@ class GgufTypes:
     gate_up: str = "F32"
     down: str = "F32"
     other: str = "F32"
+    # Of the first layer, where it is not `down`: llama.cpp gives some layers more bits.
+    first_down: str = ""
 
     def of(self, name: str, shape: tuple[int, ...]) -> str:
         """The type of a GGUF tensor."""
         if len(shape) == 1 or ".ffn_gate_inp." in name or ".ssm_conv1d." in name or name.endswith(".bias"):
             return "F32"
         if "_exps." in name:
-            return self.down if ".ffn_down_exps." in name else self.gate_up
+            down = self.first_down if self.first_down and name.startswith("blk.0.") else self.down
+            return down if ".ffn_down_exps." in name else self.gate_up
         weights, _ = GGML_QUANT_SIZES[GGMLQuantizationType[self.other]]
         # llama.cpp falls back likewise where a row is no multiple of the block.
         return self.other if shape[-1] % weights == 0 else "F16"

@@ -111,7 +111,7 @@ _PARTIAL_YARN: dict[str, Any] = _YARN | {"partial_rotary_factor": 0.25, "mrope_s
 CASES: dict[str, GgufModelCase] = {
     "qwen3_moe": GgufModelCase(
         "qwen3_moe",
-        GgufTypes("Q4_K", "Q6_K", "Q4_K"),
+        GgufTypes("Q4_K", "Q4_K", "Q4_K", first_down="Q6_K"),
         _WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
         max_tensors=9,
     ),
