@@ -29,7 +29,9 @@ from tests.helpers.gguf_metadata import ARCHITECTURES, write_metadata
 
 FLOATS = ("F32", "F16", "BF16")
 # Position of the float16 factors in a block of types that the package can only dequantise.
-_FACTORS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
+_FACTORS = {"Q2_K": (80, 82), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+# What codes with minimums lie around, which is the second factor's.
+_MIDDLES = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,7 @@ def random_blocks(kind: str, rows: int, cols: int, random: np.random.Generator) 
     factor = np.float32(1)
     for _ in range(2):
         for number, place in enumerate(_FACTORS[kind]):
-            # The second factor is that of the minimum: codes of 4 or 5 bits lie around its middle.
-            value = factor * (1 if number == 0 else (7.5 if kind == "Q4_K" else 15.5))
+            value = factor * (1 if number == 0 else _MIDDLES[kind])
             blocks[:, place : place + 2] = np.float16(value).reshape(1).view(np.uint8)
         values = quants.dequantize(blocks, GGMLQuantizationType[kind])
         factor = factor * np.float32(1.5 / cols**0.5) / values.std()

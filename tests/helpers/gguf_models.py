@@ -265,8 +265,8 @@ CASES: dict[str, GgufModelCase] = {
     ),
     "dots1": GgufModelCase(
         "dots1",
-        GgufTypes("IQ4_NL", "IQ4_NL", "Q8_0"),
-        _SMALL
+        GgufTypes("Q2_K", "Q2_K", "Q8_0"),
+        _WIDE
         | _SHARED
         | {
             "norm_topk_prob": True,

@@ -28,7 +28,9 @@ from tests.unit.test_gguf_values import write_tensors
 SIZE = 256
 GEOMETRY = MoeGeometry("qwen3_moe", SIZE, 1, (0,), 1, 1, SIZE, "silu", "float32")
 # Where the float16 factors of a block lie: float bytes drawn like the others would be infinite now and then.
-FACTORS = {"Q6_K": (208,), "MXFP4": ()} | dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
+FACTORS = {"Q6_K": (208,), "Q3_K": (108,), "MXFP4": ()} | dict.fromkeys(
+    ("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)
+)
 NAMES = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
 
 
@@ -57,7 +59,7 @@ def test_packed_experts_mean_what_the_file_says(tmp_path: Path, kind: str) -> No
     found = checkpoint_of(tmp_path, stacks).expert(0, 0)
     scheme = KEPT_SCHEMES[kind]
     assert found.formats == (scheme.packed_format, scheme.packed_format)
-    assert found.is_rounded == scheme.rounds_scales == kind.endswith("_K")
+    assert found.is_rounded == scheme.rounds_scales == kind.endswith(("_K", "_XS"))
     wanted = {
         which: quants.dequantize(blocks, GGMLQuantizationType[kind])[0]
         for which, (blocks, _) in stacks.items()

@@ -22,6 +22,7 @@ from moebius.checkpoint.gguf.decoders import (
     q6_k_codes,
     q6_k_scales,
 )
+from moebius.checkpoint.gguf.rare_parts import iq4_codes, iq4_xs_scales, q3_k_codes, q3_k_scales
 from moebius.checkpoint.weight_schemes import Role
 
 # uint16 of two bytes with a code each: the codes side by side in the low byte.
@@ -129,5 +130,8 @@ BLOCK_PARTS: Mapping[str, Mapping[Role, BlockPart]] = {
     "Q5_K": {"codes": BlockPart("I8", 1, _bytes_of_q5_k), "scales": _K_SCALES, "minimums": _K_MINIMUMS},
     "Q6_K": {"codes": BlockPart("I8", 1, _bytes_of_q6_k), "scales": BlockPart("F32", 16, q6_k_scales)},
     "Q8_0": {"codes": BlockPart("I8", 1, _bytes_of_q8_0), "scales": _SCALE},
+    "Q3_K": {"codes": BlockPart("I8", 1, q3_k_codes), "scales": BlockPart("F32", 16, q3_k_scales)},
+    "IQ4_NL": {"codes": BlockPart("I8", 1, iq4_codes), "scales": _SCALE},
+    "IQ4_XS": {"codes": BlockPart("I8", 1, iq4_codes), "scales": BlockPart("F32", 32, iq4_xs_scales)},
     "MXFP4": {"codes": BlockPart("U8", 2, _halves), "scales": BlockPart("U8", 32, _e8m0)},
 }

@@ -18,6 +18,9 @@ _PACKED: Mapping[str, tuple[str, SourceLayout]] = {
     "Q5_K": ("int8_g32_minimums", "plain"),
     "Q6_K": ("int8_g16_f16", "plain"),
     "Q8_0": ("int8_g32_f16", "plain"),
+    "Q3_K": ("int8_g16_f16", "plain"),
+    "IQ4_NL": ("int8_g32_f16", "plain"),
+    "IQ4_XS": ("int8_g32_f16", "plain"),
     "MXFP4": ("mxfp4", "mxfp4"),
 }
 

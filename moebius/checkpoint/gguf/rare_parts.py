@@ -1,0 +1,66 @@
+"""Codes and scales of the GGUF types Q3_K, IQ4_NL and IQ4_XS, for `block_parts`; see there.
+
+Their codes become int8 as they are, or by a code book of whole numbers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Signed = NDArray[np.int8]
+
+# What the 16 codes of IQ4 types mean: `kvalues_iq4nl` of ggml.
+_IQ4 = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)  # fmt: skip
+
+
+def _factors(blocks: Bytes) -> NDArray[np.float32]:
+    return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
+
+
+def iq4_codes(blocks: Bytes) -> Signed:
+    """Of blocks that end in groups of 16 bytes: 16 columns in the low nibbles, 16 more in the high ones."""
+    count = len(blocks)
+    packed = blocks[:, -(blocks.shape[1] // 16 * 16) :].reshape(count, -1, 1, 16)
+    nibbles = np.concatenate((packed & 15, packed >> 4), axis=2)
+    return _IQ4[nibbles].reshape(count, -1)
+
+
+def iq4_xs_scales(blocks: Bytes) -> NDArray[np.float32]:
+    """A factor times eight numbers of 6 bits less 32: low bits in nibbles, two high ones before them."""
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2")
+    low = np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=2).reshape(-1, 8)
+    numbers = low | ((high >> np.arange(0, 16, 2, dtype=np.uint16) & 3) << 4)
+    scales: NDArray[np.float32] = _factors(blocks[:, :2]) * (numbers.astype(np.float32) - 32)
+    return scales
+
+
+def q3_k_codes(blocks: Bytes) -> Signed:
+    """-4 to 3: two low bits, and a third in 32 bytes before them, which is 4 more.
+
+    64 bytes of low bits are two halves of 32; bits 2q and 2q + 1 are quarter q's of 32 columns. Bit 4h + q of
+    the others is that of quarter q of half h.
+    """
+    count = len(blocks)
+    shifts = np.arange(4, dtype=np.uint8)[:, None]
+    codes = blocks[:, 32:96].reshape(count, 2, 1, 32) >> (shifts * 2) & 3
+    places = np.arange(8, dtype=np.uint8).reshape(2, 4, 1)
+    third = (blocks[:, None, None, :32] >> places & 1) << 2
+    return ((codes | third).astype(np.int8) - np.int8(4)).reshape(count, 256)
+
+
+def q3_k_scales(blocks: Bytes) -> NDArray[np.float32]:
+    """A factor times 16 whole numbers of 6 bits less 32.
+
+    Of 12 bytes, eight have the low bits in their nibbles, and bits 2i and 2i + 1 of the last four the high
+    ones of numbers 4i to 4i + 3.
+    """
+    packed = blocks[:, 96:108]
+    low = np.concatenate((packed[:, :8] & 15, packed[:, :8] >> 4), axis=1)
+    high = packed[:, None, 8:] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    numbers = low | (high.reshape(-1, 16) << 4)
+    scales: NDArray[np.float32] = _factors(blocks[:, 108:110]) * (numbers.astype(np.float32) - 32)
+    return scales
