@@ -60,6 +60,8 @@ def _named_formats() -> dict[str, WeightFormat]:
         formats[f"int8_g{group_size}_f16"] = WeightFormat("int8", "float16", group_size)
     formats["int8_g16_f16"] = WeightFormat("int8", "float16", 16)
     formats["int8_g32_minimums"] = WeightFormat("int8", "float16", 32, minimums=True)
+    formats["int4_g16_f16"] = WeightFormat("int4", "float16", 16)
+    formats["int4_g16_minimums"] = WeightFormat("int4", "float16", 16, minimums=True)
     formats["int4_g32_minimums"] = WeightFormat("int4", "float16", 32, minimums=True)
     for zeros in (False, True):
         for group_size in (32, 64, 128):

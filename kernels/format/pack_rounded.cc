@@ -104,10 +104,9 @@ PackError pack_with_rounded_scales(const SourceMatrix& source, const PanelLayout
   exact.scale_type = ScaleType::kFloat16;
   exact.scale_row_stride = layout.groups;
   exact.scale_group_stride = 1;
-  // Rows are counted from the matrix's first one.
-  const auto skipped = static_cast<ptrdiff_t>(begin) * layout.groups;
-  exact.scales = halves.scales.data() - skipped;
-  if (source.minimums != nullptr) exact.minimums = halves.minimums.data() - skipped;
+  exact.scale_row_begin = 0U - begin;  // rows count from the matrix's first one; unsigned sums wrap around
+  exact.scales = halves.scales.data();
+  if (source.minimums != nullptr) exact.minimums = halves.minimums.data();
   pack_panels(exact, layout, panels, target);
   ErrorOfRounding rounding(source, halves, begin, layout.groups);
   for (uint32_t row = begin; row < end; ++row) rounding.add_row(row, error);

@@ -31,8 +31,8 @@ WeightFormat grouped(Code code, ScaleType scale, uint32_t group_size) {
   return format;
 }
 
-WeightFormat with_minimums(Code code) {
-  WeightFormat format = grouped(code, ScaleType::kFloat16, 32);
+WeightFormat with_minimums(Code code, uint32_t group_size) {
+  WeightFormat format = grouped(code, ScaleType::kFloat16, group_size);
   format.minimums = true;
   return format;
 }
@@ -65,8 +65,10 @@ std::vector<NamedFormat> make_formats() {
     formats.emplace_back(name + "_f16", grouped(Code::kInt8, ScaleType::kFloat16, group_size));
   }
   formats.emplace_back("int8_g16_f16", grouped(Code::kInt8, ScaleType::kFloat16, 16));
-  formats.emplace_back("int8_g32_minimums", with_minimums(Code::kInt8));
-  formats.emplace_back("int4_g32_minimums", with_minimums(Code::kInt4));
+  formats.emplace_back("int8_g32_minimums", with_minimums(Code::kInt8, 32));
+  formats.emplace_back("int4_g16_f16", grouped(Code::kInt4, ScaleType::kFloat16, 16));
+  formats.emplace_back("int4_g16_minimums", with_minimums(Code::kInt4, 16));
+  formats.emplace_back("int4_g32_minimums", with_minimums(Code::kInt4, 32));
   for (const bool zeros : {false, true}) {
     for (const uint32_t group_size : {32U, 64U, 128U}) {
       for (const ScaleType scale : {ScaleType::kBFloat16, ScaleType::kFloat16}) {

@@ -51,7 +51,8 @@ uint32_t scale_bytes(ScaleType scale);  // 0, 4, 2, 2, 1, 1
 //   int8_g16_f16     the same in groups of 16
 //   int4_g32 int4_g64 int4_g128               symmetric, bfloat16 scales; "_f16" after it: float16 scales
 //   int4_g32_zeros int4_g64_zeros int4_g128_zeros   with zero points; "_f16" as above
-//   int4_g32_minimums int8_g32_minimums       float16 scale and minimum
+//   int4_g16_f16     symmetric, float16 scales
+//   int4_g16_minimums int4_g32_minimums int8_g32_minimums     float16 scale and minimum
 //   mxfp4            e2m1, e8m0 scale per 32
 //   nvfp4            e2m1, e4m3 scale per 16, column scale (the global scale)
 // Throws std::invalid_argument listing the allowed names.

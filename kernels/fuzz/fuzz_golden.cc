@@ -10,6 +10,7 @@ namespace {
 
 constexpr double kSum = 1e-5;
 constexpr double kBFloat16 = 1.0 / 256;
+constexpr double kSplitStep = 1.0 / (1 << 15);  // of rows that become 16-bit integers (split_rows.inc.h)
 constexpr double kInt8Step = 1.01 / 254;  // a little more: the maximum itself carries an error
 constexpr double kSiluSlope = 1.1;
 
@@ -89,6 +90,13 @@ void round_row(std::vector<Value>& row, const WeightFormat& format, bool to_bflo
   }
 }
 
+// What a row in bfloat16 may lose to its largest value.
+void split_row(std::vector<Value>& row) {
+  double largest = 0.0;
+  for (const Value& value : row) largest = std::max(largest, std::abs(value.value));
+  for (Value& value : row) value.error += kSplitStep * largest;
+}
+
 std::vector<Value> expert_activation(const FuzzCase& fuzz, const std::vector<Value>& row,
                                      const UnpackedExpert& expert) {
   const EngineOptions& options = fuzz.options;
@@ -135,6 +143,7 @@ Golden compute_golden(const FuzzCase& fuzz, const FuzzRequest& request, const st
     std::vector<Value> row(hidden);
     for (uint32_t k = 0; k < hidden; ++k) row[k].value = request.rows[begin + k];
     round_row(row, options.formats[0].gate_up, false);
+    if (fuzz.dtype == DType::kBFloat16) split_row(row);
     const UnpackedExpert& expert = experts[static_cast<size_t>(index)];
     const std::vector<Value> activation = expert_activation(fuzz, row, expert);
     for (uint32_t column = 0; column < hidden; ++column) {

@@ -13,8 +13,9 @@ bool folds_scales(const WeightFormat& format) {
 
 // Formats whose tiles are the weights in two parts, for any number of rows.
 bool makes_weights(const WeightFormat& format) {
-  if (format.minimums) return format.group_size % 16 == 0;
-  return format.code == Code::kInt8 && format.group_size == 16 && format.scale == ScaleType::kFloat16;
+  const bool integers = format.code == Code::kInt4 || format.code == Code::kInt8;
+  if (!integers || format.zeros || format.panel_scale || format.scale != ScaleType::kFloat16) return false;
+  return format.minimums || format.group_size == 16;
 }
 
 bool supports_bfloat16(const WeightFormat& format) {
@@ -80,7 +81,8 @@ void run_split(const ProductWork& work) {
 void run_weights(const ProductWork& work) {
   constexpr auto kType = ScaleType::kFloat16;
   if (work.layout->format.code == Code::kInt8) return run_folded<Int8WeightTiles<kType>>(work, kFoldedBlocking);
-  run_folded<WeightTiles<UnsignedInt4Decoder, kType>>(work, kFoldedBlocking);
+  if (work.layout->format.minimums) return run_folded<WeightTiles<UnsignedInt4Decoder, kType>>(work, kFoldedBlocking);
+  run_folded<WeightTiles<CodeDecoder<Code::kInt4>, kType>>(work, kFoldedBlocking);
 }
 
 void run_bfloat16_grouped(const ProductWork& work, const Blocking& blocking) {

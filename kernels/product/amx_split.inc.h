@@ -36,13 +36,13 @@ struct SplitTiles : DecodedTiles<SplitTiles<Codes>, 2, Codes::kLines> {
   }
 };
 
-// Codes by group: int4 codes themselves, or int8. Groups of 16 have two scales a tile.
-struct ScaledSection {
+// Scales or minimums of a panel.
+struct GroupSection {
   size_t offset;        // of the panel
   uint32_t groups;
   uint32_t group_size;
 
-  // Of 8 k and 16 columns, of the k from `k` on; 0 beyond the last group.
+  // Of the group that k is in, 16 columns; 0 beyond the last group.
   template <ScaleType kType>
   MOEBIUS_INLINE __m512 at(const std::byte* panel, uint32_t k) const {
     const uint32_t group = k / group_size;
@@ -52,12 +52,12 @@ struct ScaledSection {
 };
 
 // code * scale + minimum, to within 2^-18 of a weight: a float16 scale times 8 bits, and sums with minimums, have
-// more bits than two bfloat16.
+// more bits than two bfloat16. Groups of 16 have two scales a tile.
 template <class Decoder, ScaleType kType>
 struct WeightTiles : DecodedTiles<WeightTiles<Decoder, kType>, 2, 16 / Decoder::kVectors> {
   Decoder decoder;
-  ScaledSection scales;
-  ScaledSection minimums;
+  GroupSection scales;
+  GroupSection minimums;
   bool has_minimums;
   explicit WeightTiles(const PanelLayout& layout)
       : scales{layout.scales_offset, layout.groups, layout.format.group_size},

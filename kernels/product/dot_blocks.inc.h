@@ -14,7 +14,7 @@ constexpr int kBlockRows = 8;
 template <int kRows>
 struct RowBlock {
   const uint32_t* row[kRows];
-  const float* chunk_sums[kRows];  // with zeros or minimums: sums of each 32 k of the row
+  const float* chunk_sums[kRows];  // with zeros or minimums: sums of each chunk of the row
 };
 
 MOEBIUS_INLINE __m512 dot(__m512 sum, __m512i pairs, __m512i weights) {
@@ -27,7 +27,7 @@ MOEBIUS_INLINE void clear(__m512 (&sums)[kRows]) {
   for (int r = 0; r < kRows; ++r) sums[r] = _mm512_setzero_ps();
 }
 
-// total = the sum over groups of minimums times the row's sums, for groups of 32 << group_shift; `chunks` of 32 k.
+// total = the sum over groups of minimums times the row's sums, for groups of 1 << group_shift chunks.
 // A pass of its own: it takes few registers, and runs beside the loads of the first codes.
 template <int kRows>
 MOEBIUS_INLINE void start_from_minimums(const Panel& panel, uint32_t chunks, uint32_t group_shift,

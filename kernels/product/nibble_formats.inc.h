@@ -20,8 +20,13 @@ inline bool visit_nibble_format(const WeightFormat& format, Visit&& visit) {
   constexpr auto kF16 = ScaleType::kFloat16;
   if (format.quantised_rows || format.panel_scale) return false;
   if (format.minimums) {
-    if (format.code != Code::kInt4 || format.group_size < 32 || format.scale != kF16) return false;
-    visit(NibbleFormat<Code::kInt4, kF16, 4, Offset::kMinimums>{});
+    if (format.code != Code::kInt4 || format.group_size < 16 || format.scale != kF16) return false;
+    format.group_size == 16 ? visit(NibbleFormat<Code::kInt4, kF16, 2, Offset::kMinimums>{})
+                            : visit(NibbleFormat<Code::kInt4, kF16, 4, Offset::kMinimums>{});
+    return true;
+  }
+  if (format.code == Code::kInt4 && format.group_size == 16 && format.scale == kF16 && !format.zeros) {
+    visit(NibbleFormat<Code::kInt4, kF16, 2, Offset::kNone>{});
     return true;
   }
   if (format.code == Code::kInt4 && format.group_size >= 32 && format.scale == kBf16) {

@@ -50,9 +50,13 @@ Kind kind_of(const WeightFormat& format) {
 
 bool supports(const WeightFormat& format) { return kind_of(format) != Kind::kNone; }
 
-// The sums of every 32 k of the rows, where zero points or minimums need them.
+// k of a row whose sum zero points and minimums are multiplied with.
+uint32_t chunk_k(const WeightFormat& format) { return format.group_size == 16 ? 16 : 32; }
+
+// The sums of every chunk of the rows, where zero points or minimums need them.
 size_t scratch_bytes(const PanelLayout& layout, uint32_t, uint32_t num_rows) {
-  const size_t sums = needs_chunk_sums(layout.format) ? size_t{num_rows} * (layout.k_padded / 32) * sizeof(float) : 0;
+  if (!needs_chunk_sums(layout.format)) return 0;
+  const size_t sums = size_t{num_rows} * (layout.k_padded / chunk_k(layout.format)) * sizeof(float);
   return (sums + 63) / 64 * 64;
 }
 
@@ -90,7 +94,7 @@ struct NibblePanels {
 template <class Panels, int kRows>
 void run_block(const PanelJob& job, uint32_t row) {
   const auto* const chunk_sums = reinterpret_cast<const float*>(job.work->scratch);
-  const size_t chunks = job.panel.k_padded / 32;
+  const size_t chunks = job.panel.k_padded / chunk_k(job.work->layout->format);
   RowBlock<kRows> rows;
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
@@ -139,7 +143,13 @@ void sum_chunks(const ProductWork& work, float* target) {
   for (uint32_t row = 0; row < work.num_rows; ++row) {
     const uint16_t* values = static_cast<const uint16_t*>(work.rows[row]);
     for (uint32_t k = 0; k < work.layout->k_padded; k += 32) {
-      *target++ = _mm512_reduce_add_ps(dot(_mm512_setzero_ps(), _mm512_load_si512(values + k), ones));
+      const __m512 sums = dot(_mm512_setzero_ps(), _mm512_load_si512(values + k), ones);
+      if (chunk_k(work.layout->format) == 32) {
+        *target++ = _mm512_reduce_add_ps(sums);
+        continue;
+      }
+      *target++ = _mm512_mask_reduce_add_ps(0x00ff, sums);
+      *target++ = _mm512_mask_reduce_add_ps(0xff00, sums);
     }
   }
 }

@@ -29,9 +29,9 @@ from tests.helpers.gguf_metadata import ARCHITECTURES, write_metadata
 
 FLOATS = ("F32", "F16", "BF16")
 # Position of the float16 factors in a block of types that the package can only dequantise.
-_FACTORS = {"Q2_K": (80, 82), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_FACTORS = {"IQ3_S": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 # What codes with minimums lie around, which is the second factor's.
-_MIDDLES = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
+_MIDDLES = {"Q4_K": 7.5, "Q5_K": 15.5}
 
 
 @dataclass(frozen=True)

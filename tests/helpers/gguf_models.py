@@ -265,7 +265,7 @@ CASES: dict[str, GgufModelCase] = {
     ),
     "dots1": GgufModelCase(
         "dots1",
-        GgufTypes("Q2_K", "Q2_K", "Q8_0"),
+        GgufTypes("IQ3_S", "IQ3_S", "Q8_0"),
         _WIDE
         | _SHARED
         | {

@@ -23,6 +23,7 @@ ALL_FORMATS = (
     "int8_g16_f16",
     "int8_g32_minimums",
     "int4_g32",
+    "int4_g16_minimums",
     "int4_g32_minimums",
     "int4_g64_zeros_f16",
     "int4_g128_zeros",

@@ -28,7 +28,7 @@ from tests.unit.test_gguf_values import write_tensors
 SIZE = 256
 GEOMETRY = MoeGeometry("qwen3_moe", SIZE, 1, (0,), 1, 1, SIZE, "silu", "float32")
 # Where the float16 factors of a block lie: float bytes drawn like the others would be infinite now and then.
-FACTORS = {"Q6_K": (208,), "Q3_K": (108,), "MXFP4": ()} | dict.fromkeys(
+FACTORS = {"Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "MXFP4": ()} | dict.fromkeys(
     ("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)
 )
 NAMES = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}

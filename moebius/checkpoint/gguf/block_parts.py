@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moebius.checkpoint.gguf import rare_parts
 from moebius.checkpoint.gguf.decoders import (
     Bytes,
     group_minimums,
@@ -22,7 +23,6 @@ from moebius.checkpoint.gguf.decoders import (
     q6_k_codes,
     q6_k_scales,
 )
-from moebius.checkpoint.gguf.rare_parts import iq4_codes, iq4_xs_scales, q3_k_codes, q3_k_scales
 from moebius.checkpoint.weight_schemes import Role
 
 # uint16 of two bytes with a code each: the codes side by side in the low byte.
@@ -130,8 +130,19 @@ BLOCK_PARTS: Mapping[str, Mapping[Role, BlockPart]] = {
     "Q5_K": {"codes": BlockPart("I8", 1, _bytes_of_q5_k), "scales": _K_SCALES, "minimums": _K_MINIMUMS},
     "Q6_K": {"codes": BlockPart("I8", 1, _bytes_of_q6_k), "scales": BlockPart("F32", 16, q6_k_scales)},
     "Q8_0": {"codes": BlockPart("I8", 1, _bytes_of_q8_0), "scales": _SCALE},
-    "Q3_K": {"codes": BlockPart("I8", 1, q3_k_codes), "scales": BlockPart("F32", 16, q3_k_scales)},
-    "IQ4_NL": {"codes": BlockPart("I8", 1, iq4_codes), "scales": _SCALE},
-    "IQ4_XS": {"codes": BlockPart("I8", 1, iq4_codes), "scales": BlockPart("F32", 32, iq4_xs_scales)},
+    "Q2_K": {
+        "codes": BlockPart("I32", 8, rare_parts.q2_k_codes),
+        "scales": BlockPart("F32", 16, rare_parts.q2_k_scales),
+        "minimums": BlockPart("F32", 16, rare_parts.q2_k_minimums),
+    },
+    "Q3_K": {
+        "codes": BlockPart("I32", 8, rare_parts.q3_k_codes),
+        "scales": BlockPart("F32", 16, rare_parts.q3_k_scales),
+    },
+    "IQ4_NL": {"codes": BlockPart("I8", 1, rare_parts.iq4_codes), "scales": _SCALE},
+    "IQ4_XS": {
+        "codes": BlockPart("I8", 1, rare_parts.iq4_codes),
+        "scales": BlockPart("F32", 32, rare_parts.iq4_xs_scales),
+    },
     "MXFP4": {"codes": BlockPart("U8", 2, _halves), "scales": BlockPart("U8", 32, _e8m0)},
 }

@@ -1,6 +1,6 @@
-"""Codes and scales of the GGUF types Q3_K, IQ4_NL and IQ4_XS, for `block_parts`; see there.
+"""Parts of the GGUF types Q2_K, Q3_K, IQ4_NL and IQ4_XS, for `block_parts`; see there.
 
-Their codes become int8 as they are, or by a code book of whole numbers.
+Codes of IQ4 types become int8 by a code book of whole numbers.
 """
 
 from __future__ import annotations
@@ -38,18 +38,45 @@ def iq4_xs_scales(blocks: Bytes) -> NDArray[np.float32]:
     return scales
 
 
-def q3_k_codes(blocks: Bytes) -> Signed:
-    """-4 to 3: two low bits, and a third in 32 bytes before them, which is 4 more.
+def _two_bits(packed: Bytes) -> Bytes:
+    """64 bytes are two halves of 32; bits 2q and 2q + 1 of a half are quarter q's of 32 columns.
 
-    64 bytes of low bits are two halves of 32; bits 2q and 2q + 1 are quarter q's of 32 columns. Bit 4h + q of
-    the others is that of quarter q of half h.
+    `[blocks, 2, 4, 32]`.
     """
-    count = len(blocks)
-    shifts = np.arange(4, dtype=np.uint8)[:, None]
-    codes = blocks[:, 32:96].reshape(count, 2, 1, 32) >> (shifts * 2) & 3
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    found: Bytes = packed.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
+    return found
+
+
+def _words(codes: Bytes) -> NDArray[np.int32]:
+    """Eight to a word in column order."""
+    flat = codes.reshape(-1, 256)
+    return (flat[:, 0::2] | (flat[:, 1::2] << np.uint8(4))).view(np.int32)
+
+
+def q2_k_codes(blocks: Bytes) -> NDArray[np.int32]:
+    """0 to 3, in 64 bytes behind the scales."""
+    return _words(_two_bits(blocks[:, 16:80]))
+
+
+def q2_k_scales(blocks: Bytes) -> NDArray[np.float32]:
+    """A factor behind the codes times 16 whole numbers of 4 bits."""
+    return _factors(blocks[:, 80:82]) * (blocks[:, :16] & 15)
+
+
+def q2_k_minimums(blocks: Bytes) -> NDArray[np.float32]:
+    """Likewise, with the factor behind that one and the bytes' high bits; negative."""
+    return -_factors(blocks[:, 82:84]) * (blocks[:, :16] >> 4)
+
+
+def q3_k_codes(blocks: Bytes) -> NDArray[np.int32]:
+    """-4 to 3, plus 8: two low bits, and a third in 32 bytes before them, which is 4 more.
+
+    Bit 4h + q of these is that of quarter q of half h.
+    """
     places = np.arange(8, dtype=np.uint8).reshape(2, 4, 1)
-    third = (blocks[:, None, None, :32] >> places & 1) << 2
-    return ((codes | third).astype(np.int8) - np.int8(4)).reshape(count, 256)
+    third = (blocks[:, None, None, :32] >> places & np.uint8(1)) << np.uint8(2)
+    return _words((_two_bits(blocks[:, 32:96]) | third) + np.uint8(4))
 
 
 def q3_k_scales(blocks: Bytes) -> NDArray[np.float32]:
