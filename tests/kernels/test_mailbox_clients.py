@@ -116,7 +116,8 @@ def test_server_watches_ready_lines_of_a_device_driven_client() -> None:
         box.kernel.claim(device=True)
         call = Call(box, 3)
         call.collect(call.submit())
-        assert idle_share(time.process_time) < 0.05
+        # Two servers look every millisecond; a spinning one would take a whole core.
+        assert idle_share(time.process_time) < 0.25
         np.testing.assert_array_equal(ring_silently(box, call), call.expected())
 
 
