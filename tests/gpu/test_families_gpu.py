@@ -23,6 +23,7 @@ from tests.helpers.family_answers import (
     family_config,
     watched_replays,
 )
+from tests.helpers.gguf_models import make_gguf
 from tests.helpers.tiny_models import TINY_MODELS, attending_to_all, make_tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -75,3 +76,12 @@ def test_8_bit_kv_pages(name: str, tmp_path: Path) -> None:
     make_tiny_model(name, tmp_path)
     config = family_config(tmp_path, "cuda", "bfloat16", kv_cache_dtype="fp8_e4m3")
     check_under_graphs(tmp_path, "bfloat16", config)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "minimax_m2", "qwen3_moe"])
+def test_gguf_experts_resident_as_packed(name: str, tmp_path: Path) -> None:
+    """Codes, scales and minimums of K types and of blocks of 32, as servers keep them, on the device."""
+    path = make_gguf(name, tmp_path).path
+    config = family_config(path, "cuda", "bfloat16")
+    kept = config.experts.model_copy(update={"expert_dtype": "keep"})
+    check_under_graphs(path, "bfloat16", config.model_copy(update={"experts": kept}))
