@@ -49,7 +49,8 @@ Isa highest_isa() {
   if (!has_bits(extended.ebx, kAvx512) || !has_bits(xcr0, 0xe6)) return Isa::kAvx2;  // mask and ZMM state
   if (!has_bits(extended.ecx, bit(11))) return Isa::kAvx512;
   const CpuidLeaf more(7, 1);
-  if (!has_bits(more.eax, bit(5)) || !has_bits(extended.ecx, bit(1) | bit(8))) return Isa::kAvx512Vnni;  // BF16, VBMI, GFNI
+  constexpr uint64_t kVbmiAndGfni = bit(1) | bit(8);
+  if (!has_bits(more.eax, bit(5)) || !has_bits(extended.ecx, kVbmiAndGfni)) return Isa::kAvx512Vnni;  // BF16
   constexpr uint64_t kAmxBits = bit(22) | bit(24) | bit(25);  // bf16, tile, int8
   constexpr uint64_t kTileState = bit(17) | bit(18);
   const bool tiles = has_bits(extended.edx, kAmxBits) && has_bits(xcr0, kTileState) && tiles_permitted();

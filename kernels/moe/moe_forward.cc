@@ -53,7 +53,6 @@ NonfiniteCounts MoeForward::run(const ExpertRequest& request, const RowGroups& g
   ++call_number_;
   choose_kernels(request, groups);
   const LayerCall call{request, groups, store_.layout(request.layer), work_};
-  while (pairs_.size() < groups.num_pairs()) pairs_.push_back(static_cast<uint32_t>(pairs_.size()));
   cut_gate_up(call);
   cut_down(call);
   activation_.plan(call);
@@ -165,12 +164,9 @@ void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint
                      nullptr,
                      0,
                      nullptr};
-    if (weights.gate_up->prepare_row != nullptr) {
-      work.rows = scratch_[worker].gate_up_rows.prepared(*weights.gate_up, layout, work.rows,
-                                                         call.groups.pair_rows.data() + group.begin + row, count,
-                                                         call.request.rows, call_number_);
-      work.row_stride = 0;
-    }
+    const uint32_t* const row_ids = call.groups.pair_rows.data() + group.begin + row;
+    scratch_[worker].gate_up_rows.prepare(*weights.gate_up, call.request.rows, call_number_,
+                                          [&](uint32_t i) { return row_ids[i]; }, work);
     multiply(*weights.gate_up, work, worker);
     const float limit = options_.limits[call.request.layer];
     const ActivationWork results{options_.activation, options_.alpha,  limit,   work.result, work.result_stride,
@@ -241,11 +237,8 @@ void MoeForward::add_group(const DownTask& task, const LayerCall& call, uint32_t
       work.next = call.work[group_index + 1].expert + call.layout.down_offset + task.panel * layout.panel_bytes;
     }
     work.was_next = group_index > 0 && row == 0 && call.work[group_index - 1].down->spaced_rows == 0;
-    if (weights.down->prepare_row != nullptr) {
-      work.rows = scratch_[worker].down_rows.prepared(*weights.down, layout, work.rows, pairs_.data() + pair, count,
-                                                      static_cast<uint32_t>(call.groups.num_pairs()), call_number_);
-      work.row_stride = 0;
-    }
+    scratch_[worker].down_rows.prepare(*weights.down, static_cast<uint32_t>(call.groups.num_pairs()), call_number_,
+                                       [&](uint32_t i) { return pair + i; }, work);
     multiply(*weights.down, work, worker);
     vectors_.scatter({work.result, work.result_stride, call.groups.pair_rows.data() + pair,
                       call.groups.pair_weights.data() + pair, count, width, sums, width});

@@ -74,7 +74,6 @@ class MoeForward {
   ActivationRows activation_;
   uint64_t call_number_ = 0;
   std::vector<WorkerScratch> scratch_;  // [workers]
-  std::vector<uint32_t> pairs_;         // 0, 1, 2, ...
   std::vector<GroupWork> work_;         // [groups]
   std::vector<uint32_t> order_;         // groups, most rows first
   std::vector<GateUpTask> gate_up_tasks_;

@@ -16,24 +16,27 @@ class RowCache {
   // In calls of more rows they are prepared anew for every product: keeping them would cost more than it saves.
   static constexpr uint32_t kMostRows = 256;
 
-  // What `kernel` reads instead of rows[0..count), which are those of numbers ids[0..count) among the `total` of call
-  // number `call`. Valid until this function is called again.
-  const void* const* prepared(const ProductKernel& kernel, const PanelLayout& layout, const void* const* rows,
-                              const uint32_t* ids, uint32_t count, uint32_t total, uint64_t call) {
-    const size_t stride = row_stride(kernel.prepared_row_bytes(layout));
+  // Where `kernel` prepares rows, gives `work` what it reads instead of them. Row i of the work is number id_of(i) among
+  // the `total` of call number `call`. Valid until this function is called again.
+  template <class IdOf>
+  void prepare(const ProductKernel& kernel, uint32_t total, uint64_t call, IdOf&& id_of, ProductWork& work) {
+    if (kernel.prepare_row == nullptr) return;
+    const size_t stride = row_stride(kernel.prepared_row_bytes(*work.layout));
     const bool keeps = total <= kMostRows;
-    pointers_.resize(count);
+    pointers_.resize(work.num_rows);
     kept_.resize(kMostRows);
-    buffer_.grow((keeps ? total : count) * stride);
-    for (uint32_t i = 0; i < count; ++i) {
-      std::byte* const target = buffer_.data() + (keeps ? ids[i] : i) * stride;
+    buffer_.grow((keeps ? total : work.num_rows) * stride);
+    for (uint32_t i = 0; i < work.num_rows; ++i) {
+      const uint32_t place = keeps ? id_of(i) : i;
+      std::byte* const target = buffer_.data() + place * stride;
       pointers_[i] = target;
       const Kept wanted{call, &kernel};
-      if (keeps && kept_[ids[i]] == wanted) continue;
-      kernel.prepare_row(layout, rows[i], target);
-      if (keeps) kept_[ids[i]] = wanted;
+      if (keeps && kept_[place] == wanted) continue;
+      kernel.prepare_row(*work.layout, work.rows[i], target);
+      if (keeps) kept_[place] = wanted;
     }
-    return pointers_.data();
+    work.rows = pointers_.data();
+    work.row_stride = 0;
   }
 
  private:

@@ -27,15 +27,16 @@ MOEBIUS_INLINE void clear(__m512 (&sums)[kRows]) {
   for (int r = 0; r < kRows; ++r) sums[r] = _mm512_setzero_ps();
 }
 
-// total = the sum over groups of minimums times the row's sums, for groups of 1 << group_shift chunks.
+// total = the sum over groups of minimums times the row's sums.
 // A pass of its own: it takes few registers, and runs beside the loads of the first codes.
 template <int kRows>
-MOEBIUS_INLINE void start_from_minimums(const Panel& panel, uint32_t chunks, uint32_t group_shift,
-                                        const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
+MOEBIUS_INLINE void start_from_minimums(const Panel& panel, Chunks chunks, const RowBlock<kRows>& rows,
+                                        __m512 (&total)[kRows]) {
   constexpr size_t kGroupBytes = group_scale_bytes(ScaleType::kFloat16);
   clear(total);
-  for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-    const __m512 minimum = widen_group<ScaleType::kFloat16>(panel.minimums + (chunk >> group_shift) * kGroupBytes);
+  for (uint32_t chunk = 0; chunk < chunks.count; ++chunk) {
+    const std::byte* const minimums = panel.minimums + (chunk >> chunks.group_shift) * kGroupBytes;
+    const __m512 minimum = widen_group<ScaleType::kFloat16>(minimums);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       total[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(rows.chunk_sums[r][chunk]), total[r]);
@@ -127,9 +128,7 @@ MOEBIUS_INLINE void multiply_byte_groups(const Panel& panel, const RowBlock<kRow
   const uint32_t group_lines = panel.group_size / 4;
   const size_t tail_step = panel.tail_bytes / panel.groups;
   if (panel.minimums != nullptr) {
-    const auto group_shift = static_cast<uint32_t>(__builtin_ctz(panel.group_size / 32));
-    const uint32_t chunks = panel.groups << group_shift;
-    start_from_minimums(panel, chunks < lines / 8 ? chunks : lines / 8, group_shift, rows, total);
+    start_from_minimums(panel, chunks_of(panel, 32), rows, total);
   } else {
     clear(total);
   }

@@ -76,14 +76,10 @@ template <class Format, int kRows>
 MOEBIUS_INLINE void multiply_nibbles(const Panel& panel, const RowBlock<kRows>& rows, __m512 (&total)[kRows]) {
   constexpr int kChunks = kRows > 4 ? 1 : 2;
   const NibbleDecoder<Format> decode;
-  const uint32_t chunk_k = 8 * Format::kLines;
-  const uint32_t group_shift = static_cast<uint32_t>(__builtin_ctz(panel.group_size / chunk_k));
-  const uint32_t padded_chunks = panel.k_padded / chunk_k;
-  const uint32_t group_chunks = panel.groups << group_shift;  // what lies behind the last group is padding
-  const uint32_t chunks = group_chunks < padded_chunks ? group_chunks : padded_chunks;
+  const auto [chunks, group_shift] = chunks_of(panel, 8 * Format::kLines);
   const size_t tail_step = panel.tail_bytes / chunks;
   if constexpr (Format::kMinimums) {
-    start_from_minimums(panel, chunks, group_shift, rows, total);
+    start_from_minimums(panel, {chunks, group_shift}, rows, total);
   } else {
     clear(total);
   }

@@ -1,6 +1,5 @@
 // bfloat16 rows times a panel of 4-bit codes with group scales, by vpdpbusd. Included INSIDE an anonymous namespace,
-// after split_rows.inc.h, nibble_formats.inc.h and one of the files that turn codes into bytes (nibble_bytes.inc.h,
-// nibble_bytes_gfni.inc.h).
+// after split_rows.inc.h, nibble_formats.inc.h and nibble_bytes.inc.h.
 //
 // A code becomes a byte in one or two operations, a fraction of what a bfloat16 takes. Sums of a chunk are exact; they
 // become float32 with the row's and the group's scales. So a row's result does not depend on how many rows are
@@ -55,11 +54,7 @@ template <class Format, int kRows>
 MOEBIUS_INLINE void multiply_split(const Panel& panel, const SplitRow (&rows)[kRows], __m512 (&total)[kRows]) {
   const ByteDecoder<Format::kCode> decode;
   constexpr size_t kScaleBytes = group_scale_bytes(Format::kScale);
-  constexpr uint32_t kChunkK = 8 * Format::kLines;
-  const auto group_shift = static_cast<uint32_t>(__builtin_ctz(panel.group_size / kChunkK));
-  const uint32_t padded_chunks = panel.k_padded / kChunkK;
-  const uint32_t group_chunks = panel.groups << group_shift;  // what lies behind the last group is padding
-  const uint32_t chunks = group_chunks < padded_chunks ? group_chunks : padded_chunks;
+  const auto [chunks, group_shift] = chunks_of(panel, 8 * Format::kLines);
   const size_t tail_step = panel.tail_bytes / chunks;
   __m512 minimums[kRows];  // times the row's sums
 #pragma GCC unroll 8

@@ -40,6 +40,19 @@ MOEBIUS_INLINE size_t bytes_ahead(const Panel& panel, size_t offset) {
   return panel.codes + offset + ahead < panel.end ? ahead : ahead + static_cast<size_t>(panel.jump);
 }
 
+// The runs of k that are summed by themselves, each within one group. What lies behind the last group is padding.
+struct Chunks {
+  uint32_t count;
+  uint32_t group_shift;  // chunk >> group_shift is its group
+};
+
+MOEBIUS_INLINE Chunks chunks_of(const Panel& panel, uint32_t chunk_k) {
+  const auto group_shift = static_cast<uint32_t>(__builtin_ctz(panel.group_size / chunk_k));
+  const uint32_t padded = panel.k_padded / chunk_k;
+  const uint32_t grouped = panel.groups << group_shift;
+  return {grouped < padded ? grouped : padded, group_shift};
+}
+
 struct PanelJob {
   const ProductWork* work;
   Panel panel;

@@ -20,7 +20,7 @@ namespace {
 #include "kernels/product/dot_blocks.inc.h"
 #include "kernels/product/dot_nibbles.inc.h"
 #include "kernels/product/split_rows.inc.h"
-#include "kernels/product/nibble_bytes_gfni.inc.h"
+#include "kernels/product/nibble_bytes.inc.h"
 #include "kernels/product/dot_split.inc.h"
 
 enum class Kind : int { kNone, kBFloat16, kFloat8, kInt8, kByteGroups, kNibbles };
@@ -167,9 +167,8 @@ uint32_t most_rows(Kind kind) {
 void run_panel(const PanelJob& job, Kind kind) {
   const uint32_t num_rows = job.work->num_rows;
   const uint32_t most = most_rows(kind);
-  const uint32_t block = most < kBlockRows ? most : kBlockRows;
   uint32_t row = 0;
-  for (uint32_t left = num_rows <= most ? 1 : (num_rows + block - 1) / block; left > 0; --left) {
+  for (uint32_t left = num_rows <= most ? 1 : (num_rows + kBlockRows - 1) / kBlockRows; left > 0; --left) {
     const uint32_t rows = (num_rows - row + left - 1) / left;
     block_function(kind, job.work->layout->format, rows)(job, row);
     row += rows;

@@ -66,8 +66,8 @@ MOEBIUS_INLINE __m512i to_integers(__m512 values, float inverse) {
   return _mm512_min_epi32(integers, _mm512_set1_epi32(32639));  // 127 * 256 + 127
 }
 
-// `value_scale` of the codes' unit; `offset` for each element, in those units: the negative of what codes have more than
-// their values where that is constant, else -1 for zero points and 1 for minimums.
+// `value_scale` of the codes' unit; `offset` for each element, in those units: the negative of what codes have more
+// than their values where that is constant, else -1 for zero points and 1 for minimums.
 template <uint32_t kChunkK>
 void split_row(const uint16_t* row, uint32_t k_padded, float value_scale, int32_t offset, std::byte* scratch) {
   static_assert(kChunkK == 16 || kChunkK == 32);

@@ -122,19 +122,15 @@ def _int8_scheme(name: str, codes: StoredRole, strategy: str, group_size: int, p
     if strategy == "group":
         scales = StoredRole("scales", "weight_scale", FLOATS, 1, group_size)
         return WeightScheme(
-            name, (codes, scales), group_size=group_size, packed_format=_int8_format(group_size)
+            name, (codes, scales), group_size=group_size, packed_format=_group_format("int8", group_size)
         )
     scale = StoredRole("channel" if strategy == "channel" else "tensor", "weight_scale", FLOATS)
     return WeightScheme(name, (codes, scale), packed_format=packed)
 
 
-def _int8_format(group_size: int) -> str:
-    return f"int8_g{group_size or 128}{{scale}}"
-
-
-def _int4_format(group_size: int, zeros: bool) -> str:
+def _group_format(code: str, group_size: int, zeros: bool = False) -> str:
     # A scale for the whole row is one that all groups of 128 share.
-    return f"int4_g{group_size or 128}{'_zeros' if zeros else ''}{{scale}}"
+    return f"{code}_g{group_size or 128}{'_zeros' if zeros else ''}{{scale}}"
 
 
 def compressed_int4(name: str, group_size: int, symmetric: bool) -> WeightScheme:
@@ -150,7 +146,7 @@ def compressed_int4(name: str, group_size: int, symmetric: bool) -> WeightScheme
         tuple(roles),
         layout="compressed_int4",
         group_size=group_size,
-        packed_format=_int4_format(group_size, not symmetric),
+        packed_format=_group_format("int4", group_size, not symmetric),
     )
 
 
@@ -167,7 +163,7 @@ def awq(group_size: int, zeros: bool) -> WeightScheme:
         tuple(roles),
         layout="awq_int4",
         group_size=group_size,
-        packed_format=_int4_format(group_size, zeros),
+        packed_format=_group_format("int4", group_size, zeros),
     )
 
 
@@ -180,7 +176,7 @@ def gptq(group_size: int, symmetric: bool, zeros_offset: int) -> WeightScheme:
         group_size=group_size,
         zeros_offset=zeros_offset,
         symmetric_zeros=0x11111111 * (8 - zeros_offset) if symmetric else None,
-        packed_format=_int4_format(group_size, not symmetric),
+        packed_format=_group_format("int4", group_size, not symmetric),
     )
 
 
@@ -192,7 +188,7 @@ def gptq_int8(group_size: int, zeros_offset: int) -> WeightScheme:
         group_size=group_size,
         symmetric_zeros=0x01010101 * (128 - zeros_offset),
         bytes_in_words=True,
-        packed_format=_int8_format(group_size),
+        packed_format=_group_format("int8", group_size),
     )
 
 

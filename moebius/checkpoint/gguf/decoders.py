@@ -16,7 +16,7 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 
-def _halves(blocks: Bytes) -> Floats:
+def float16_factors(blocks: Bytes) -> Floats:
     """float16 factors, `[blocks, factors]`."""
     return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
 
@@ -27,37 +27,44 @@ def _q4_0(blocks: Bytes) -> Floats:
     values = np.empty((len(blocks), 32), np.float32)
     np.subtract(codes & 15, np.float32(8), out=values[:, :16])
     np.subtract(codes >> 4, np.float32(8), out=values[:, 16:])
-    values *= _halves(blocks[:, :2])
+    values *= float16_factors(blocks[:, :2])
     return values
 
 
 def _q8_0(blocks: Bytes) -> Floats:
     """Factor; 32 int8."""
-    return np.multiply(blocks[:, 2:].view(np.int8), _halves(blocks[:, :2]), dtype=np.float32)
+    return np.multiply(blocks[:, 2:].view(np.int8), float16_factors(blocks[:, :2]), dtype=np.float32)
 
 
-def _scales_and_minima(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """Eight of each, 6 bits wide, from 12 bytes: the first four whole, of the others two bits beside them."""
+def _scales_and_minimums(blocks: Bytes) -> tuple[Floats, Floats]:
+    """Of Q4_K and Q5_K, `[blocks, 8]` each: what codes are multiplied by, and less by then.
+
+    Products of the two factors and of whole numbers 6 bits wide, exact in float32. Of these 12 bytes hold
+    the first four whole, and of the others two bits beside them.
+    """
+    packed = blocks[:, 4:16]
     low, high, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate((low & 63, (rest & 15) | ((low >> 2) & 0x30)), axis=1)
-    minima = np.concatenate((high & 63, (rest >> 4) | ((high >> 2) & 0x30)), axis=1)
-    return scales, minima
+    minimums = np.concatenate((high & 63, (rest >> 4) | ((high >> 2) & 0x30)), axis=1)
+    factors = float16_factors(blocks[:, :4])
+    return factors[:, :1] * scales, factors[:, 1:] * minimums
 
 
 def group_scales(blocks: Bytes) -> Floats:
-    """Of Q4_K and Q5_K, `[blocks, 8]`: products of the first factor, exact in float32."""
-    return _halves(blocks[:, :2]) * _scales_and_minima(blocks[:, 4:16])[0]
+    """Of Q4_K and Q5_K, `[blocks, 8]`."""
+    return _scales_and_minimums(blocks)[0]
 
 
 def group_minimums(blocks: Bytes) -> Floats:
-    """Of Q4_K and Q5_K, `[blocks, 8]`: what codes times scales are less by; products of the second factor."""
-    return _halves(blocks[:, 2:4]) * _scales_and_minima(blocks[:, 4:16])[1]
+    """Of Q4_K and Q5_K, `[blocks, 8]`: what codes times scales are less by."""
+    return _scales_and_minimums(blocks)[1]
 
 
 def _scaled(values: Floats, blocks: Bytes) -> Floats:
-    """Codes `[blocks, 8, 32]` times their scales less their minima, in place."""
-    values *= group_scales(blocks)[:, :, None]
-    values -= group_minimums(blocks)[:, :, None]
+    """Codes `[blocks, 8, 32]` times their scales less their minimums, in place."""
+    scales, minimums = _scales_and_minimums(blocks)
+    values *= scales[:, :, None]
+    values -= minimums[:, :, None]
     return values.reshape(len(values), 256)
 
 
@@ -106,7 +113,7 @@ def q6_k_codes(blocks: Bytes) -> Bytes:
 
 def q6_k_scales(blocks: Bytes) -> Floats:
     """16 int8 behind the codes times the factor behind them, `[blocks, 16]`."""
-    return _halves(blocks[:, 208:]) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    return float16_factors(blocks[:, 208:]) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
 
 
 def _q6_k(blocks: Bytes) -> Floats:

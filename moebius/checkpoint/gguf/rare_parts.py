@@ -8,17 +8,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
+from moebius.checkpoint.gguf.decoders import Bytes, Floats, float16_factors
+
 Signed = NDArray[np.int8]
 
 # What the 16 codes of IQ4 types mean: `kvalues_iq4nl` of ggml.
 _IQ4 = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )  # fmt: skip
-
-
-def _factors(blocks: Bytes) -> NDArray[np.float32]:
-    return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
 
 
 def iq4_codes(blocks: Bytes) -> Signed:
@@ -29,12 +26,12 @@ def iq4_codes(blocks: Bytes) -> Signed:
     return _IQ4[nibbles].reshape(count, -1)
 
 
-def iq4_xs_scales(blocks: Bytes) -> NDArray[np.float32]:
+def iq4_xs_scales(blocks: Bytes) -> Floats:
     """A factor times eight numbers of 6 bits less 32: low bits in nibbles, two high ones before them."""
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2")
     low = np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=2).reshape(-1, 8)
     numbers = low | ((high >> np.arange(0, 16, 2, dtype=np.uint16) & 3) << 4)
-    scales: NDArray[np.float32] = _factors(blocks[:, :2]) * (numbers.astype(np.float32) - 32)
+    scales: Floats = float16_factors(blocks[:, :2]) * (numbers.astype(np.float32) - 32)
     return scales
 
 
@@ -59,14 +56,14 @@ def q2_k_codes(blocks: Bytes) -> NDArray[np.int32]:
     return _words(_two_bits(blocks[:, 16:80]))
 
 
-def q2_k_scales(blocks: Bytes) -> NDArray[np.float32]:
+def q2_k_scales(blocks: Bytes) -> Floats:
     """A factor behind the codes times 16 whole numbers of 4 bits."""
-    return _factors(blocks[:, 80:82]) * (blocks[:, :16] & 15)
+    return float16_factors(blocks[:, 80:82]) * (blocks[:, :16] & 15)
 
 
-def q2_k_minimums(blocks: Bytes) -> NDArray[np.float32]:
+def q2_k_minimums(blocks: Bytes) -> Floats:
     """Likewise, with the factor behind that one and the bytes' high bits; negative."""
-    return -_factors(blocks[:, 82:84]) * (blocks[:, :16] >> 4)
+    return -float16_factors(blocks[:, 82:84]) * (blocks[:, :16] >> 4)
 
 
 def q3_k_codes(blocks: Bytes) -> NDArray[np.int32]:
@@ -79,7 +76,7 @@ def q3_k_codes(blocks: Bytes) -> NDArray[np.int32]:
     return _words((_two_bits(blocks[:, 32:96]) | third) + np.uint8(4))
 
 
-def q3_k_scales(blocks: Bytes) -> NDArray[np.float32]:
+def q3_k_scales(blocks: Bytes) -> Floats:
     """A factor times 16 whole numbers of 6 bits less 32.
 
     Of 12 bytes, eight have the low bits in their nibbles, and bits 2i and 2i + 1 of the last four the high
@@ -89,5 +86,5 @@ def q3_k_scales(blocks: Bytes) -> NDArray[np.float32]:
     low = np.concatenate((packed[:, :8] & 15, packed[:, :8] >> 4), axis=1)
     high = packed[:, None, 8:] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
     numbers = low | (high.reshape(-1, 16) << 4)
-    scales: NDArray[np.float32] = _factors(blocks[:, 108:110]) * (numbers.astype(np.float32) - 32)
+    scales: Floats = float16_factors(blocks[:, 108:110]) * (numbers.astype(np.float32) - 32)
     return scales
