@@ -49,7 +49,8 @@ class RankControl:
         self._connections = dict(connections)
         self._on_lost = on_lost
         self._lost: str | None = None
-        self._losing = threading.Lock()
+        # Held until `on_lost` is done: nobody goes on, or ends in another way, while it ends the process.
+        self._losing = threading.RLock()
         self._closing = threading.Event()
         self._ended = threading.Event()
         # None wakes whoever waits when the group is lost.
@@ -118,7 +119,8 @@ class RankControl:
 
     def _send(self, peer: int, kind: Kind, payload: bytes) -> None:
         if self._lost is not None:
-            raise GroupLost(self._lost)
+            with self._losing:
+                raise GroupLost(self._lost)
         try:
             self._connections[peer].send(kind, payload)
         except WireError as error:
@@ -175,14 +177,14 @@ class RankControl:
             if self._lost is not None:
                 return
             self._lost = reason
-        self._closing.set()
-        self._ended.set()
-        for connection in self._connections.values():
-            _try_send(connection, Kind.FATAL, json.dumps(reason).encode())
+            self._closing.set()
+            self._ended.set()
+            for connection in self._connections.values():
+                _try_send(connection, Kind.FATAL, json.dumps(reason).encode())
+            self._on_lost(reason, own)
         self._messages.put(None)
         for values in self._values.values():
             values.put(None)
-        self._on_lost(reason, own)
 
     def _thread(self, name: str, work: Callable[..., None], *arguments: object) -> None:
         threading.Thread(target=work, args=arguments, name=name, daemon=True).start()

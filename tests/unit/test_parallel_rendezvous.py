@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
@@ -170,3 +171,24 @@ def test_a_taken_port_is_named() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UserError, match=f"rank_address: can not listen on {address}"):
             meet(replace(meeting(2), address=address), {})
+
+
+def test_nobody_goes_on_while_a_loss_ends_the_process(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that echoes it, and a message to the lost group: whoever raised might end it otherwise."""
+    controls, _ = trio
+    monkeypatch.setattr(gpu_service.parallel.control, "_ECHO_S", 0.01)
+    ending, ended = threading.Event(), threading.Event()
+
+    def end(reason: str, own: bool) -> None:
+        ending.set()
+        ended.wait(10)
+
+    monkeypatch.setattr(controls[0], "_on_lost", end)
+    run(controls[2].fail, "gone")
+    assert ending.wait(10)
+    late = [run(controls[0].fail, "an echo"), run(controls[0].publish, b"more")]
+    assert not wait(late, timeout=0.2).done
+    ended.set()
+    late[0].result(10)
+    with pytest.raises(GroupLost, match="rank 2: gone"):
+        late[1].result(10)
