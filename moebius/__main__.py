@@ -1,6 +1,6 @@
 """`python -m moebius`: the same as the `moebius` command."""
 
-from moebius.cli import main
+from moebius.app.cli import main
 
 if __name__ == "__main__":
     main()

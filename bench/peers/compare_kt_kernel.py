@@ -17,8 +17,8 @@ from pathlib import Path
 from kt_kernel_formats import FORMATS, find_module
 from kt_kernel_worker import Job, Result
 
-from moebius.bench.kernels_limits import available_memory, cache_bytes
-from moebius.bench.kernels_measure import (
+from moebius.app.bench.kernels_limits import available_memory, cache_bytes
+from moebius.app.bench.kernels_measure import (
     EngineSetting,
     Times,
     calls_of,
@@ -27,8 +27,8 @@ from moebius.bench.kernels_measure import (
     measure,
     on_cpu,
 )
-from moebius.bench.kernels_shapes import ExpertShape, parse_counts, parse_isa, parse_shapes
-from moebius.bench.kernels_working_set import WorkingSet, plan_working_set
+from moebius.app.bench.kernels_shapes import ExpertShape, parse_counts, parse_isa, parse_shapes
+from moebius.app.bench.kernels_working_set import WorkingSet, plan_working_set
 from moebius.errors import UserError
 from moebius.kernels import supported_isas
 

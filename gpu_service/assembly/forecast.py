@@ -25,8 +25,8 @@ from gpu_service.models.registry import build_model
 from gpu_service.ops.linear import can_pack
 from gpu_service.parallel.context import ParallelContext
 from gpu_service.parallel.partition import stage_layers
+from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
-from moebius.planning.expert_bytes import has_weights
 
 
 @dataclass(frozen=True, slots=True)

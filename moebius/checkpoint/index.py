@@ -22,6 +22,7 @@ from moebius.checkpoint.gguf.files import is_gguf
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_FILES = ("*.safetensors", "*.gguf")
 
 # numpy has no bfloat16 and no float8: their bits are returned as unsigned integers of the same width.
 NUMPY_DTYPES: Mapping[str, np.dtype[np.generic]] = {
@@ -45,6 +46,12 @@ NUMPY_DTYPES: Mapping[str, np.dtype[np.generic]] = {
 
 # The safetensors library itself refuses longer headers.
 MAX_HEADER_BYTES = 100_000_000
+
+
+def has_weights(directory: str | Path) -> bool:
+    """Whether any file of weights is there, or only the configuration."""
+    path = Path(directory)
+    return path.is_file() or any(next(path.glob(pattern), None) is not None for pattern in WEIGHT_FILES)
 
 
 @dataclass(frozen=True, slots=True)

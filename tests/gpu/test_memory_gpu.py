@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from gpu_service.memory.device_memory import CudaMemory
-from moebius.bench.engine.drive import running_engine
-from moebius.bench.engine.measure import random_prompts
+from moebius.app.bench.engine.drive import running_engine
+from moebius.app.bench.engine.measure import random_prompts
+from moebius.app.random_model import RandomModelOptions, write_random_model
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
 from moebius.errors import UserError
-from moebius.random_model import RandomModelOptions, write_random_model
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 import torch
 
+from moebius.app.supervisor.supervisor import Supervisor
 from moebius.errors import PEER_LOST_EXIT
-from moebius.supervisor.supervisor import Supervisor
 from tests.helpers.family_answers import errors
 from tests.helpers.rank_faults import started_group
 from tests.helpers.rank_group import CONTEXT, WAIT_S, Outcome, free_port, rank_config, run_group

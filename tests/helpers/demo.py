@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moebius.demo_model import build_demo_model, default_directory
-from moebius.demo_model.fetch import fetch_gguf
-from moebius.demo_model.progress import silent
+from moebius.app.demo_model import build_demo_model, default_directory
+from moebius.app.demo_model.fetch import fetch_gguf
+from moebius.app.demo_model.progress import silent
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN_FILE = DATA / "demo_golden.json"

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from moebius.app.planning.gpu_table import GPU_MODELS
+from moebius.app.planning.hardware import Hardware
+from moebius.app.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
-from moebius.planning.gpu_table import GPU_MODELS
-from moebius.planning.hardware import Hardware
-from moebius.random_model.shapes import parse_shape
 from tests.tools.checkpoint_names.configs import CONFIGS
 
 GIB = 2**30

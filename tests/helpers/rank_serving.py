@@ -9,10 +9,10 @@ from pathlib import Path
 
 import grpc
 
+from moebius.app.supervisor.plan import ServePlan, make_plan
+from moebius.app.supervisor.process import ManagedProcess
+from moebius.app.supervisor.supervisor import Supervisor
 from moebius.config_loader import load_config
-from moebius.supervisor.plan import ServePlan, make_plan
-from moebius.supervisor.process import ManagedProcess
-from moebius.supervisor.supervisor import Supervisor
 from protos import engine_pb2 as pb
 from protos.engine_pb2_grpc import EngineStub
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moebius.random_model import RandomModelOptions, write_random_model
+from moebius.app.random_model import RandomModelOptions, write_random_model
 
 
 def test_engine_bench_end_to_end(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_lost_server_ends_the_bench(tmp_path: Path) -> None:
     """Nobody restarts it here: the process says who ended and leaves, even while its main thread waits."""
     program = (
         "import sys, time, psutil\n"
-        "from moebius.bench.engine.servers import running_servers\n"
+        "from moebius.app.bench.engine.servers import running_servers\n"
         "from moebius.config_loader import load_config\n"
         "flags = {'model': sys.argv[1], 'expert_servers': 1, 'calibrate_kernels': False}\n"
         "with running_servers(load_config(None, flags)):\n"
@@ -98,7 +98,7 @@ def test_a_signal_ends_the_bench(tmp_path: Path) -> None:
     """SIGTERM while it waits: servers are stopped in order, and neither process nor shared memory stays."""
     program = (
         "import sys, time\n"
-        "from moebius.bench.engine.servers import running_servers\n"
+        "from moebius.app.bench.engine.servers import running_servers\n"
         "from moebius.config_loader import load_config\n"
         "flags = {'model': sys.argv[1], 'expert_servers': 1, 'calibrate_kernels': False}\n"
         "with running_servers(load_config(None, flags)) as servers:\n"

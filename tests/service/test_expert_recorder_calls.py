@@ -24,7 +24,7 @@ from gpu_service.output_router import OutputRouter
 from gpu_service.server import EngineServicer, Service
 from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds
-from moebius import cli
+from moebius.app import cli
 from moebius.placement.statistics import ExpertStatistics
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc

@@ -10,11 +10,11 @@ import pytest
 
 from expert_service.host import ExpertHost, LoadSettings
 from expert_service.placement import Placement
+from moebius.app.planning.expert_bytes import packed_expert, stored_experts
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import PlacementConfig
 from moebius.expert_slices import SliceRequest
 from moebius.placement.make import make_placement
-from moebius.planning.expert_bytes import packed_expert, stored_experts
 from tests.helpers.checkpoints import TinyMoe
 
 EXPERTS = 24

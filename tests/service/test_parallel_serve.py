@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moebius.supervisor.supervisor import Supervisor
+from moebius.app.supervisor.supervisor import Supervisor
 from tests.helpers.rank_serving import TOKENS, back, generate, planned, watch
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from moebius.app.supervisor.spec import Plan
+from moebius.app.supervisor.supervisor import Supervisor
 from moebius.errors import StartupError
-from moebius.supervisor.spec import Plan
-from moebius.supervisor.supervisor import Supervisor
 from tests.helpers.fake_programs import (
     FAILING,
     OBEDIENT,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from moebius.app.supervisor.runfile import RunDirectory, clean_up_stale, start_ticks
+from moebius.app.supervisor.supervisor import Supervisor
 from moebius.errors import StartupError
-from moebius.supervisor.runfile import RunDirectory, clean_up_stale, start_ticks
-from moebius.supervisor.supervisor import Supervisor
 from tests.helpers.fake_programs import OBEDIENT, QUICK, alive, plan, spec, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ SEGMENT = f"moebius-test-killed-{os.getpid()}"
 SUPERVISOR_PROGRAM = """
 import sys
 from pathlib import Path
-from moebius.supervisor.supervisor import Supervisor
+from moebius.app.supervisor.supervisor import Supervisor
 from tests.helpers.fake_programs import OBEDIENT, QUICK, plan, spec
 directory, segment = Path(sys.argv[1]), sys.argv[2]
 with Supervisor(plan(directory, spec("gpu", OBEDIENT, directory), segment=segment), QUICK) as supervisor:

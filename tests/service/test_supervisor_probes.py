@@ -13,9 +13,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from moebius.supervisor.probes import GrpcProbe, HttpProbe
-from moebius.supervisor.process import CHILD_PROGRAM
-from moebius.supervisor.supervisor import Supervisor
+from moebius.app.supervisor.probes import GrpcProbe, HttpProbe
+from moebius.app.supervisor.process import CHILD_PROGRAM
+from moebius.app.supervisor.supervisor import Supervisor
 from tests.helpers.fake_programs import QUICK, plan, spec
 from tests.helpers.sse_server import scripted_server
 

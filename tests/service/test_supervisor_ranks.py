@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from moebius.app.supervisor import restart_group
+from moebius.app.supervisor.spec import ProcessSpec
+from moebius.app.supervisor.supervisor import Supervisor
 from moebius.errors import PEER_LOST_EXIT, StartupError
-from moebius.supervisor import restart_group
-from moebius.supervisor.spec import ProcessSpec
-from moebius.supervisor.supervisor import Supervisor
 from tests.helpers.fake_programs import OBEDIENT, QUICK, FileProbe, plan, spec
 
 # Ends, as a rank does, when the process whose pid is in the file argv[2] is gone.

@@ -14,13 +14,13 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
-from moebius import cli
+from moebius.app import cli
+from moebius.app.verify import packed_experts, staged_model
+from moebius.app.verify.result import Thresholds, VerifyResult
+from moebius.app.verify.run import VerifyOptions, verify_model
+from moebius.app.verify.tokens import read_tokens
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.verify import packed_experts, staged_model
-from moebius.verify.result import Thresholds, VerifyResult
-from moebius.verify.run import VerifyOptions, verify_model
-from moebius.verify.tokens import read_tokens
 from tests.helpers.gguf_models import make_gguf
 from tests.helpers.tiny_models import cached_tiny_models
 from tests.tolerances import EXPERTS_FLOAT32, EXPERTS_GGUF_FLOAT16_SCALES, VERIFY_PERPLEXITY

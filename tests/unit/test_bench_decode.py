@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moebius.bench.decode import StreamTimes, quantile, run
-from moebius.bench.memory import read_bandwidth
-from moebius.bench.weights import WeightBytes
+from moebius.app.bench.decode import StreamTimes, quantile, run
+from moebius.app.bench.memory import read_bandwidth
+from moebius.app.bench.weights import WeightBytes
 from moebius.errors import UserError
 from tests.helpers.sse_server import scripted_server, text_event, usage_event
 

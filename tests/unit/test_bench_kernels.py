@@ -15,14 +15,21 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from moebius.bench import kernels, kernels_limits, kernels_routing
-from moebius.bench.kernels import KernelsOptions
-from moebius.bench.kernels_limits import BandwidthLimit, PeakLimit, ReadPattern
-from moebius.bench.kernels_measure import EngineSetting, Times, calls_of, choose_cpus, kernel_names, measure
-from moebius.bench.kernels_rows import Measured, compare, table_line
-from moebius.bench.kernels_shapes import SHAPES, ExpertShape, parse_counts, parse_shape, parse_shapes
-from moebius.bench.kernels_working_set import WorkingSet, plan_working_set
-from moebius.commands.bench import app
+from moebius.app.bench import kernels, kernels_limits, kernels_routing
+from moebius.app.bench.kernels import KernelsOptions
+from moebius.app.bench.kernels_limits import BandwidthLimit, PeakLimit, ReadPattern
+from moebius.app.bench.kernels_measure import (
+    EngineSetting,
+    Times,
+    calls_of,
+    choose_cpus,
+    kernel_names,
+    measure,
+)
+from moebius.app.bench.kernels_rows import Measured, compare, table_line
+from moebius.app.bench.kernels_shapes import SHAPES, ExpertShape, parse_counts, parse_shape, parse_shapes
+from moebius.app.bench.kernels_working_set import WorkingSet, plan_working_set
+from moebius.app.commands.bench import app
 from moebius.errors import UserError
 
 TINY = ExpertShape("64x32x4x2", 64, 32, 4, 2)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from expert_service.load_plan import plan_load
-from moebius.bench.load import LoadOptions, run
-from moebius.bench.load_checkpoint import FORMATS, LoadShape, parse_shape, write_checkpoint
-from moebius.bench.load_limits import read_speed
+from moebius.app.bench.load import LoadOptions, run
+from moebius.app.bench.load_checkpoint import FORMATS, LoadShape, parse_shape, write_checkpoint
+from moebius.app.bench.load_limits import read_speed
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
 

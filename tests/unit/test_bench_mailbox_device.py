@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from moebius import _kernels
-from moebius.bench.mailbox_device.rows import HEADER, line, make_row, parse_numbers, parse_signals
-from moebius.cli import app
+from moebius.app.bench.mailbox_device.rows import HEADER, line, make_row, parse_numbers, parse_signals
+from moebius.app.cli import app
 from moebius.errors import UserError
 from tests.helpers.mailbox import Call, geometry, new_mailbox, served_mailbox
 

@@ -14,10 +14,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from moebius.bench.kernels_measure import Times
-from moebius.bench.kernels_routing import Routing
-from moebius.bench.kernels_shapes import ExpertShape
-from moebius.bench.kernels_working_set import WorkingSet
+from moebius.app.bench.kernels_measure import Times
+from moebius.app.bench.kernels_routing import Routing
+from moebius.app.bench.kernels_shapes import ExpertShape
+from moebius.app.bench.kernels_working_set import WorkingSet
 
 PEERS = Path(__file__).resolve().parents[2] / "bench" / "peers"
 TINY = ExpertShape("64x32x4x2", 64, 32, 4, 2)

@@ -10,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from moebius.bench.engine.measure import DecodeResult
-from moebius.bench.engine.servers import ServerCounters
-from moebius.bench.placement import CurvePoint, PlacementOptions, check, placed, statistics_of, table
+from moebius.app.bench.engine.measure import DecodeResult
+from moebius.app.bench.engine.servers import ServerCounters
+from moebius.app.bench.placement import CurvePoint, PlacementOptions, check, placed, statistics_of, table
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError

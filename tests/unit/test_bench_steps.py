@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moebius.bench.steps.report import StepsReport, summarise, table
-from moebius.bench.steps.trace import busy_intervals, graph_runs, load_trace, read_events
+from moebius.app.bench.steps.report import StepsReport, summarise, table
+from moebius.app.bench.steps.trace import busy_intervals, graph_runs, load_trace, read_events
 from moebius.errors import UserError
 
 STEP_US = 1000.0

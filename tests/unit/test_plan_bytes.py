@@ -22,17 +22,17 @@ from gpu_service.memory.kv_pool import size_kv_pool
 from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, DENSE, KV, WORKSPACE, ExpertMemory
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model
+from moebius.app.planning.components import expert_servers
+from moebius.app.planning.expert_bytes import arena_bytes, server_bytes, stored_experts
+from moebius.app.planning.gpu_table import GPU_MODELS
+from moebius.app.planning.planner import Planner
+from moebius.app.random_model.shapes import parse_shape
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
 from moebius.expert_slices import SliceRequest
 from moebius.mailbox import SHARED_MEMORY, Mailbox, MailboxGeometry
 from moebius.mailbox_layout import segment_bytes
-from moebius.planning.components import expert_servers
-from moebius.planning.expert_bytes import arena_bytes, server_bytes, stored_experts
-from moebius.planning.gpu_table import GPU_MODELS
-from moebius.planning.planner import Planner
-from moebius.random_model.shapes import parse_shape
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.fake_memory import FakeMemory
 from tests.helpers.model_formats import MODEL_FORMATS

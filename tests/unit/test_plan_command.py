@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from moebius import cli
+from moebius.app import cli
+from moebius.app.planning.detect import gpu_names
+from moebius.app.planning.detect import hardware as detect
+from moebius.app.planning.gpu_table import GPU_MODELS, parse_gpus
+from moebius.app.planning.hardware import HardwareOptions
+from moebius.app.random_model.shapes import parse_shape
 from moebius.errors import UserError
-from moebius.planning.detect import gpu_names
-from moebius.planning.detect import hardware as detect
-from moebius.planning.gpu_table import GPU_MODELS, parse_gpus
-from moebius.planning.hardware import HardwareOptions
-from moebius.random_model.shapes import parse_shape
 from tests.helpers.plan_models import GIB, write_config
 
 HOST = ("--ram", "16", "--sockets", "1", "--cores", "8", "--bandwidth", "100", "--isa", "amx")

@@ -10,10 +10,10 @@ import pytest
 from gpu_service.assembly.forecast import Forecast
 from gpu_service.loader.names import wanted_name
 from gpu_service.parallel.context import SOLO
+from moebius.app.planning.expert_bytes import stored_experts
 from moebius.checkpoint.index import CheckpointIndex
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.rules import is_routed_expert
-from moebius.planning.expert_bytes import stored_experts
 from tests.helpers.plan_models import settings, write_config, write_headers
 from tests.helpers.published_checkpoints import Published
 from tests.tolerances import PLANNED_BYTES

@@ -12,14 +12,14 @@ import pytest
 
 from gpu_service.assembly.forecast import Forecast
 from gpu_service.memory.plan import RESIDENT
+from moebius.app.planning.capacity import Wish
+from moebius.app.planning.components import RAM
+from moebius.app.planning.expert_bytes import stored_experts
+from moebius.app.planning.make import make_plan
+from moebius.app.planning.planner import Planner
+from moebius.app.planning.refusal import DoesNotFit
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
-from moebius.planning.capacity import Wish
-from moebius.planning.components import RAM
-from moebius.planning.expert_bytes import stored_experts
-from moebius.planning.make import make_plan
-from moebius.planning.planner import Planner
-from moebius.planning.refusal import DoesNotFit
 from tests.helpers.plan_models import GIB, PUBLISHED, hardware, settings, write_config, write_headers
 from tests.tolerances import PLANNED_BYTES, STATED_PARAMETERS
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from moebius.planning.kernel_efficiency import (
+from moebius.app.planning.kernel_efficiency import (
     AMX_RATIOS,
     ROWS,
     VECTOR_RATIOS,
     VECTOR_ROWS,
     kernel_efficiency,
 )
-from moebius.planning.speed import (
+from moebius.app.planning.speed import (
     GPU_BANDWIDTH_SHARE,
     GPU_LAYER_SECONDS,
     HAND_OFF_SECONDS,

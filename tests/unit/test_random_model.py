@@ -13,10 +13,8 @@ import torch
 
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.layers.router import Router
-from moebius.checkpoint.moe_config import MoeGeometry
-from moebius.errors import UserError
-from moebius.random_model import RandomModelOptions, write_random_model
-from moebius.random_model.draws import (
+from moebius.app.random_model import RandomModelOptions, write_random_model
+from moebius.app.random_model.draws import (
     FLOAT8_STD,
     INT4_STD,
     bfloat16_normal,
@@ -24,9 +22,11 @@ from moebius.random_model.draws import (
     generator,
     int4_words,
 )
-from moebius.random_model.formats import FORMATS
-from moebius.random_model.router import fitted_biases, parse_skew, wanted_shares
-from moebius.random_model.tokenizer import write_tokenizer
+from moebius.app.random_model.formats import FORMATS
+from moebius.app.random_model.router import fitted_biases, parse_skew, wanted_shares
+from moebius.app.random_model.tokenizer import write_tokenizer
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.errors import UserError
 from tests.helpers.paged_runner import PagedRunner, load_runner
 from tests.tolerances import ROUTER_SHARES_FITTED
 
@@ -173,7 +173,7 @@ def test_skew_exponents() -> None:
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`moebius models random DIR` writes what is asked for; what is not allowed ends in one line."""
-    from moebius.cli import main
+    from moebius.app.cli import main
 
     directory = tmp_path / "model"
     with pytest.raises(SystemExit) as ended:

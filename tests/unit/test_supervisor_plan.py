@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from moebius.app.supervisor.plan import ServePlan, make_plan
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
 from moebius.errors import ConfigError, StartupError, UserError
-from moebius.supervisor.plan import ServePlan, make_plan
 
 MODEL = {
     "model_type": "qwen3_moe",

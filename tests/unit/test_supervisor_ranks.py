@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from moebius.app.supervisor.gpus import Gpu, find_gpus
+from moebius.app.supervisor.ranks import place_ranks
 from moebius.config import GpuConfig, MoebiusConfig, ParallelConfig
 from moebius.errors import ConfigError
-from moebius.supervisor.gpus import Gpu, find_gpus
-from moebius.supervisor.ranks import place_ranks
 from tests.unit.test_supervisor_plan import model, planned
 
 __all__ = ["model"]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from gateway.text.tokenizer import Tokenizer, TokenizerError
+from moebius.app.verify.tokens import read_tokens
 from moebius.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 from moebius.checkpoint.tiktoken_vocabulary import FILE
-from moebius.verify.tokens import read_tokens
 
 # Longer ones have ranks of their own order: "quick" is no token, though its parts are; "then" can be joined
 # in two ways; "owner" is taken whole, for no pair of tokens makes it.

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gpu_service.verify.errors import TokenScores, perplexity, relative_error, score
+from moebius.app.verify.layer_errors import routing_agreement, worst_expert
+from moebius.app.verify.tokens import BUNDLED_TEXT, read_tokens
 from moebius.errors import UserError
-from moebius.verify.layer_errors import routing_agreement, worst_expert
-from moebius.verify.tokens import BUNDLED_TEXT, read_tokens
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 

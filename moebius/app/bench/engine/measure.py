@@ -1,0 +1,235 @@
+"""Decode and prefill speeds of one engine, beside what the experts really touched allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moebius.app.bench.engine.bounds import Bandwidths, StepTraffic, bound_of, expected_distinct
+from moebius.app.bench.engine.drive import EngineUnderTest
+from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
+from moebius.app.bench.engine.window import decode_window
+from moebius.app.bench.weights import WeightBytes
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.errors import UserError
+
+_RECORDED_STEPS = 24
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """One number of streams; filled by `measure_decode`. The keys of the JSON rows."""
+
+    streams: int
+    tokens_per_second: float
+    step_seconds: float
+    # Different experts per MoE layer and step whose weights the expert servers read, measured.
+    cpu_experts_per_layer: float
+    # The same of the GPU: all that a recorded run chose, less those.
+    gpu_experts_per_layer: float
+    cpu_expert_bytes_per_step: float
+    dense_bytes_per_step: float
+    # Of the whole step, and of the expert servers' part alone.
+    bound_tokens_per_second: float
+    expert_bound_tokens_per_second: float | None
+    fraction_of_bound: float
+    fraction_of_expert_bound: float | None
+    # Share of the time in which the busiest expert server computed.
+    expert_busy: float
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """One prompt length; filled by `measure_prefill`."""
+
+    prompt_len: int
+    seconds_to_first_token: float
+    tokens_per_second: float
+    # Share of that time in which the busiest expert server computed.
+    expert_busy: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What does not change between rows; filled by `make_setting`."""
+
+    geometry: MoeGeometry
+    weights: WeightBytes
+    bandwidths: Bandwidths
+    servers: ExpertServers
+    infos: Sequence[ServerInfo]
+    kv_bytes_per_token: int
+    vocab_size: int
+    # Bytes of one routed expert as the checkpoint has it.
+    expert_bytes: float
+    has_resident_experts: bool
+
+
+def make_setting(engine: EngineUnderTest, servers: ExpertServers, bandwidths: Bandwidths) -> Setting:
+    """Reads the checkpoint's headers and asks the servers what they hold."""
+    from moebius.placement.make import make_placement
+
+    config, model = servers.config, engine.built.model_config
+    weights = WeightBytes.of(Path(config.model.model))
+    geometry = MoeGeometry.from_config(config.model.model, config.model.top_k)
+    item = 1 if config.gpu.kv_cache_dtype == "fp8_e4m3" else model.torch_dtype.itemsize
+    return Setting(
+        geometry,
+        weights,
+        bandwidths,
+        servers,
+        servers.info(),
+        2 * model.num_layers * model.kv_size * item,
+        model.vocab_size,
+        weights.routed / max(1, len(geometry.moe_layers) * geometry.num_experts),
+        make_placement(config.placement, geometry).count > 0,
+    )
+
+
+def random_prompts(streams: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Prompts that share no prefix."""
+    rng = np.random.default_rng([seed, streams, length])
+    return [rng.integers(3, vocab_size, length).tolist() for _ in range(streams)]
+
+
+def measure_decode(
+    engine: EngineUnderTest,
+    setting: Setting,
+    streams: int,
+    prompt_len: int,
+    max_tokens: int,
+    temperature: float,
+) -> DecodeResult:
+    """All streams at once. Raises UserError when they can not run together."""
+    prompts = random_prompts(streams, prompt_len, setting.vocab_size, 1)
+    running = engine.submit(prompts, max_tokens, temperature)
+    # Between these two looks at the counters every stream decodes.
+    running.wait(2)
+    before = setting.servers.counters()
+    running.wait(max_tokens - max(2, max_tokens // 8))
+    after = setting.servers.counters()
+    running.wait(max_tokens)
+    try:
+        window = decode_window(running.events, streams)
+    except ValueError as error:
+        raise UserError(f"{streams} streams: {error}; max_num_seqs and the KV pool must hold all") from None
+    step = window.seconds / max(1, window.steps)
+    cpu_experts, cpu_bytes = touched(before, after, setting)
+    gpu_experts = 0.0
+    if setting.has_resident_experts:
+        chosen = recorded_experts(engine, setting, streams, prompt_len, temperature)
+        gpu_experts = max(0.0, chosen - cpu_experts)
+    traffic = StepTraffic(
+        cpu_bytes,
+        gpu_experts * len(setting.geometry.moe_layers) * setting.expert_bytes,
+        setting.weights.dense + streams * (prompt_len + max_tokens / 2) * setting.kv_bytes_per_token,
+    )
+    return _result(
+        streams, window.tokens_per_second, step, (cpu_experts, gpu_experts), traffic, setting, before, after
+    )
+
+
+def _result(
+    streams: int,
+    speed: float,
+    step: float,
+    experts: tuple[float, float],
+    traffic: StepTraffic,
+    setting: Setting,
+    before: Sequence[ServerCounters],
+    after: Sequence[ServerCounters],
+) -> DecodeResult:
+    bound = bound_of(traffic, setting.bandwidths)
+    whole = streams / bound.step
+    alone = streams / bound.cpu_experts if bound.cpu_experts else None
+    steps = _steps(before, after)
+    return DecodeResult(
+        streams=streams,
+        tokens_per_second=speed,
+        step_seconds=step,
+        cpu_experts_per_layer=experts[0],
+        gpu_experts_per_layer=experts[1],
+        cpu_expert_bytes_per_step=traffic.cpu_experts,
+        dense_bytes_per_step=traffic.dense,
+        bound_tokens_per_second=whole,
+        expert_bound_tokens_per_second=alone,
+        fraction_of_bound=speed / whole,
+        fraction_of_expert_bound=speed / alone if alone else None,
+        expert_busy=_longest_busy(before, after) / (steps * step) if steps else 0.0,
+    )
+
+
+def recorded_experts(
+    engine: EngineUnderTest, setting: Setting, streams: int, prompt_len: int, temperature: float
+) -> float:
+    """Different experts per layer and step, wherever they are: of a run whose steps are recorded.
+
+    A run of its own, because recording takes time and steps that no captured graph holds.
+    """
+    recorder = engine.built.recorder
+    if recorder is None:
+        return expected_distinct(setting.geometry.num_experts, setting.geometry.top_k, streams)
+    prompts = random_prompts(streams, prompt_len, setting.vocab_size, 2)
+    running = engine.submit(prompts, _RECORDED_STEPS + 8, temperature)
+    running.wait(2)
+    recorder.start("stat")
+    running.wait(_RECORDED_STEPS)
+    recorder.stop()
+    running.wait(_RECORDED_STEPS + 8)
+    per_layer = recorder.dump().distinct_per_step()
+    return sum(per_layer.values()) / max(1, len(per_layer))
+
+
+def _steps(before: Sequence[ServerCounters], after: Sequence[ServerCounters]) -> float:
+    """Steps between two looks, from one server's calls over its layers."""
+    if not after or not after[0].calls:
+        return 0.0
+    calls = sum(after[0].calls.values()) - sum(before[0].calls.values())
+    return calls / len(after[0].calls)
+
+
+def touched(
+    before: Sequence[ServerCounters], after: Sequence[ServerCounters], setting: Setting
+) -> tuple[float, float]:
+    """Experts per layer and step that the servers read, and bytes of weights that is per step.
+
+    Servers that divide every expert count the same ones; servers that divide whole experts count their own.
+    """
+    layers = len(setting.geometry.moe_layers)
+    experts, nbytes = [], 0.0
+    for early, late, info in zip(before, after, setting.infos, strict=True):
+        calls = sum(late.calls.values()) - sum(early.calls.values())
+        read = sum(late.experts.values()) - sum(early.experts.values())
+        # Steps whose layer had no expert here are calls without experts, or no calls at all.
+        per_layer = read / calls if calls else 0.0
+        active = len(late.calls) / layers
+        experts.append(per_layer * active)
+        slice_bytes = info.packed_bytes / (layers * max(1, info.num_experts))
+        nbytes += per_layer * active * layers * slice_bytes
+    split_by_expert = setting.servers.config.experts.expert_split == "expert"
+    found = sum(experts) if split_by_expert else max(experts, default=0.0)
+    return found, nbytes
+
+
+def measure_prefill(
+    engine: EngineUnderTest, setting: Setting, prompt_len: int, repeats: int = 3
+) -> PrefillResult:
+    """Time from a prompt's submission to its first token; the best of several prompts."""
+    best, busy = float("inf"), 0.0
+    for repeat in range(repeats):
+        [prompt] = random_prompts(1, prompt_len, setting.vocab_size, 100 + repeat)
+        before = setting.servers.counters()
+        running = engine.submit([prompt], 1, 0.0)
+        seconds = running.wait(1) - running.submitted
+        if seconds < best:
+            best, busy = seconds, _longest_busy(before, setting.servers.counters())
+    return PrefillResult(prompt_len, best, prompt_len / best, busy / best)
+
+
+def _longest_busy(before: Sequence[ServerCounters], after: Sequence[ServerCounters]) -> float:
+    """Seconds that the busiest server computed between two looks; 0 without servers."""
+    busy = [late.busy_seconds - early.busy_seconds for early, late in zip(before, after, strict=True)]
+    return max(busy, default=0.0)

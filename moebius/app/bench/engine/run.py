@@ -1,0 +1,149 @@
+"""The command: one engine, each number of streams in turn, then prefill."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moebius.app.bench.engine.bandwidth import measure_bandwidths
+from moebius.app.bench.engine.bounds import Bandwidths
+from moebius.app.bench.engine.drive import EngineUnderTest, running_engine
+from moebius.app.bench.engine.host import facts
+from moebius.app.bench.engine.measure import (
+    DecodeResult,
+    PrefillResult,
+    Setting,
+    make_setting,
+    measure_decode,
+    measure_prefill,
+)
+from moebius.app.bench.engine.servers import running_servers
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+
+HEADER = (
+    f"{'streams':>7} {'tokens/s':>9} {'step ms':>8} {'experts/layer':>14} {'GB/step':>8} "
+    f"{'bound':>8} {'ours':>6} {'experts only':>13} {'ours':>6} {'servers busy':>13}"
+)
+
+
+@dataclass(frozen=True)
+class EngineBenchOptions:
+    """Filled by the command line."""
+
+    streams: Sequence[int] = (1, 4, 8, 16, 32)
+    prompt_len: int = 64
+    max_tokens: int = 96
+    # Prompt lengths whose prefill is measured; empty: none.
+    prefill: Sequence[int] = (512, 2048)
+    # 0: greedy, which graphs hold; above: sampled by kernels behind them. Greedy output of random weights may
+    # repeat itself, and with it the experts it chooses: the number of different ones is measured.
+    temperature: float = 0.0
+    # Of the buffer that bandwidth is measured with; 0: several times the caches.
+    probe_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class EngineBench:
+    """Everything measured on one engine; filled by `run`."""
+
+    decode: list[DecodeResult]
+    prefill: list[PrefillResult]
+    bandwidths: Bandwidths
+    device: str
+
+    def document(self) -> dict[str, Any]:
+        """For the JSON file."""
+        return asdict(self)
+
+
+def run(config: MoebiusConfig, options: EngineBenchOptions, json_file: Path | None = None) -> EngineBench:
+    """Starts expert servers, builds the engine, measures and prints; all is stopped at the end.
+
+    Raises UserError, and what `moebius serve` would refuse.
+    """
+    from gpu_service.device.resolve import resolve_device
+
+    config = with_room(config, options)
+    device = resolve_device(config.gpu)
+    bandwidths = measure_bandwidths(device, options.probe_bytes, config.parallel.tensor_parallel_size)
+    with running_servers(config) as servers, running_engine(servers.config) as engine:
+        setting = make_setting(engine, servers, bandwidths)
+        found = measure_all(engine, setting, options, str(device))
+    if json_file is not None:
+        write_json({"host": facts(device)} | found.document(), json_file)
+    return found
+
+
+def measure_all(
+    engine: EngineUnderTest, setting: Setting, options: EngineBenchOptions, device: str
+) -> EngineBench:
+    """Every row, printed as it is measured."""
+    print(HEADER)
+    # The first run pays for kernels that are compiled, and graphs that are loaded, at first use.
+    measure_decode(
+        engine, setting, 1, options.prompt_len, max(8, options.max_tokens // 4), options.temperature
+    )
+    decode = []
+    for streams in options.streams:
+        decode.append(
+            measure_decode(
+                engine, setting, streams, options.prompt_len, options.max_tokens, options.temperature
+            )
+        )
+        print(decode_line(decode[-1]), flush=True)
+    prefill = []
+    for length in options.prefill:
+        if length + 1 > engine.built.context_limit:
+            print(f"prefill {length:6d}: longer than the context of {engine.built.context_limit} tokens")
+            continue
+        prefill.append(measure_prefill(engine, setting, length))
+        last = prefill[-1]
+        print(
+            f"prefill {length:6d} tokens: {last.tokens_per_second:9.1f} tokens/s, first token after "
+            f"{last.seconds_to_first_token * 1e3:.1f} ms, servers busy {last.expert_busy:.2f}",
+            flush=True,
+        )
+    return EngineBench(decode, prefill, setting.bandwidths, device)
+
+
+def decode_line(row: DecodeResult) -> str:
+    """One line of the table under HEADER."""
+    experts = f"{row.cpu_experts_per_layer:.1f}"
+    if row.gpu_experts_per_layer:
+        experts += f"+{row.gpu_experts_per_layer:.1f}"
+    alone = (
+        f"{row.expert_bound_tokens_per_second:13.1f}" if row.expert_bound_tokens_per_second else f"{'-':>13}"
+    )
+    share = f"{row.fraction_of_expert_bound:6.3f}" if row.fraction_of_expert_bound else f"{'-':>6}"
+    gigabytes = (row.cpu_expert_bytes_per_step + row.dense_bytes_per_step) / 1e9
+    return (
+        f"{row.streams:7d} {row.tokens_per_second:9.1f} {row.step_seconds * 1e3:8.2f} {experts:>14} "
+        f"{gigabytes:8.3f} {row.bound_tokens_per_second:8.1f} {row.fraction_of_bound:6.3f} {alone} {share} "
+        f"{row.expert_busy:13.2f}"
+    )
+
+
+def with_room(config: MoebiusConfig, options: EngineBenchOptions) -> MoebiusConfig:
+    """Enough slots for the most streams, and graphs for them; the user's own larger settings stay."""
+    most = max(options.streams)
+    if options.max_tokens < 16:
+        raise UserError(f"--max-tokens: {options.max_tokens} is not allowed; allowed: 16 or more")
+    gpu = config.gpu.model_copy(
+        update={
+            "max_num_seqs": max(config.gpu.max_num_seqs, most),
+            "cuda_graph_max_batch_size": max(config.gpu.cuda_graph_max_batch_size, most),
+        }
+    )
+    return config.model_copy(update={"gpu": gpu})
+
+
+def write_json(document: dict[str, Any], path: Path) -> None:
+    """Raises UserError when the file can not be written."""
+    try:
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"--json {path}: {error.strerror}") from None

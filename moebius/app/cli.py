@@ -1,0 +1,88 @@
+"""The `moebius` command. Commands import what they need when they run, so that `--help` is quick.
+
+What a user did wrong ends as one line on stderr and a non-zero exit status, never as a traceback; a
+traceback means a defect of Moebius.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from moebius.app.commands import (
+    bench,
+    bench_engine,
+    chat,
+    demo,
+    experts,
+    plan,
+    random_model,
+    serve,
+    services,
+    topology,
+    verify,
+    version,
+)
+from moebius.errors import UserError
+
+EXIT_USER_ERROR = 2
+
+# Errors of other packages that are about what the user gave. By name: importing them here would load the
+# packages, and an error whose module is not loaded can not have been raised.
+USER_ERRORS = (
+    ("moebius.checkpoint.errors", "CheckpointError"),
+    ("moebius.app.demo_model.errors", "DemoModelError"),
+    ("moebius.mailbox_errors", "MailboxError"),
+    ("gpu_service.model_config", "ModelConfigError"),
+)
+
+app = typer.Typer(
+    name="moebius",
+    help="Serves mixture-of-experts models on GPUs and CPU sockets together.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for module in (serve, plan, services, chat, demo, topology, verify, version):
+    module.register(app)
+bench_engine.register(bench.app)
+app.add_typer(bench.app, name="bench")
+app.add_typer(random_model.app, name="models")
+app.add_typer(experts.app, name="experts")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and exits with its status."""
+    try:
+        status = app(args=arguments, prog_name="moebius", standalone_mode=False)
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`moebius topology | head`); nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    except Exception as error:
+        message = _user_message(error)
+        if message is None:
+            raise
+        print(f"moebius: error: {message}", file=sys.stderr)
+        status = EXIT_USER_ERROR
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _user_message(error: Exception) -> str | None:
+    """One line for an error the user can mend; None for a defect."""
+    # Typer's usage errors (no such option, missing argument) share this method and nothing public.
+    format_message = getattr(error, "format_message", None)
+    if format_message is not None:
+        return " ".join(str(format_message()).split())
+    kinds: list[type[BaseException]] = [UserError]
+    for module, name in USER_ERRORS:
+        if module in sys.modules:
+            kinds.append(getattr(sys.modules[module], name))
+    if isinstance(error, tuple(kinds)):
+        return " ".join(str(error).split())
+    return None

@@ -1,0 +1,168 @@
+"""`moebius bench mailbox|decode|kernels|quota|load`; those on an engine are in `bench_engine`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moebius.errors import UserError
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the rows there as JSON, too"),
+]
+
+app = typer.Typer(
+    help="Measure, beside the limit measured in the same run.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def mailbox(
+    device: Annotated[str, typer.Option(help="Who drives it: cpu (host code) or cuda (in a graph)")] = "cpu",
+    rows: Annotated[str, typer.Option(help="Token rows per layer, for cuda")] = "1,2,4,8,16,32,64,128,256",
+    servers: Annotated[str, typer.Option(help="Numbers of echo processes, for cuda")] = "1,4",
+    signal: Annotated[
+        str, typer.Option(help="How the GPU rings and waits; host: by host functions in the stream")
+    ] = "doorbell,memops,host",
+    layers: Annotated[int, typer.Option(min=1, help="Layers in one graph")] = 48,
+    replays: Annotated[int, typer.Option(min=10, help="Measured replays per line")] = 100,
+    copy_kib: Annotated[
+        int | None, typer.Option(min=0, help="KiB from which the copy engine moves rows [default: measured]")
+    ] = None,
+    jit_cache_dir: Annotated[str, typer.Option(help="Where compiled kernels are kept")] = "",
+    json_file: JsonFile = None,
+) -> None:
+    """Hand-off through the shared-memory mailbox: by host code, or from a GPU's stream."""
+    if device == "cpu":
+        from moebius.app.bench.mailbox import run
+
+        run(json_file=json_file)
+        return
+    if device != "cuda":
+        raise UserError(f"--device: {device!r} is not allowed; allowed: cpu, cuda")
+    from moebius.app.bench.mailbox_device.rows import MAX_ROWS, parse_numbers, parse_signals
+    from moebius.app.bench.mailbox_device.run import DeviceOptions
+    from moebius.app.bench.mailbox_device.run import run as run_on_device
+
+    options = DeviceOptions(
+        signals=parse_signals(signal),
+        servers=parse_numbers(servers, "--servers", 16),
+        rows=parse_numbers(rows, "--rows", MAX_ROWS),
+        layers=layers,
+        replays=replays,
+        copy_kib=copy_kib,
+        jit_cache_dir=jit_cache_dir,
+    )
+    run_on_device(options, json_file)
+
+
+@app.command()
+def decode(
+    base_url: Annotated[str, typer.Option(help="Running server")] = "http://127.0.0.1:8000",
+    model: Annotated[str, typer.Option(help="Model name [default: the server's first]")] = "",
+    api_key: Annotated[str, typer.Option(help="Bearer token")] = "",
+    streams: Annotated[str, typer.Option(help="Numbers of concurrent streams")] = "1,8,32",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per stream")] = 128,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Checkpoint for the limit [default: the server's, if it is here]"),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Tokens per second, time to first token and inter-token latency of a running server."""
+    try:
+        counts = [int(part) for part in streams.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise UserError(f"--streams: {streams!r} is not allowed; allowed: numbers >= 1, comma separated")
+    from moebius.app.bench.decode import run
+
+    run(base_url, model, api_key, counts, max_tokens, checkpoint, json_file)
+
+
+@app.command()
+def kernels(
+    formats: Annotated[
+        str, typer.Option("--format", help="Weight formats, comma separated")
+    ] = "bfloat16,fp8_block,int8,int8_w8a8,int4_g32,mxfp4",
+    shapes: Annotated[
+        str,
+        typer.Option("--shape", help="Names or HxIxExK (hidden, intermediate, experts, per row), or all"),
+    ] = "qwen3-30b-a3b",
+    rows: Annotated[str, typer.Option(help="Token rows per call")] = "1,2,4,8,16,64,256,1024,4096",
+    rows_per_expert: Annotated[
+        str, typer.Option(help="Instead of --rows: exactly so many rows for every expert")
+    ] = "",
+    threads: Annotated[int, typer.Option(help="0: one per allowed CPU")] = 0,
+    isa: Annotated[str, typer.Option(help="Instruction-set level")] = "auto",
+    kernel: Annotated[str, typer.Option(help="Product kernel to force, by name")] = "auto",
+    experts: Annotated[int, typer.Option(min=0, help="Per layer; 0: the model's, or what fits")] = 0,
+    layers: Annotated[int, typer.Option(min=0, help="0: more than the caches can hold")] = 0,
+    memory: Annotated[float, typer.Option(min=0, help="GiB for weights; 0: half of what is free")] = 0,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Measuring time per row")] = 1.0,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print which kernel is used for how many rows")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Milliseconds per MoE layer on the CPU, beside the bandwidth and the peak of the same cores."""
+    from moebius.app.bench.kernels import KernelsOptions, run
+    from moebius.app.bench.kernels_shapes import parse_counts, parse_isa, parse_shapes
+
+    options = KernelsOptions(
+        shapes=parse_shapes(shapes),
+        formats=formats.split(","),
+        rows=parse_counts(rows, "--rows"),
+        rows_per_expert=parse_counts(rows_per_expert, "--rows-per-expert") if rows_per_expert else (),
+        threads=threads,
+        isa=parse_isa(isa),
+        kernel=kernel,
+        experts=experts,
+        layers=layers,
+        memory_bytes=int(memory * 2**30),
+        seconds=seconds,
+        print_plan=plan,
+    )
+    run(options, json_file)
+
+
+@app.command()
+def quota(
+    share: Annotated[float, typer.Option(help="CPU time allowed, as a share of all CPUs")] = 0.5,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Measuring time per row")] = 3.0,
+    json_file: JsonFile = None,
+) -> None:
+    """What an MoE layer keeps of its speed under a cgroup's CPU quota (needs root)."""
+    from moebius.app.bench.quota import run
+
+    run(share, seconds, json_file)
+
+
+@app.command()
+def load(
+    formats: Annotated[
+        str, typer.Option("--format", help="Formats of the checkpoint, comma separated")
+    ] = "bfloat16,fp8_block,int4_g32",
+    dtypes: Annotated[str, typer.Option("--expert-dtype", help="Packed as")] = "keep,int8,int4",
+    shape: Annotated[str, typer.Option(help="HxIxE: hidden, intermediate, experts")] = "2048x768x128",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the checkpoint")] = 2,
+    threads: Annotated[int, typer.Option(min=0, help="0: as many as cores and quota allow")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Loads per line; the best counts")] = 3,
+    directory: Annotated[Path, typer.Option(help="Where the checkpoint is written")] = Path("/dev/shm"),
+    json_file: JsonFile = None,
+) -> None:
+    """Reading, requantising and packing experts, beside merely reading the same files."""
+    from moebius.app.bench.load import LoadOptions, run
+    from moebius.app.bench.load_checkpoint import parse_shape
+
+    sizes = parse_shape(shape, layers)
+    options = LoadOptions(
+        sizes, tuple(formats.split(",")), tuple(dtypes.split(",")), threads, repeats, directory
+    )
+    run(options, json_file)

@@ -1,0 +1,107 @@
+"""`moebius demo` and `moebius demo-model`: the system answers one question on the demo model."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moebius.app.cli_options import with_settings
+from moebius.app.commands.models import DEMO, build_demo_model, with_checkpoint
+from moebius.config import MoebiusConfig
+
+if TYPE_CHECKING:
+    from moebius.app.commands.chat import Answer
+    from moebius.app.supervisor.plan import ServePlan
+
+DEMO_SERVERS = 2
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the two commands."""
+
+    @app.command("demo-model")
+    def demo_model(
+        directory: Annotated[Path | None, typer.Argument(help="Where to build it", metavar="DIR")] = None,
+        gguf: Annotated[
+            Path | None, typer.Option(help="Base weights already on disk", metavar="FILE")
+        ] = None,
+    ) -> None:
+        """Build the demo model once and print its directory."""
+        print(build_demo_model(directory, gguf))
+
+    @app.command()
+    @with_settings(model_argument=False)
+    def demo(
+        config: MoebiusConfig,
+        prompt: Annotated[str, typer.Option(help="What to ask")] = "What is the capital of France?",
+    ) -> None:
+        """Build the demo model if need be, start everything, answer one question, stop everything."""
+        from moebius.app.supervisor.plan import make_plan
+        from moebius.telemetry.logging import configure_logging
+
+        config = _demo_settings(config)
+        configure_logging(config.telemetry, "supervisor")
+        _answer(make_plan(config), prompt)
+
+
+def _demo_settings(config: MoebiusConfig) -> MoebiusConfig:
+    """The demo model on two expert servers (as on two sockets), quiet logs, any free port; flags win."""
+    defaults = MoebiusConfig()
+    gateway, experts, telemetry = config.gateway, config.experts, config.telemetry
+    if gateway.port == defaults.gateway.port:
+        gateway = gateway.model_copy(update={"port": 0})
+    if experts.expert_servers == 0:
+        experts = experts.model_copy(update={"expert_servers": DEMO_SERVERS})
+    if telemetry.log_level == defaults.telemetry.log_level:
+        telemetry = telemetry.model_copy(update={"log_level": "warning"})
+    model = config.model.model_copy(update={"model": config.model.model or DEMO})
+    update = {"model": model, "gateway": gateway, "experts": experts, "telemetry": telemetry}
+    return with_checkpoint(config.model_copy(update=update))
+
+
+def _answer(serve_plan: ServePlan, prompt: str) -> None:
+    """Starts the system, asks, prints the figures, stops."""
+    from moebius.app.client import ApiClient
+    from moebius.app.commands.chat import stream_answer
+    from moebius.app.commands.running import running
+
+    answers: list[Answer | BaseException] = []
+    client = ApiClient(serve_plan.base_url)
+    body = {"model": serve_plan.config.model.served_model_name, "max_tokens": 200, "temperature": 0}
+
+    def ask() -> None:
+        try:
+            answers.append(stream_answer(client, body, [{"role": "user", "content": prompt}]))
+        except BaseException as error:
+            answers.append(error)
+
+    with running(serve_plan) as supervisor:
+        if supervisor.stopping:
+            raise typer.Exit(130)
+        print(f"\n> {prompt}\n", flush=True)
+        # The main thread goes on watching the processes: what dies meanwhile is restarted as in service.
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        supervisor.run(until=lambda: not asking.is_alive())
+        if not answers:
+            raise typer.Exit(130)
+        answer = answers[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        _print_figures(answer, serve_plan.config.experts.expert_addresses)
+
+
+def _print_figures(answer: Answer, expert_addresses: tuple[str, ...]) -> None:
+    from moebius.app.expert_stats import read_settled_stats
+
+    print(f"\n{answer.completion_tokens} tokens, {answer.tokens_per_second:.1f} tokens/s", end="")
+    print(f", time to first token {answer.time_to_first_token:.3f} s")
+    for index, stats in enumerate(read_settled_stats(expert_addresses)):
+        print(
+            f"expert-{index}: {stats.calls} calls, {stats.rows} token rows, busy {stats.busy_seconds:.2f} s"
+        )
+    sys.stdout.flush()

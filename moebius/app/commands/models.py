@@ -1,0 +1,70 @@
+"""Finding the checkpoint that a command shall use, and refusing what is none before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.gguf.files import is_gguf
+from moebius.checkpoint.moe_config import read_config
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+
+DEMO = "demo"
+
+
+def with_checkpoint(config: MoebiusConfig) -> MoebiusConfig:
+    """The configuration with `model` as an absolute directory that holds a config.json, or as a GGUF model.
+
+    `demo` stands for the demo model, built on first use (unless a directory of that name is here), and
+    takes exact experts.
+    Raises UserError.
+    """
+    given = config.model.model
+    if not given:
+        raise UserError(
+            "MODEL is missing: give a checkpoint directory or .gguf file, or `demo` for the demo model"
+        )
+    path = Path(given).expanduser().absolute()
+    experts = config.experts
+    if given == DEMO and not path.exists():
+        path = build_demo_model(None)
+        # Its routers score experts within rounding of each other, and each expert is a sixteenth of a small
+        # model: its answers should not depend on what else is computed with them.
+        experts = experts.model_copy(update={"exact_experts": True})
+    _check(given, path)
+    section = config.model.model_copy(update={"model": str(path)})
+    return config.model_copy(update={"model": section, "experts": experts})
+
+
+def _check(given: str, path: Path) -> None:
+    """Raises UserError unless a model's configuration can be read there."""
+    if is_gguf(path):
+        try:
+            read_config(path)
+        except CheckpointError as error:
+            raise UserError(f"MODEL {given!r}: {error}") from None
+        return
+    if not path.is_dir():
+        raise UserError(f"MODEL {given!r}: there is no such directory, and no such .gguf file")
+    try:
+        document = json.loads((path / "config.json").read_text())
+    except FileNotFoundError:
+        raise UserError(f"MODEL {given!r}: no config.json in it; is it a checkpoint directory?") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"MODEL {given!r}: cannot read its config.json: {error}") from None
+    if not isinstance(document, dict) or "model_type" not in document:
+        raise UserError(f"MODEL {given!r}: its config.json has no model_type")
+
+
+def build_demo_model(directory: Path | None, gguf: Path | None = None) -> Path:
+    """The demo checkpoint's directory, built with a progress display when it is not there yet.
+
+    `gguf` is a local copy of the base weights, for machines that reach no package registry.
+    """
+    from moebius.app.demo_model import build_demo_model as build
+    from moebius.app.demo_model import rich_progress
+
+    with rich_progress() as progress:
+        return build(directory, progress, gguf=gguf)

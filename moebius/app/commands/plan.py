@@ -1,0 +1,74 @@
+"""`moebius plan MODEL`: memory, placement and speed on given hardware, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moebius.app.cli_options import with_settings
+from moebius.app.commands.models import with_checkpoint
+from moebius.config import MoebiusConfig
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(plan)
+
+
+@with_settings("model", "images", "gpu", "experts", "parallel", "placement")
+def plan(
+    config: MoebiusConfig,
+    gpus: Annotated[str, typer.Option(help="auto, none, a number, or e.g. 2xh200")] = "auto",
+    gpu_memory: Annotated[float | None, typer.Option(help="Memory of a GPU, GiB", min=0.1)] = None,
+    gpu_bandwidth: Annotated[
+        float | None, typer.Option(help="Memory bandwidth of a GPU, GB/s", min=1)
+    ] = None,
+    gpu_tflops: Annotated[float | None, typer.Option(help="Peak of a GPU in bfloat16", min=0.1)] = None,
+    pcie: Annotated[
+        float | None, typer.Option(help="Host to GPU, one direction, GB/s of the vendor's figure", min=0.1)
+    ] = None,
+    ram: Annotated[float | None, typer.Option(help="RAM that everything may take, GiB", min=0.001)] = None,
+    sockets: Annotated[int | None, typer.Option(help="NUMA nodes", min=1, max=16)] = None,
+    cores: Annotated[int | None, typer.Option(help="Cores of all sockets that compute", min=1)] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="RAM of one socket, GB/s", min=0.1)] = None,
+    cpu_tflops: Annotated[
+        float | None, typer.Option(help="Peak of all cores in bfloat16, TFLOP/s", min=0.001)
+    ] = None,
+    isa: Annotated[str, typer.Option(help="Instruction set of the CPUs: amx, avx512, ...")] = "auto",
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this host's RAM and cores")] = False,
+    context: Annotated[int | None, typer.Option(help="Tokens each stream shall have room for", min=1)] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Streams of that many tokens at once", min=1)
+    ] = None,
+    streams: Annotated[
+        str, typer.Option(help="Numbers of streams to predict, comma separated")
+    ] = "1,4,16,32",
+    fill: Annotated[bool, typer.Option(help="Put as many experts on GPUs as fit, where none are set")] = True,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the plan there as JSON, too")
+    ] = None,
+) -> None:
+    """Say what a model takes and how fast it will be; exit status 1: it does not fit, and what would."""
+    from moebius.app.bench.kernels_shapes import parse_counts
+    from moebius.app.planning.capacity import Wish
+    from moebius.app.planning.hardware import HardwareOptions
+    from moebius.app.planning.run import run
+
+    options = HardwareOptions(
+        gpus=gpus,
+        gpu_memory_gib=gpu_memory,
+        gpu_bandwidth_gbs=gpu_bandwidth,
+        gpu_tflops=gpu_tflops,
+        pcie_gbs=pcie,
+        ram_gib=ram,
+        sockets=sockets,
+        cores=cores,
+        bandwidth_gbs=bandwidth,
+        cpu_tflops=cpu_tflops,
+        isa=isa,
+        measure=measure,
+    )
+    wish = Wish(context, concurrency, tuple(parse_counts(streams, "--streams")))
+    run(with_checkpoint(config), options, wish, fill, json_file)

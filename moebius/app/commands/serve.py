@@ -1,0 +1,76 @@
+"""`moebius serve MODEL`: the whole system on this machine, until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from moebius.app.cli_options import with_settings
+from moebius.app.commands.models import with_checkpoint
+from moebius.config import MoebiusConfig
+from moebius.config_loader import printable_config
+
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the memory plan and whether it fits; start nothing")
+]
+QUESTION = "What is the capital of France?"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+
+    @app.command()
+    @with_settings()
+    def serve(config: MoebiusConfig, dry_run: DryRun = False) -> None:
+        """Start gateway, gpu_service and expert servers, and keep them running."""
+        from moebius.app.commands.running import running
+        from moebius.app.supervisor.plan import make_plan
+        from moebius.telemetry.logging import configure_logging
+
+        config = with_checkpoint(config)
+        if dry_run:
+            print_dry_run(config)
+            return
+        configure_logging(config.telemetry, "supervisor")
+        serve_plan = make_plan(config)
+        print(printable_config(serve_plan.config), file=sys.stderr, flush=True)
+        with running(serve_plan) as supervisor:
+            if not supervisor.stopping:
+                name, key = serve_plan.config.model.served_model_name, config.gateway.api_key
+                print(examples(serve_plan.base_url, name, bool(key)), flush=True)
+            supervisor.run()
+
+
+def print_dry_run(config: MoebiusConfig) -> None:
+    """The plan of `moebius plan` with just these settings. Raises typer.Exit when it does not fit here."""
+    from moebius.app.planning.capacity import Wish
+    from moebius.app.planning.hardware import HardwareOptions
+    from moebius.app.planning.run import run
+
+    run(config, HardwareOptions(), Wish(), fill=False)
+
+
+def examples(base_url: str, model: str, needs_key: bool) -> str:
+    """A curl and a Python example that work as pasted (with the reader's own key when one is needed)."""
+    header = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+    key = "YOUR_KEY" if needs_key else "none"
+    return f"""
+Ready: {model} on {base_url}/v1   (Ctrl-C stops)
+
+curl {base_url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
+  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{QUESTION}"}}], "temperature": 0}}'
+
+from openai import OpenAI
+
+client = OpenAI(base_url="{base_url}/v1", api_key="{key}")
+stream = client.chat.completions.create(
+    model="{model}",
+    messages=[{{"role": "user", "content": "{QUESTION}"}}],
+    temperature=0,
+    stream=True,
+)
+for chunk in stream:
+    print(chunk.choices[0].delta.content or "", end="", flush=True)
+"""

@@ -1,0 +1,227 @@
+"""Makes the plan: reads configuration and headers once, asks engine and expert servers' own arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moebius.app.planning.capacity import CapacityPlan, KvPool, Wish
+from moebius.app.planning.components import (
+    ENGINE_BYTES,
+    GPU_ENGINE_BYTES,
+    RAM,
+    Component,
+    expert_servers,
+    ram_components,
+    total_bytes,
+)
+from moebius.app.planning.expert_bytes import StoredExperts, stored_experts
+from moebius.app.planning.hardware import Hardware
+from moebius.app.planning.notes import make_notes
+from moebius.app.planning.refusal import DoesNotFit, kv_refusal, node_refusal, ram_refusal
+from moebius.app.planning.residency import (
+    Residency,
+    chosen_residency,
+    filled_residency,
+    has_placement,
+    resident_bytes,
+)
+from moebius.app.planning.speed import predict_decode, predict_prefill
+from moebius.app.planning.work import make_work
+from moebius.checkpoint.index import has_weights
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.config import MoebiusConfig
+from moebius.errors import ConfigError, UserError
+from moebius.expert_dtype import REQUANTISED
+
+if TYPE_CHECKING:
+    from gpu_service.memory.plan import ExpertMemory, MemoryPlan
+
+
+class Planner:
+    """One model with one set of settings; `plan` for any hardware that has the GPUs."""
+
+    def __init__(self, config: MoebiusConfig, on_gpu: bool) -> None:
+        """Raises CheckpointError, ModelConfigError or ConfigError: what `moebius serve` would refuse."""
+        from gpu_service.assembly.forecast import Forecast
+
+        self.config = config
+        self.on_gpu = on_gpu
+        self.geometry = MoeGeometry.from_config(config.model.model, config.model.top_k)
+        self.stored: Mapping[int, StoredExperts] = stored_experts(config.model.model, self.geometry)
+        self.forecast = Forecast(config, on_gpu)
+        self.model = self.forecast.model_config
+
+    def plan(self, hardware: Hardware, wish: Wish | None = None, fill: bool = True) -> CapacityPlan:
+        """`fill`: as many experts on GPUs as fit, where no setting says how many.
+
+        Raises DoesNotFit when the hardware is too small, UserError for settings that can not be.
+        """
+        wish = wish or Wish()
+        context, concurrency = wish.tokens(self.model.max_model_len)
+        if context > self.model.max_model_len:
+            raise UserError(f"--context: {context} is not allowed; allowed: up to {self.model.max_model_len}")
+        residency = self._residency(hardware, context * concurrency, fill)
+        if self.on_gpu:
+            ledgers = self._ledgers(hardware, residency)
+            kv, components, budgets = self._gpu_parts(hardware, ledgers)
+        else:
+            kv, components, budgets = self._cpu_kv(), [], {}
+        if wish.is_demanded and kv.tokens < context * concurrency:
+            raise DoesNotFit(kv_refusal(context, concurrency, kv.tokens, kv.token_bytes))
+        components += self._ram(hardware, residency, kv)
+        budgets[RAM] = hardware.ram_bytes
+        self._check_ram(hardware, components, context * concurrency, fill)
+        work = make_work(self.config, self.geometry, self.stored, self.forecast, residency, hardware)
+        return CapacityPlan(
+            model=Path(self.config.model.model).name,
+            model_type=self.geometry.model_type,
+            settings=self._settings(hardware),
+            hardware=hardware,
+            components=tuple(components),
+            budgets=budgets,
+            residency=residency,
+            kv=kv,
+            context=context,
+            decode=predict_decode(work, hardware, wish.streams, context),
+            prefill=predict_prefill(work, hardware, self.config.gpu.max_num_batched_tokens, context),
+            notes=make_notes(self.config, hardware, kv, context, has_weights(self.config.model.model)),
+        )
+
+    def _residency(self, hardware: Hardware, kv_tokens: int, fill: bool) -> Residency:
+        if has_placement(self.config) or not fill or not self.on_gpu or not self.geometry.moe_layers:
+            return chosen_residency(self.config, self.geometry)
+
+        def fits(residency: Residency) -> bool:
+            try:
+                ledgers = self._ledgers(hardware, residency)
+            except DoesNotFit:
+                return False
+            return self._pool(ledgers).tokens >= kv_tokens
+
+        return filled_residency(self.config, self.geometry, fits)
+
+    def _ledgers(self, hardware: Hardware, residency: Residency) -> tuple[MemoryPlan, ...]:
+        """Every rank's. Raises DoesNotFit with the ledger's own words."""
+        assert hardware.gpu is not None
+        held = [self._held(rank, residency) for rank in range(len(self.forecast.ranks))]
+        try:
+            return self.forecast.device_plans(self.config, hardware.gpu.memory_bytes, held)
+        except ConfigError:
+            raise
+        except UserError as error:
+            raise DoesNotFit(str(error)) from error
+
+    def _held(self, rank: int, residency: Residency) -> ExpertMemory:
+        from gpu_service.memory.plan import ExpertMemory
+
+        found = self.forecast.ranks[rank]
+        widest = "float32" if self.model.dtype == "float32" else "bfloat16"
+        count, total = resident_bytes(
+            self.config,
+            self.geometry,
+            self.stored,
+            residency.by_layer,
+            found.moe_layers,
+            found.tp_rank,
+            widest,
+        )
+        return ExpertMemory(count, total // count) if count else ExpertMemory()
+
+    def _pool(self, ledgers: tuple[MemoryPlan, ...]) -> KvPool:
+        """The rank with least room decides; nobody takes more than can be used."""
+        pages = min(ledger.kv_bytes // ledger.page_bytes for ledger in ledgers)
+        settings = self.config.gpu
+        if settings.num_pages is None and settings.kv_cache_gib is None:
+            pages = min(pages, self.forecast.useful_pages(self.config))
+        return KvPool(pages, settings.page_size, self._token_bytes())
+
+    def _token_bytes(self) -> float:
+        """Of the rank whose layers take most."""
+        return max(rank.page_bytes for rank in self.forecast.ranks) / self.config.gpu.page_size
+
+    def _gpu_parts(
+        self, hardware: Hardware, ledgers: tuple[MemoryPlan, ...]
+    ) -> tuple[KvPool, list[Component], dict[str, int]]:
+        pool = self._pool(ledgers)
+        components, budgets = [], {}
+        for rank, ledger in enumerate(ledgers):
+            place = f"GPU {rank}"
+            budgets[place] = ledger.budget
+            for line in ledger.lines:
+                if line.nbytes:
+                    size = pool.pages * ledger.page_bytes if line.part == "KV cache" else line.nbytes
+                    components.append(Component(place, line.part, size))
+        return pool, components, budgets
+
+    def _cpu_kv(self) -> KvPool:
+        pages = self.forecast.shared_pages(self.config)
+        return KvPool(pages, self.config.gpu.page_size, self._token_bytes())
+
+    def _ram(self, hardware: Hardware, residency: Residency, kv: KvPool) -> tuple[Component, ...]:
+        config, engine = self.config, []
+        for rank in self.forecast.ranks:
+            of = f"engine {rank.rank}: " if len(self.forecast.ranks) > 1 else "engine: "
+            if not self.on_gpu:
+                held = self._held(rank.rank, residency)
+                parts = {
+                    "dense weights": rank.dense_bytes,
+                    "packed head": rank.packed_head_bytes,
+                    "vision tower": self.forecast.vision_bytes,
+                    "resident experts": held.count * held.bytes_each,
+                    "KV cache": kv.pages * rank.page_bytes,
+                    "states of linear attention": rank.state_bytes,
+                    "activations": rank.activation_bytes,
+                }
+                engine += [Component(RAM, of + name, size) for name, size in parts.items() if size]
+            process = GPU_ENGINE_BYTES if self.on_gpu else ENGINE_BYTES
+            engine.append(Component(RAM, of + "process", process))
+            engine.append(Component(RAM, of + "a tensor while loading", rank.largest_tensor_bytes))
+        served = {} if residency.is_everything else self.stored
+        servers = expert_servers(config, self.geometry, served, hardware.sockets) if served else ()
+        threads = config.experts.expert_threads * len(servers) or hardware.cores
+        return ram_components(config, self.geometry, served, servers, engine, threads, residency.resident)
+
+    def _check_ram(self, hardware: Hardware, components: list[Component], kv_tokens: int, fill: bool) -> None:
+        wanted, allowed = total_bytes(components, RAM), hardware.ram_bytes
+        if wanted > allowed:
+            others = self._ram_by_dtype(hardware, kv_tokens, fill)
+            experts = sum(part.nbytes for part in components if part.part.startswith("experts of"))
+            chosen = self._settings(hardware)["experts"]
+            raise DoesNotFit(ram_refusal(wanted, experts, allowed, chosen, others))
+        for node in sorted({part.node for part in components if part.node >= 0}):
+            there = sum(part.nbytes for part in components if part.node == node)
+            if there > allowed // hardware.sockets:
+                raise DoesNotFit(node_refusal(node, there, allowed // hardware.sockets))
+
+    def _ram_by_dtype(self, hardware: Hardware, kv_tokens: int, fill: bool) -> dict[str, int]:
+        """What RAM each `expert_dtype` would take; smaller experts also leave more of them on GPUs."""
+        found = {}
+        for dtype in ("keep", *REQUANTISED):
+            changed = self.config.experts.model_copy(update={"expert_dtype": dtype})
+            other = copy(self)
+            other.config = self.config.model_copy(update={"experts": changed})
+            try:
+                residency = other._residency(hardware, kv_tokens, fill)
+                kv = self._pool(other._ledgers(hardware, residency)) if self.on_gpu else self._cpu_kv()
+                found[dtype] = total_bytes(other._ram(hardware, residency, kv), RAM)
+            except UserError:
+                continue  # no format to keep, or residents that do not fit so
+        return found
+
+    def _settings(self, hardware: Hardware) -> dict[str, str]:
+        """What decides the plan, for its head."""
+        formats = {layer.gate_up or "no packed format" for layer in self.stored.values()}
+        stored = ", ".join(sorted(formats)) or "none"
+        target = REQUANTISED.get(self.config.experts.expert_dtype)
+        parallel = self.config.parallel
+        return {
+            "experts": target or stored,
+            "experts stored": stored,
+            "dense weights": self.model.dtype,
+            "tensor_parallel_size": str(parallel.tensor_parallel_size),
+            "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
+            "max_num_batched_tokens": str(self.config.gpu.max_num_batched_tokens),
+        }

@@ -1,0 +1,191 @@
+"""How fast decode and prefill will be: bytes over bandwidth, operations over peaks, and hand-offs.
+
+Formulas, where the constants come from and how predictions compared with measurements: `docs/plan.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moebius.app.bench.engine.bounds import expected_distinct
+from moebius.app.planning.hardware import Hardware
+from moebius.app.planning.kernel_efficiency import kernel_efficiency
+
+# Shares of the vendor's figures that dense products reach on a GPU: not measured here, see docs/plan.md.
+GPU_BANDWIDTH_SHARE = 0.8
+GPU_FLOPS_SHARE = 0.5
+LINK_SHARE = 0.85
+# Of bandwidth and peak, by torch's dense products on a CPU that expert servers compete for; chosen, as
+# CPU_LAYER_SECONDS, from "Decode over HTTP" of docs/benchmarks.md.
+CPU_DENSE_SHARE = 0.35
+# Between the products of a layer: kernels of a replayed graph, and torch's calls on a CPU. Seconds.
+GPU_LAYER_SECONDS = 20e-6
+CPU_LAYER_SECONDS = 500e-6
+# Of an all-reduce of few rows; two a layer.
+ALL_REDUCE_SECONDS = 12e-6
+# "Mailbox round trip" of docs/benchmarks.md, host B: a request, a server, and bytes both ways.
+HAND_OFF_SECONDS, HAND_OFF_SERVER_SECONDS, HAND_OFF_BANDWIDTH = 2.2e-6, 1e-6, 13.5e9
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step asks for; filled by `capacity`.
+
+    Of the dense part that of each stage's busiest rank, summed over the stages, which a token passes in turn.
+    """
+
+    num_layers: int
+    moe_layers: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    dense_bytes: int
+    dense_elements: int
+    kv_token_bytes: float
+    # Width of all query heads of a rank, for the operations of attention.
+    attention_width: int
+    # Of one expert: in the servers' RAM, on a rank's GPU, and its weights.
+    expert_bytes: float
+    resident_expert_bytes: float
+    expert_weights: int
+    weight_format: str
+    # Of all experts; routing is taken to be even.
+    resident_share: float
+    servers: int
+    ranks: int
+    # Rows that one request to the expert servers carries at most.
+    request_rows: int
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Parts of one step; filled by `step_seconds`."""
+
+    dense: float
+    cpu_experts: float
+    gpu_experts: float
+    hand_off: float
+    overhead: float
+
+    @property
+    def total(self) -> float:
+        """Resident experts are computed beside those of the servers; all else follows one another."""
+        return self.dense + max(self.cpu_experts, self.gpu_experts) + self.hand_off + self.overhead
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """By name, in the order of a step."""
+        return {
+            "dense weights and KV": self.dense,
+            "experts in RAM": self.cpu_experts,
+            "experts on GPUs": self.gpu_experts,
+            "hand-off": self.hand_off,
+            "launches": self.overhead,
+        }
+
+    @property
+    def bound_by(self) -> str:
+        """The largest part."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One row of the prediction; filled by `predict_decode` and `predict_prefill`."""
+
+    # Streams that decode, or tokens of one chunk of a prompt.
+    rows: int
+    tokens_per_second: float
+    seconds: StepSeconds
+    # Different experts of a layer that a step touches.
+    distinct_experts: float
+
+
+def predict_decode(work: Work, hardware: Hardware, streams: Sequence[int], context: int) -> tuple[Speed, ...]:
+    """One row per number of streams, each of them `context` tokens long."""
+    found = []
+    for count in streams:
+        seconds = step_seconds(work, hardware, count, count * context)
+        distinct = expected_distinct(work.num_experts, work.top_k, count)
+        found.append(Speed(count, count / seconds.total, seconds, distinct))
+    return tuple(found)
+
+
+def predict_prefill(work: Work, hardware: Hardware, chunk: int, context: int) -> Speed:
+    """Of a prompt of `context` tokens, in chunks; each attends to half of the prompt on average."""
+    chunk = min(chunk, context)
+    seconds = step_seconds(work, hardware, chunk, context // 2, context // 2)
+    distinct = expected_distinct(work.num_experts, work.top_k, min(chunk, work.request_rows))
+    return Speed(chunk, chunk / seconds.total, seconds, distinct)
+
+
+def step_seconds(
+    work: Work, hardware: Hardware, rows: int, kv_tokens: int, attended: int | None = None
+) -> StepSeconds:
+    """A step of `rows` tokens that reads the KV of `kv_tokens`, each row attending to `attended` of them."""
+    per_row = kv_tokens / rows if attended is None else attended
+    in_ram = work.moe_layers and work.resident_share < 1.0
+    return StepSeconds(
+        _dense_seconds(work, hardware, rows, kv_tokens, per_row),
+        _cpu_expert_seconds(work, hardware, rows) if in_ram else 0.0,
+        _gpu_expert_seconds(work, hardware, rows),
+        _hand_off_seconds(work, hardware, rows) if in_ram else 0.0,
+        _overhead_seconds(work, hardware),
+    )
+
+
+def _dense_seconds(work: Work, hardware: Hardware, rows: int, kv_tokens: int, attended: float) -> float:
+    nbytes = work.dense_bytes + kv_tokens * work.kv_token_bytes
+    operations = rows * (2 * work.dense_elements + 4 * attended * work.attention_width * work.num_layers)
+    if hardware.gpu is None:
+        share = CPU_DENSE_SHARE
+        return max(nbytes / (hardware.bandwidth * share), operations / (hardware.cpu_flops * share))
+    gpu = hardware.gpu
+    return max(nbytes / (gpu.bandwidth * GPU_BANDWIDTH_SHARE), operations / (gpu.flops * GPU_FLOPS_SHARE))
+
+
+def _cpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
+    """Rows go in requests of at most `request_rows`, each of which reads its own experts."""
+    whole, rest = divmod(rows, work.request_rows)
+    seconds = whole * _request_seconds(work, hardware, work.request_rows) if whole else 0.0
+    return work.moe_layers * (seconds + (_request_seconds(work, hardware, rest) if rest else 0.0))
+
+
+def _request_seconds(work: Work, hardware: Hardware, rows: int) -> float:
+    kept = 1.0 - work.resident_share
+    nbytes = kept * expected_distinct(work.num_experts, work.top_k, rows) * work.expert_bytes
+    operations = kept * rows * work.top_k * 2 * work.expert_weights
+    limit = max(nbytes / hardware.bandwidth, operations / hardware.cpu_flops)
+    return limit / kernel_efficiency(work.weight_format, work.expert_weights, rows, hardware.has_tiles)
+
+
+def _gpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
+    if hardware.gpu is None or not work.resident_share:
+        return 0.0
+    distinct = work.resident_share * expected_distinct(work.num_experts, work.top_k, rows)
+    operations = work.resident_share * rows * work.top_k * 2 * work.expert_weights / work.ranks
+    gpu = hardware.gpu
+    return work.moe_layers * max(
+        distinct * work.resident_expert_bytes / (gpu.bandwidth * GPU_BANDWIDTH_SHARE),
+        operations / (gpu.flops * GPU_FLOPS_SHARE),
+    )
+
+
+def _hand_off_seconds(work: Work, hardware: Hardware, rows: int) -> float:
+    """Rows to all servers once, float32 sums back from each; over the links of all ranks at once."""
+    requests = -(-rows // work.request_rows)
+    nbytes = rows * work.hidden_size * (work.item_bytes + 4 * work.servers)
+    speed = HAND_OFF_BANDWIDTH
+    if hardware.gpu is not None:
+        speed = hardware.gpu.link * LINK_SHARE * work.ranks
+    each = HAND_OFF_SECONDS + HAND_OFF_SERVER_SECONDS * work.servers
+    return work.moe_layers * (requests * each + nbytes / speed)
+
+
+def _overhead_seconds(work: Work, hardware: Hardware) -> float:
+    if hardware.gpu is None:
+        return work.num_layers * CPU_LAYER_SECONDS
+    reduces = 2 * ALL_REDUCE_SECONDS if work.ranks > 1 else 0.0
+    return work.num_layers * (GPU_LAYER_SECONDS + reduces)

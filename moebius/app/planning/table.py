@@ -1,0 +1,108 @@
+"""A plan as people read it."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from moebius.app.planning.capacity import CapacityPlan
+from moebius.app.planning.speed import Speed
+
+GIB = 2**30
+FORMULA = (
+    "step = (dense + KV bytes) / bandwidth + max(experts in RAM, experts on GPUs) + hand-offs + launches; "
+    "experts: E (1 - (1 - k/E)^n) different ones of n rows, bytes / bandwidth or operations / peak over the "
+    "measured efficiency of the format"
+)
+
+
+def print_plan(plan: CapacityPlan, console: Console | None = None) -> None:
+    """Memory, KV cache, residency, speed, notes."""
+    console = console or Console()
+    console.print(f"[bold]{plan.model}[/] ({plan.model_type}): {hardware_line(plan)}", highlight=False)
+    console.print(", ".join(f"{name} {value}" for name, value in plan.settings.items()), highlight=False)
+    console.print(_memory(plan))
+    for line in summary(plan):
+        console.print(line, highlight=False)
+    console.print(_speeds(plan))
+    console.print(FORMULA, style="dim", highlight=False)
+    for note in plan.notes:
+        console.print(f"note: {note}", style="dim", highlight=False)
+
+
+def hardware_line(plan: CapacityPlan) -> str:
+    """What is planned for, each number with where it comes from."""
+    found, of = plan.hardware, plan.hardware.origin
+    parts = []
+    if found.gpu is not None:
+        gpu = found.gpu
+        parts.append(
+            f"{found.gpus} x {gpu.name} ({gpu.memory_bytes / GIB:.1f} GiB, {gpu.bandwidth / 1e9:.0f} GB/s, "
+            f"{gpu.flops / 1e12:.0f} TFLOP/s, link {gpu.link / 1e9:.0f} GB/s; {of.get('gpu', 'given')})"
+        )
+    parts.append(f"{found.ram_bytes / GIB:.1f} GiB RAM ({of.get('ram', 'given')})")
+    parts.append(f"{found.sockets} NUMA node(s), {found.cores} cores, {found.isa}")
+    parts.append(f"{found.bandwidth / 1e9:.0f} GB/s ({of.get('bandwidth', 'given')})")
+    parts.append(f"{found.cpu_flops / 1e12:.1f} TFLOP/s on CPUs ({of.get('cpu_flops', 'given')})")
+    return ", ".join(parts)
+
+
+def summary(plan: CapacityPlan) -> list[str]:
+    """KV cache and residency, a line each, then the options that `moebius serve` needs."""
+    kv, held = plan.kv, plan.residency
+    lines = [
+        f"KV cache: {kv.tokens} tokens of {kv.token_bytes / 1024:.1f} KiB on the fullest rank: "
+        f"{kv.tokens // plan.context} streams of {plan.context} tokens"
+    ]
+    everything = held.num_experts * len(held.by_layer)
+    how = "as many as fit" if held.is_filled else "as set"
+    lines.append(f"experts on GPUs: {held.count} of {everything} ({held.share:.1%}, {how})")
+    if plan.serve_flags:
+        lines.append(f"serve with: {plan.serve_flags}")
+    return lines
+
+
+def _memory(plan: CapacityPlan) -> Table:
+    table = Table("place", "part", title="Memory, GiB", title_justify="left", box=SIMPLE)
+    table.add_column("GiB", justify="right")
+    for place in plan.places:
+        for part in plan.components:
+            if part.place == place:
+                node = f" (node {part.node})" if part.node >= 0 else ""
+                table.add_row(place, part.part + node, f"{part.nbytes / GIB:.2f}")
+        total, budget = plan.total_of(place), plan.budgets[place]
+        table.add_row(place, "[bold]sum[/]", f"[bold]{total / GIB:.2f}[/]")
+        table.add_row(place, "planned with", f"{budget / GIB:.2f}", end_section=True)
+    return table
+
+
+def _speeds(plan: CapacityPlan) -> Table:
+    title = f"Predicted at {plan.context} tokens of context; parts of a step in ms"
+    table = Table(title=title, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in ("tokens/s", "step", "experts", "dense", "in RAM", "on GPU", "handoff", "rest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in plan.decode:
+        beyond = "*" if row.rows * plan.context > plan.kv.tokens else ""
+        table.add_row(f"decode {row.rows}{beyond}", *_cells(row))
+    table.add_row(f"prefill {plan.prefill.rows}", *_cells(plan.prefill))
+    if plan.decode[-1].rows * plan.context > plan.kv.tokens:
+        table.caption = "* more streams of that context than the KV cache holds"
+    return table
+
+
+def _cells(row: Speed) -> list[str]:
+    """The longest part of the step in bold."""
+    seconds = row.seconds
+    parts = seconds.parts
+    cells = [_milliseconds(part) for part in parts.values()]
+    longest = list(parts).index(seconds.bound_by)
+    cells[longest] = f"[bold]{cells[longest]}[/]"
+    head = [f"{row.tokens_per_second:.1f}", _milliseconds(seconds.total), f"{row.distinct_experts:.1f}"]
+    return [*head, *cells]
+
+
+def _milliseconds(seconds: float) -> str:
+    """Narrow enough for nine columns on a terminal."""
+    return f"{seconds * 1e3:.{2 if seconds < 0.1 else 0}f}"

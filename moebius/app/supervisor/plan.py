@@ -1,0 +1,283 @@
+"""From the configuration of `moebius serve` to the processes it runs.
+
+Every process gets its settings as one YAML file in the run directory, so what runs is exactly what can be
+read there; unix sockets in the same directory connect the processes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moebius.app.supervisor.cpus import ExpertPlacement, place_experts, usable_cpus
+from moebius.app.supervisor.gpus import find_gpus
+from moebius.app.supervisor.probes import GrpcProbe, HttpProbe, Probe
+from moebius.app.supervisor.ranks import RankPlacement, place_ranks, rank_address, rank_settings, runs_on_gpus
+from moebius.app.supervisor.runfile import clean_up_stale
+from moebius.app.supervisor.spec import Plan, ProcessSpec, Segment, Timing
+from moebius.checkpoint.gguf.files import served_name
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.config import MoebiusConfig, Section
+from moebius.config_loader import effective_config
+from moebius.errors import ConfigError, StartupError
+
+# sockaddr_un.sun_path holds 108 bytes, the last one zero.
+MAX_SOCKET_PATH = 107
+ENGINE_HEALTH = "moebius.engine.v1.Engine"
+EXPERT_HEALTH = "moebius.expert.v1.Expert"
+# Rank 0 tells the other ranks to end, in order, before anybody else does.
+STOP_GATEWAY, STOP_GPU, STOP_RANKS, STOP_EXPERTS = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """A plan, and where its parts are reached; filled by `make_plan`."""
+
+    plan: Plan
+    timing: Timing
+    base_url: str
+    # What all processes share; each adds its own share and CPUs.
+    config: MoebiusConfig
+
+
+def make_plan(config: MoebiusConfig) -> ServePlan:
+    """Decides everything about the processes; cleans up what killed predecessors left on the way.
+
+    Raises ConfigError (settings that can not be served), CheckpointError (a model we do not know) and
+    StartupError (state directory or port unusable).
+    """
+    model = MoeGeometry.from_config(config.model.model, config.model.top_k)
+    state_dir = Path(config.supervisor.state_dir).absolute() if config.supervisor.state_dir else None
+    state_dir = state_dir or _own_directory(default_state_dir())
+    # Before the port is tried: what a killed supervisor left may still hold it.
+    clean_up_stale(state_dir)
+    config = _with_port(config)
+    directory = state_dir / f"serve-{config.gateway.port}"
+    placements = () if _is_all_resident(config, model) else _placements(config)
+    config = _shared_settings(config, directory, len(placements))
+    members = _members(config, placements, place_ranks(config, find_gpus(), usable_cpus()[0]))
+    host = _reachable(config.gateway.host)
+    return ServePlan(
+        plan=Plan(
+            directory=directory,
+            processes=tuple(_process(member, directory) for member in members),
+            segments=(_mailbox(config, model),) if config.experts.mailbox else (),
+            files=tuple(
+                (_settings_file(member, directory), effective_config(member.config)) for member in members
+            ),
+            json_logs=config.telemetry.log_format == "json",
+        ),
+        timing=_timing(config),
+        base_url=f"http://{f'[{host}]' if ':' in host else host}:{config.gateway.port}",
+        config=config,
+    )
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One process before it is a command line; filled by `_members`."""
+
+    name: str
+    # The `moebius` command it runs.
+    role: str
+    config: MoebiusConfig
+    probe: Probe
+    stop_stage: int
+    cpus: tuple[int, ...] = ()
+    group: str = ""
+
+
+def _members(
+    config: MoebiusConfig, placements: Sequence[ExpertPlacement], ranks: Sequence[RankPlacement]
+) -> list[_Member]:
+    """All processes in the order of their start: those that load most first."""
+    members = []
+    for index, placement in enumerate(placements):
+        own = _expert_settings(config, index, placement)
+        probe = GrpcProbe(own.experts.expert_address, EXPERT_HEALTH)
+        members.append(_Member(f"expert-{index}", "expert", own, probe, STOP_EXPERTS, placement.cpus))
+    # Rank 0 is ready once a step has gone through all ranks.
+    engine_probe = GrpcProbe(config.gpu.gpu_address, ENGINE_HEALTH)
+    group = "ranks" if len(ranks) > 1 else ""
+    for placed in ranks:
+        own, stage = rank_settings(config, placed), STOP_RANKS if placed.rank else STOP_GPU
+        members.append(_Member(placed.name, "gpu", own, engine_probe, stage, placed.cpus, group))
+    http_probe = HttpProbe(_reachable(config.gateway.host), config.gateway.port, "/ready")
+    return [
+        *members,
+        _Member("gateway", "gateway", config, http_probe, STOP_GATEWAY),
+    ]
+
+
+def _process(member: _Member, directory: Path) -> ProcessSpec:
+    settings = str(_settings_file(member, directory))
+    # `moebius serve` has printed the configuration already.
+    command = (sys.executable, "-m", "moebius", member.role, "--config", settings, "--no-show-config")
+    return ProcessSpec(member.name, command, member.probe, member.stop_stage, member.cpus, member.group)
+
+
+def _settings_file(member: _Member, directory: Path) -> Path:
+    return directory / f"{member.name}.yaml"
+
+
+def _own_directory(path: Path) -> Path:
+    """The directory, ours alone: in a shared /tmp somebody else may have made it, with files of theirs."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = path.stat().st_uid
+    except OSError as error:
+        raise StartupError(f"cannot use the state directory {path}: {error.strerror}") from None
+    if owner != os.getuid():
+        raise StartupError(f"the state directory {path} belongs to user {owner}; give another --state-dir")
+    return path
+
+
+def default_state_dir() -> Path:
+    """`/run/user/UID/moebius` where the system made that directory, else one in the temporary directory."""
+    runtime = Path(f"/run/user/{os.getuid()}")
+    if runtime.is_dir() and os.access(runtime, os.W_OK):
+        return runtime / "moebius"
+    return Path(tempfile.gettempdir()) / f"moebius-{os.getuid()}"
+
+
+def _with_port(config: MoebiusConfig) -> MoebiusConfig:
+    """Port 0 becomes a free port, so that every process and the user can be told; a taken one is refused."""
+    host = config.gateway.host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, config.gateway.port))
+        except OSError as error:
+            where = f"{host}:{config.gateway.port}"
+            raise StartupError(f"cannot serve HTTP on {where} (--host, --port): {error.strerror}") from None
+        port = int(probe.getsockname()[1])
+    return _replace(config, "gateway", port=port)
+
+
+def _reachable(host: str) -> str:
+    """An address that reaches a server bound to `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+def _placements(config: MoebiusConfig) -> tuple[ExpertPlacement, ...]:
+    """One placement per expert server to start.
+
+    None when gpu_service computes the experts itself, or reaches servers that somebody else started.
+    """
+    experts = config.experts
+    if experts.expert_addresses and experts.expert_transport != "grpc":
+        raise ConfigError(
+            "--expert-addresses names servers that run elsewhere; allowed with --expert-transport grpc only"
+        )
+    if experts.expert_transport == "local" or experts.expert_addresses:
+        return ()
+    nodes, quota = usable_cpus()
+    count = experts.expert_servers or len(nodes)
+    if experts.split_shares and len(experts.split_shares) != count:
+        raise ConfigError(
+            f"--split-shares: {len(experts.split_shares)} shares for {count} expert servers; "
+            "allowed: one share per server"
+        )
+    settings, on_gpus = config.parallel, runs_on_gpus(config, find_gpus())
+    num_engines = settings.tensor_parallel_size * settings.pipeline_parallel_size if on_gpus else 0
+    return place_experts(nodes, count, quota, num_engines)
+
+
+def _is_all_resident(config: MoebiusConfig, model: MoeGeometry) -> bool:
+    """Whether the engine computes every expert itself. Raises UserError for a placement that can not be."""
+    from moebius.placement.make import make_placement
+
+    return make_placement(config.placement, model).covers_everything
+
+
+def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -> MoebiusConfig:
+    """What all processes agree on: sockets, the mailbox's name, the served name."""
+    model = Path(config.model.model).absolute()
+    config = _replace(
+        config,
+        "model",
+        model=str(model),
+        served_model_name=config.model.served_model_name or served_name(model),
+    )
+    gpu_address = _socket(directory, "gpu")
+    config = _replace(config, "gpu", gpu_address=gpu_address)
+    config = _replace(config, "parallel", rank=0, rank_address=rank_address(config))
+    config = _replace(config, "gateway", engine_address=gpu_address)
+    addresses = tuple(_socket(directory, f"expert-{index}") for index in range(num_experts))
+    addresses = addresses or config.experts.expert_addresses
+    wants_mailbox = config.experts.expert_transport == "mailbox" and num_experts > 0
+    mailbox = config.experts.mailbox or f"moebius-{config.gateway.port}-{secrets.token_hex(4)}"
+    return _replace(
+        config,
+        "experts",
+        expert_servers=num_experts,
+        split_count=max(1, len(addresses)),
+        expert_addresses=addresses,
+        mailbox=mailbox if wants_mailbox else "",
+    )
+
+
+def _expert_settings(config: MoebiusConfig, index: int, placement: ExpertPlacement) -> MoebiusConfig:
+    """The settings of one expert server."""
+    experts = config.experts
+    port = experts.expert_metrics_port
+    return _replace(
+        config,
+        "experts",
+        split_index=index,
+        expert_address=experts.expert_addresses[index],
+        numa_node=placement.numa_node if experts.numa_node < 0 else experts.numa_node,
+        expert_threads=experts.expert_threads or placement.threads,
+        expert_metrics_port=port + index if port else 0,
+    )
+
+
+def _mailbox(config: MoebiusConfig, model: MoeGeometry) -> Segment:
+    """The shared memory between gpu_service and the expert servers; created here so that it outlives both."""
+    name = config.experts.mailbox
+
+    def create() -> object:
+        from moebius.mailbox import Mailbox
+        from moebius.mailbox_plan import mailbox_geometry
+
+        return Mailbox.create(name, mailbox_geometry(config, model))
+
+    return Segment(name, create)
+
+
+def _socket(directory: Path, name: str) -> str:
+    path = directory / f"{name}.sock"
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"--state-dir: the socket path {path} is longer than {MAX_SOCKET_PATH} bytes; "
+            "allowed: a directory with a shorter name"
+        )
+    return f"unix:{path}"
+
+
+def _timing(config: MoebiusConfig) -> Timing:
+    settings = config.supervisor
+    return Timing(
+        ready_timeout_s=settings.ready_timeout_s,
+        restart_backoff_s=settings.restart_backoff_s,
+        restart_backoff_max_s=settings.restart_backoff_max_s,
+        stop_timeout_s=settings.stop_timeout_s,
+    )
+
+
+def _replace(config: MoebiusConfig, section: str, **values: object) -> MoebiusConfig:
+    """The configuration with some leaves of one section set; values are of the leaves' types."""
+    old: Section = getattr(config, section)
+    return config.model_copy(update={section: old.model_copy(update=values)})
+
+
+def process_names(plan: Plan) -> Sequence[str]:
+    """Names for a progress display, in the order a request meets them."""
+    return [spec.name for spec in reversed(plan.processes)]

@@ -1,0 +1,193 @@
+"""Runs a plan: starts the processes, waits until they are ready, restarts the dead, stops all in order."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Literal
+
+import structlog
+
+from moebius.app.supervisor.process import ManagedProcess
+from moebius.app.supervisor.restart_group import RestartGroup
+from moebius.app.supervisor.runfile import RunDirectory
+from moebius.app.supervisor.spec import Plan, Timing
+from moebius.errors import PEER_LOST_EXIT, StartupError
+
+POLL_S = 0.05
+# How long a process that ended because of another one is kept from being blamed.
+CULPRIT_WAIT_S = 2.0
+State = Literal["starting", "ready", "died", "stopped"]
+EventCallback = Callable[[str, State], None]
+"""Called as `callback(process_name, state)` from the main thread."""
+
+log = structlog.get_logger(__name__)
+
+
+class Supervisor:
+    """The life of one plan. Use from the main thread, as a context manager: leaving it stops everything.
+
+    SIGTERM, SIGINT and SIGHUP end `wait_ready` and `run`; a second one kills without grace.
+    """
+
+    def __init__(self, plan: Plan, timing: Timing, on_event: EventCallback | None = None) -> None:
+        self._plan, self._timing = plan, timing
+        self._on_event = on_event or (lambda name, state: None)
+        self._directory = RunDirectory(plan.directory)
+        self._segments: list[object] = []
+        self._signals_seen = 0
+        self._wake = threading.Event()
+        self._previous_handlers: dict[int, object] = {}
+        first, longest = timing.restart_backoff_s, timing.restart_backoff_max_s
+        self.processes = [ManagedProcess(spec, first, longest, plan.json_logs) for spec in plan.processes]
+        self._groups = {
+            name: RestartGroup([process for process in self.processes if process.spec.group == name])
+            for name in {spec.group for spec in plan.processes if spec.group}
+        }
+        self._first_exit_at: float | None = None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal asked for the end."""
+        return self._signals_seen > 0
+
+    def __enter__(self) -> Supervisor:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        self._segments.clear()
+        self._directory.remove()
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def silence_events(self) -> None:
+        """Stops calling `on_event`: whoever shows the start-up has seen its end."""
+        self._on_event = lambda name, state: None
+
+    def wait_ready(self) -> bool:
+        """Blocks until every process is ready; False when a signal came first.
+
+        Raises StartupError when a process ends before that or the time is over: a restart would only
+        repeat, more slowly, what the user has to mend.
+        """
+        end = time.monotonic() + self._timing.ready_timeout_s
+        while not self.stopping:
+            self._refuse_exits()
+            for process in self.processes:
+                if process.check_ready():
+                    self._on_event(process.spec.name, "ready")
+            if all(process.ready for process in self.processes):
+                return True
+            if time.monotonic() > end:
+                late = ", ".join(process.spec.name for process in self.processes if not process.ready)
+                limit = f"{self._timing.ready_timeout_s:g} s (ready_timeout_s)"
+                raise StartupError(f"not ready within {limit}: {late}")
+            self._pause()
+        return False
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Watches and restarts the processes until a signal comes or `until()` is true."""
+        while not self.stopping and not until():
+            now = time.monotonic()
+            for process in self.processes:
+                self._watch(process, now)
+            self._pause()
+
+    def _start(self) -> None:
+        self._record()
+        for path, text in self._plan.files:
+            path.touch(mode=0o600)
+            path.write_text(text)
+        # Held, not only created: a segment counts as stale once no living process maps it.
+        self._segments = [segment.create() for segment in self._plan.segments]
+        for process in self.processes:
+            process.start()
+            self._record()
+            self._on_event(process.spec.name, "starting")
+
+    def _refuse_exits(self) -> None:
+        """Raises StartupError for a process that has ended; those that only follow another one come last."""
+        ended = [process for process in self.processes if process.exit_code is not None]
+        if not ended:
+            return
+        culprits = [process for process in ended if process.exit_code != PEER_LOST_EXIT]
+        now = time.monotonic()
+        self._first_exit_at = self._first_exit_at or now
+        if not culprits and now < self._first_exit_at + CULPRIT_WAIT_S:
+            return
+        blamed = (culprits or ended)[0]
+        assert blamed.exit_code is not None
+        raise StartupError(
+            f"{blamed.spec.name} ended before it was ready ({_how(blamed.exit_code)}): {blamed.last_words}"
+        )
+
+    def _watch(self, process: ManagedProcess, now: float) -> None:
+        """One look at one process: note its death, restart it, or see that it is ready again."""
+        name = process.spec.name
+        group = self._groups.get(process.spec.group)
+        if group is not None:
+            group.enforce(now)
+        code = process.exit_code
+        if code is not None:
+            if group is not None:
+                group.note_death(now)
+            pause = process.note_exit(now)
+            log.warning("process ended; restarting", name=name, how=_how(code), pause_s=round(pause, 3))
+            self._record()
+            self._on_event(name, "died")
+        elif (group is None or group.may_restart(name)) and process.restart_if_due(now):
+            if group is not None:
+                group.note_start(name)
+            self._record()
+            self._on_event(name, "starting")
+        elif process.check_ready():
+            log.info("process ready", name=name, restarts=process.restarts)
+            self._on_event(name, "ready")
+
+    def _stop(self) -> None:
+        """Stops stage after stage: SIGTERM, grace, SIGKILL. Afterwards no process is left."""
+        for stage in sorted({process.spec.stop_stage for process in self.processes}):
+            members = [process for process in self.processes if process.spec.stop_stage == stage]
+            for process in members:
+                process.terminate()
+            end = time.monotonic() + self._timing.stop_timeout_s
+            while any(process.pid is not None for process in members):
+                if time.monotonic() > end or self._signals_seen > 1:
+                    break
+                self._pause()
+            for process in members:
+                if process.pid is not None:
+                    log.warning("process did not stop in time; killing it", name=process.spec.name)
+                process.kill()
+                self._on_event(process.spec.name, "stopped")
+
+    def _record(self) -> None:
+        running = [(process.spec.name, process.pid) for process in self.processes if process.pid is not None]
+        self._directory.record(
+            ((name, pid) for name, pid in running if pid is not None),
+            (segment.name for segment in self._plan.segments),
+        )
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals_seen += 1
+        self._wake.set()
+
+    def _pause(self) -> None:
+        self._wake.wait(POLL_S)
+        self._wake.clear()
+
+
+def _how(code: int) -> str:
+    """An exit code in words."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
