@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from gpu_service.engine.random import derive_seed
 from gpu_service.request import Request, SamplingParams
 from gpu_service.vision.processor import ImagePreparer
 from gpu_service.vision.prompt import ImageError, PreparedImage, VisionPrompt, place_images
+from moebius.request_limits import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_OUTPUTS, MAX_STOP_TOKEN_IDS
 from protos import engine_pb2 as pb
-
-MAX_LOGPROBS = 20
-MAX_OUTPUTS = 128
 
 
 class InvalidField(ValueError):
@@ -48,18 +47,19 @@ def make_requests(
     _check_ids("tokenized.input_ids", prompt, bounds)
     sampling = message.sampling_params
     _check_ranges(sampling, bounds)
-    outputs = sampling.n or 1
+    # What is long in them (prompt, bias, stop tokens) exists once, however many outputs are asked for.
+    params = _params(sampling, len(prompt), bounds)
     return [
         Request(
             request_id=message.request_id,
             prompt_token_ids=prompt,
-            params=_params(sampling, len(prompt), bounds, _seed(message, index, bounds)),
+            params=replace(params, seed=_seed(message, index, bounds)),
             index=index,
             priority=message.priority,
             cache_namespace=message.cache_salt,
             vision=vision,
         )
-        for index in range(outputs)
+        for index in range(sampling.n or 1)
     ]
 
 
@@ -96,7 +96,7 @@ def _seed(message: pb.GenerateRequest, index: int, bounds: Bounds) -> int:
     return derive_seed(bounds.random_seed, message.request_id, index)
 
 
-def _params(sampling: pb.SamplingParams, prompt_len: int, bounds: Bounds, seed: int) -> SamplingParams:
+def _params(sampling: pb.SamplingParams, prompt_len: int, bounds: Bounds) -> SamplingParams:
     room = bounds.context_limit - prompt_len
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else room
     if not 1 <= max_tokens <= room:
@@ -123,7 +123,6 @@ def _params(sampling: pb.SamplingParams, prompt_len: int, bounds: Bounds, seed: 
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
-        seed=seed,
         logit_bias=tuple(sorted(sampling.logit_bias.items())),
     )
 
@@ -145,14 +144,21 @@ def _check_ranges(sampling: pb.SamplingParams, bounds: Bounds) -> None:
         # Written so that NaN, for which every comparison is false, is refused too.
         if not (low <= value <= high and abs(value) < infinity):
             raise InvalidField(f"sampling_params.{name}", value, allowed)
-    _check_ids("sampling_params.stop_token_ids", list(sampling.stop_token_ids), bounds)
-    _check_ids("sampling_params.logit_bias", list(sampling.logit_bias), bounds)
+    _check_count("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    _check_count("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIAS)
+    _check_ids("sampling_params.stop_token_ids", sampling.stop_token_ids, bounds)
+    _check_ids("sampling_params.logit_bias", sampling.logit_bias, bounds)
     for value in sampling.logit_bias.values():
         if not -100.0 <= value <= 100.0:
             raise InvalidField("sampling_params.logit_bias", value, "-100 to 100")
 
 
-def _check_ids(field: str, token_ids: list[int], bounds: Bounds) -> None:
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidField(f"sampling_params.{name}", f"{count} entries", f"at most {most}")
+
+
+def _check_ids(field: str, token_ids: Iterable[int], bounds: Bounds) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < bounds.vocab_size:
             raise InvalidField(field, token_id, f"token ids in [0, {bounds.vocab_size})")

@@ -18,6 +18,7 @@ from gpu_service.output_router import OutputRouter
 from gpu_service.server import EngineServicer, Service
 from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds
+from moebius.request_limits import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 from tests.helpers.engine_harness import Harness, make_request, prompt_of, running_engine
@@ -127,6 +128,14 @@ async def test_outputs_share_the_prompt_and_differ() -> None:
         ({"logprobs": 21}, "sampling_params.logprobs: 21 is not allowed; 0 to 20"),
         ({"stop_token_ids": [VOCAB]}, "sampling_params.stop_token_ids"),
         ({"logit_bias": {1: 101.0}}, "sampling_params.logit_bias"),
+        (
+            {"logit_bias": dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)},
+            f"sampling_params.logit_bias: '{MAX_LOGIT_BIAS + 1} entries' is not allowed; at most",
+        ),
+        (
+            {"stop_token_ids": [1] * (MAX_STOP_TOKEN_IDS + 1)},
+            f"sampling_params.stop_token_ids: '{MAX_STOP_TOKEN_IDS + 1} entries' is not allowed; at most",
+        ),
         ({"max_tokens": 0}, "sampling_params.max_tokens: 0 is not allowed; 1 to 118 with 10 prompt tokens"),
         ({"max_tokens": 119}, "sampling_params.max_tokens"),
         ({"min_tokens": 13}, "sampling_params.min_tokens"),

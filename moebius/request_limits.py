@@ -1,0 +1,20 @@
+"""How much one request may ask for; the gateway answers 400 above these, the engine INVALID_ARGUMENT.
+
+Chosen by cost, not by taste: whatever every step does for a request has to stay below a tenth of a
+millisecond per output at these numbers.
+"""
+
+from __future__ import annotations
+
+# Each entry is 20 bytes that a step copies to the device per output, and one addition there: 80 KiB and
+# some tens of microseconds.
+MAX_LOGIT_BIAS = 4096
+# Compared with a sampled token in one look-up; masked one by one while `min_tokens` holds: 20 KiB a step.
+MAX_STOP_TOKEN_IDS = 1024
+# Every output searches its new text for each of them in every step.
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARACTERS = 1024
+# Outputs of one request.
+MAX_OUTPUTS = 128
+# Alternatives per token.
+MAX_LOGPROBS = 20
