@@ -41,7 +41,7 @@ unit: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 protos: setup
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/engine.proto protos/expert.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/engine.proto protos/expert.proto protos/ranks.proto
 
 # Everything that an install on a CUDA machine without a network needs (docs/install-gpu.md), about 3 GB.
 WHEELS ?= wheels

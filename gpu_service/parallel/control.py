@@ -11,13 +11,15 @@ is stopped or stuck so hard that its heartbeat ends.
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-from gpu_service.parallel.wire import MAX_PAYLOAD, Connection, Kind, WireError
+from gpu_service.parallel.connection import ConnectionLost, RankConnection
+from protos import ranks_pb2
+
+_HEARTBEAT = ranks_pb2.Frame(heartbeat=ranks_pb2.Heartbeat())
+_GOODBYE = ranks_pb2.Frame(goodbye=ranks_pb2.Goodbye())
 
 # Heartbeats in the time after which a silent rank is given up.
 _BEATS = 4
@@ -40,7 +42,7 @@ class RankControl:
         self,
         rank: int,
         size: int,
-        connections: Mapping[int, Connection],
+        connections: Mapping[int, RankConnection],
         timeout_s: float,
         on_lost: Callable[[str, bool], None],
     ) -> None:
@@ -54,44 +56,41 @@ class RankControl:
         self._closing = threading.Event()
         self._ended = threading.Event()
         # None wakes whoever waits when the group is lost.
-        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # Of messages that arrive in several frames; touched by the thread that receives from rank 0.
-        self._parts: list[bytes] = []
-        self._values: dict[int, queue.SimpleQueue[Any]] = {peer: queue.SimpleQueue() for peer in connections}
+        self._iterations: queue.SimpleQueue[ranks_pb2.Iteration | None] = queue.SimpleQueue()
+        self._exchanges: dict[int, queue.SimpleQueue[ranks_pb2.Exchange | None]] = {
+            peer: queue.SimpleQueue() for peer in connections
+        }
         for peer, connection in self._connections.items():
             self._thread(f"rank-{peer}", self._receive, peer, connection)
         self._thread("rank-heartbeat", self._beat, timeout_s / _BEATS)
 
-    def publish(self, payload: bytes) -> None:
+    def publish(self, iteration: ranks_pb2.Iteration) -> None:
         """Rank 0: gives all others what the next iteration applies."""
-        last = max(0, len(payload) - 1) // MAX_PAYLOAD * MAX_PAYLOAD
+        frame = ranks_pb2.Frame(iteration=iteration)
         for peer in self._connections:
-            for begin in range(0, last, MAX_PAYLOAD):
-                self._send(peer, Kind.PART, payload[begin : begin + MAX_PAYLOAD])
-            self._send(peer, Kind.MESSAGES, payload[last:])
+            self._send(peer, frame)
 
-    def next_messages(self) -> bytes:
+    def next_iteration(self) -> ranks_pb2.Iteration:
         """Every other rank: blocks for what rank 0 published next."""
-        payload = self._messages.get()
-        if payload is None:
+        iteration = self._iterations.get()
+        if iteration is None:
             raise GroupLost(self._lost)
-        return payload
+        return iteration
 
     def exchange(self, what: str, value: int) -> list[int]:
         """Every rank's number, by rank; returns when all ranks have called it with the same `what`."""
         if self.rank:
-            self._send(0, Kind.VALUE, json.dumps([what, value]).encode())
-            name, values = self._value(0)
-        else:
-            found = {peer: self._value(peer) for peer in self._connections}
-            for peer, (name, _) in found.items():
-                self._check_same(what, peer, name)
-            values = [value, *(found[peer][1] for peer in sorted(found))]
-            name = what
-            for peer in self._connections:
-                self._send(peer, Kind.VALUE, json.dumps([what, values]).encode())
-        self._check_same(what, 0, name)
-        return [int(number) for number in values]
+            self._send(0, _exchange(what, [value]))
+            answer = self._exchanged(0)
+            self._check_same(what, 0, answer.what)
+            return list(answer.values)
+        found = {peer: self._exchanged(peer) for peer in self._connections}
+        for peer, answer in found.items():
+            self._check_same(what, peer, answer.what)
+        values = [value, *(found[peer].values[0] for peer in sorted(found))]
+        for peer in self._connections:
+            self._send(peer, _exchange(what, values))
+        return values
 
     def fail(self, reason: str) -> None:
         """This rank can not go on: tells all others, then `on_lost`; unless another rank was first."""
@@ -103,7 +102,7 @@ class RankControl:
         self._lost = self._lost or f"rank {self.rank} has left"
         self._closing.set()
         for connection in self._connections.values():
-            _try_send(connection, Kind.GOODBYE)
+            connection.try_send(_GOODBYE)
             connection.close()
 
     def _check_same(self, what: str, peer: int, name: str) -> None:
@@ -111,56 +110,54 @@ class RankControl:
             self.fail(f"waits for {what!r}, but rank {peer} for {name!r}")
             raise GroupLost(self._lost)
 
-    def _value(self, peer: int) -> Any:
-        value = self._values[peer].get()
-        if value is None:
+    def _exchanged(self, peer: int) -> ranks_pb2.Exchange:
+        answer = self._exchanges[peer].get()
+        if answer is None:
             raise GroupLost(self._lost or f"rank {peer} has left")
-        return value
+        return answer
 
-    def _send(self, peer: int, kind: Kind, payload: bytes) -> None:
+    def _send(self, peer: int, frame: ranks_pb2.Frame) -> None:
         if self._lost is not None:
             with self._losing:
                 raise GroupLost(self._lost)
         try:
-            self._connections[peer].send(kind, payload)
-        except WireError as error:
+            self._connections[peer].send(frame)
+        except ConnectionLost as error:
             self._lose(f"rank {peer}: {error}")
             raise GroupLost(self._lost) from error
 
-    def _receive(self, peer: int, connection: Connection) -> None:
+    def _receive(self, peer: int, connection: RankConnection) -> None:
         """A thread per connection."""
         try:
             while True:
-                kind, payload = connection.receive()
-                if kind is Kind.GOODBYE:
+                frame = connection.receive()
+                if frame.WhichOneof("content") == "goodbye":
                     self._left(peer)
                     return
-                self._accept(peer, kind, payload)
-        except (WireError, ValueError) as error:
+                self._accept(peer, frame)
+        except ConnectionLost as error:
             if not self._closing.is_set():
                 self._lose(f"rank {peer}: {error}")
 
-    def _accept(self, peer: int, kind: Kind, payload: bytes) -> None:
+    def _accept(self, peer: int, frame: ranks_pb2.Frame) -> None:
+        kind = frame.WhichOneof("content")
         match kind:
-            case Kind.PART:
-                self._parts.append(payload)
-            case Kind.MESSAGES:
-                self._messages.put(b"".join((*self._parts, payload)))
-                self._parts.clear()
-            case Kind.VALUE:
-                self._values[peer].put(json.loads(payload))
-            case Kind.FATAL:
-                self._lose(str(json.loads(payload)))
-            case Kind.HEARTBEAT:
+            case "iteration":
+                self._iterations.put(frame.iteration)
+            case "exchange":
+                self._exchanges[peer].put(frame.exchange)
+            case "fatal":
+                self._lose(frame.fatal)
+            case "heartbeat":
                 return
             case _:
-                self._lose(f"rank {peer}: sent {kind.name}, which has no place here")
+                self._lose(f"rank {peer}: sent {kind}, which has no place here")
 
     def _beat(self, interval_s: float) -> None:
         while not self._closing.wait(interval_s):
             for connection in self._connections.values():
                 # A connection that can not carry it is noticed by the thread that receives from it.
-                _try_send(connection, Kind.HEARTBEAT)
+                connection.try_send(_HEARTBEAT)
 
     def _left(self, peer: int) -> None:
         """A rank ended in order. Whoever still waits for something of it waits in vain.
@@ -169,8 +166,8 @@ class RankControl:
         """
         if peer == 0:
             self._lost = self._lost or "rank 0 has left"
-            self._messages.put(None)
-        self._values[peer].put(None)
+            self._iterations.put(None)
+        self._exchanges[peer].put(None)
 
     def _lose(self, reason: str, own: bool = False) -> None:
         with self._losing:
@@ -180,19 +177,15 @@ class RankControl:
             self._closing.set()
             self._ended.set()
             for connection in self._connections.values():
-                _try_send(connection, Kind.FATAL, json.dumps(reason).encode())
+                connection.try_send(ranks_pb2.Frame(fatal=reason))
             self._on_lost(reason, own)
-        self._messages.put(None)
-        for values in self._values.values():
-            values.put(None)
+        self._iterations.put(None)
+        for exchanges in self._exchanges.values():
+            exchanges.put(None)
 
     def _thread(self, name: str, work: Callable[..., None], *arguments: object) -> None:
         threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
 
 
-def _try_send(connection: Connection, kind: Kind, payload: bytes = b"") -> bool:
-    try:
-        connection.send(kind, payload)
-    except WireError:
-        return False
-    return True
+def _exchange(what: str, values: Sequence[int]) -> ranks_pb2.Frame:
+    return ranks_pb2.Frame(exchange=ranks_pb2.Exchange(what=what, values=values))

@@ -16,9 +16,10 @@ from torch._C._distributed_c10d import TCPStore
 from gpu_service.parallel.context import ParallelContext
 from gpu_service.parallel.control import RankControl
 from gpu_service.parallel.group import ProcessRankGroup, RankGroup, SoloGroup, make_process_groups
-from gpu_service.parallel.rendezvous import Meeting, meet
+from gpu_service.parallel.rendezvous import Rendezvous, meet
 from moebius.config import MoebiusConfig, ParallelConfig
 from moebius.errors import PEER_LOST_EXIT, ConfigError
+from protos import ranks_pb2
 
 _log = structlog.get_logger(__name__)
 # Collectives wait this many times as long as heartbeats: a rank may compile kernels inside its first steps
@@ -67,22 +68,22 @@ def join_group(
     place = place_of(settings)
     if place.size == 1:
         return SoloGroup()
-    meeting = Meeting(
+    rendezvous = Rendezvous(
         rank=place.rank,
         size=place.size,
         address=settings.rank_address,
         timeout_s=settings.rank_timeout_s,
         fingerprint=_fingerprint(config),
     )
-    host, _ = meeting.host_port
+    host, _ = rendezvous.host_port
     if host in ("127.0.0.1", "::1", "localhost"):
         # gloo would otherwise look for the interface that the host's name resolves to, if it does.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     listener = _store_listener(host) if place.rank == 0 else None
-    welcome = {"store_port": listener.getsockname()[1]} if listener is not None else {}
-    connections, told = meet(meeting, welcome)
+    own = ranks_pb2.Welcome(store_port=listener.getsockname()[1] if listener is not None else 0)
+    connections, welcome = meet(rendezvous, own)
     control = RankControl(place.rank, place.size, connections, settings.rank_timeout_s, on_lost)
-    store = _store(host, told["store_port"], place.size, listener, settings.rank_timeout_s)
+    store = _store(host, welcome.store_port, place.size, listener, settings.rank_timeout_s)
     parallel, agreement = make_process_groups(
         place,
         store,

@@ -8,8 +8,8 @@ of the steps bound that.
 from __future__ import annotations
 
 from gpu_service.engine.inbox import Inbox, Message, Stop
-from gpu_service.parallel.codec import decode_messages, encode_messages
 from gpu_service.parallel.control import RankControl
+from gpu_service.parallel.messages import decode_messages, encode_messages
 
 
 class LeaderInbox(Inbox):
@@ -40,4 +40,4 @@ class FollowerInbox(Inbox):
 
     def drain(self, wait: bool) -> list[Message]:
         """Blocks until rank 0 is at the same iteration."""
-        return decode_messages(self._control.next_messages())
+        return decode_messages(self._control.next_iteration())

@@ -14,18 +14,31 @@ from typing import Any
 import pytest
 
 import gpu_service.parallel.control
+from gpu_service.parallel.connection import ConnectionLost, RankConnection
 from gpu_service.parallel.control import GroupLost, RankControl
-from gpu_service.parallel.rendezvous import Meeting, meet
-from gpu_service.parallel.wire import Kind
+from gpu_service.parallel.rendezvous import Rendezvous, meet
 from moebius.errors import ConfigError, UserError
+from protos import ranks_pb2
 from tests.helpers.rank_group import free_port
+
+
+def welcome(store_port: int = 0) -> ranks_pb2.Welcome:
+    """What rank 0 answers."""
+    return ranks_pb2.Welcome(store_port=store_port)
+
+
+def iteration(text: str) -> ranks_pb2.Iteration:
+    """One that says something recognisable; empty text: one without messages."""
+    messages = [ranks_pb2.Message(abort_request_id=text)] if text else []
+    return ranks_pb2.Iteration(messages=messages)
+
 
 Trio = tuple[list[RankControl], list[queue.SimpleQueue[tuple[str, bool]]]]
 
 
-def meeting(size: int, **changes: Any) -> Meeting:
+def rendezvous(size: int, **changes: Any) -> Rendezvous:
     """Rank 0's, at a free port."""
-    return replace(Meeting(0, size, f"127.0.0.1:{free_port()}", 10.0, "same"), **changes)
+    return replace(Rendezvous(0, size, f"127.0.0.1:{free_port()}", 10.0, "same"), **changes)
 
 
 def run(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -39,13 +52,13 @@ def run(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
 @pytest.fixture
 def trio() -> Iterator[Trio]:
     """Three ranks in one process, and what each was told about the group's end."""
-    first = meeting(3)
-    met = [run(meet, replace(first, rank=rank), {"store_port": 7}) for rank in range(3)]
+    first = rendezvous(3)
+    met = [run(meet, replace(first, rank=rank), welcome(7)) for rank in range(3)]
     told: list[queue.SimpleQueue[tuple[str, bool]]] = [queue.SimpleQueue() for _ in met]
     controls = []
     for rank, future in enumerate(met):
-        connections, welcome = future.result(10)
-        assert welcome == {"store_port": 7}
+        connections, received = future.result(10)
+        assert received == welcome(7)
         lost = told[rank]
         controls.append(RankControl(rank, 3, connections, 10.0, lambda *end, lost=lost: lost.put(end)))
     yield controls, told
@@ -75,28 +88,56 @@ def test_ranks_that_ask_for_different_things_part(trio: Trio) -> None:
 def test_messages_arrive_once_each_and_in_order(trio: Trio) -> None:
     """Also empty ones: an iteration without messages is an iteration."""
     controls, _ = trio
-    for payload in (b"one", b"", b"three"):
-        controls[0].publish(payload)
+    sent = [iteration(text) for text in ("one", "", "three")]
+    for each in sent:
+        controls[0].publish(each)
     for control in controls[1:]:
-        assert [control.next_messages() for _ in range(3)] == [b"one", b"", b"three"]
+        assert [control.next_iteration() for _ in range(3)] == sent
 
 
-@pytest.mark.parametrize("length", [999, 1000, 1001, 3000, 3500])
-def test_long_messages_arrive_whole(trio: Trio, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame has a largest size; images make messages longer than that."""
-    monkeypatch.setattr(gpu_service.parallel.control, "MAX_PAYLOAD", 1000)
+@pytest.mark.parametrize("length", [16 * 1024, 16 * 1024 + 1, 3_000_000])
+def test_long_messages_arrive_whole(trio: Trio, length: int) -> None:
+    """Images make messages longer than what a socket takes at once."""
     controls, _ = trio
-    payload = bytes(index * index % 251 for index in range(length))
-    controls[0].publish(payload)
-    controls[0].publish(b"next")
+    pixels = bytes(index * index % 251 for index in range(length))
+    sent = [ranks_pb2.Iteration(images=[ranks_pb2.Image(pixels=pixels)]), iteration("next")]
+    for each in sent:
+        controls[0].publish(each)
     for other in controls[1:]:
-        assert [other.next_messages() for _ in range(2)] == [payload, b"next"]
+        assert [other.next_iteration() for _ in range(2)] == sent
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0", b"\0\0\0\x09part"])
+def test_a_silent_rank_is_noticed(sent: bytes) -> None:
+    """After the timeout, between two frames and within one: a frozen process closes nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        frozen = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    connection = RankConnection(accepted, 0.2)
+    frozen.sendall(sent)
+    with pytest.raises(ConnectionLost, match=r"silent for too long \(rank_timeout_s\)"):
+        connection.receive()
+    connection.close()
+    frozen.close()
+
+
+def test_a_rank_that_reads_nothing_holds_nobody_up() -> None:
+    """`send` gives up after the timeout once the frozen process's buffers are full."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        frozen = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    connection = RankConnection(accepted, 0.2)
+    large = ranks_pb2.Frame(fatal="x" * 2**25)
+    with pytest.raises(ConnectionLost, match="silent for too long"):
+        connection.send(large)
+    connection.close()
+    frozen.close()
 
 
 def test_a_failure_is_told_to_all(trio: Trio) -> None:
     """Rank 2 fails; ranks 0 and 1 are told which one and why, and whoever waits is woken."""
     controls, told = trio
-    waiting = run(controls[1].next_messages)
+    waiting = run(controls[1].next_iteration)
     controls[2].fail("out of memory")
     assert told[2].get(timeout=10) == ("rank 2: out of memory", True)
     for rank in (0, 1):
@@ -104,7 +145,7 @@ def test_a_failure_is_told_to_all(trio: Trio) -> None:
     with pytest.raises(GroupLost, match="rank 2: out of memory"):
         waiting.result(10)
     with pytest.raises(GroupLost):
-        controls[0].publish(b"late")
+        controls[0].publish(iteration("late"))
 
 
 def test_leaving_in_order_is_no_loss(trio: Trio) -> None:
@@ -121,8 +162,8 @@ def test_rank_zero_outlives_the_others(trio: Trio) -> None:
     controls, told = trio
     controls[1].close()
     time.sleep(0.1)
-    controls[0]._send(2, Kind.MESSAGES, b"the end")
-    assert controls[2].next_messages() == b"the end"
+    controls[0]._send(2, ranks_pb2.Frame(iteration=iteration("the end")))
+    assert controls[2].next_iteration() == iteration("the end")
     assert all(lost.empty() for lost in told)
 
 
@@ -136,13 +177,16 @@ def test_rank_zero_outlives_the_others(trio: Trio) -> None:
 )
 def test_a_rank_that_does_not_fit_is_refused(changes: dict[str, Any], reason: str) -> None:
     """It is told why; the group goes on waiting for the right one, also after a stranger's visit."""
-    first = meeting(2)
-    gathered = run(meet, first, {})
+    first = rendezvous(2)
+    gathered = run(meet, first, welcome())
     with pytest.raises(UserError, match=f"refused by rank 0 .*{reason}"):
-        meet(replace(first, rank=1, **changes) if "rank" not in changes else replace(first, **changes), {})
+        meet(
+            replace(first, rank=1, **changes) if "rank" not in changes else replace(first, **changes),
+            welcome(),
+        )
     with socket.create_connection(first.host_port) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    joined, _ = meet(replace(first, rank=1), {})
+    joined, _ = meet(replace(first, rank=1), welcome())
     connections, _ = gathered.result(10)
     assert list(connections) == [1]
     for connection in (*connections.values(), *joined.values()):
@@ -151,18 +195,18 @@ def test_a_rank_that_does_not_fit_is_refused(changes: dict[str, Any], reason: st
 
 def test_who_is_missing_is_named() -> None:
     """Neither side waits longer than `rank_timeout_s`, and both say for whom and where."""
-    first = meeting(3, timeout_s=0.3)
+    first = rendezvous(3, timeout_s=0.3)
     with pytest.raises(UserError, match=rf"rank 1, 2 did not join at {first.address} within 0.3 s"):
-        meet(first, {})
+        meet(first, welcome())
     with pytest.raises(UserError, match=r"rank 1: rank 0 is not reachable at .* \(rank_timeout_s\)"):
-        meet(replace(first, rank=1), {})
+        meet(replace(first, rank=1), welcome())
 
 
 @pytest.mark.parametrize("address", ["", "localhost", "localhost:0", "localhost:x", ":1", "h:65536"])
 def test_bad_addresses_are_refused(address: str) -> None:
     """The setting, its value and the form it has to have."""
     with pytest.raises(ConfigError, match=r"rank_address: .* allowed: host:port"):
-        meet(replace(meeting(2), address=address), {})
+        meet(replace(rendezvous(2), address=address), welcome())
 
 
 def test_a_taken_port_is_named() -> None:
@@ -170,7 +214,7 @@ def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UserError, match=f"rank_address: can not listen on {address}"):
-            meet(replace(meeting(2), address=address), {})
+            meet(replace(rendezvous(2), address=address), welcome())
 
 
 def test_nobody_goes_on_while_a_loss_ends_the_process(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +230,7 @@ def test_nobody_goes_on_while_a_loss_ends_the_process(trio: Trio, monkeypatch: p
     monkeypatch.setattr(controls[0], "_on_lost", end)
     run(controls[2].fail, "gone")
     assert ending.wait(10)
-    late = [run(controls[0].fail, "an echo"), run(controls[0].publish, b"more")]
+    late = [run(controls[0].fail, "an echo"), run(controls[0].publish, iteration("more"))]
     assert not wait(late, timeout=0.2).done
     ended.set()
     late[0].result(10)

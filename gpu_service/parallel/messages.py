@@ -1,0 +1,134 @@
+"""Messages of the engine's inbox as `protos/ranks.proto`, images each once, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_service.engine.inbox import Abort, Add, Call, Flush, Message, Stop
+from gpu_service.request import Request, SamplingParams
+from gpu_service.vision.prompt import PreparedImage, PromptImage, locate
+from protos import engine_pb2, ranks_pb2
+
+_PIXEL = np.dtype("<f4")
+# Fields of `SamplingParams` that engine.proto has under the same name and in a type of the same values.
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs", "seed"),
+)
+
+
+def encode_messages(messages: Sequence[Message]) -> ranks_pb2.Iteration:
+    """What rank 0 sends in one iteration of its loop."""
+    iteration = ranks_pb2.Iteration()
+    images: dict[int, int] = {}
+    for message in messages:
+        sent = iteration.messages.add()
+        match message:
+            case Add(requests):
+                sent.add.SetInParent()
+                for request in requests:
+                    _encode_request(request, sent.add.outputs.add(), iteration, images)
+            case Abort(request_id):
+                sent.abort_request_id = request_id
+            case Flush():
+                sent.flush.SetInParent()
+            case Call(operation, argument):
+                sent.call.operation, sent.call.argument = operation, argument
+            case Stop():
+                sent.stop.SetInParent()
+    return iteration
+
+
+def decode_messages(iteration: ranks_pb2.Iteration) -> list[Message]:
+    """What the others apply; equal in all that the scheduler and the sampler read.
+
+    Raises ValueError for what `encode_messages` does not make.
+    """
+    images = [_decode_image(image) for image in iteration.images]
+    return [_decode(message, images) for message in iteration.messages]
+
+
+def _decode(message: ranks_pb2.Message, images: Sequence[PreparedImage]) -> Message:
+    match message.WhichOneof("message"):
+        case "add":
+            return Add(tuple(_decode_request(output, images) for output in message.add.outputs))
+        case "abort_request_id":
+            return Abort(message.abort_request_id)
+        case "flush":
+            return Flush(Future())
+        case "call":
+            return Call(message.call.operation, message.call.argument, Future())
+        case "stop":
+            return Stop()
+    raise ValueError("an unknown message arrived: the ranks run different versions")
+
+
+def _encode_request(
+    request: Request, output: ranks_pb2.Output, iteration: ranks_pb2.Iteration, images: dict[int, int]
+) -> None:
+    output.request_id, output.index, output.priority = request.request_id, request.index, request.priority
+    output.cache_namespace = request.cache_namespace
+    output.prompt_token_ids.extend(request.prompt_token_ids)
+    params = request.params
+    for name in _SAME:
+        if (value := getattr(params, name)) is not None:
+            setattr(output.params, name, value)
+    output.params.stop_token_ids.extend(sorted(params.stop_token_ids))
+    for token, bias in params.logit_bias:
+        output.params.logit_bias[token] = bias
+    for placed in () if request.vision is None else request.vision.images:
+        key = placed.image.key
+        if key not in images:
+            images[key] = len(images)
+            _encode_image(placed.image, iteration.images.add())
+        output.images.add(image=images[key], start=placed.start)
+
+
+def _decode_request(output: ranks_pb2.Output, images: Sequence[PreparedImage]) -> Request:
+    placed = [PromptImage(images[place.image], place.start) for place in output.images]
+    return Request(
+        request_id=output.request_id,
+        prompt_token_ids=list(output.prompt_token_ids),
+        params=_decode_params(output.params),
+        index=output.index,
+        priority=output.priority,
+        cache_namespace=output.cache_namespace,
+        vision=locate(len(output.prompt_token_ids), placed) if placed else None,
+    )
+
+
+def _decode_params(params: engine_pb2.SamplingParams) -> SamplingParams:
+    same: dict[str, Any] = {name: getattr(params, name) for name in _SAME}
+    for name in ("logprobs", "prompt_logprobs"):
+        if not params.HasField(name):
+            same[name] = None
+    return SamplingParams(
+        **same,
+        stop_token_ids=frozenset(params.stop_token_ids),
+        logit_bias=tuple(sorted(params.logit_bias.items())),
+    )
+
+
+def _encode_image(image: PreparedImage, sent: ranks_pb2.Image) -> None:
+    sent.key = image.key
+    sent.grid.extend(image.grid)
+    sent.token_grid.extend(image.token_grid)
+    sent.shape.extend(image.pixels.shape)
+    sent.pixels = image.pixels.astype(_PIXEL).tobytes()
+
+
+def _decode_image(sent: ranks_pb2.Image) -> PreparedImage:
+    shape = tuple(sent.shape)
+    if len(sent.pixels) != math.prod(shape) * _PIXEL.itemsize:
+        raise ValueError(f"an image of shape {shape} arrived with {len(sent.pixels)} bytes of pixels")
+    # A copy: torch asks for memory that can be written to, the message's own can not.
+    pixels: npt.NDArray[Any] = np.frombuffer(sent.pixels, _PIXEL).reshape(shape).copy()
+    time, rows, columns = sent.grid
+    height, width = sent.token_grid
+    return PreparedImage(sent.key, pixels, (time, rows, columns), (height, width))

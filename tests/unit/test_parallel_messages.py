@@ -1,0 +1,128 @@
+"""Guards that messages between ranks arrive as they were sent: data only, and images once each."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_service.engine.inbox import Abort, Add, Call, Flush, Message, Stop
+from gpu_service.parallel.messages import decode_messages, encode_messages
+from gpu_service.request import Request, SamplingParams
+from gpu_service.vision.prompt import PreparedImage, place_images
+from protos import ranks_pb2
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 10, width=32),
+    top_p=st.floats(0.015625, 1, width=32),
+    top_k=st.integers(0, 1000),
+    repetition_penalty=st.floats(0.125, 3, width=32),
+    max_tokens=st.integers(1, 10**6),
+    stop_token_ids=st.frozensets(st.integers(0, 200_000), max_size=4),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 20),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    logit_bias=st.dictionaries(st.integers(0, 200_000), st.floats(-100, 100, width=32), max_size=3).map(
+        lambda biases: tuple(sorted(biases.items()))
+    ),
+)
+REQUESTS = st.builds(
+    Request,
+    request_id=st.text(min_size=1, max_size=20),
+    prompt_token_ids=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50),
+    params=PARAMS,
+    index=st.integers(0, 127),
+    priority=st.integers(-100, 100),
+    cache_namespace=st.text(max_size=10),
+)
+MESSAGES = (
+    st.builds(Add, st.lists(REQUESTS, min_size=1, max_size=3).map(tuple))
+    | st.builds(Abort, st.text(max_size=20))
+    | st.builds(Flush, st.builds(Future))
+    | st.builds(Call, st.text(max_size=20), st.text(max_size=20), st.builds(Future))
+    | st.builds(Stop)
+)
+FIELDS = ("request_id", "prompt_token_ids", "params", "index", "priority", "cache_namespace")
+
+
+def facts(message: Message) -> object:
+    """What has to arrive: everything the scheduler and the sampler read."""
+    match message:
+        case Add(requests):
+            return [[getattr(request, field) for field in FIELDS] for request in requests]
+        case Abort(request_id):
+            return request_id
+        case Call(operation, argument):
+            return operation, argument
+    return type(message)
+
+
+@given(st.lists(MESSAGES, max_size=4))
+def test_messages_arrive_as_they_were_sent(messages: list[Message]) -> None:
+    """Kinds, order, prompts, and parameters to the last of their 32 bits; an empty list, too."""
+    sent = encode_messages(messages).SerializeToString()
+    arrived = decode_messages(ranks_pb2.Iteration.FromString(sent))
+    assert [type(message) for message in arrived] == [type(message) for message in messages]
+    assert [facts(message) for message in arrived] == [facts(message) for message in messages]
+
+
+def test_what_is_no_message_is_refused() -> None:
+    """A kind of message that this version does not know, and images of another size than announced."""
+    with pytest.raises(ValueError, match="an unknown message arrived"):
+        decode_messages(ranks_pb2.Iteration(messages=[ranks_pb2.Message()]))
+    image = ranks_pb2.Image(key=-1, grid=[1, 2, 2], token_grid=[1, 1], shape=[4, 6], pixels=bytes(95))
+    with pytest.raises(ValueError, match=r"shape \(4, 6\) arrived with 95 bytes"):
+        decode_messages(ranks_pb2.Iteration(images=[image]))
+
+
+PLACEHOLDER = 9
+
+
+def image(key: int, rows: int, columns: int) -> PreparedImage:
+    """Random patches of more than one dimension each."""
+    pixels = np.random.default_rng(-key).normal(size=(4 * rows * columns, 3, 2)).astype(np.float32)
+    return PreparedImage(key, pixels, (1, 2 * rows, 2 * columns), (rows, columns))
+
+
+def request(name: str, prompt: list[int], images: list[PreparedImage]) -> Request:
+    """With images in the place of its placeholders."""
+    tokens, vision = place_images(prompt, images, PLACEHOLDER)
+    return Request(name, tokens, SamplingParams(), vision=vision if images else None)
+
+
+ONE, TWO = image(-(2**63), 1, 3), image(-2, 2, 2)
+
+
+def test_images_arrive_as_they_were_sent() -> None:
+    """Pixels to the last bit, places, keys and positions; a request without images has none."""
+    sent = [request("a", [1, 9, 2, 9], [ONE, TWO]), request("b", [3], []), request("c", [9], [TWO])]
+    (arrived,) = decode_messages(encode_messages([Add(tuple(sent))]))
+    assert isinstance(arrived, Add)
+    assert [r.prompt_token_ids for r in arrived.requests] == [r.prompt_token_ids for r in sent]
+    assert arrived.requests[1].vision is None
+    for ours, theirs in ((arrived.requests[0], sent[0]), (arrived.requests[2], sent[2])):
+        assert ours.vision is not None
+        assert theirs.vision is not None
+        assert ours.vision.positions.tolist() == theirs.vision.positions.tolist()
+        assert ours.vision.offset == theirs.vision.offset
+        assert ours.prefix_keys(ours.total_len) == theirs.prefix_keys(theirs.total_len)
+        for mine, other in zip(ours.vision.images, theirs.vision.images, strict=True):
+            assert (mine.start, mine.image.key, mine.image.grid) == (
+                other.start,
+                other.image.key,
+                other.image.grid,
+            )
+            assert np.array_equal(mine.image.pixels, other.image.pixels)
+            assert mine.image.pixels.flags.writeable
+
+
+def test_outputs_of_one_request_share_their_images() -> None:
+    """Pixels travel once, whatever `n` is."""
+    once = encode_messages([Add((request("a", [9], [TWO]),))]).SerializeToString()
+    thrice = encode_messages([Add(tuple(request(name, [9], [TWO]) for name in "abc"))]).SerializeToString()
+    assert len(thrice) - len(once) < TWO.pixels.nbytes + 2000
+    assert thrice.count(TWO.pixels.tobytes()) == 1
