@@ -20,19 +20,22 @@ _CHANNEL_OPTIONS = [
     # An engine that restarts is found again within a second, not after the default back-off of minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # A stream may be silent through a long prefill: pings tell a slow engine from a lost host.
-    ("grpc.keepalive_time_ms", 30_000),
+    # Without this, pings of a silent stream become rarer after the second one.
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
+# A stream may be silent through a long prefill: pings tell a slow engine from a lost host.
+KEEPALIVE_MS = 30_000
 
 
 class EngineClient:
     """One channel to one engine. Raises `grpc.aio.AioRpcError`; `errors.from_grpc` gives its HTTP meaning."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keepalive_ms: int = KEEPALIVE_MS) -> None:
         """`address` is host:port or unix:path; the channel connects on first use, on the running loop."""
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        options = [*_CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", keepalive_ms)]
+        self._channel = grpc.aio.insecure_channel(address, options=options)
         self._engine: Any = cast(Any, engine_pb2_grpc.EngineStub)(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._tracer = trace.get_tracer("moebius")

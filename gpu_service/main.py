@@ -34,6 +34,9 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # Prompts of a million tokens are 4 MB of varints; logprobs of them are larger.
 _MESSAGE_BYTES = 256 * 1024 * 1024
+# A gateway pings through silent streams, every 30 s; a server refuses pings closer than five minutes apart
+# unless told otherwise, and ends the connection with all its calls.
+MIN_PING_INTERVAL_MS = 10_000
 
 
 def run(config: MoebiusConfig) -> int:
@@ -70,7 +73,9 @@ class HealthReport:
             await self._servicer.set(name, _SERVING if serving else _NOT_SERVING)
 
 
-def make_server(servicer: EngineServicer, address: str) -> tuple[grpc.aio.Server, HealthReport, int]:
+def make_server(
+    servicer: EngineServicer, address: str, min_ping_interval_ms: int = MIN_PING_INTERVAL_MS
+) -> tuple[grpc.aio.Server, HealthReport, int]:
     """A server with engine, health and reflection, bound but not started; also returns the port.
 
     Raises UserError when the address can not be bound.
@@ -78,8 +83,7 @@ def make_server(servicer: EngineServicer, address: str) -> tuple[grpc.aio.Server
     options = [
         ("grpc.max_receive_message_length", _MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),
-        # The default refuses pings closer than five minutes apart; a gateway watches silent streams.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", min_ping_interval_ms),
     ]
     server = grpc.aio.server(options=options)
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from gpu_service.main import SERVICE_NAME, make_server
+from gpu_service.main import MIN_PING_INTERVAL_MS, SERVICE_NAME, make_server
 from gpu_service.metrics import EngineMetrics
 from gpu_service.output_router import OutputRouter
 from gpu_service.server import EngineServicer, Service
@@ -34,10 +34,11 @@ class Served:
     harness: Harness
     registry: CollectorRegistry
     servicer: EngineServicer
+    port: int
 
 
 @asynccontextmanager
-async def served(**knobs: object) -> AsyncIterator[Served]:
+async def served(min_ping_interval_ms: int = MIN_PING_INTERVAL_MS, **knobs: object) -> AsyncIterator[Served]:
     """Serves a fake engine on a free port."""
     registry = CollectorRegistry()
     telemetry = EngineTelemetry(EngineMetrics("fake", registry))
@@ -47,14 +48,14 @@ async def served(**knobs: object) -> AsyncIterator[Served]:
         router = OutputRouter(asyncio.get_running_loop())
         harness.on_output = router.on_output  # type: ignore[method-assign]
         servicer = EngineServicer()
-        server, report, port = make_server(servicer, "127.0.0.1:0")
+        server, report, port = make_server(servicer, "127.0.0.1:0", min_ping_interval_ms)
         await report.set(True)
         await server.start()
         info = pb.GetModelInfoResponse(vocab_size=VOCAB, served_model_name="fake")
         servicer.service = Service(harness.engine, router, telemetry, Bounds(VOCAB, 128), info, 4)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = engine_pb2_grpc.EngineStub(channel)
-            yield Served(stub, channel, harness, registry, servicer)
+            yield Served(stub, channel, harness, registry, servicer, port)
         harness.model.gate.set()
         await server.stop(0)
 
