@@ -12,7 +12,6 @@ from types import FrameType
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from expert_service.host import ExpertHost, LoadSettings
 from expert_service.loader import LoadCancelled
@@ -21,11 +20,13 @@ from expert_service.metrics import make_registry
 from expert_service.placement import place_process
 from expert_service.servicer import ExpertServicer
 from expert_service.spans import SpanRecorder
+from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError
 from moebius.expert_slices import SliceRequest
 from moebius.mailbox_errors import MailboxError
-from moebius.telemetry import configure_logging, configure_tracing, start_metrics_server
+from moebius.mailbox_plan import grpc_message_bytes
+from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
 from protos import expert_pb2, expert_pb2_grpc
 
 SERVICE = expert_pb2.DESCRIPTOR.services_by_name["Expert"].full_name
@@ -56,13 +57,17 @@ class ExpertProcess:
 
     def _make_server(self) -> grpc.Server:
         """Health says that the process lives, and that it does not serve yet."""
-        unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        server = grpc.server(futures.ThreadPoolExecutor(GRPC_THREADS), options=unlimited)
+        settings = self._config.model
+        model = MoeGeometry.from_config(settings.model, settings.top_k) if settings.model else None
+        limit = grpc_message_bytes(model)
+        bounds = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
+        server = grpc.server(futures.ThreadPoolExecutor(GRPC_THREADS), options=bounds)
         servicer = ExpertServicer(self._host, self._spans, self._drain)
         register: Callable[..., None] = expert_pb2_grpc.add_ExpertServicer_to_server
         register(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        if self._config.telemetry.grpc_reflection:
+            enable_reflection(server, SERVICE)
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         self._health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         return server
@@ -72,7 +77,8 @@ class ExpertProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         experts = self._config.experts
-        metrics = start_metrics_server(experts.expert_metrics_port, make_registry(self._host))
+        host = self._config.telemetry.metrics_host
+        metrics = start_metrics_server(experts.expert_metrics_port, make_registry(self._host), host)
         self._listen(experts.expert_address)
         try:
             if self._config.model.model:

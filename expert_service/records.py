@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moebius.kernels import FloatArray
+from moebius.mailbox_plan import MOST_GRPC_ROWS
 from protos import expert_pb2
 
 HIDDEN_DTYPES: dict[int, type[np.generic]] = {
@@ -29,6 +30,8 @@ def decode_request(
     if request.rows < 1:
         raise ValueError("rows is 0; at least 1 is allowed")
     rows = request.rows
+    if rows > MOST_GRPC_ROWS:
+        raise ValueError(f"rows is {rows}; at most {MOST_GRPC_ROWS} are allowed in one record")
     hidden_states: Any = _array("hidden_states", request.hidden_states, dtype, rows, hidden_size)
     topk_ids: Any = _array("topk_ids", request.topk_ids, np.int32, rows, top_k)
     topk_weights: Any = _array("topk_weights", request.topk_weights, np.float32, rows, top_k)

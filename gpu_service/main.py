@@ -12,7 +12,6 @@ from pathlib import Path
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from gpu_service.build import Built, WarmUpGate, build_engine, model_info
 from gpu_service.memory.metrics import export
@@ -25,7 +24,7 @@ from gpu_service.validation import Bounds
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.telemetry import configure_logging, configure_tracing, start_metrics_server
+from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
 from protos import engine_pb2, engine_pb2_grpc
 
 _log = structlog.get_logger(__name__)
@@ -43,7 +42,7 @@ def run(config: MoebiusConfig) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status."""
     configure_logging(config.telemetry, "gpu")
     tracing = configure_tracing(config.telemetry, "moebius-gpu")
-    metrics = start_metrics_server(config.gpu.gpu_metrics_port)
+    metrics = start_metrics_server(config.gpu.gpu_metrics_port, host=config.telemetry.metrics_host)
     try:
         if config.parallel.rank > 0:
             return run_follower(config)
@@ -74,9 +73,12 @@ class HealthReport:
 
 
 def make_server(
-    servicer: EngineServicer, address: str, min_ping_interval_ms: int = MIN_PING_INTERVAL_MS
+    servicer: EngineServicer,
+    address: str,
+    min_ping_interval_ms: int = MIN_PING_INTERVAL_MS,
+    reflect: bool = False,
 ) -> tuple[grpc.aio.Server, HealthReport, int]:
-    """A server with engine, health and reflection, bound but not started; also returns the port.
+    """A server with engine, health and, if `reflect`, reflection: bound but not started; and its port.
 
     Raises UserError when the address can not be bound.
     """
@@ -88,7 +90,8 @@ def make_server(
     server = grpc.aio.server(options=options)
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     report = HealthReport(server)
-    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    if reflect:
+        enable_reflection(server, SERVICE_NAME)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
@@ -102,7 +105,9 @@ async def _serve(config: MoebiusConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     servicer = EngineServicer()
-    server, report, _ = make_server(servicer, config.gpu.gpu_address)
+    server, report, _ = make_server(
+        servicer, config.gpu.gpu_address, reflect=config.telemetry.grpc_reflection
+    )
     await report.set(False)
     await server.start()
     loading = _start_loading(config, loop)

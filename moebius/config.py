@@ -293,6 +293,12 @@ class TelemetryConfig(Section):
     log_format: Literal["console", "json"] = Field(
         default="console", description="How log lines are rendered"
     )
+    metrics_host: str = Field(
+        default="127.0.0.1", description="Address that the metrics ports of all processes bind to"
+    )
+    grpc_reflection: bool = Field(
+        default=False, description="Answer gRPC reflection, which lists every service and message"
+    )
     otlp_endpoint: str = Field(default="", description="OTLP gRPC endpoint for traces; empty: no export")
     trace_sample_ratio: float = Field(default=1.0, ge=0, le=1, description="Share of requests traced")
     expert_span_ratio: float = Field(

@@ -10,6 +10,12 @@ from moebius.mailbox import MailboxGeometry
 
 # From here on a request's rows, and not its experts, are what takes time; shared memory is what it takes.
 MOST_ROWS = 2048
+# A record sent by gRPC has at most so many rows; a step with more goes in several records.
+MOST_GRPC_ROWS = 4096
+# What a server without a model is prepared for: wider than any published model.
+_WIDEST_HIDDEN, _LARGEST_TOP_K = 16384, 64
+# Of the fields beside the arrays, and of control messages, which grow with layers times experts.
+_SMALL_MESSAGES = 4 * 2**20
 
 
 def activation_dtype(config: MoebiusConfig, model: MoeGeometry) -> Literal["float32", "bfloat16"]:
@@ -46,3 +52,9 @@ def slots_of(config: MoebiusConfig) -> range:
     stage = config.parallel.rank // config.parallel.tensor_parallel_size
     count = config.experts.mailbox_slots
     return range(stage * count, (stage + 1) * count)
+
+
+def grpc_message_bytes(model: MoeGeometry | None) -> int:
+    """Size limit of an expert server's gRPC messages: a record of MOST_GRPC_ROWS rows fits, in float32."""
+    hidden_size, top_k = (model.hidden_size, model.top_k) if model else (_WIDEST_HIDDEN, _LARGEST_TOP_K)
+    return MOST_GRPC_ROWS * (4 * hidden_size + 8 * top_k) + _SMALL_MESSAGES

@@ -22,6 +22,7 @@ from gpu_service.experts.client import (
 from gpu_service.experts.grpc_stream import ComputeStream
 from gpu_service.experts.trace_context import sampled_span_context, traceparent
 from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.mailbox_plan import MOST_GRPC_ROWS
 from protos import expert_pb2
 
 SERVICE = "moebius.expert.v1.Expert"
@@ -38,8 +39,9 @@ _POLL_S = 0.05
 
 @dataclass(slots=True)
 class GrpcTicket(Ticket):
-    """A layer sent to all servers."""
+    """A layer sent to all servers, in one record or, beyond MOST_GRPC_ROWS rows, in several."""
 
+    # Of the first record; the others follow it.
     epoch: int = 0
     # Recoveries of the client when this was submitted.
     generation: int = 0
@@ -65,33 +67,33 @@ class GrpcExpertClient(ExpertClient):
     ) -> Ticket:
         """See `ExpertClient.submit`."""
         plain = make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
-        self._epoch += 1
         ticket = GrpcTicket(
             plain.layer,
             plain.hidden_states,
             plain.topk_ids,
             plain.topk_weights,
-            self._epoch,
+            self._epoch + 1,
             self._generation,
         )
         if not self._streams:
             self._streams = [ComputeStream(index, channel) for index, channel in enumerate(self._channels)]
-        if ticket.rows:
-            request = self._record(ticket)
+        for rows in _records(ticket.rows):
+            self._epoch += 1
+            request = self._record(ticket, rows)
             for stream in self._streams:
                 stream.send(request)
         return ticket
 
-    def _record(self, ticket: GrpcTicket) -> expert_pb2.ComputeRequest:
+    def _record(self, ticket: GrpcTicket, rows: slice) -> expert_pb2.ComputeRequest:
         span = sampled_span_context()
         return expert_pb2.ComputeRequest(
-            epoch=ticket.epoch,
+            epoch=self._epoch,
             layer=ticket.layer,
-            rows=ticket.rows,
+            rows=rows.stop - rows.start,
             dtype=_PROTO_DTYPES[self._dtype],
-            hidden_states=_bytes(ticket.hidden_states),
-            topk_ids=_bytes(ticket.topk_ids),
-            topk_weights=_bytes(ticket.topk_weights),
+            hidden_states=_bytes(ticket.hidden_states[rows]),
+            topk_ids=_bytes(ticket.topk_ids[rows]),
+            topk_weights=_bytes(ticket.topk_weights[rows]),
             traceparent=traceparent(span) if span is not None else "",
         )
 
@@ -102,16 +104,18 @@ class GrpcExpertClient(ExpertClient):
         begin = time.perf_counter()
         output = torch.zeros((ticket.rows, self.geometry.hidden_size), dtype=torch.float32)
         spent = list(self._stats.compute_seconds)
-        for index, stream in enumerate(self._streams if ticket.rows else ()):
-            remaining = self._deadline_s - (time.perf_counter() - begin)
-            answer = stream.receive(ticket.epoch, max(0.0, remaining))
-            if len(answer.output) != output.nbytes:
-                message = f"answered {len(answer.output)} bytes instead of {output.nbytes}"
-                raise ExpertUnavailable(index, message)
-            # A bytearray, because torch wants writable memory.
-            share = torch.frombuffer(bytearray(answer.output), dtype=torch.float32)
-            output += share.view_as(output)
-            spent[index] += answer.compute_seconds
+        for index, stream in enumerate(self._streams):
+            for number, rows in enumerate(_records(ticket.rows)):
+                remaining = self._deadline_s - (time.perf_counter() - begin)
+                answer = stream.receive(ticket.epoch + number, max(0.0, remaining))
+                wanted = output[rows]
+                if len(answer.output) != wanted.nbytes:
+                    message = f"answered {len(answer.output)} bytes instead of {wanted.nbytes}"
+                    raise ExpertUnavailable(index, message)
+                # A bytearray, because torch wants writable memory.
+                share = torch.frombuffer(bytearray(answer.output), dtype=torch.float32)
+                wanted += share.view_as(wanted)
+                spent[index] += answer.compute_seconds
         counters = self._stats
         self._stats = replace(
             counters,
@@ -168,6 +172,12 @@ def _health_problem(channel: grpc.Channel, deadline: float) -> str | None:
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     return "still loading, or draining"
+
+
+def _records(rows: int) -> list[slice]:
+    """Which rows go in which record."""
+    starts = range(0, rows, MOST_GRPC_ROWS)
+    return [slice(start, min(start + MOST_GRPC_ROWS, rows)) for start in starts]
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -7,6 +7,14 @@ A process calls `configure_logging`, `configure_tracing` and, if it has a metric
 
 from moebius.telemetry.logging import configure_logging
 from moebius.telemetry.metrics import MetricsServer, start_metrics_server
+from moebius.telemetry.reflection import enable_reflection
 from moebius.telemetry.tracing import configure_tracing, tracer
 
-__all__ = ["MetricsServer", "configure_logging", "configure_tracing", "start_metrics_server", "tracer"]
+__all__ = [
+    "MetricsServer",
+    "configure_logging",
+    "configure_tracing",
+    "enable_reflection",
+    "start_metrics_server",
+    "tracer",
+]

@@ -31,16 +31,16 @@ class MetricsServer:
 
 
 def start_metrics_server(
-    port: int, registry: CollectorRegistry = REGISTRY, host: str = "0.0.0.0"
+    port: int, registry: CollectorRegistry = REGISTRY, host: str = "127.0.0.1"
 ) -> MetricsServer | None:
-    """Serves `GET /metrics` from a thread; port 0 means none (returns None).
+    """Serves `GET /metrics` on `host` from a thread; port 0 means none (returns None).
 
-    Raises UserError when the port can not be bound.
+    Raises UserError when host or port can not be bound.
     """
     if port == 0:
         return None
     try:
         server, thread = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
-        raise UserError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from None
+        raise UserError(f"cannot serve metrics on {host}:{port} (metrics_host): {error.strerror}") from None
     return MetricsServer(server, thread)

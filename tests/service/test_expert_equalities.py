@@ -106,3 +106,16 @@ def test_two_layers_in_flight(tmp_path: Path) -> None:
         answers = [client.collect(ticket) for ticket in tickets]
         assert relative_error(answers[0], compute(expected, 0, first)) < 1e-5
         assert relative_error(answers[1], compute(expected, 2, second)) < 1e-5
+
+
+def test_rows_beyond_one_record_go_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound on gRPC records is no bound on steps: the rows come back in order, two layers in flight."""
+    monkeypatch.setattr("gpu_service.experts.grpc_client.MOST_GRPC_ROWS", 16)
+    model = TinyMoe().write(tmp_path / "model")
+    with running_cluster(model, tmp_path / "run", split_count=2) as cluster:
+        client, expected = cluster.client("grpc"), reference(model)
+        check_all_layers(client, expected, 1e-5)
+        routings = [random_routing(cluster.geometry, rows, seed=rows) for rows in (33, 70)]
+        tickets = [client.submit(layer, *routing) for layer, routing in zip((0, 2), routings, strict=True)]
+        for layer, routing, ticket in zip((0, 2), routings, tickets, strict=True):
+            assert relative_error(client.collect(ticket), compute(expected, layer, routing)) < 1e-5

@@ -16,7 +16,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from moebius.config import MoebiusConfig
+from moebius.config import MoebiusConfig, TelemetryConfig
+from moebius.mailbox_plan import MOST_GRPC_ROWS, grpc_message_bytes
 from protos import expert_pb2 as pb
 from protos import expert_pb2_grpc
 from tests.helpers.checkpoints import TinyMoe
@@ -43,6 +44,7 @@ def free_port() -> int:
 def lonely(tmp_path: Path) -> Iterator[tuple[grpc.Channel, MoebiusConfig]]:
     """A server that was given no model, and a channel to it; it must leave with status 0."""
     config = make_config("", tmp_path, expert_metrics_port=free_port())
+    config = config.model_copy(update={"telemetry": TelemetryConfig(grpc_reflection=True)})
     process = start_expert(config, tmp_path / "log")
     with grpc.insecure_channel(config.experts.expert_address) as channel:
         grpc.channel_ready_future(channel).result(timeout=60)
@@ -144,12 +146,31 @@ def check_metrics(stub: Any, port: int) -> None:
 
 
 def test_reflection_lists_the_service(lonely: tuple[grpc.Channel, MoebiusConfig]) -> None:
-    """A client without our stubs can find the contract."""
+    """A client without our stubs can find the contract, where the setting allows it."""
+    assert {EXPERT_HEALTH, "grpc.health.v1.Health"} <= reflected(lonely[0])
+
+
+def reflected(channel: grpc.Channel) -> set[str]:
+    """The services that reflection lists."""
     make_stub: Callable[[grpc.Channel], Any] = reflection_pb2_grpc.ServerReflectionStub
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    answer = next(iter(make_stub(lonely[0]).ServerReflectionInfo(iter([request]))))
-    names = {service.name for service in answer.list_services_response.service}
-    assert {EXPERT_HEALTH, "grpc.health.v1.Health"} <= names
+    answer = next(iter(make_stub(channel).ServerReflectionInfo(iter([request]), timeout=30)))
+    return {service.name for service in answer.list_services_response.service}
+
+
+def test_no_reflection_and_bounded_messages_by_default(tmp_path: Path) -> None:
+    """Nobody lists the services unasked, and what no step could need is refused before it is read whole."""
+    model = TinyMoe().write(tmp_path / "model")
+    with running_cluster(model, tmp_path / "run") as cluster, cluster.stub() as stub:
+        with grpc.insecure_channel(cluster.config.experts.expert_addresses[0]) as channel:
+            assert refusal(partial(reflected, channel))[0] is grpc.StatusCode.UNIMPLEMENTED
+        limit = grpc_message_bytes(cluster.geometry)
+        assert limit < 16 * 2**20
+        too_large = refusal(partial(send, stub, record(hidden_states=bytes(limit))))
+        assert too_large[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        most = MOST_GRPC_ROWS + 1
+        assert "at most 4096" in refusal(partial(send, stub, record(rows=most)))[1]
+        assert refusal(partial(send, stub, record(rows=0)))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_stats_equal_an_offline_recount(tmp_path: Path) -> None:

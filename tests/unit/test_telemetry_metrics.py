@@ -8,6 +8,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from moebius.config import TelemetryConfig
 from moebius.errors import UserError
 from moebius.telemetry import start_metrics_server
 
@@ -30,6 +31,17 @@ def test_serves_the_registry_until_closed() -> None:
     server.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(url, trust_env=False)
+
+
+def test_only_this_machine_can_ask_unless_told_otherwise() -> None:
+    """The default binds to the loopback address alone; `metrics_host` opens it, and is named when wrong."""
+    assert TelemetryConfig().metrics_host == "127.0.0.1"
+    server = start_metrics_server(free_port(), CollectorRegistry())
+    assert server is not None
+    assert server.server.server_address[0] == "127.0.0.1"
+    server.close()
+    with pytest.raises(UserError, match="metrics_host"):
+        start_metrics_server(free_port(), CollectorRegistry(), host="192.0.2.1")
 
 
 def test_port_zero_means_none() -> None:
