@@ -208,6 +208,7 @@ class ModelConfig:
     mlp_limits: tuple[float, ...] = ()
     # Whether each query head has a learned logit that joins its softmax's sum and has no value.
     attention_sinks: bool = False
+    # Whether the head is the embedding: what the checkpoint says, unless it stores another head.
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -226,7 +227,8 @@ class ModelConfig:
     def from_dir(path: str | Path, overrides: ModelOverrides | None = None) -> ModelConfig:
         """Read `config.json` (and `generation_config.json` where there is one) of a checkpoint.
 
-        Raises ModelConfigError naming the key, its value and what is allowed.
+        Where the head may be the embedding, the stored tensors decide. Raises ModelConfigError naming the
+        key, its value and what is allowed, CheckpointError for such tensors that can not be read.
         """
         from gpu_service.hf_config.readers import read_model_config
 

@@ -27,6 +27,7 @@ from gpu_service.hf_config.mla import read_deepseek_v2, read_deepseek_v3, read_g
 from gpu_service.hf_config.multimodal import read_glm4v_moe, read_kimi_k25, read_qwen3_vl_moe
 from gpu_service.hf_config.step3p5 import read_step3p5
 from gpu_service.hf_config.vision import read_vision
+from gpu_service.loader.tied_head import has_own_head
 from gpu_service.model_config import (
     TORCH_DTYPES,
     DTypeName,
@@ -95,6 +96,17 @@ def _apply_overrides(hf: HfKeys, config: ModelConfig, overrides: ModelOverrides)
     return replace(config, dtype=cast(DTypeName, dtype))
 
 
+def _with_own_head(directory: Path, config: ModelConfig) -> ModelConfig:
+    """Untied where another head is stored than the embedding, as transformers has it."""
+    if not config.tie_word_embeddings:
+        return config
+    shape = (config.vocab_size, config.hidden_size)
+    if not has_own_head(directory, config.model_type, config.num_layers, shape, config.torch_dtype):
+        return config
+    log.warning("tie_word_embeddings is true, but a head of other values is stored: it is used")
+    return replace(config, tie_word_embeddings=False)
+
+
 def read_model_config(directory: Path, overrides: ModelOverrides) -> ModelConfig:
     """See `ModelConfig.from_dir`."""
     hf = HfKeys.from_checkpoint(directory)
@@ -105,6 +117,7 @@ def read_model_config(directory: Path, overrides: ModelOverrides) -> ModelConfig
     config = _apply_overrides(hf, reader(hf), overrides)
     config = replace(config, vision=read_vision(hf, model_type, wanted=not overrides.language_model_only))
     _check_router(hf, config.moe.router)
+    config = _with_own_head(directory, config)
     generation = companion_directory(directory) / "generation_config.json"
     if generation.exists():
         extra = HfKeys.from_file(generation).integers("eos_token_id")

@@ -17,6 +17,7 @@ from gpu_service.loader.find_sources import find_sources, listed
 from gpu_service.loader.fp8_source import keep_stored_fp8
 from gpu_service.loader.names import Target, expected_names, wanted_name
 from gpu_service.loader.sources import Means, WeightSource
+from gpu_service.loader.tied_head import is_stored_as_head
 from gpu_service.models.common import CausalLM
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
@@ -64,8 +65,10 @@ def _find(
 def _present(index: CheckpointIndex, model: CausalLM) -> dict[str, TensorInfo]:
     """The checkpoint's tensors that this process reads, by canonical name."""
     present: dict[str, TensorInfo] = {}
+    config = model.config
+    swapped = config.tie_word_embeddings and is_stored_as_head(index, config.model_type, config.num_layers)
     for name, info in index.tensors.items():
-        canonical = wanted_name(name, model.config, model.parallel)
+        canonical = wanted_name(name, config, model.parallel, head_is_embedding=swapped)
         if canonical is None:
             continue
         if canonical in present:

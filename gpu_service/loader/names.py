@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gpu_service.layers.linear import CheckpointPart, Divided
+from gpu_service.loader.tied_head import EMBEDDING, HEAD
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -35,19 +36,24 @@ class Target:
 
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# Modules outside of layers; quantised ones have several tensors each.
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens", "model.norm", "lm_head"
+# A module outside of layers, beside embedding and head.
+_NORM = "model.norm"
 
 
-def wanted_name(name: str, config: ModelConfig, parallel: ParallelContext = SOLO) -> str | None:
+def wanted_name(
+    name: str, config: ModelConfig, parallel: ParallelContext = SOLO, *, head_is_embedding: bool = False
+) -> str | None:
     """The canonical name of a checkpoint tensor, or None where it is right that nothing here reads it.
 
     Left out are routed experts of MoE layers (the expert servers'), what the family's rules drop (rotary
-    frequencies, multi-token prediction), a copy of the embedding under the head's name where both are one,
-    and what other pipeline stages read; a name that no stage knows is left out by none.
+    frequencies, multi-token prediction), a copy of the embedding under the head's name where both are one
+    (`tied_head` has compared them), and what other pipeline stages read; a name that no stage knows is left
+    out by none. `head_is_embedding`: both are one, which is stored under the head's name alone.
     """
     canonical = FAMILY_RULES[config.model_type].canonical_name(name, config.num_layers)
-    if canonical is None or (config.tie_word_embeddings and _module(canonical) == _HEAD):
+    if canonical is not None and config.tie_word_embeddings and _module(canonical) == HEAD:
+        canonical = EMBEDDING + canonical.removeprefix(HEAD) if head_is_embedding else None
+    if canonical is None:
         return None
     layer = _LAYER.match(canonical)
     if layer is None:
@@ -61,9 +67,9 @@ def wanted_name(name: str, config: ModelConfig, parallel: ParallelContext = SOLO
 
 
 def _is_of_stage(canonical: str, config: ModelConfig, parallel: ParallelContext) -> bool:
-    if _module(canonical) == _EMBEDDING:
+    if _module(canonical) == EMBEDDING:
         return parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings)
-    return parallel.is_last_stage or _module(canonical) not in (_NORM, _HEAD)
+    return parallel.is_last_stage or _module(canonical) not in (_NORM, HEAD)
 
 
 def _module(canonical: str) -> str:

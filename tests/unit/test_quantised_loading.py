@@ -83,17 +83,19 @@ def test_stages_read_their_quantised_ends(stage: int, models: Models, tmp_path: 
     check(quantised, plain, ParallelContext(0, 1, stage, 2))
 
 
-def test_a_tied_head_that_is_stored_as_well_is_left_out(models: Models, tmp_path: Path) -> None:
-    """With all of its tensors, scales included."""
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_quantised_head_beside_a_tied_embedding(is_copy: bool, models: Models, tmp_path: Path) -> None:
+    """A copy is left out with all of its tensors, scales included; one of other values is used."""
     chosen = MODEL_FORMATS["int8"]
     model = quantise(models("qwen3_moe"), lambda _: chosen, chosen.config)
     model.config["tie_word_embeddings"] = True
-    assert "lm_head.weight_scale" in model.tensors
+    for part in ("weight", "weight_scale") if is_copy else ():
+        model.tensors[f"lm_head.{part}"] = model.tensors[f"model.embed_tokens.{part}"]
     loaded = parameters(model.write(tmp_path), ParallelContext())
-    embedding = torch.from_numpy(model.meant["model.embed_tokens.weight"])
-    torch.testing.assert_close(
-        loaded["model.embed_tokens.weight"], embedding, rtol=DEQUANTISED_FLOAT32, atol=0
-    )
+    assert ("lm_head.weight" in loaded) is not is_copy
+    for name in ("model.embed_tokens.weight", *(() if is_copy else ("lm_head.weight",))):
+        meant = torch.from_numpy(model.meant[name])
+        torch.testing.assert_close(loaded[name], meant, rtol=DEQUANTISED_FLOAT32, atol=0)
 
 
 def test_what_quantisers_leave_beside_weights_is_left_aside(models: Models, tmp_path: Path) -> None:
