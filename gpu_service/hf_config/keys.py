@@ -85,6 +85,11 @@ class HfKeys:
         self._asked.add(name)
         return self._values.get(name) is not None
 
+    def is_null(self, name: str) -> bool:
+        """Whether the key is there, but null; counts as asked for."""
+        self._asked.add(name)
+        return name in self._values and self._values[name] is None
+
     def value(self, name: str) -> Any:
         """A key's value as it is; None when absent."""
         return self._get((name,), None)

@@ -25,12 +25,13 @@ class SectionDefaults:
 
 def _numbers(hf: HfKeys, rope: HfKeys, scaling: RopeScaling) -> dict[str, float]:
     """What the kind needs, defaults filled in."""
-    numbers = {name: rope.number(name) for name in scaling.required}
+    by_lengths = scaling.factor_by_lengths and rope.is_null("factor")
+    numbers = {name: rope.number(name) for name in scaling.required if not (name == "factor" and by_lengths)}
     if scaling.original_length:
         # Some checkpoints have it outside, and then that one counts.
         longest = hf.integer("max_position_embeddings")
         numbers[_ORIGINAL] = hf.number(_ORIGINAL, default=rope.number(_ORIGINAL, default=longest))
-        if scaling.factor_by_lengths and not rope.has("factor"):
+        if by_lengths or (scaling.factor_by_lengths and not rope.has("factor")):
             numbers["factor"] = longest / numbers[_ORIGINAL]
     for name, default in scaling.optional:
         if rope.has(name) or default is not None:

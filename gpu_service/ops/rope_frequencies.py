@@ -100,7 +100,8 @@ class RopeScaling:
     original_length: bool = False
     # What cosines and sines are multiplied by.
     attention_factor: Callable[[Mapping[str, float]], float] = _no_factor
-    # Whether `factor` is by default the longest context divided by the original one.
+    # Whether `factor` is, where it is null (or, unless required, absent), the longest context divided by the
+    # original one.
     factor_by_lengths: bool = False
     # Lists of a number for each pair, by which its frequency is divided: where no sequence is longer than
     # the original length, and where some may be.
@@ -135,6 +136,7 @@ ROPE_SCALINGS: Mapping[str, RopeScaling] = {
         (("truncate", True),),
         True,
         _yarn_factor,
+        factor_by_lengths=True,
     ),
 }
 

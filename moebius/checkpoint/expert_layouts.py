@@ -18,8 +18,14 @@ from moebius.checkpoint.reader import Array, SliceReader
 
 MATRICES = ("gate", "up", "down")
 
-# Where decoder layers may hang: text models, and the text towers of multimodal ones.
-LAYER_PREFIXES = ("model.layers.", "model.language_model.layers.", "language_model.model.layers.")
+# Where decoder layers may hang: text models, and the text towers of multimodal ones (Kimi's last, as
+# transformers 5 writes it).
+LAYER_PREFIXES = (
+    "model.layers.",
+    "model.language_model.layers.",
+    "language_model.model.layers.",
+    "language_model.model.blocks.",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ Canonical names are those of the text-only Hugging Face models (`model.layers.0.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from moebius.checkpoint.errors import CheckpointError
@@ -19,7 +19,7 @@ from moebius.checkpoint.expert_layouts import (
     LocatedLayout,
     is_routed_expert,
 )
-from moebius.checkpoint.index import CheckpointIndex
+from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.moe_config import read_config
 
 __all__ = ["FAMILY_RULES", "FamilyRules", "RenameRule", "expert_tensors", "find_layout", "is_routed_expert"]
@@ -105,7 +105,16 @@ _KIMI_TEXT = _rename(
     "language_model.model.norm.weight",
     "model.norm.weight",
 )
-_KIMI_VISION = _drop(r"(?:vision_tower|mm_projector)\..*", "vision_tower.encoder.blocks.0.norm0.weight")
+# Transformers 5 calls decoder layers blocks when it writes them, and puts one norm elsewhere.
+_KIMI_BLOCKS = _rename(
+    r"language_model\.model\.blocks\.(.*)",
+    r"model.layers.\1",
+    "language_model.model.blocks.0.input_layernorm.weight",
+    "model.layers.0.input_layernorm.weight",
+)
+_KIMI_VISION = _drop(
+    r"(?:vision_tower|(?:model\.)?mm_projector)\..*", "vision_tower.encoder.blocks.0.norm0.weight"
+)
 _MINIMAX_GATE = _rename(
     r"(model\.layers\.\d+\.)block_sparse_moe\.gate\.weight",
     r"\1mlp.gate.weight",
@@ -160,7 +169,8 @@ FAMILY_RULES: Mapping[str, FamilyRules] = {
     "qwen3_5_moe_text": FamilyRules(
         (_MTP, _VISION, _TEXT_SHARED, _TEXT, _SHARED), ("fused", "per_expert"), prediction_layers=True
     ),
-    "qwen3_vl_moe": FamilyRules((_VISION, _TEXT), ("fused_transposed", "per_expert")),
+    # As published, and as transformers 5 writes it: `_is_shaped` tells.
+    "qwen3_vl_moe": FamilyRules((_VISION, _TEXT), ("fused_transposed", "fused", "per_expert")),
     "glm4_moe": FamilyRules((_ROTARY,), prediction_layers=True),
     "glm4_moe_lite": FamilyRules((_ROTARY,), prediction_layers=True),
     "glm4v_moe": FamilyRules((_VISION, _TEXT), prediction_layers=True),
@@ -174,7 +184,7 @@ FAMILY_RULES: Mapping[str, FamilyRules] = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
-    "kimi_k25": FamilyRules((_KIMI_VISION, _KIMI_TEXT)),
+    "kimi_k25": FamilyRules((_KIMI_VISION, _KIMI_BLOCKS, _KIMI_TEXT)),
     "gpt_oss": FamilyRules((_ROTARY, _GPT_OSS_ROUTER), ("fused_interleaved",)),
     "step3p5": FamilyRules(
         (_ROTARY, _STEP_GATE, _STEP_BIAS, _STEP_SHARED),
@@ -185,21 +195,56 @@ FAMILY_RULES: Mapping[str, FamilyRules] = {
 
 
 def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
-    """The family's layout that the checkpoint uses. Raises CheckpointError naming what was looked for."""
+    """The family's layout that the checkpoint uses. Raises CheckpointError naming what was looked for.
+
+    Of layouts that have the same names, the one whose shapes fit; where none fits, the first.
+    """
     family = FAMILY_RULES.get(model_type)
     if family is None:
         raise CheckpointError(f"model_type is {model_type!r}; known: {', '.join(sorted(FAMILY_RULES))}")
     layouts = index.layouts or family.layouts
-    for layout in (LAYOUTS[name] for name in layouts):
-        below = _gate_pattern(layout.gate.name)
-        for prefix in LAYER_PREFIXES:
-            pattern = re.compile(re.escape(prefix) + r"\d+\." + below)
-            if any(pattern.fullmatch(name) for name in index.tensors):
-                return LocatedLayout(index, layout, prefix)
+    first: LocatedLayout | None = None
+    for found, gate in _named_layouts(index, layouts):
+        if _is_shaped(found, gate):
+            return found
+        first = first or found
+    if first is not None:
+        return first
     examples = ", ".join(LAYOUTS[name].example for name in layouts)
     raise CheckpointError(
         f"{index.directory} has no routed experts of {model_type}; expected names like {examples}"
     )
+
+
+def _named_layouts(
+    index: CheckpointIndex, layouts: tuple[str, ...]
+) -> Iterator[tuple[LocatedLayout, TensorInfo]]:
+    """Those of which there is a gate, with one."""
+    for layout in (LAYOUTS[name] for name in layouts):
+        below = _gate_pattern(layout.gate.name)
+        for prefix in LAYER_PREFIXES:
+            pattern = re.compile(re.escape(prefix) + r"\d+\." + below)
+            gate = next((info for name, info in index.tensors.items() if pattern.fullmatch(name)), None)
+            if gate is not None:
+                yield LocatedLayout(index, layout, prefix), gate
+
+
+def _is_shaped(found: LocatedLayout, gate: TensorInfo) -> bool:
+    """Whether fused gate and up beside down have the sizes that the layout calls for.
+
+    Shapes of one tensor alone may fit both ways round, those of the two never do: gate and up have twice as
+    many outputs as down has inputs, and as many inputs as it has outputs.
+    """
+    layout = found.layout
+    if layout.gate.parts == 1:
+        return True
+    down = found.index.tensors.get(gate.name.replace("gate_up_proj", "down_proj"))
+    if down is None or len(gate.shape) != 3 or len(down.shape) != 3:
+        return False
+    (outputs, hidden), (rows, inner) = (
+        shape[::-1] if layout.gate.transposed else shape for shape in (gate.shape[1:], down.shape[1:])
+    )
+    return outputs == layout.gate.parts * inner and hidden == rows
 
 
 def _gate_pattern(name: str) -> str:

@@ -66,6 +66,19 @@ _KIMI = (
         "mm_projector.proj.2.weight",
         "mm_projector.out_proj.weight",
     ),
+    # As transformers 5 writes them.
+    _rename(
+        r"vision_tower\.encoder\.(patch_embed\.proj\..*)",
+        r"vision_tower.\1",
+        "vision_tower.encoder.patch_embed.proj.weight",
+        "vision_tower.patch_embed.proj.weight",
+    ),
+    _rename(
+        r"model\.(mm_projector\.pre_norm\..*)",
+        r"\1",
+        "model.mm_projector.pre_norm.weight",
+        "mm_projector.pre_norm.weight",
+    ),
     # All others are called alike; names that the modules do not have are an error, not left out.
     _rename(
         r"((?:vision_tower|mm_projector)\..*)",

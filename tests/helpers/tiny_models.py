@@ -207,12 +207,15 @@ def _randomize(model: Any, seed: int) -> None:
             tensor.copy_(noise * (1.5 / tensor.shape[-1] ** 0.5))
 
 
-def make_tiny_model(name: str, directory: Path) -> Any:
-    """Write the checkpoint into `directory` and return transformers' own float32 model of it."""
-    return write_tiny_model(TINY_MODELS[name], directory, seed=sum(name.encode()))
+def make_tiny_model(name: str, directory: Path, *, publish: bool = True) -> Any:
+    """Write the checkpoint into `directory` and return transformers' own float32 model of it.
+
+    `publish`: as the family was released, where transformers writes it otherwise.
+    """
+    return write_tiny_model(TINY_MODELS[name], directory, seed=sum(name.encode()), publish=publish)
 
 
-def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int) -> Any:
+def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int, publish: bool = True) -> Any:
     """The same for any configuration."""
     values, tower = _COMMON | tiny.changes, TEXT_TOWERS.get(tiny.model_type)
     if tower is not None:
@@ -225,7 +228,7 @@ def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int) -> Any:
         model.save_pretrained(directory)
     else:
         model.save_pretrained(directory, max_shard_size=tiny.shard_bytes)
-    if tower is not None:
+    if tower is not None and publish:
         tower.publish(directory, values)
     if tiny.written_as is not None:
         path = directory / "config.json"

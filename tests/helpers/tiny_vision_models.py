@@ -116,8 +116,11 @@ VISION_MODELS: dict[str, TinyVision] = {
 }
 
 
-def write_vision_model(name: str, directory: Path) -> Any:
-    """Write the checkpoint as it would be published, and return transformers' float32 model of it."""
+def write_vision_model(name: str, directory: Path, *, publish: bool = True) -> Any:
+    """Write the checkpoint as it would be published, and return transformers' float32 model of it.
+
+    Not `publish`: as transformers writes it.
+    """
     tiny = VISION_MODELS[name]
     text = TINY_MODELS[tiny.text]
     tower = dataclasses.replace(TEXT_TOWERS[tiny.family or text.model_type], vision=tiny.vision)
@@ -128,8 +131,9 @@ def write_vision_model(name: str, directory: Path) -> Any:
     model = tower.model(config).eval()
     _randomize(model, seed=sum(name.encode()) + 1)
     model.save_pretrained(directory)
-    tower.publish(directory)
-    if text.model_type == "kimi_k25":
+    if publish:
+        tower.publish(directory)
+    if publish and text.model_type == "kimi_k25":
         _put_patches_right(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(tiny.processor))
     return model

@@ -133,6 +133,25 @@ def test_every_layout_yields_the_same_experts(tmp_path: Path, layout: str) -> No
             np.testing.assert_array_equal(found, expected["down"][:, neurons])
 
 
+@pytest.mark.parametrize(("hidden", "inner"), [(6, 3), (4, 4), (5, 3)])
+@pytest.mark.parametrize("layout", ["fused", "fused_transposed"])
+def test_shapes_tell_how_stacked_experts_lie(layout: str, hidden: int, inner: int, tmp_path: Path) -> None:
+    """Released `[E, in, out]` or as transformers 5 writes them `[E, out, in]`, under the same names.
+
+    Also where one of the two tensors looks the same both ways round: with 2I = H, and with I = H.
+    """
+    shapes = {"gate_up_proj": (EXPERTS, 2 * inner, hidden), "down_proj": (EXPERTS, hidden, inner)}
+    turned = layout == "fused_transposed"
+    tensors = {
+        f"model.language_model.layers.0.mlp.experts.{name}": np.ones(
+            (count, cols, rows) if turned else (count, rows, cols), np.float32
+        )
+        for name, (count, rows, cols) in shapes.items()
+    }
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    assert find_layout(CheckpointIndex.open(tmp_path), "qwen3_vl_moe").layout.name == layout
+
+
 def test_errors_name_what_was_looked_for(tmp_path: Path) -> None:
     """No experts at all, one expert too many, and an unknown family."""
     write_safetensors(tmp_path / "model.safetensors", {"model.norm.weight": np.ones(4, np.float32)})

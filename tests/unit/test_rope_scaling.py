@@ -42,6 +42,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn of deepseek": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": 20},
     "yarn with a factor of its own": {**YARN, "attention_factor": 1.5, "mscale": 0.7},
     "yarn that stretches nothing": {**YARN, "factor": 1.0},
+    "yarn with a factor that follows from lengths": {**YARN, "factor": None},
     "yarn without the original length": {"rope_type": "yarn", "factor": 4.0},
 }
 LENGTH, HEAD_DIM, THETA = 131072, 64, 5e5
