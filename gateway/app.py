@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import structlog
 from fastapi import FastAPI, Request, Response
 from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 
@@ -16,16 +17,24 @@ from gateway.streaming import ClientGone
 from moebius import __version__
 from moebius.config import MoebiusConfig
 
+logger = structlog.get_logger(__name__)
 _CLIENT_CLOSED = 499  # nginx's number; nobody reads the answer, but the log line does
+
+
+def _log_broken(reason: str) -> None:
+    logger.error("the gateway can not serve", reason=reason)
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=_CLIENT_CLOSED)
 
 
-def create_app(config: MoebiusConfig) -> FastAPI:
-    """The application; it connects to the engine when started and answers 503 until the engine does."""
-    gateway = Gateway(config)
+def create_app(config: MoebiusConfig, on_broken: Callable[[str], None] = _log_broken) -> FastAPI:
+    """The application; it connects to the engine when started and answers 503 until the engine does.
+
+    `on_broken` is called with the reason when the model's files can not be used.
+    """
+    gateway = Gateway(config, on_broken)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

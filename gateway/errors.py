@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import grpc
@@ -20,6 +21,21 @@ _TYPES = {
     403: "permission_error",
     429: "rate_limit_error",
 }
+
+
+# Sockets and files by their path (of at least two parts), hosts with a port, gRPC's address schemes.
+_INTERNAL = re.compile(
+    r"(?:unix(?:-abstract)?|ipv[46]|dns):[^\s,;'\")\]]+"
+    r"|(?<![\w.~])~?/[\w.+~@%-]+(?:/[^\s:,;'\")\]]*)+"
+    r"|\[[0-9a-fA-F:]+\]:\d+"
+    r"|\b(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?\b"
+    r"|\b[\w.-]+:\d{2,5}\b"
+)
+
+
+def without_addresses(text: str) -> str:
+    """`text` without paths and network addresses: where things are inside is nothing for clients."""
+    return _INTERNAL.sub("(internal)", text)
 
 
 class ApiError(Exception):
@@ -45,7 +61,9 @@ class ApiError(Exception):
         """The JSON object clients see, in answers and in SSE error events."""
         default = "invalid_request_error" if self.status < 500 else "server_error"
         kind = _TYPES.get(self.status, default)
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        # A 4xx speaks of what the client itself sent; what failed here may name what is inside.
+        message = self.message if self.status < 500 else without_addresses(self.message)
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
         """`Retry-After` (seconds) when waiting helps; `WWW-Authenticate` with 401."""
@@ -74,8 +92,10 @@ def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
             429, f"the engine's queue is full: {details}", code="engine_overloaded", retry_after_s=1
         )
     if status == grpc.StatusCode.UNAVAILABLE:
+        # The engine's own words are for clients; those of gRPC, when it can not connect, name sockets.
+        reason = details if without_addresses(details) == details else "it is starting, or was lost"
         return ApiError(
-            503, f"the engine is not available: {details}", code="engine_unavailable", retry_after_s=2
+            503, f"the engine is not available: {reason}", code="engine_unavailable", retry_after_s=2
         )
     if status == grpc.StatusCode.DEADLINE_EXCEEDED:
         return ApiError(504, f"the engine did not answer in time: {details}", code="engine_timeout")

@@ -14,6 +14,7 @@ import uvloop
 
 from gateway.app import create_app
 from moebius.config import MoebiusConfig
+from moebius.errors import StartupError
 from moebius.telemetry.logging import configure_logging
 from moebius.telemetry.tracing import configure_tracing
 
@@ -21,8 +22,15 @@ logger = structlog.get_logger(__name__)
 _STREAM_GRACE_S = 10  # open streams may go on this long after SIGTERM
 
 
-class _Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """Stops on SIGTERM and SIGINT and returns, where uvicorn would kill its process with the signal again."""
+
+    broken: str | None = None  # why it ended by itself; set by `end_broken`
+
+    def end_broken(self, reason: str) -> None:
+        """Ends the server because it could never answer a request."""
+        self.broken = reason
+        self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -43,10 +51,10 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def server_for(config: MoebiusConfig) -> uvicorn.Server:
+def server_for(config: MoebiusConfig) -> GatewayServer:
     """The HTTP server, not yet started; also used by tests, which run it in a thread."""
     settings = uvicorn.Config(
-        create_app(config),
+        create_app(config, on_broken=lambda reason: server.end_broken(reason)),
         host=config.gateway.host,
         port=config.gateway.port,
         log_config=None,
@@ -54,11 +62,15 @@ def server_for(config: MoebiusConfig) -> uvicorn.Server:
         lifespan="on",
         timeout_graceful_shutdown=_STREAM_GRACE_S,
     )
-    return _Server(settings)
+    server = GatewayServer(settings)
+    return server
 
 
 def run(config: MoebiusConfig) -> int:
-    """Serves HTTP until SIGTERM or SIGINT. Returns the exit code: 0, or 1 when the server could not start."""
+    """Serves HTTP until SIGTERM or SIGINT. Returns the exit code: 0, or 1 when the server could not start.
+
+    Raises StartupError when the model's files can not be used.
+    """
     configure_logging(config.telemetry, "gateway")
     tracing = configure_tracing(config.telemetry, "moebius-gateway")
     server = server_for(config)
@@ -74,4 +86,6 @@ def run(config: MoebiusConfig) -> int:
         return 1
     finally:
         tracing.shutdown()  # sends the last spans
+    if server.broken is not None:
+        raise StartupError(server.broken)
     return 0 if server.started else 1

@@ -77,19 +77,13 @@ class ServedModel:
 
 
 def load_served_model(
-    info: engine_pb2.GetModelInfoResponse, tokenizer_dir: str, served_name: str, template_file: str
+    info: engine_pb2.GetModelInfoResponse, tokenizer: Tokenizer, served_name: str
 ) -> ServedModel:
-    """Reads the tokenizer and joins it with the engine's facts.
+    """Joins the tokenizer with the engine's answer; `served_name` is what clients send (empty: the engine's).
 
-    Args:
-        info: the engine's answer.
-        tokenizer_dir: directory to read the tokenizer from; empty: the one the engine names.
-        served_name: name clients send; empty: the engine's.
-        template_file: Jinja file instead of the checkpoint's chat template; empty: the checkpoint's.
     Raises:
-        TokenizerError: the tokenizer's files are missing or malformed.
+        ValueError: the engine's sampling defaults are no JSON.
     """
-    directory = tokenizer_dir or info.tokenizer_path or info.model_path
     name = served_name or info.served_model_name or Path(info.model_path).name
     return ServedModel(
         name=name,
@@ -99,7 +93,7 @@ def load_served_model(
         vocab_size=info.vocab_size,
         eos_token_ids=frozenset(info.eos_token_ids),
         defaults=json.loads(info.default_sampling_params_json or "{}"),
-        tokenizer=Tokenizer.from_dir(Path(directory), template_file),
+        tokenizer=tokenizer,
         supports_vision=info.supports_vision,
         image_token_id=info.image_token_id if info.supports_vision else -1,
     )

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import structlog
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -229,4 +230,6 @@ class RequestRun:
             self._gateway.metrics.rejected("engine_queue_full")
         self._gateway.metrics.failed(failure.status)
         telemetry.describe_failure(self._span, failure.code or type(error).__name__, failure.message)
-        self._log.warning("generation failed", status=failure.status, error=failure.message)
+        # gRPC's own words name sockets: for the log, not for the client.
+        details = {"details": error.details()} if isinstance(error, grpc.aio.AioRpcError) else {}
+        self._log.warning("generation failed", status=failure.status, error=failure.message, **details)

@@ -28,7 +28,7 @@ async def ready(request: Request) -> dict[str, Any]:
     if not await gateway.engine.is_serving():
         raise ApiError(
             503,
-            f"the engine at {gateway.engine.address} is not serving",
+            "the engine is not serving",
             code="engine_unavailable",
             retry_after_s=2,
         )

@@ -197,6 +197,7 @@ def test_gateway_waits_for_an_engine_that_starts_later(setup: Setup, tmp_path: P
         refused = httpx.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": "The"})
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "engine_unavailable"
+        assert str(tmp_path) not in refused.text + httpx.get(f"{url}/ready").text
         with serving(FakeEngine(setup.directory, setup.tokenizer), address):
             end = time.monotonic() + 10
             while httpx.get(f"{url}/ready").status_code != 200:
@@ -215,7 +216,11 @@ def test_engine_restart_is_survived(setup: Setup, tmp_path: Path) -> None:
         away = httpx.post(f"{url}/v1/completions", json=body)
         assert (away.status_code, away.json()["error"]["code"]) == (503, "engine_unavailable")
         assert "Retry-After" in away.headers
-        assert httpx.get(f"{url}/ready").status_code == 503
+        not_ready = httpx.get(f"{url}/ready")
+        assert not_ready.status_code == 503
+        for answer in (away, not_ready):  # gRPC's own words name the socket that it could not reach
+            assert str(tmp_path) not in answer.text
+            assert "unix:" not in answer.text
         with serving(FakeEngine(setup.directory, setup.tokenizer), address):
             end = time.monotonic() + 10
             while httpx.post(f"{url}/v1/completions", json=body).status_code != 200:

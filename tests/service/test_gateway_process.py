@@ -95,3 +95,21 @@ def test_taken_port_is_an_exit_code(engine: tuple[FakeEngine, str]) -> None:
             process.kill()
     assert process.returncode == 1
     assert "address already in use" in log
+
+
+def test_broken_template_ends_the_process_before_any_engine_is_there(tmp_path: Path) -> None:
+    """Files that can not be used are refused at once, in one line that names the file; nobody waits for them
+    until the engine has loaded."""
+    write_tokenizer(tmp_path, byte_level_tokenizer())
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    template = tmp_path / "broken.jinja"
+    template.write_text("{% for message in messages %}")
+    command = [sys.executable, "-m", "moebius", "gateway", str(tmp_path), "--no-show-config"]
+    command += ["--port", str(free_port()), "--engine-address", f"unix:{tmp_path}/nobody.sock"]
+    command += ["--chat-template", str(template)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2, ended.stderr
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("moebius: error: the model can not be served")
+    assert str(template) in last
+    assert "Traceback" not in ended.stderr
