@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -26,7 +26,7 @@ from moebius.app.bench.kernels_measure import (
     kernel_names,
     measure,
 )
-from moebius.app.bench.kernels_rows import Measured, compare, table_line
+from moebius.app.bench.kernels_rows import TABLE, Measured, compare
 from moebius.app.bench.kernels_shapes import SHAPES, ExpertShape, parse_counts, parse_shape, parse_shapes
 from moebius.app.bench.kernels_working_set import WorkingSet, plan_working_set
 from moebius.app.commands.bench import app
@@ -177,7 +177,7 @@ def _measured(seconds: tuple[float, ...], pairs: float) -> Measured:
     return Measured(TINY, "bfloat16", "avx2", "some_kernel", 2, 5, held, times)
 
 
-def test_ratio_of_a_row_bound_by_bandwidth() -> None:
+def test_ratio_of_a_row_bound_by_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
     """3 experts of 1000 bytes at 1 MB/s are 3 ms; the median of the calls took 6."""
     row = compare(_measured((0.005, 0.006, 0.010), pairs=3.0), *_limits(1e6, PEAKS))
     assert row.limit_ms == pytest.approx(3.0)
@@ -187,7 +187,8 @@ def test_ratio_of_a_row_bound_by_bandwidth() -> None:
     assert (row.limit_unit, row.iterations, row.median_ms) == ("b", 3, pytest.approx(6.0))
     assert (row.gb_per_second, row.limit_gb_per_second) == (pytest.approx(5e-4), pytest.approx(1e-3))
     assert (row.beside_gb_per_second, row.ratio_beside) == (pytest.approx(8e-4), pytest.approx(0.625))
-    assert "0.500" in table_line(row)
+    TABLE.print_row(row)
+    assert "0.500" in capsys.readouterr().out
 
 
 def test_ratio_of_a_row_bound_by_the_peak() -> None:
@@ -254,7 +255,7 @@ def test_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         itertools.product(["bfloat16", "int8_w8a8"], [1, 3])
     )
     written = json.loads(target.read_text())
-    assert written == [row.as_dict() for row in rows]
+    assert written == [asdict(row) for row in rows]
     for row in rows:
         # bfloat16: 64 wide, gate and up 2 x 2 panels of 16 columns, down 4 panels of k = 32 padded to 64.
         expert_bytes = row.weight_bytes / row.distinct_experts
@@ -291,7 +292,8 @@ def test_table_is_by_shape(capsys: pytest.CaptureFixture[str]) -> None:
     kernels.print_table([row, replace(row, shape="other"), row])
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in printed if " " not in line] == ["64x32x4x2", "other"]
-    assert printed.count(table_line(row)) == 3
+    TABLE.print_row(row)
+    assert printed.count(capsys.readouterr().out.rstrip("\n")) == 3
 
 
 def test_measure_counts_what_the_calls_touch() -> None:

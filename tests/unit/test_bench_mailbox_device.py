@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from moebius import _kernels
-from moebius.app.bench.mailbox_device.rows import HEADER, line, make_row, parse_numbers, parse_signals
+from moebius.app.bench.mailbox_device.rows import TABLE, make_row, parse_numbers, parse_signals
 from moebius.app.cli import app
 from moebius.errors import UserError
 from tests.helpers.mailbox import Call, geometry, new_mailbox, served_mailbox
@@ -30,13 +30,15 @@ def test_signals_are_checked() -> None:
         parse_signals("memops,dorbel")
 
 
-def test_row_separates_hand_off_from_the_servers_time() -> None:
+def test_row_separates_hand_off_from_the_servers_time(capsys: pytest.CaptureFixture[str]) -> None:
     """Median, 99th percentile, bytes each way and the ratio to the limit."""
     row = make_row("doorbell", 4, 64, 2048, 8, 48, [30.0, 20.0, 25.0], 5.0, 2.0)
     assert (row.median_us, row.p99_us, row.hand_off_us, row.ratio) == (25.0, 25.0, 20.0, 10.0)
     assert (row.bytes_out, row.bytes_back) == (64 * (4096 + 64), 64 * 8192 * 4)
-    assert len(line(row)) == len(HEADER)
-    assert "260 KiB" in line(row)
+    TABLE.print_all([row])
+    header, line = capsys.readouterr().out.splitlines()
+    assert len(line) == len(header)
+    assert "260 KiB" in line
 
 
 def test_command_refuses_what_it_can_not_measure() -> None:

@@ -7,14 +7,14 @@ step and a bandwidth of W no server makes more than `streams * W / B` tokens per
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from moebius.app.bench.memory import read_bandwidth
+from moebius.app.bench.output import BenchTable, Column, or_dash, write_json
 from moebius.app.bench.weights import WeightBytes
 from moebius.app.client import ApiClient
 from moebius.errors import UserError
@@ -69,14 +69,12 @@ def run(
         print(f"memory read bandwidth {bandwidth / 1e9:.1f} GB/s; bytes per token at 1 stream ", end="")
         print(f"{weights.per_step(1) / 1e6:.1f} MB")
     _one_stream(client, name, 0, 8, time.perf_counter())  # the server's first request pays for warm-up
-    print(f"{'streams':>7} {'tokens/s':>9} {'limit':>9} {'ratio':>6} {'TTFT p50':>9} {'p95':>8}", end="")
-    print(f" {'inter-token p50':>16} {'p95':>8}")
+    _TABLE.print_header()
     rows = []
     for count in streams:
         rows.append(measure(client, name, count, max_tokens, weights, bandwidth))
-        print(_line(rows[-1]), flush=True)
-    if json_file:
-        write_rows(rows, json_file)
+        _TABLE.print_row(rows[-1])
+    write_json(rows, json_file)
 
 
 def measure(
@@ -116,14 +114,6 @@ def quantile(values: Sequence[float], share: float) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[round(share * 100) - 1]
 
 
-def write_rows(rows: Sequence[DecodeRow], path: Path) -> None:
-    """Writes the rows as a JSON list. Raises UserError."""
-    try:
-        path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"--json {path}: {error.strerror}") from None
-
-
 def _one_stream(client: ApiClient, model: str, number: int, max_tokens: int, begin: float) -> StreamTimes:
     """One greedy completion; prompts differ in their first words, so no prefix is shared."""
     body = {
@@ -146,11 +136,13 @@ def _one_stream(client: ApiClient, model: str, number: int, max_tokens: int, beg
     return StreamTimes(first - begin, last - begin, tokens, first - asked)
 
 
-def _line(row: DecodeRow) -> str:
-    limit = f"{row.limit_tokens_per_second:9.1f}" if row.limit_tokens_per_second else f"{'unknown':>9}"
-    ratio = f"{row.fraction_of_limit:6.3f}" if row.fraction_of_limit else f"{'-':>6}"
-    return (
-        f"{row.streams:7d} {row.tokens_per_second:9.1f} {limit} {ratio} "
-        f"{row.ttft_p50_s * 1e3:6.0f} ms {row.ttft_p95_s * 1e3:5.0f} ms "
-        f"{row.inter_token_p50_s * 1e3:13.1f} ms {row.inter_token_p95_s * 1e3:5.1f} ms"
-    )
+_TABLE = BenchTable[DecodeRow](
+    Column("streams", lambda row: f"{row.streams}"),
+    Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}", 9),
+    Column("limit", lambda row: or_dash(row.limit_tokens_per_second, 1, "unknown"), 9),
+    Column("ratio", lambda row: or_dash(row.fraction_of_limit, 3), 6),
+    Column("TTFT p50", lambda row: f"{row.ttft_p50_s * 1e3:.0f} ms", 9),
+    Column("p95", lambda row: f"{row.ttft_p95_s * 1e3:.0f} ms", 8),
+    Column("inter-token p50", lambda row: f"{row.inter_token_p50_s * 1e3:.1f} ms"),
+    Column("p95", lambda row: f"{row.inter_token_p95_s * 1e3:.1f} ms", 8),
+)

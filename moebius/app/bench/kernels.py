@@ -7,7 +7,6 @@ the peak of the best unit; the limit is the larger of the two times.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +28,10 @@ from moebius.app.bench.kernels_measure import (
     measure,
     on_cpu,
 )
-from moebius.app.bench.kernels_rows import HEADER, KernelsRow, Measured, compare, table_line
+from moebius.app.bench.kernels_rows import TABLE, KernelsRow, Measured, compare
 from moebius.app.bench.kernels_shapes import ExpertShape
 from moebius.app.bench.kernels_working_set import plan_working_set
+from moebius.app.bench.output import write_json
 from moebius.errors import UserError
 from moebius.kernels import Isa, PlanRow
 
@@ -92,17 +92,17 @@ def run(options: KernelsOptions, json_file: Path | None = None) -> list[KernelsR
             print(
                 f"{shape.name}: hidden {shape.hidden_size}, intermediate {shape.intermediate_size}, ", end=""
             )
-            print(f"{shape.num_experts} experts, {shape.top_k} per row\n{HEADER}")
+            print(f"{shape.num_experts} experts, {shape.top_k} per row")
+            TABLE.print_header()
             for weight_format in options.formats:
                 for measured in measure_format(options, shape, weight_format, machine):
                     results.append(measured)
-                    print(table_line(compare(measured, bandwidth, peak)), flush=True)
+                    TABLE.print_row(compare(measured, bandwidth, peak))
     rows = [compare(measured, bandwidth, peak) for measured in results]
     if bandwidth.best[0] > 1.02 * first_speed:
         print(f"the best read bandwidth rose to {bandwidth.best[0] / 1e9:.1f} GB/s meanwhile; against that:")
         print_table(rows)
-    if json_file:
-        write_rows(rows, json_file)
+    write_json(rows, json_file)
     return rows
 
 
@@ -158,8 +158,8 @@ def measure_format(
 def print_table(rows: Sequence[KernelsRow]) -> None:
     """All rows, shape by shape."""
     for shape in dict.fromkeys(row.shape for row in rows):
-        print(f"{shape}\n{HEADER}")
-        print("\n".join(table_line(row) for row in rows if row.shape == shape))
+        print(shape)
+        TABLE.print_all([row for row in rows if row.shape == shape])
 
 
 def plan_line(row: PlanRow) -> str:
@@ -169,11 +169,3 @@ def plan_line(row: PlanRow) -> str:
         f"  {row.matrix} {row.format}, {row.row_type} request, {rows}: {row.kernel}"
         f" ({row.nanoseconds:.0f} ns per panel)"
     )
-
-
-def write_rows(rows: Sequence[KernelsRow], path: Path) -> None:
-    """Writes the rows as a JSON list. Raises UserError."""
-    try:
-        path.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"--json {path}: {error.strerror}") from None

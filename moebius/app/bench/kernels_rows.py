@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from moebius.app.bench.kernels_limits import BandwidthLimit, PeakLimit, row_type_of
 from moebius.app.bench.kernels_measure import Times
 from moebius.app.bench.kernels_shapes import ExpertShape
 from moebius.app.bench.kernels_working_set import WorkingSet
+from moebius.app.bench.output import BenchTable, Column
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,6 @@ class KernelsRow:
     ratio_min_ms: float
     note: str
 
-    def as_dict(self) -> dict[str, str | int | float]:
-        return asdict(self)
-
 
 def compare(measured: Measured, bandwidth: BandwidthLimit, peak: PeakLimit) -> KernelsRow:
     """Sets a measurement against the best limits that the run has seen."""
@@ -122,17 +120,18 @@ def compare(measured: Measured, bandwidth: BandwidthLimit, peak: PeakLimit) -> K
     )
 
 
-HEADER = (
-    f"{'format':<14} {'rows':>5} {'experts':>7} {'median ms':>10} {'min ms':>9} {'GB/s':>7} {'TFLOP/s':>8}"
-    f" {'limit ms':>9} {'ratio':>6} {'of GB/s':>7} {'of peak':>7} {'beside':>6}  kernel"
+TABLE = BenchTable[KernelsRow](
+    Column("format", lambda row: row.format, 14, left=True),
+    Column("rows", lambda row: f"{row.rows}", 5),
+    Column("experts", lambda row: f"{row.distinct_experts:.1f}"),
+    Column("median ms", lambda row: f"{row.median_ms:.3f}"),
+    Column("min ms", lambda row: f"{row.min_ms:.3f}", 9),
+    Column("GB/s", lambda row: f"{row.gb_per_second:.1f}", 7),
+    Column("TFLOP/s", lambda row: f"{row.tflop_per_second:.3f}", 8),
+    Column("limit ms", lambda row: f"{row.limit_ms:.3f}", 9),
+    Column("ratio", lambda row: f"{row.ratio:.3f}", 6),
+    Column("of GB/s", lambda row: f"{row.ratio_bandwidth:.3f}"),
+    Column("of peak", lambda row: f"{row.ratio_peak:.3f}"),
+    Column("interleaved", lambda row: f"{row.ratio_beside:.3f}"),
+    Column("kernel", lambda row: row.kernel, 32, left=True),
 )
-
-
-def table_line(row: KernelsRow) -> str:
-    """The row under `HEADER`."""
-    return (
-        f"{row.format:<14} {row.rows:>5} {row.distinct_experts:>7.1f} {row.median_ms:>10.3f}"
-        f" {row.min_ms:>9.3f} {row.gb_per_second:>7.1f} {row.tflop_per_second:>8.3f}"
-        f" {row.limit_ms:>9.3f} {row.ratio:>6.3f} {row.ratio_bandwidth:>7.3f} {row.ratio_peak:>7.3f}"
-        f" {row.ratio_beside:>6.3f}  {row.kernel}"
-    )

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from moebius.app.bench.load_checkpoint import FORMATS, LoadShape, write_checkpoint
 from moebius.app.bench.load_limits import read_speed
+from moebius.app.bench.output import BenchTable, Column, write_json
 from moebius.errors import UserError
 from moebius.topology import Topology
 
@@ -77,10 +78,7 @@ def run(options: LoadOptions, json_file: Path | None = None) -> list[LoadRow]:
     _check("--expert-dtype", options.dtypes, ("keep", "float32", "bfloat16", "int8", "int4"))
     threads = options.threads or Topology.detect().recommended_threads()
     print(f"{threads} threads, checkpoint under {options.directory}; GB/s of source bytes")
-    print(
-        f"{'source':>10} {'as':>9} {'GB':>6} {'load':>7} {'read':>7} {'ratio':>6} {'kept':>7} {'ratio':>6}"
-        f" {'peak-packed':>12} {'layer':>9} {'error':>8}"
-    )
+    _TABLE.print_header()
     rows: list[LoadRow] = []
     for name in options.formats:
         try:
@@ -91,8 +89,7 @@ def run(options: LoadOptions, json_file: Path | None = None) -> list[LoadRow]:
     print(
         "read: the same files into small buffers; kept: into fresh memory that holds them, as a loader must"
     )
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    write_json(rows, json_file)
     return rows
 
 
@@ -130,18 +127,23 @@ def _measure_format(options: LoadOptions, name: str, directory: Path, threads: i
             relative_error=loads[0].relative_error,
         )
         rows.append(row)
-        print(_line(row), flush=True)
+        _TABLE.print_row(row)
     return rows
 
 
-def _line(row: LoadRow) -> str:
-    speeds = (row.bytes_per_second, row.read_bytes_per_second, row.kept_bytes_per_second)
-    load, read, kept = (f"{speed / 1e9:>7.2f}" for speed in speeds)
-    return (
-        f"{row.source_format:>10} {row.expert_dtype:>9} {row.source_bytes / 1e9:>6.2f} {load} {read}"
-        f" {row.ratio:>6.2f} {kept} {row.ratio_kept:>6.2f} {row.peak_beyond_packed_bytes / 1e6:>9.0f} MB"
-        f" {row.layer_bytes / 1e6:>6.0f} MB {row.relative_error:>8.4f}"
-    )
+_TABLE = BenchTable[LoadRow](
+    Column("source", lambda row: row.source_format, 10),
+    Column("as", lambda row: row.expert_dtype, 9),
+    Column("GB", lambda row: f"{row.source_bytes / 1e9:.2f}", 6),
+    Column("load", lambda row: f"{row.bytes_per_second / 1e9:.2f}", 7),
+    Column("read", lambda row: f"{row.read_bytes_per_second / 1e9:.2f}", 7),
+    Column("ratio", lambda row: f"{row.ratio:.2f}", 6),
+    Column("kept", lambda row: f"{row.kept_bytes_per_second / 1e9:.2f}", 7),
+    Column("ratio", lambda row: f"{row.ratio_kept:.2f}", 6),
+    Column("peak-packed", lambda row: f"{row.peak_beyond_packed_bytes / 1e6:.0f} MB"),
+    Column("layer", lambda row: f"{row.layer_bytes / 1e6:.0f} MB", 9),
+    Column("error", lambda row: f"{row.relative_error:.4f}", 8),
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ ping-pong sleeps in a futex too.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import secrets
@@ -19,11 +18,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, c_char
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from moebius import _kernels
+from moebius.app.bench.output import BenchTable, Column, write_json
 from moebius.mailbox import Mailbox, MailboxGeometry
 from moebius.topology import Topology
 
@@ -69,6 +69,17 @@ class MailboxRow:
     ratio: float  # median_us / limit_us
 
 
+_TABLE = BenchTable[MailboxRow](
+    Column("rows", lambda row: f"{row.rows}"),
+    Column("servers", lambda row: f"{row.servers}"),
+    Column("median", lambda row: f"{row.median_us:.1f}", 9),
+    Column("p99", lambda row: f"{row.p99_us:.1f}", 9),
+    Column("limit", lambda row: f"{row.limit_us:.2f}", 9),
+    Column("ratio", lambda row: f"{row.ratio:.1f}", 7),
+    Column("limit waits", lambda row: row.wait, left=True),
+)
+
+
 def run(json_file: Path | None = None, rounds: int = 2000) -> list[MailboxRow]:
     """Measures and prints every (rows, servers); also writes JSON rows to `json_file` when given.
 
@@ -77,7 +88,7 @@ def run(json_file: Path | None = None, rounds: int = 2000) -> list[MailboxRow]:
     """
     cores = Topology.detect().recommended_threads()
     print(f"mailbox round trip, {HIDDEN_SIZE} wide, {cores} cores, {rounds} rounds each (microseconds)")
-    print(f"{'rows':>5} {'servers':>8} {'median':>9} {'p99':>9} {'limit':>9} {'ratio':>7}  limit waits")
+    _TABLE.print_header()
     results = []
     for servers in SERVERS:
         wait: Wait = "spin" if cores >= 1 + servers else "sleep"
@@ -85,15 +96,9 @@ def run(json_file: Path | None = None, rounds: int = 2000) -> list[MailboxRow]:
         with echo_mailbox(servers) as box:
             for rows in ROWS:
                 results.append(measure(box, rows, rounds, cores, wait, limit))
-                row = results[-1]
-                print(
-                    f"{rows:>5} {servers:>8} {row.median_us:>9.1f} {row.p99_us:>9.1f}"
-                    f" {row.limit_us:>9.2f} {row.ratio:>7.1f}  {wait}",
-                    flush=True,
-                )
+                _TABLE.print_row(results[-1])
     print("limit: one cache line to another process and back, nothing copied or computed")
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in results], indent=2) + "\n")
+    write_json(results, json_file)
     return results
 
 

@@ -14,8 +14,9 @@ from moebius.app.bench.engine.bounds import Bandwidths
 from moebius.app.bench.engine.drive import running_engine
 from moebius.app.bench.engine.host import facts
 from moebius.app.bench.engine.measure import DecodeResult, make_setting, measure_decode, random_prompts
-from moebius.app.bench.engine.run import EngineBenchOptions, with_room, write_json
+from moebius.app.bench.engine.run import EngineBenchOptions, with_room
 from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, running_servers
+from moebius.app.bench.output import write_json
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from moebius import _kernels
 from moebius.app.bench.cgroup import cpu_quota_group
+from moebius.app.bench.output import BenchTable, Column, write_json
 from moebius.errors import UserError
 from moebius.kernels import ExpertEngine
 from moebius.topology import Topology
@@ -43,6 +44,17 @@ class QuotaRow:
     of_full: float  # calls per second over those without a quota and with a thread per CPU
 
 
+_TABLE = BenchTable[QuotaRow](
+    Column("rows", lambda row: f"{row.rows}"),
+    Column("quota", lambda row: f"{row.quota or 'none'}", 6),
+    Column("threads", lambda row: f"{row.threads}"),
+    Column("spin us", lambda row: f"{row.spin_us}", 8),
+    Column("calls/s", lambda row: f"{row.calls_per_second:.1f}", 9),
+    Column("CPU s/s", lambda row: f"{row.cpu_seconds_per_second:.2f}"),
+    Column("of full", lambda row: f"{row.of_full:.2f}"),
+)
+
+
 def run(share: float = 0.5, seconds: float = 3.0, json_file: Path | None = None) -> list[QuotaRow]:
     """Measures and prints full speed, then `share` of the CPUs with the pool's own threads and with all.
 
@@ -53,23 +65,17 @@ def run(share: float = 0.5, seconds: float = 3.0, json_file: Path | None = None)
         raise UserError(f"--share: {share} is not allowed; allowed: above 0, at most 1")
     cpus = len(Topology.detect().usable_cpus())
     print(f"MoE layer {HIDDEN}x{INTERMEDIATE}, {EXPERTS} experts, top {TOP_K}, bfloat16; {cpus} CPUs")
-    print(
-        f"{'rows':>5} {'quota':>6} {'threads':>8} {'spin us':>8} {'calls/s':>9} {'CPU s/s':>8} {'of full':>8}"
-    )
+    _TABLE.print_header()
     results = []
     for rows in ROWS:
         full = measure(rows, 0.0, cpus, seconds, full=None)
         limited = [measure(rows, share * cpus, threads, seconds, full) for threads in (0, cpus)]
         for row in (full, *limited):
             results.append(row)
-            print(
-                f"{row.rows:>5} {row.quota or 'none':>6} {row.threads:>8} {row.spin_us:>8}"
-                f" {row.calls_per_second:>9.1f} {row.cpu_seconds_per_second:>8.2f} {row.of_full:>8.2f}"
-            )
+            _TABLE.print_row(row)
     worst = min(row.of_full for row in results)
     print(f"goal at half of the CPUs: {GOAL:.2f} of full; lowest here: {worst:.2f}")
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in results], indent=2) + "\n")
+    write_json(results, json_file)
     return results
 
 

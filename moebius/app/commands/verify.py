@@ -44,7 +44,7 @@ def verify(
     from rich.progress import Progress
 
     from moebius.app.bench.engine.host import facts
-    from moebius.app.bench.engine.run import write_json
+    from moebius.app.bench.output import write_json
     from moebius.app.verify.result import Thresholds
     from moebius.app.verify.run import VerifyOptions, verify_model
     from moebius.app.verify.table import print_result

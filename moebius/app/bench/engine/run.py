@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,12 +20,31 @@ from moebius.app.bench.engine.measure import (
     measure_prefill,
 )
 from moebius.app.bench.engine.servers import running_servers
+from moebius.app.bench.output import BenchTable, Column, or_dash, write_json
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 
-HEADER = (
-    f"{'streams':>7} {'tokens/s':>9} {'step ms':>8} {'experts/layer':>14} {'GB/step':>8} "
-    f"{'bound':>8} {'ours':>6} {'experts only':>13} {'ours':>6} {'servers busy':>13}"
+
+def _experts(row: DecodeResult) -> str:
+    on_gpu = f"+{row.gpu_experts_per_layer:.1f}" if row.gpu_experts_per_layer else ""
+    return f"{row.cpu_experts_per_layer:.1f}{on_gpu}"
+
+
+def _gigabytes(row: DecodeResult) -> str:
+    return f"{(row.cpu_expert_bytes_per_step + row.dense_bytes_per_step) / 1e9:.3f}"
+
+
+_DECODE = BenchTable[DecodeResult](
+    Column("streams", lambda row: f"{row.streams}"),
+    Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}", 9),
+    Column("step ms", lambda row: f"{row.step_seconds * 1e3:.2f}", 8),
+    Column("experts/layer", _experts),
+    Column("GB/step", _gigabytes, 8),
+    Column("limit", lambda row: f"{row.bound_tokens_per_second:.1f}", 8),
+    Column("ratio", lambda row: f"{row.fraction_of_bound:.3f}", 6),
+    Column("experts only", lambda row: or_dash(row.expert_bound_tokens_per_second, 1)),
+    Column("ratio", lambda row: or_dash(row.fraction_of_expert_bound, 3), 6),
+    Column("servers busy", lambda row: f"{row.expert_busy:.2f}"),
 )
 
 
@@ -82,7 +100,7 @@ def measure_all(
     engine: EngineUnderTest, setting: Setting, options: EngineBenchOptions, device: str
 ) -> EngineBench:
     """Every row, printed as it is measured."""
-    print(HEADER)
+    _DECODE.print_header()
     # The first run pays for kernels that are compiled, and graphs that are loaded, at first use.
     measure_decode(
         engine, setting, 1, options.prompt_len, max(8, options.max_tokens // 4), options.temperature
@@ -94,7 +112,7 @@ def measure_all(
                 engine, setting, streams, options.prompt_len, options.max_tokens, options.temperature
             )
         )
-        print(decode_line(decode[-1]), flush=True)
+        _DECODE.print_row(decode[-1])
     prefill = []
     for length in options.prefill:
         if length + 1 > engine.built.context_limit:
@@ -110,23 +128,6 @@ def measure_all(
     return EngineBench(decode, prefill, setting.bandwidths, device)
 
 
-def decode_line(row: DecodeResult) -> str:
-    """One line of the table under HEADER."""
-    experts = f"{row.cpu_experts_per_layer:.1f}"
-    if row.gpu_experts_per_layer:
-        experts += f"+{row.gpu_experts_per_layer:.1f}"
-    alone = (
-        f"{row.expert_bound_tokens_per_second:13.1f}" if row.expert_bound_tokens_per_second else f"{'-':>13}"
-    )
-    share = f"{row.fraction_of_expert_bound:6.3f}" if row.fraction_of_expert_bound else f"{'-':>6}"
-    gigabytes = (row.cpu_expert_bytes_per_step + row.dense_bytes_per_step) / 1e9
-    return (
-        f"{row.streams:7d} {row.tokens_per_second:9.1f} {row.step_seconds * 1e3:8.2f} {experts:>14} "
-        f"{gigabytes:8.3f} {row.bound_tokens_per_second:8.1f} {row.fraction_of_bound:6.3f} {alone} {share} "
-        f"{row.expert_busy:13.2f}"
-    )
-
-
 def with_room(config: MoebiusConfig, options: EngineBenchOptions) -> MoebiusConfig:
     """Enough slots for the most streams, and graphs for them; the user's own larger settings stay."""
     most = max(options.streams)
@@ -139,11 +140,3 @@ def with_room(config: MoebiusConfig, options: EngineBenchOptions) -> MoebiusConf
         }
     )
     return config.model_copy(update={"gpu": gpu})
-
-
-def write_json(document: dict[str, Any], path: Path) -> None:
-    """Raises UserError when the file can not be written."""
-    try:
-        path.write_text(json.dumps(document, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"--json {path}: {error.strerror}") from None

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moebius.app.bench.output import BenchTable, Column
 from moebius.errors import UserError
 
 SIGNALS = ("doorbell", "memops", "host")
 MAX_ROWS = 4096
-HEADER = (
-    f"{'signal':>9} {'servers':>8} {'rows':>5} {'out':>8} {'back':>8} {'median':>8} {'p99':>8}"
-    f" {'server':>8} {'hand-off':>9} {'limit':>7} {'ratio':>6}"
-)
 
 
 @dataclass(frozen=True)
@@ -85,14 +82,20 @@ def make_row(
     )
 
 
-def line(row: DeviceRow) -> str:
-    """A row of the table under `HEADER`."""
-    return (
-        f"{row.signal:>9} {row.servers:>8} {row.rows:>5} {_kib(row.bytes_out):>8} {_kib(row.bytes_back):>8}"
-        f" {row.median_us:>8.1f} {row.p99_us:>8.1f} {row.server_us:>8.1f} {row.hand_off_us:>9.1f}"
-        f" {row.limit_us:>7.2f} {row.ratio:>6.1f}"
-    )
-
-
 def _kib(nbytes: int) -> str:
     return f"{nbytes / 1024:.0f} KiB"
+
+
+TABLE = BenchTable[DeviceRow](
+    Column("signal", lambda row: row.signal, 9),
+    Column("servers", lambda row: f"{row.servers}"),
+    Column("rows", lambda row: f"{row.rows}", 5),
+    Column("out", lambda row: _kib(row.bytes_out), 8),
+    Column("back", lambda row: _kib(row.bytes_back), 8),
+    Column("median", lambda row: f"{row.median_us:.1f}", 8),
+    Column("p99", lambda row: f"{row.p99_us:.1f}", 8),
+    Column("server", lambda row: f"{row.server_us:.1f}", 8),
+    Column("hand-off", lambda row: f"{row.hand_off_us:.1f}", 9),
+    Column("limit", lambda row: f"{row.limit_us:.2f}", 7),
+    Column("ratio", lambda row: f"{row.ratio:.1f}", 6),
+)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moebius.app.bench.mailbox import HIDDEN_SIZE, TOP_K, echo_mailbox
-from moebius.app.bench.mailbox_device.rows import HEADER, DeviceRow, line, make_row
+from moebius.app.bench.mailbox_device.rows import TABLE, DeviceRow, make_row
+from moebius.app.bench.output import write_json
 from moebius.errors import UserError
 from moebius.mailbox import Mailbox
 
@@ -43,17 +43,16 @@ def run(options: DeviceOptions, json_file: Path | None = None) -> list[DeviceRow
     limit_us = pci_round_trip_us(options.jit_cache_dir)
     name = torch.cuda.get_device_name()
     print(f"hand-off of a layer of {HIDDEN_SIZE}, {options.layers} in a graph, {name} (microseconds)")
-    print(HEADER)
+    TABLE.print_header()
     results = []
     for servers in options.servers:
         for signal in options.signals:
             with echo_mailbox(servers, options.rows) as box:
                 for row in measure(box, signal, options, limit_us):
-                    print(line(row), flush=True)
+                    TABLE.print_row(row)
                     results.append(row)
     print("limit: one word over PCIe to a spinning process and back; server: its echo, which is not hand-off")
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in results], indent=2) + "\n")
+    write_json(results, json_file)
     return results
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from moebius.app.bench.engine.drive import EngineUnderTest, running_engine
 from moebius.app.bench.engine.host import facts
 from moebius.app.bench.engine.measure import random_prompts
-from moebius.app.bench.engine.run import EngineBenchOptions, with_room, write_json
+from moebius.app.bench.engine.run import EngineBenchOptions, with_room
 from moebius.app.bench.engine.servers import running_servers
+from moebius.app.bench.output import write_json
 from moebius.app.bench.steps.report import StepsReport, summarise, table
 from moebius.app.bench.steps.trace import load_trace
 from moebius.config import MoebiusConfig
