@@ -278,10 +278,17 @@ class SupervisorConfig(Section):
         default=1800.0, gt=0, description="Longest wait for all processes to be ready"
     )
     restart_backoff_s: float = Field(
-        default=0.5, gt=0, description="First pause before a restart; doubles each time"
+        default=0.5,
+        gt=0,
+        description="First pause before a restart; doubles each time until the process has served",
     )
     restart_backoff_max_s: float = Field(default=30.0, gt=0, description="Longest pause before a restart")
     stop_timeout_s: float = Field(default=20.0, gt=0, description="Grace between SIGTERM and SIGKILL")
+    hang_timeout_s: float = Field(
+        default=30.0,
+        ge=1,
+        description="A process that shows no sign of life and computes nothing for so long is replaced",
+    )
 
 
 class TelemetryConfig(Section):

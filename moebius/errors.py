@@ -15,5 +15,8 @@ class StartupError(UserError):
     """A process of the system did not become ready; the message names it and repeats its last words."""
 
 
+USER_ERROR_EXIT = 2
+"""Exit status of every command and process that ended because of such an error."""
+
 PEER_LOST_EXIT = 75
 """Exit status of an engine process that ended because another rank of its group did (EX_TEMPFAIL)."""

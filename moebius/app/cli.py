@@ -25,9 +25,7 @@ from moebius.app.commands import (
     verify,
     version,
 )
-from moebius.errors import UserError
-
-EXIT_USER_ERROR = 2
+from moebius.errors import USER_ERROR_EXIT, UserError
 
 # Errors of other packages that are about what the user gave. By name: importing them here would load the
 # packages, and an error whose module is not loaded can not have been raised.
@@ -69,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         if message is None:
             raise
         print(f"moebius: error: {message}", file=sys.stderr)
-        status = EXIT_USER_ERROR
+        status = USER_ERROR_EXIT
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -43,7 +43,13 @@ with open(sys.argv[1], "a") as starts:
 sys.exit("no such weights: layer 3")
 """
 
-QUICK = Timing(ready_timeout_s=20, restart_backoff_s=0.02, restart_backoff_max_s=0.1, stop_timeout_s=1.0)
+QUICK = Timing(
+    ready_timeout_s=20,
+    restart_backoff_s=0.02,
+    restart_backoff_max_s=0.1,
+    stop_timeout_s=1.0,
+    hang_timeout_s=30,
+)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,23 @@ def test_signal_ends_run(trio: Plan) -> None:
     assert signal.getsignal(signal.SIGTERM) is former
 
 
+def test_an_ignored_hangup_stays_ignored(trio: Plan) -> None:
+    """Under nohup SIGHUP does not end us; where it was not ignored it does."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Supervisor(trio, QUICK) as supervisor:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert supervisor.wait_ready()
+            assert not supervisor.stopping
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with Supervisor(trio, QUICK) as supervisor:
+            os.kill(os.getpid(), signal.SIGHUP)
+            supervisor.run()
+            assert supervisor.stopping
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
 def test_stubborn_process_is_killed_with_its_children(tmp_path: Path) -> None:
     """What ignores SIGTERM is killed after the grace, with everything in its process group."""
     with Supervisor(plan(tmp_path, spec("stubborn", STUBBORN, tmp_path)), QUICK) as supervisor:
@@ -114,7 +131,10 @@ def test_failure_before_ready_is_told_once(tmp_path: Path) -> None:
 
 
 def test_pauses_between_restarts_grow_to_the_limit(tmp_path: Path) -> None:
-    """A process that keeps dying is started again after doubling pauses, never longer than the limit."""
+    """A process that keeps dying is started again after doubling pauses, never longer than the limit;
+
+    at most half of a pause is left to chance.
+    """
     with Supervisor(plan(tmp_path, spec("gpu", FAILING, tmp_path)), QUICK) as supervisor:
         process = supervisor.processes[0]
         pauses = []
@@ -123,7 +143,8 @@ def test_pauses_between_restarts_grow_to_the_limit(tmp_path: Path) -> None:
             pauses.append(process.note_exit(now=0.0))
             assert not process.restart_if_due(now=pauses[-1] * 0.99)
             assert process.restart_if_due(now=pauses[-1])
-    assert pauses == pytest.approx([0.02, 0.04, 0.08, 0.1, 0.1])
+    for pause, longest in zip(pauses, (0.02, 0.04, 0.08, 0.1, 0.1), strict=True):
+        assert longest / 2 <= pause <= longest
 
 
 def test_not_ready_in_time_names_the_process(tmp_path: Path) -> None:

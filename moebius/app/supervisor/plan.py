@@ -17,7 +17,7 @@ from pathlib import Path
 
 from moebius.app.supervisor.cpus import ExpertPlacement, place_experts, usable_cpus
 from moebius.app.supervisor.gpus import find_gpus
-from moebius.app.supervisor.probes import GrpcProbe, HttpProbe, Probe
+from moebius.app.supervisor.probes import GrpcProbe, HttpProbe, Liveness, MailboxLiveness, Probe
 from moebius.app.supervisor.ranks import RankPlacement, place_ranks, rank_address, rank_settings, runs_on_gpus
 from moebius.app.supervisor.runfile import clean_up_stale
 from moebius.app.supervisor.spec import Plan, ProcessSpec, Segment, Timing
@@ -91,6 +91,7 @@ class _Member:
     stop_stage: int
     cpus: tuple[int, ...] = ()
     group: str = ""
+    liveness: Liveness | None = None
 
 
 def _members(
@@ -101,25 +102,36 @@ def _members(
     for index, placement in enumerate(placements):
         own = _expert_settings(config, index, placement)
         probe = GrpcProbe(own.experts.expert_address, EXPERT_HEALTH)
-        members.append(_Member(f"expert-{index}", "expert", own, probe, STOP_EXPERTS, placement.cpus))
+        mailbox = config.experts.mailbox
+        life: Liveness | None = MailboxLiveness(mailbox, index, probe) if mailbox else probe
+        name = f"expert-{index}"
+        members.append(_Member(name, "expert", own, probe, STOP_EXPERTS, placement.cpus, liveness=life))
     # Rank 0 is ready once a step has gone through all ranks.
     engine_probe = GrpcProbe(config.gpu.gpu_address, ENGINE_HEALTH)
     group = "ranks" if len(ranks) > 1 else ""
     for placed in ranks:
         own, stage = rank_settings(config, placed), STOP_RANKS if placed.rank else STOP_GPU
-        members.append(_Member(placed.name, "gpu", own, engine_probe, stage, placed.cpus, group))
-    http_probe = HttpProbe(_reachable(config.gateway.host), config.gateway.port, "/ready")
-    return [
-        *members,
-        _Member("gateway", "gateway", config, http_probe, STOP_GATEWAY),
-    ]
+        # The other ranks answer nobody; that one of them is silent is noticed by the group.
+        life = None if placed.rank else engine_probe
+        members.append(_Member(placed.name, "gpu", own, engine_probe, stage, placed.cpus, group, life))
+    host, port = _reachable(config.gateway.host), config.gateway.port
+    ready, alive = HttpProbe(host, port, "/ready"), HttpProbe(host, port, "/health")
+    return [*members, _Member("gateway", "gateway", config, ready, STOP_GATEWAY, liveness=alive)]
 
 
 def _process(member: _Member, directory: Path) -> ProcessSpec:
     settings = str(_settings_file(member, directory))
     # `moebius serve` has printed the configuration already.
     command = (sys.executable, "-m", "moebius", member.role, "--config", settings, "--no-show-config")
-    return ProcessSpec(member.name, command, member.probe, member.stop_stage, member.cpus, member.group)
+    return ProcessSpec(
+        member.name,
+        command,
+        member.probe,
+        member.stop_stage,
+        member.cpus,
+        member.group,
+        member.liveness,
+    )
 
 
 def _settings_file(member: _Member, directory: Path) -> Path:
@@ -269,6 +281,7 @@ def _timing(config: MoebiusConfig) -> Timing:
         restart_backoff_s=settings.restart_backoff_s,
         restart_backoff_max_s=settings.restart_backoff_max_s,
         stop_timeout_s=settings.stop_timeout_s,
+        hang_timeout_s=settings.hang_timeout_s,
     )
 
 

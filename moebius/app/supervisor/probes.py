@@ -1,12 +1,20 @@
-"""How the supervisor asks a process whether it is ready."""
+"""How the supervisor asks a process whether it is ready, and whether it lives."""
 
 from __future__ import annotations
 
+import ctypes
 import http.client
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
+
+from moebius.mailbox_layout import ABI_VERSION, MAGIC, MAX_SERVERS, Header, ServerRecord
 
 PROBE_TIMEOUT_S = 1.0
+SHARED_MEMORY = Path("/dev/shm")
+# ServerPhase::kLoading of kernels/mailbox/layout.h.
+_LOADING = 1
 
 
 class Probe(ABC):
@@ -17,31 +25,57 @@ class Probe(ABC):
         """True when the process can do its work now."""
 
 
+class Liveness(ABC):
+    """Signs of life of one process. Called from the thread that watches it."""
+
+    @abstractmethod
+    def sign(self, pid: int, timeout_s: float) -> object:
+        """A value that differs from call to call as long as process `pid` lives; None: no sign.
+
+        Returns after about `timeout_s` seconds at the latest and never raises.
+        """
+
+    def has_served(self) -> bool:
+        """Whether the process, ready and alive, has done its work once; by default, to be ready shows it."""
+        return True
+
+
 @dataclass(frozen=True)
-class GrpcProbe(Probe):
-    """`grpc.health.v1` says SERVING for `service` at `address`."""
+class GrpcProbe(Probe, Liveness):
+    """`grpc.health.v1` says SERVING for `service` at `address`; any answer is a sign of life."""
 
     address: str
     service: str
 
     def ready(self) -> bool:
         """Asks once, on a fresh connection, so that a restarted process is found at once."""
+        from grpc_health.v1 import health_pb2
+
+        return self._status(PROBE_TIMEOUT_S) == int(health_pb2.HealthCheckResponse.SERVING)
+
+    def sign(self, pid: int, timeout_s: float) -> object:
+        """The time of the answer, whatever it says."""
+        return None if self._status(timeout_s) is None else time.monotonic()
+
+    def _status(self, timeout_s: float) -> int | None:
+        """The status; 0 (UNKNOWN) when it is refused; None when there is no answer."""
         import grpc
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
         request = health_pb2.HealthCheckRequest(service=self.service)
-        with grpc.insecure_channel(self.address) as channel:
+        # Channels of one address would share a connection, and its pauses between attempts to connect.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(self.address, options) as channel:
             try:
-                stub = health_pb2_grpc.HealthStub(channel)
-                answer = stub.Check(request, timeout=PROBE_TIMEOUT_S)
-            except grpc.RpcError:
-                return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+                return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s).status)
+            except grpc.RpcError as error:
+                silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+                return None if error.code() in silent else 0
 
 
 @dataclass(frozen=True)
-class HttpProbe(Probe):
-    """`GET path` at host:port answers 200."""
+class HttpProbe(Probe, Liveness):
+    """`GET path` at host:port answers 200; any answer is a sign of life."""
 
     host: str
     port: int
@@ -49,11 +83,55 @@ class HttpProbe(Probe):
 
     def ready(self) -> bool:
         """Asks once; anything but 200 is no."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=PROBE_TIMEOUT_S)
+        return self._status(PROBE_TIMEOUT_S) == 200
+
+    def sign(self, pid: int, timeout_s: float) -> object:
+        """The time of the answer, whatever it says."""
+        return None if self._status(timeout_s) is None else time.monotonic()
+
+    def _status(self, timeout_s: float) -> int | None:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
             connection.request("GET", self.path)
-            return connection.getresponse().status == 200
+            return connection.getresponse().status
         except (OSError, http.client.HTTPException):
-            return False
+            return None
         finally:
             connection.close()
+
+
+@dataclass(frozen=True)
+class MailboxLiveness(Liveness):
+    """The counters of expert server `index` in mailbox `name`: they move while it waits and as it computes.
+
+    Its gRPC answers count before it serves the mailbox only: they come from other threads.
+    """
+
+    name: str
+    index: int
+    grpc: GrpcProbe
+
+    def sign(self, pid: int, timeout_s: float) -> object:
+        """The counters, once the process has claimed its index."""
+        record = self._record()
+        if record is None or record.pid != pid:
+            return self.grpc.sign(pid, timeout_s)
+        answered = self.grpc.sign(pid, timeout_s) if record.phase == _LOADING else None
+        return answered or (record.generation, record.heartbeat_ns, record.calls)
+
+    def has_served(self) -> bool:
+        """Whether a request was answered."""
+        record = self._record()
+        return record is not None and record.calls > 0
+
+    def _record(self) -> ServerRecord | None:
+        """Reads the segment's header; None when there is none of this version."""
+        try:
+            with (SHARED_MEMORY / self.name).open("rb") as segment:
+                header = Header.from_buffer_copy(segment.read(ctypes.sizeof(Header)))
+        except (OSError, ValueError):  # ValueError: shorter than a header
+            return None
+        if (header.magic, header.abi_version) != (MAGIC, ABI_VERSION) or self.index >= MAX_SERVERS:
+            return None
+        record: ServerRecord = header.servers[self.index]
+        return record

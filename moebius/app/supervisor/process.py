@@ -5,19 +5,27 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from moebius.app.supervisor.spec import ProcessSpec
+from moebius.app.supervisor.spec import ProcessSpec, Timing
+from moebius.app.supervisor.watch import Hang, Watch
+from moebius.errors import USER_ERROR_EXIT
 
 CHILD_PROGRAM = str(Path(__file__).with_name("child.py"))
 # A process that was ready for this long starts its next series of restarts with the shortest pause.
 STABLE_AFTER_S = 30.0
+# The kernel ends a killed process at once, unless it waits for a device that does not answer.
+KILL_WAIT_S = 5.0
+# What a user has to mend (a setting, a file that is gone) may pass; so often in a row it does not.
+USER_ERRORS_ALLOWED = 5
 TAIL_LINES = 30
 
 
@@ -27,15 +35,27 @@ class ManagedProcess:
     because PR_SET_PDEATHSIG fires when the *thread* that started the child ends.
     """
 
-    def __init__(self, spec: ProcessSpec, backoff_s: float, backoff_max_s: float, json_logs: bool) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        timing: Timing,
+        json_logs: bool,
+        jitter: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        """`jitter` draws a number between two."""
         self.spec = spec
         self.ready = False
         # Number of starts after the first one.
         self.restarts = 0
-        self._backoff_s, self._backoff_max_s = backoff_s, backoff_max_s
+        # Why it was killed; None: it was not, or was started again since.
+        self.killed_for: Hang | None = None
+        self._timing, self._jitter = timing, jitter
         self._failures_in_a_row = 0
+        self._user_errors_in_a_row = 0
         self._popen: subprocess.Popen[bytes] | None = None
+        self._watch: Watch | None = None
         self._forwarder: threading.Thread | None = None
+        self._started_at = 0.0
         self._ready_since = 0.0
         self._restart_at = 0.0
         self._prefix = b"" if json_logs else f"{spec.name:<9}| ".encode()
@@ -47,6 +67,11 @@ class ManagedProcess:
         return self._popen.pid if self._popen is not None and self._popen.poll() is None else None
 
     @property
+    def last_pid(self) -> int | None:
+        """Process id of what runs or has just ended; None before the first start and after `note_exit`."""
+        return self._popen.pid if self._popen is not None else None
+
+    @property
     def exit_code(self) -> int | None:
         """How it ended (negative: by that signal); None while it runs or before the first start."""
         return self._popen.poll() if self._popen is not None else None
@@ -55,6 +80,16 @@ class ManagedProcess:
     def noted_exit(self) -> bool:
         """Whether it has ended, `note_exit` was called, and it was not started again."""
         return self._popen is None
+
+    @property
+    def has_served(self) -> bool:
+        """Whether what runs, or has just ended, did its work at least once."""
+        return self._watch is not None and self._watch.served
+
+    @property
+    def can_not_heal(self) -> bool:
+        """Whether it has ended in a way that no further start mends."""
+        return self._user_errors_in_a_row >= USER_ERRORS_ALLOWED
 
     @property
     def last_words(self) -> str:
@@ -77,12 +112,39 @@ class ManagedProcess:
         assert self._popen.stdout is not None
         self._forwarder = threading.Thread(target=self._forward, args=(self._popen.stdout,), daemon=True)
         self._forwarder.start()
+        self._started_at = time.monotonic()
+        self.killed_for = None
+        self._watch = Watch(self.spec, self._popen.pid, self._timing.hang_timeout_s)
+        self._watch.start()
+
+    def hang(self, now: float) -> Hang | None:
+        """Why it has to be replaced though it runs; None when it has not, or was killed for it already."""
+        if self.pid is None or self._watch is None or self.killed_for is not None:
+            return None
+        age_s, limit_s = now - self._started_at, self._timing.ready_timeout_s
+        if self.restarts and not self.ready and age_s > limit_s:
+            return Hang(age_s, f"it is not ready, ready_timeout_s allows {limit_s:g} s")
+        return self._watch.hang
+
+    def kill_for(self, hang: Hang) -> None:
+        """Ends a process that hangs, without waiting for its end."""
+        self.killed_for = hang
+        self.send_kill()
 
     def note_exit(self, now: float) -> float:
-        """Plans the restart of a process that has ended; returns the pause in seconds."""
-        if self.ready and now - self._ready_since >= STABLE_AFTER_S:
+        """Plans the restart of a process that has ended; returns the pause in seconds.
+
+        Pauses double from failure to failure, up to a limit, and begin anew once it has done its work: who
+        kills a healthy process again and again does not make it slower to return. Up to half of each is
+        left out by chance, so that processes that died together do not return together each time.
+        """
+        if self.ready and (self.has_served or now - self._ready_since >= STABLE_AFTER_S):
             self._failures_in_a_row = 0
-        pause = min(self._backoff_s * 2.0 ** min(self._failures_in_a_row, 60), self._backoff_max_s)
+        failed_by_user = self.exit_code == USER_ERROR_EXIT and not self.ready
+        self._user_errors_in_a_row = self._user_errors_in_a_row + 1 if failed_by_user else 0
+        longest = self._timing.restart_backoff_s * 2.0 ** min(self._failures_in_a_row, 60)
+        longest = min(longest, self._timing.restart_backoff_max_s)
+        pause = self._jitter(longest / 2, longest)
         self._failures_in_a_row += 1
         self.ready = False
         self.kill()  # whatever it left in its process group
@@ -99,26 +161,41 @@ class ManagedProcess:
         return True
 
     def check_ready(self) -> bool:
-        """Asks the probe unless the answer was yes before; True when it has just become ready."""
-        if self.ready or self.pid is None or not self.spec.probe.ready():
+        """True when it has become ready since the last call."""
+        if self.ready or self.pid is None or self._watch is None or not self._watch.ready:
             return False
         self.ready = True
         self._ready_since = time.monotonic()
         return True
 
     def terminate(self) -> None:
-        """Asks it to stop (SIGTERM); nothing when it has ended."""
+        """Asks it to stop (SIGTERM), and lets it run if it is stopped; nothing when it has ended."""
+        self._end_watch()
         if self.pid is not None:
             self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)
 
-    def kill(self) -> None:
-        """Ends it and everything in its process group at once."""
+    def send_kill(self) -> None:
+        """Ends it and everything in its process group, without waiting for that."""
+        self._signal(signal.SIGKILL)
+
+    def kill(self) -> bool:
+        """Ends it and everything in its process group at once; False when it has not gone in KILL_WAIT_S."""
+        self._end_watch()
         self._signal(signal.SIGKILL)
         if self._popen is not None:
-            self._popen.wait()
+            try:
+                self._popen.wait(KILL_WAIT_S)
+            except subprocess.TimeoutExpired:
+                return False
+        return True
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the process alone for SIGTERM; to its whole group for SIGKILL."""
+        """To its whole group for SIGKILL, else to the process alone."""
         if self._popen is None:
             return
         with contextlib.suppress(ProcessLookupError):

@@ -30,7 +30,7 @@ class RestartGroup:
         if self._deadline is not None and now > self._deadline:
             for member in self._members:
                 if member.pid is not None:
-                    member.kill()
+                    member.send_kill()
 
     def may_restart(self, name: str) -> bool:
         """Whether this member, which has ended, may start now; it has to be told by `note_start`."""

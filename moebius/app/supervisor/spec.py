@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moebius.app.supervisor.probes import Probe
+from moebius.app.supervisor.probes import Liveness, Probe
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class ProcessSpec:
     cpus: tuple[int, ...] = ()
     # Processes of the same group are restarted together; empty: alone.
     group: str = ""
+    # Its signs of life; None: others notice its silence, only that it is stopped is seen here.
+    liveness: Liveness | None = None
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,4 @@ class Timing:
     restart_backoff_s: float
     restart_backoff_max_s: float
     stop_timeout_s: float
+    hang_timeout_s: float

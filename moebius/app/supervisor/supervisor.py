@@ -30,7 +30,8 @@ log = structlog.get_logger(__name__)
 class Supervisor:
     """The life of one plan. Use from the main thread, as a context manager: leaving it stops everything.
 
-    SIGTERM, SIGINT and SIGHUP end `wait_ready` and `run`; a second one kills without grace.
+    SIGTERM, SIGINT and SIGHUP end `wait_ready` and `run`; a second one kills without grace. A SIGHUP that was
+    ignored before, as under nohup, stays ignored, here and in the processes.
     """
 
     def __init__(self, plan: Plan, timing: Timing, on_event: EventCallback | None = None) -> None:
@@ -41,8 +42,7 @@ class Supervisor:
         self._signals_seen = 0
         self._wake = threading.Event()
         self._previous_handlers: dict[int, object] = {}
-        first, longest = timing.restart_backoff_s, timing.restart_backoff_max_s
-        self.processes = [ManagedProcess(spec, first, longest, plan.json_logs) for spec in plan.processes]
+        self.processes = [ManagedProcess(spec, timing, plan.json_logs) for spec in plan.processes]
         self._groups = {
             name: RestartGroup([process for process in self.processes if process.spec.group == name])
             for name in {spec.group for spec in plan.processes if spec.group}
@@ -56,6 +56,8 @@ class Supervisor:
 
     def __enter__(self) -> Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._previous_handlers[number] = signal.signal(number, self._on_signal)
         try:
             self._start()
@@ -78,12 +80,13 @@ class Supervisor:
     def wait_ready(self) -> bool:
         """Blocks until every process is ready; False when a signal came first.
 
-        Raises StartupError when a process ends before that or the time is over: a restart would only
-        repeat, more slowly, what the user has to mend.
+        Raises StartupError when a process ends or hangs before that, or the time is over: a restart would
+        only repeat, more slowly, what the user has to mend.
         """
         end = time.monotonic() + self._timing.ready_timeout_s
         while not self.stopping:
             self._refuse_exits()
+            self._refuse_hangs()
             for process in self.processes:
                 if process.check_ready():
                     self._on_event(process.spec.name, "ready")
@@ -97,7 +100,11 @@ class Supervisor:
         return False
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Watches and restarts the processes until a signal comes or `until()` is true."""
+        """Watches and restarts the processes until a signal comes or `until()` is true.
+
+        Raises StartupError when a process can not be brought back: without it no request is answered, and
+        whoever started us is told to look.
+        """
         while not self.stopping and not until():
             now = time.monotonic()
             for process in self.processes:
@@ -132,20 +139,27 @@ class Supervisor:
             f"{blamed.spec.name} ended before it was ready ({_how(blamed.exit_code)}): {blamed.last_words}"
         )
 
+    def _refuse_hangs(self) -> None:
+        """Raises StartupError for a process that hangs, which is more than being late."""
+        now = time.monotonic()
+        for process in self.processes:
+            hang = process.hang(now)
+            if hang is not None:
+                raise StartupError(f"{process.spec.name} (pid {process.pid}) hangs: {hang}")
+
     def _watch(self, process: ManagedProcess, now: float) -> None:
         """One look at one process: note its death, restart it, or see that it is ready again."""
         name = process.spec.name
         group = self._groups.get(process.spec.group)
         if group is not None:
             group.enforce(now)
-        code = process.exit_code
+        code, hang = process.exit_code, process.hang(now)
         if code is not None:
             if group is not None:
                 group.note_death(now)
-            pause = process.note_exit(now)
-            log.warning("process ended; restarting", name=name, how=_how(code), pause_s=round(pause, 3))
-            self._record()
-            self._on_event(name, "died")
+            self._note_exit(process, code, now)
+        elif hang is not None:
+            process.kill_for(hang)
         elif (group is None or group.may_restart(name)) and process.restart_if_due(now):
             if group is not None:
                 group.note_start(name)
@@ -154,6 +168,31 @@ class Supervisor:
         elif process.check_ready():
             log.info("process ready", name=name, restarts=process.restarts)
             self._on_event(name, "ready")
+
+    def _note_exit(self, process: ManagedProcess, code: int, now: float) -> None:
+        """Plans a restart and says so in one line, or gives up."""
+        name, pid, hang = process.spec.name, process.last_pid, process.killed_for
+        pause = process.note_exit(now)
+        if process.can_not_heal:
+            raise StartupError(
+                f"{name} can not be started again ({_how(code)}): {process.last_words}; "
+                "mend that and start `moebius serve` again"
+            )
+        pause_s = round(pause, 3)
+        if hang is not None:
+            silent_s = round(hang.silent_s, 1)
+            log.warning(
+                "process hung; killed it, restarting",
+                name=name,
+                pid=pid,
+                silent_s=silent_s,
+                why=hang.evidence,
+                pause_s=pause_s,
+            )
+        else:
+            log.warning("process ended; restarting", name=name, how=_how(code), pause_s=pause_s)
+        self._record()
+        self._on_event(name, "died")
 
     def _stop(self) -> None:
         """Stops stage after stage: SIGTERM, grace, SIGKILL. Afterwards no process is left."""
@@ -169,7 +208,8 @@ class Supervisor:
             for process in members:
                 if process.pid is not None:
                     log.warning("process did not stop in time; killing it", name=process.spec.name)
-                process.kill()
+                if not process.kill():
+                    log.error("process does not end, it waits inside the kernel", name=process.spec.name)
                 self._on_event(process.spec.name, "stopped")
 
     def _record(self) -> None:

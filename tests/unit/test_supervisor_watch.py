@@ -1,0 +1,222 @@
+"""Guards who is taken for hung: who shows no sign of life and computes nothing, and nobody else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from moebius.app.supervisor import watch
+from moebius.app.supervisor.activity import Activity, read_activity
+from moebius.app.supervisor.probes import GrpcProbe, Liveness, MailboxLiveness, Probe
+from moebius.app.supervisor.spec import ProcessSpec
+from moebius.app.supervisor.watch import BUSY_FACTOR, Silence, Watch
+from moebius.mailbox import EchoBackend, Mailbox, MailboxGeometry, MailboxServer
+from tests.helpers.fake_programs import wait_until
+
+LIMIT_S = 10.0
+IDLE = Activity(stopped=False, occupied=False, demand_s=0.0)
+
+
+@dataclass
+class Script(Probe, Liveness):
+    """Says what it was told to say; a sign of None is silence."""
+
+    is_ready: bool = True
+    next_sign: object = None
+
+    def ready(self) -> bool:
+        """As told."""
+        return self.is_ready
+
+    def sign(self, pid: int, timeout_s: float) -> object:
+        """As told."""
+        return self.next_sign
+
+
+@dataclass
+class World:
+    """A clock that only the test moves, and the kernel's answers; filled by `world`."""
+
+    now: float = 1000.0
+    activity: Activity | None = IDLE
+    script: Script = field(default_factory=Script)
+
+    def monotonic(self) -> float:
+        """The clock."""
+        return self.now
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Replaces clock and kernel for `Watch`."""
+    made = World()
+    monkeypatch.setattr(watch, "time", made)
+    monkeypatch.setattr(watch, "read_activity", lambda pid: made.activity)
+    return made
+
+
+def watched(world: World, liveness: bool = True) -> Watch:
+    """A watch whose looks the test takes itself."""
+    life = world.script if liveness else None
+    return Watch(ProcessSpec("gpu", ("/bin/true",), world.script, 0, liveness=life), 1, LIMIT_S)
+
+
+def looks(world: World, watch: Watch, seconds: float, step_s: float = 1.0) -> None:
+    """Looks once per step until so many seconds have passed."""
+    for _ in range(round(seconds / step_s)):
+        world.now += step_s
+        watch.look()
+
+
+def test_silent_and_idle_is_hung() -> None:
+    """After the limit, not before; one sign of life begins it anew."""
+    silence = Silence(LIMIT_S)
+    for _ in range(9):
+        silence.note(1.0, alive=False)
+    assert silence.verdict() is None
+    silence.note(1.0, alive=True)
+    for _ in range(9):
+        silence.note(1.0, alive=False)
+    assert silence.verdict() is None
+    silence.note(1.0, alive=False, stopped=True)
+    hang = silence.verdict()
+    assert hang is not None
+    assert str(hang) == "no sign of life for 10 s (it is stopped, as by SIGSTOP)"
+
+
+def test_a_frozen_process_is_noticed(world: World) -> None:
+    """Neither answers nor CPU time: hung soon after the limit; the same with a counter that stands still."""
+    for sign in (None, ("generation", 3)):
+        world.script.next_sign = sign
+        frozen = watched(world)
+        looks(world, frozen, LIMIT_S - 1)
+        assert frozen.hang is None
+        looks(world, frozen, LIMIT_S)
+        assert frozen.hang is not None
+
+
+def test_who_computes_in_silence_is_waited_for(world: World) -> None:
+    """A call of minutes, a load, a compilation: CPU time stands for life, though not for ever."""
+    busy = watched(world)
+    for second in range(round(LIMIT_S * 10)):
+        world.activity = Activity(stopped=False, occupied=False, demand_s=second * 0.5)
+        looks(world, busy, 1)
+    assert busy.hang is None
+    for second in range(round(LIMIT_S * BUSY_FACTOR)):
+        world.activity = Activity(stopped=False, occupied=False, demand_s=50 + second * 0.5)
+        looks(world, busy, 1)
+    assert busy.hang is not None
+    assert "nothing comes of it" in busy.hang.evidence
+
+
+def test_who_waits_for_a_cpu_or_a_disk_is_waited_for(world: World) -> None:
+    """A crowded machine: threads that want to run, or are inside the kernel, do not hang."""
+    crowded = watched(world)
+    world.activity = Activity(stopped=False, occupied=True, demand_s=0.0)
+    looks(world, crowded, LIMIT_S * 5)
+    assert crowded.hang is None
+
+
+def test_time_without_looks_does_not_count(world: World) -> None:
+    """The supervisor was stopped, or the machine slept: all others may have been, too."""
+    asleep = watched(world)
+    world.script.next_sign = 1
+    looks(world, asleep, 1)
+    looks(world, asleep, 2 * 3600, step_s=3600)
+    assert asleep.hang is None
+    looks(world, asleep, LIMIT_S * 2)
+    assert asleep.hang is not None
+
+
+def test_who_answers_nobody_hangs_only_when_stopped(world: World) -> None:
+    """Ranks but the first have no server: sleeping is no hang, being stopped is."""
+    follower = watched(world, liveness=False)
+    looks(world, follower, LIMIT_S * BUSY_FACTOR * 2)
+    assert follower.hang is None
+    world.activity = Activity(stopped=True, occupied=False, demand_s=0.0)
+    looks(world, follower, LIMIT_S)
+    assert follower.hang is not None
+    assert "SIGSTOP" in follower.hang.evidence
+
+
+def test_served_is_seen_after_ready(world: World) -> None:
+    """A sign of life of a process that is not ready yet is no work done."""
+    loading = watched(world)
+    world.script.next_sign = 1
+    looks(world, loading, 1)
+    assert not loading.served
+    loading.ready = True
+    world.script.next_sign = 2
+    looks(world, loading, 1)
+    assert loading.served
+
+
+@contextmanager
+def program(source: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python program that has begun."""
+    command = [sys.executable, "-S", "-c", f"print(flush=True)\n{source}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_activity_tells_computing_sleeping_and_stopped() -> None:
+    """What /proc says of real processes."""
+
+    def seen(pid: int, wanted: Callable[[Activity], bool]) -> None:
+        wait_until(lambda: (found := read_activity(pid)) is not None and wanted(found))
+
+    with program("while True: pass") as process:
+        seen(process.pid, lambda now: now.occupied and now.demand_s > 0.1)
+        os.kill(process.pid, signal.SIGSTOP)
+        seen(process.pid, lambda now: now.stopped and not now.occupied)
+    with program("import signal; signal.pause()") as process:
+        seen(process.pid, lambda now: not now.stopped and not now.occupied)
+    assert read_activity(process.pid) is None
+
+
+def test_a_mailbox_server_beats_and_serves() -> None:
+    """An idle server's counters move; others' counters are not taken for its own; no request, not served."""
+    name = f"moebius-test-watch-{os.getpid()}"
+    mailbox = Mailbox.create(name, MailboxGeometry(2, 64, 2, 1, 4, 1, "float32"))
+    grpc = GrpcProbe("unix:/nonexistent/expert.sock", "any")
+    life = MailboxLiveness(name, 0, grpc)
+    try:
+        assert life.sign(os.getpid(), 0.5) is None
+        backend = EchoBackend(64)
+        server = MailboxServer(name, 0, backend, heartbeat_s=0.01)
+        server.start()
+        first = life.sign(os.getpid(), 0.5)
+        assert first is not None
+        wait_until(lambda: life.sign(os.getpid(), 0.5) != first)
+        assert life.sign(os.getpid() + 1, 0.5) is None
+        assert not life.has_served()
+        server.stop()
+        assert life.sign(os.getpid(), 0.5) is None
+    finally:
+        del mailbox
+        Mailbox.unlink(name)
+
+
+def test_a_server_that_accepts_and_never_answers_is_silent(tmp_path: Path) -> None:
+    """As a stopped server does: the kernel connects for it. The question ends by its deadline."""
+    import socket
+
+    address = str(tmp_path / "gpu.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        begin = time.monotonic()
+        assert GrpcProbe(f"unix:{address}", "any").sign(1, 0.2) is None
+        assert time.monotonic() - begin < 10
