@@ -15,9 +15,16 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from gpu_service.cache.radix_cache import PrefixHandle
     from gpu_service.vision.prompt import VisionPrompt
+
+
+# Token ids int64 [n], and what is added to their logits, float32 [n].
+Entries = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
 
 class FinishReason(enum.Enum):
@@ -89,6 +96,8 @@ class Request:
     inflight_tokens: int = 0
     num_preemptions: int = 0
     last_step: int = -1
+    # Tokens to compute by what was in the prefix tree when somebody first asked, while it waits; -1: nobody.
+    expected_len: int = -1
 
     # Filled by the request cache. The epoch changes when pages other than appended ones change.
     pages: list[int] = field(default_factory=list)
@@ -108,6 +117,11 @@ class Request:
     finish_reason: FinishReason | None = None
     matched_stop_token: int | None = None
     error_message: str = ""
+
+    # Filled by the sampling plan when first needed, and read in every step: `logit_bias`, and stop tokens
+    # masked before `min_tokens`.
+    bias_entries: Entries | None = None
+    stop_entries: Entries | None = None
 
     # Filled by the engine: output tokens handed to whoever asked for them.
     reported_len: int = 0

@@ -29,6 +29,8 @@ from moebius.errors import UserError
 _log = structlog.get_logger(__name__)
 # A CPU shares its memory with the expert servers, so the pool does not take what is left.
 _CPU_KV_CACHE_GIB = 1.0
+# So that an echoed prompt still computes chunks worth a step, however small the model below its head is.
+_MOST_SCORED_COST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,4 +192,21 @@ def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> Sche
         context_limit=context_limit,
         watermark_pages=max(1, num_pages // 100),
         eos_token_ids=frozenset(model.eos_token_ids),
+        scored_token_cost=scored_token_cost(model),
     )
+
+
+def scored_token_cost(model: ModelConfig) -> int:
+    """Tokens without log-probabilities that take about as long as a prompt token with them; 2 to 8.
+
+    The head's product, and about as much again for reading its logits four times (normaliser, chosen, best
+    ones, their conversion), beside the weights that a token meets in the layers.
+    """
+    hidden, moe = model.hidden_size, model.moe
+    attention = 2 * hidden * (model.q_size + model.kv_size)
+    dense = 3 * hidden * model.intermediate_size
+    chosen = moe.router.top_k * moe.intermediate_size + moe.shared_intermediate_size
+    sparse = len(moe.layers)
+    layers = model.num_layers * attention + (model.num_layers - sparse) * dense + sparse * 3 * hidden * chosen
+    head = 2 * hidden * model.vocab_size
+    return 1 + max(1, min(_MOST_SCORED_COST - 1, -(-head // max(1, layers))))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from gpu_service.engine.random import uniform
-from gpu_service.request import Request
+from gpu_service.request import Entries, Request
 from gpu_service.scheduler.finish import stop_token_ids
 from gpu_service.scheduler.limits import SchedulerLimits
 
@@ -77,7 +78,7 @@ def build_sampling_plan(
         top_p=torch.tensor([p.top_p for p in chosen], dtype=torch.float64),
         min_p=torch.tensor([p.min_p for p in chosen], dtype=torch.float32),
         truncated=_index([row for row, p in enumerate(chosen) if p.top_k > 0 or p.top_p < 1.0]),
-        bias=_sparse([(row, *pair) for row, p in enumerate(params) for pair in p.logit_bias]),
+        bias=_bias(requests),
         banned=_banned(requests, positions, limits),
         penalties=_penalties(requests),
         logprob_rows=logprob_rows,
@@ -90,24 +91,43 @@ def _index(rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _sparse(entries: list[tuple[int, int, float]]) -> SparseBias | None:
-    if not entries:
+def _sparse(parts: Sequence[tuple[int, Entries]]) -> SparseBias | None:
+    """Row and entries of each; arrays all the way, since there may be thousands of entries in every step."""
+    if not parts:
         return None
-    rows, token_ids, values = zip(*entries, strict=True)
-    return SparseBias(torch.tensor(rows), torch.tensor(token_ids), torch.tensor(values, dtype=torch.float32))
+    rows = np.repeat([row for row, _ in parts], [len(ids) for _, (ids, _) in parts])
+    token_ids = np.concatenate([ids for _, (ids, _) in parts])
+    values = np.concatenate([values for _, (_, values) in parts])
+    return SparseBias(torch.from_numpy(rows), torch.from_numpy(token_ids), torch.from_numpy(values))
+
+
+def _bias(requests: Sequence[Request]) -> SparseBias | None:
+    biased = [row for row, request in enumerate(requests) if request.params.logit_bias]
+    return _sparse([(row, _bias_entries(requests[row])) for row in biased])
+
+
+def _bias_entries(request: Request) -> Entries:
+    """The request's `logit_bias`; made once, and kept with it."""
+    if request.bias_entries is None:
+        token_ids, values = zip(*request.params.logit_bias, strict=True)
+        request.bias_entries = np.array(token_ids, dtype=np.int64), np.array(values, dtype=np.float32)
+    return request.bias_entries
 
 
 def _banned(
     requests: Sequence[Request], positions: Sequence[int], limits: SchedulerLimits
 ) -> SparseBias | None:
-    return _sparse(
-        [
-            (row, token_id, float("-inf"))
-            for row, request in enumerate(requests)
-            if positions[row] < request.params.min_tokens
-            for token_id in sorted(stop_token_ids(request, limits))
-        ]
-    )
+    held = [row for row, request in enumerate(requests) if positions[row] < request.params.min_tokens]
+    parts = [(row, _stop_entries(requests[row], limits)) for row in held]
+    return _sparse([(row, entries) for row, entries in parts if len(entries[0])])
+
+
+def _stop_entries(request: Request, limits: SchedulerLimits) -> Entries:
+    """Minus infinity for each of `stop_token_ids`; made once per request, and kept with it."""
+    if request.stop_entries is None:
+        ids = np.array(sorted(stop_token_ids(request, limits)), dtype=np.int64)
+        request.stop_entries = ids, np.full(len(ids), -np.inf, dtype=np.float32)
+    return request.stop_entries
 
 
 def has_penalties(request: Request) -> bool:

@@ -5,7 +5,8 @@ Decides numbers only; allocating pages and moving requests between queues is the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
@@ -33,29 +34,97 @@ def chunk_size(start: int, remaining: int, budget: int, page_size: int, splits: 
     return aligned if aligned > 0 else budget
 
 
-def divide_budget(
-    running: Sequence[Request], limits: SchedulerLimits, page_size: int, splits: bool = False
-) -> dict[int, int]:
-    """Tokens for each running request, by its index in `running`.
+@dataclass(slots=True)
+class Division:
+    """One step's budget; filled by `divide_budget`."""
 
-    Requests that need one token come first, least recently served first, so that a long prompt never
-    holds up decoding and nobody starves when there are more requests than budget. What is left goes to
-    prompts in order of seniority. `splits` as in `chunk_size`.
+    # Tokens of running requests, by index in `running`; none of them 0.
+    counts: dict[int, int]
+    # Waiting requests in the order of admission, and what is set aside for each: 0 for those that start only
+    # if others need less than was estimated.
+    newcomers: list[tuple[Request, int]]
+    # Budget that running requests leave: for newcomers.
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request with more than one token to compute; of a waiting one `need` is an estimate."""
+
+    request: Request
+    need: int
+    # Index in `running`; -1: it waits.
+    index: int = -1
+
+
+def token_cost(request: Request, limits: SchedulerLimits) -> int:
+    """What a token of the request takes of the budget: more, if the head has to score every position."""
+    scores = request.params.prompt_logprobs is not None and request.scheduled_len < request.prompt_len
+    return limits.scored_token_cost if scores else 1
+
+
+def divide_budget(
+    running: Sequence[Request],
+    newcomers: Sequence[Prompt],
+    limits: SchedulerLimits,
+    page_size: int,
+    splits: bool = False,
+) -> Division:
+    """Who computes how much in the next step.
+
+    Requests that need one token come first, least recently served first, so that a prompt never holds up
+    decoding and nobody starves when there are more requests than budget. Of the rest the oldest prompt has
+    half for itself; the other half goes to the shortest prompts first, whether they run already or wait
+    (`newcomers`). So a short prompt starts at once however long the others are, and a long one is held up by
+    at most as many tokens as it computes itself. Of prompts of one length the older is done first: sharing
+    evenly would delay the older and hasten nobody. `splits` as in `chunk_size`.
     """
-    budget = limits.max_num_batched_tokens
-    counts: dict[int, int] = {}
+    division = Division({}, [], limits.max_num_batched_tokens)
     needs = {
         index: request.planned_len - request.scheduled_len
         for index, request in enumerate(running)
         if request.planned_len > request.scheduled_len and not _waits_for_end(request, limits)
     }
     for index in sorted((i for i in needs if needs[i] == 1), key=lambda i: (running[i].last_step, i)):
-        counts[index] = min(1, budget)
-        budget -= counts[index]
-    for index in (i for i in needs if needs[i] > 1):
-        counts[index] = chunk_size(running[index].scheduled_len, needs[index], budget, page_size, splits)
-        budget -= counts[index]
-    return {index: count for index, count in counts.items() if count > 0}
+        if division.left > 0:
+            division.counts[index] = 1
+            division.left -= 1
+    prompts = [Prompt(running[index], need, index) for index, need in needs.items() if need > 1]
+    prompts += newcomers
+    if prompts and division.left > 0:
+        _divide_among_prompts(division, prompts, limits, page_size, splits)
+    return division
+
+
+def _divide_among_prompts(
+    division: Division, prompts: Sequence[Prompt], limits: SchedulerLimits, page_size: int, splits: bool
+) -> None:
+    oldest = min(prompts, key=lambda prompt: seniority(prompt.request))
+    reserved = (division.left + 1) // 2
+    budget = division.left - reserved
+    for prompt in sorted(prompts, key=turn):
+        request, cost = prompt.request, token_cost(prompt.request, limits)
+        start = request.scheduled_len if prompt.index >= 0 else 0
+        allowed = budget + reserved if prompt is oldest else budget
+        count = chunk_size(start, prompt.need, allowed // cost, page_size, splits)
+        if prompt is oldest:
+            count = max(1, count)
+            reserved = 0
+        elif count < min(prompt.need, page_size):
+            # What is left over from rounding is no chunk worth a row of its own.
+            count = 0
+        budget = max(0, allowed - count * cost)
+        if prompt.index >= 0 and count:
+            division.counts[prompt.index] = count
+            division.left -= count * cost
+        elif prompt.index < 0:
+            newcomer = (request, count * cost)
+            division.newcomers.insert(0 if prompt is oldest else len(division.newcomers), newcomer)
+
+
+def turn(prompt: Prompt) -> tuple[int, int, tuple[int, int, int]]:
+    """Sort key: larger priority first, then shorter, then older."""
+    return (-prompt.request.priority, prompt.need, seniority(prompt.request))
 
 
 def _waits_for_end(request: Request, limits: SchedulerLimits) -> bool:
@@ -63,33 +132,49 @@ def _waits_for_end(request: Request, limits: SchedulerLimits) -> bool:
     return request.inflight_tokens > 0 and ends_by_length(request, request.planned_len, limits)
 
 
-def next_admissible(
+def shares_prompt(request: Request, cache: RequestCache) -> bool:
+    """Whether outputs of one request can start from the prompt that one of them computed."""
+    shares = cache.prefix_caching and request.params.prompt_logprobs is None
+    return shares and request.prompt_len > cache.page_size
+
+
+def admissible(
     waiting: Iterable[Request], running: Sequence[Request], cache: RequestCache
-) -> Request | None:
-    """The first waiting request that need not wait for a sibling.
+) -> Iterator[Request]:
+    """The waiting requests that need not wait for a sibling, in order.
 
     While one output of a request is still computing the prompt, its siblings wait: they will find the
     prompt's pages in the prefix tree.
     """
     computing = {request.request_id for request in running if request.computed_len < request.prompt_len}
     for request in waiting:
-        shares = cache.prefix_caching and request.params.prompt_logprobs is None
-        long_enough = request.prompt_len > cache.page_size
-        if not (shares and long_enough and request.request_id in computing):
-            return request
-    return None
+        if not shares_prompt(request, cache):
+            yield request
+        elif request.request_id not in computing:
+            computing.add(request.request_id)
+            yield request
 
 
 def fits(
-    request: Request, handle: PrefixHandle | None, cache: RequestCache, limits: SchedulerLimits, idle: bool
+    request: Request,
+    handle: PrefixHandle | None,
+    cache: RequestCache,
+    limits: SchedulerLimits,
+    running: Sequence[Request],
 ) -> bool:
     """Whether all known tokens of the request would have pages now, with the watermark left over.
 
-    Output is not reserved for: running requests grow into the watermark and then into preemption.
-    With nothing running (`idle`) the watermark is waived, or a request as large as the pool would wait
-    forever.
+    Pages that running prompts will still take are theirs already: a short prompt that overtakes a long one
+    would only be preempted by it. Output is not reserved for: running requests grow into the watermark and
+    then into preemption. With nothing running the watermark is waived, or a request as large as the pool
+    would wait forever.
     """
     held = len(handle.pages) if handle else 0
     pinned = cache.tree.unlocked_pages(handle) if handle else 0
     needed = cache.pages_for(request.total_len) - held
-    return needed + (0 if idle else limits.watermark_pages) <= cache.available - pinned
+    promised = sum(
+        max(0, cache.pages_for(other.total_len) - len(other.pages))
+        for other in running
+        if other.planned_len - other.scheduled_len > 1
+    )
+    return needed + (limits.watermark_pages if running else 0) <= cache.available - pinned - promised

@@ -24,6 +24,8 @@ class SchedulerLimits:
     # Pages left free when a request is admitted, so that running ones can grow before anyone is preempted.
     watermark_pages: int = 0
     eos_token_ids: frozenset[int] = frozenset()
+    # What a prompt token whose log-probability is asked for takes of the budget of tokens.
+    scored_token_cost: int = 1
 
 
 def refuse_impossible(prompt_len: int, max_tokens: int, limits: SchedulerLimits) -> None:

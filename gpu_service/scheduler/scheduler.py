@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpu_service.batch import Batch
+from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
 from gpu_service.request import FinishReason, Request, TokenLogprobs
-from gpu_service.scheduler.admission import chunk_size, divide_budget, fits, next_admissible, seniority
+from gpu_service.scheduler.admission import (
+    Division,
+    Prompt,
+    admissible,
+    chunk_size,
+    divide_budget,
+    fits,
+    seniority,
+    token_cost,
+    turn,
+)
 from gpu_service.scheduler.finish import mark_finish
 from gpu_service.scheduler.limits import SchedulerLimits, refuse_impossible
 
@@ -79,10 +90,14 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step's batch, or None when nothing can be computed before an earlier step's commit."""
         batch = Batch([], [], [], [], step=self._step)
-        preempted = self._schedule_running(batch)
+        cache = self.cache
+        division = divide_budget(
+            self.running, self._newcomers(), self.limits, cache.page_size, cache.keeps_states
+        )
+        preempted = self._schedule_running(batch, division.counts)
         # Admitting right after a preemption would take the pages that were just made free.
         if not preempted:
-            self._admit(batch)
+            self._admit(batch, division)
         if not batch.requests:
             return None
         self._step += 1
@@ -139,10 +154,8 @@ class Scheduler:
             room = len(request.pages) * self.cache.page_size
             assert room >= request.scheduled_len, f"{request.key} was scheduled beyond its pages"
 
-    def _schedule_running(self, batch: Batch) -> bool:
+    def _schedule_running(self, batch: Batch, counts: Mapping[int, int]) -> bool:
         """Gives running requests their tokens; preempts the youngest while the older lack pages."""
-        cache = self.cache
-        counts = divide_budget(self.running, self.limits, cache.page_size, cache.keeps_states)
         preempted = False
         for index, request in enumerate(list(self.running)):
             count = counts.get(index, 0)
@@ -160,27 +173,59 @@ class Scheduler:
                 self._append_row(batch, request, count)
         return preempted
 
-    def _admit(self, batch: Batch) -> None:
-        budget = self.limits.max_num_batched_tokens - batch.num_tokens
-        while budget > 0 and self._free_slots and self.cache.has_free_state:
-            request = next_admissible(self.waiting, self.running, self.cache)
-            if request is None:
-                return
+    def _newcomers(self) -> list[Prompt]:
+        """Waiting requests that may start now: the oldest, then the shortest; none while the oldest can not.
+
+        As long as the oldest one lacks pages nobody overtakes it, or it could wait for ever.
+        """
+        if not (self._free_slots and self.waiting and self.cache.has_free_state):
+            return []
+        candidates = list(admissible(self.waiting, self.running, self.cache))
+        if not candidates or not self._fits(candidates[0], self.cache.probe(candidates[0])):
+            return []
+        prompts = [Prompt(request, self._expected(request)) for request in candidates]
+        return [prompts[0], *heapq.nsmallest(len(self._free_slots) - 1, prompts[1:], key=turn)]
+
+    def _expected(self, request: Request) -> int:
+        """How many tokens a waiting request will compute, asked of the prefix tree once."""
+        if request.expected_len < 0:
             handle = self.cache.probe(request)
-            if not fits(request, handle, self.cache, self.limits, idle=not self.running):
+            request.expected_len = request.total_len - (handle.num_tokens if handle else 0)
+        return request.expected_len
+
+    def _fits(self, request: Request, handle: PrefixHandle | None) -> bool:
+        return fits(request, handle, self.cache, self.limits, self.running)
+
+    def _admit(self, batch: Batch, division: Division) -> None:
+        """Starts newcomers; what one of them does not need after all is for those after it."""
+        cache, page_size, left = self.cache, self.cache.page_size, division.left
+        later = sum(budget for _, budget in division.newcomers)
+        for request, budget in division.newcomers:
+            later -= budget
+            cost = token_cost(request, self.limits)
+            allowed = (left - later) // cost
+            if budget == 0 and allowed < min(page_size, request.expected_len):
+                continue
+            handle = cache.probe(request)
+            if not (self._free_slots and cache.has_free_state and self._fits(request, handle)):
                 return
-            self.waiting.remove(request)
-            self.cache.attach(request, handle)
-            request.slot = heapq.heappop(self._free_slots)
-            bisect.insort(self.running, request, key=seniority)
-            batch.admitted.append(request)
-            start = request.scheduled_len
-            remaining, cache = request.total_len - start, self.cache
-            count = chunk_size(start, remaining, budget, cache.page_size, cache.keeps_states)
-            if not self.cache.grow(request, start + count):
+            start = handle.num_tokens if handle else 0
+            need = request.total_len - start
+            count = chunk_size(start, need, max(1, allowed), page_size, cache.keeps_states)
+            self._start(request, handle, batch)
+            if not cache.grow(request, start + count):
                 raise RuntimeError(f"{request.key}: admitted, but {count} tokens have no pages")
             self._append_row(batch, request, count)
-            budget -= count
+            left -= count * cost
+
+    def _start(self, request: Request, handle: PrefixHandle | None, batch: Batch) -> None:
+        """From waiting to running, with a slot and its cached prefix."""
+        self.waiting.remove(request)
+        self.cache.attach(request, handle)
+        request.slot = heapq.heappop(self._free_slots)
+        request.expected_len = -1
+        bisect.insort(self.running, request, key=seniority)
+        batch.admitted.append(request)
 
     def _append_row(self, batch: Batch, request: Request, count: int) -> None:
         start = request.scheduled_len

@@ -33,7 +33,7 @@ def truth(request: pytest.FixtureRequest) -> tuple[dict[str, object], list[list[
         Knobs(budget=16),
         Knobs(budget=5, max_num_seqs=3),
         Knobs(num_pages=34),
-        Knobs(num_pages=34, prefix_caching=False, budget=16),
+        Knobs(num_pages=22, prefix_caching=False, budget=16),
         Knobs(page_size=16, num_pages=40, budget=20),
     ],
     ids=["batch", "chunked", "tiny-budget", "preempted", "preempted-uncached", "large-pages"],
@@ -52,7 +52,7 @@ def test_scheduling_does_not_show(
         harness.wait(requests)
         assert [harness.tokens(r) for r in requests] == expected
         assert [r.output_token_ids for r in requests] == expected
-        if knobs.num_pages == 34:
+        if knobs.num_pages < 40:
             assert harness.engine.scheduler.num_preemptions > 0, "the scenario must preempt"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -11,15 +12,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gpu_service.assembly.kv_memory import cache_shape, scheduler_limits
+from gpu_service.assembly.kv_memory import cache_shape, scheduler_limits, scored_token_cost
 from gpu_service.assembly.steps import graph_obstacle
 from gpu_service.assembly.warm_up import warm_up_requests, warm_up_tokens
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.device.jit_cache import use_jit_cache
+from gpu_service.model_config import ModelConfig
 from gpu_service.scheduler.limits import refuse_impossible
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
 from tests.helpers.fake_model import VOCAB, fake_config
+from tests.helpers.published_checkpoints import Published
 
 
 def runner(captures: bool = True, device_driven: bool | None = True, resident: bool | None = None) -> Any:
@@ -105,3 +108,11 @@ def test_cache_pages_have_the_form_that_the_settings_ask_for() -> None:
         cache = shape.make(5)
         assert cache.nbytes == 5 * shape.page_bytes
         assert cast(Any, cache).page_size == 8
+
+
+@pytest.mark.parametrize(("name", "cost"), [("qwen3-30b-a3b", 2), ("deepseek-v3", 2), ("olmoe-1b-7b", 2)])
+def test_a_scored_prompt_token_costs_what_the_head_adds(name: str, cost: int, tmp_path: Path) -> None:
+    """Twice a token of a published model; a model that is little more than its head pays more, to a bound."""
+    (tmp_path / "config.json").write_text(json.dumps(Published.load(name).config))
+    assert scored_token_cost(ModelConfig.from_dir(tmp_path)) == cost
+    assert scored_token_cost(fake_config(vocab_size=150_000)) == 8

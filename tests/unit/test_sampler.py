@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from gpu_service.engine.random import derive_seed, uniform
 from gpu_service.engine.sampler import Sampled, Sampler
 from gpu_service.engine.sampling_plan import build_sampling_plan
 from gpu_service.request import Request, SamplingParams
+from gpu_service.scheduler.finish import mark_finish
 from gpu_service.scheduler.limits import SchedulerLimits
 
 VOCAB = 40
@@ -134,6 +137,47 @@ def test_bias_and_min_tokens() -> None:
         temperature=0.0, logit_bias=((9, 90.0),), min_tokens=2, stop_token_ids=frozenset({9}), ignore_eos=True
     )
     assert draw([stopped], [1]).token_ids.item() not in (9,)
+
+
+class CountedTuple(tuple[tuple[int, float], ...]):
+    """Counts how often somebody goes through it."""
+
+    readings = 0
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        type(self).readings += 1
+        return super().__iter__()
+
+
+class CountedSet(frozenset[int]):
+    """Counts how often somebody goes through it or makes another set of it."""
+
+    readings = 0
+
+    def __iter__(self) -> Iterator[int]:
+        type(self).readings += 1
+        return super().__iter__()
+
+    def __or__(self, other: Any) -> Any:
+        type(self).readings += 1
+        return super().__or__(other)
+
+
+def test_long_parameters_are_read_once_not_in_every_step() -> None:
+    """Thousands of biases and stop tokens would hold up everybody else's steps, too."""
+    bias = CountedTuple((token, -1.0) for token in range(VOCAB))
+    stops = CountedSet(range(1, VOCAB))
+    request = request_with(
+        temperature=0.0, logit_bias=bias, stop_token_ids=stops, min_tokens=50, max_tokens=99
+    )
+    draw([request], [0])
+    before = CountedTuple.readings, CountedSet.readings
+    for position in range(1, 40):
+        assert draw([request], [position]).token_ids.item() == 0
+        request.output_token_ids.append(0)
+        mark_finish(request, 0, LIMITS)
+        assert not request.finished
+    assert (CountedTuple.readings, CountedSet.readings) == before
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:
