@@ -88,7 +88,8 @@ class ExpertHost:
     """Holds the engine. Thread safe: loading, computing and draining may come from different threads.
 
     `on_engine` is called with the still empty engine before weights are read, so that a mailbox that does
-    not fit is refused at once; `on_loaded` when all weights are packed.
+    not fit is refused at once; `on_progress` after each expert, from any thread; `on_loaded` when all weights
+    are packed.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class ExpertHost:
         on_engine: Callable[[ExpertEngine, MoeGeometry, SliceRequest], None],
         on_loaded: Callable[[], None],
         settings: LoadSettings | None = None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.placement = placement
+        self._on_progress = on_progress
         self._settings = settings or LoadSettings()
         self._on_engine = on_engine
         self._on_loaded = on_loaded
@@ -146,11 +149,10 @@ class ExpertHost:
         engine = make_engine(plan, part, self.placement, self._settings.exact_experts)
         self._on_engine(engine, model, request)
         threads, resident = self.placement.num_threads, make_placement(request.placement, model).resident
-        errors = {
-            done.layer: done.relative_error
-            for done in load_experts(engine, plan, part, lambda: self._cancelled, threads, resident)
-            if self._accept(done, engine, plan)
-        }
+        layers = load_experts(
+            engine, plan, part, lambda: self._cancelled, threads, resident, self._on_progress
+        )
+        errors = {done.layer: done.relative_error for done in layers if self._accept(done, engine, plan)}
         if self.placement.numa_node >= 0 and not engine.numa_bound:
             log.warning("memory could not be bound to the NUMA node", numa_node=self.placement.numa_node)
         if self._settings.calibrate_kernels:

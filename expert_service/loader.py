@@ -52,6 +52,8 @@ class _Progress:
     work: Iterator[tuple[int, int]]
     layers: dict[int, _LayerSum]
     running: int
+    # Called, without a lock, for each expert that is packed.
+    on_packed: Callable[[], None]
     changed: threading.Condition = field(default_factory=threading.Condition)
     error: BaseException | None = None
     stopped: bool = False
@@ -72,6 +74,7 @@ class _Progress:
             total.squared_error += error.squared_error
             total.squared_reference += error.squared_reference
             self.changed.notify_all()
+        self.on_packed()
 
     def finish(self, error: BaseException | None) -> None:
         """A thread ends."""
@@ -103,10 +106,12 @@ def load_experts(
     cancelled: Callable[[], bool],
     num_threads: int = 1,
     resident: Mapping[int, Sequence[int]] | None = None,
+    on_packed: Callable[[], None] = lambda: None,
 ) -> Iterator[LoadedLayer]:
     """Pack every expert of the slice, yielding each layer, in order, once it is done.
 
-    Experts in `resident`, by layer, are on GPUs: neither read nor given memory here.
+    Experts in `resident`, by layer, are on GPUs: neither read nor given memory here. `on_packed` is called by
+    the threads that load, after each expert: a layer may take minutes.
     Raises CheckpointError naming a tensor, ValueError, or LoadCancelled. Closing it ends the threads.
     """
     layers = plan.model.moe_layers
@@ -121,6 +126,7 @@ def load_experts(
         iter([(layer, expert) for layer in layers for expert in held[layer]]),
         {layer: _LayerSum(len(held[layer])) for layer in layers},
         count,
+        on_packed,
     )
     threads = [
         threading.Thread(target=_load, args=(engine, plan, part, progress), name=f"load-{number}")

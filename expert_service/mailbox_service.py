@@ -45,6 +45,11 @@ class MailboxService:
             self._server = server
         log.info("mailbox attached", mailbox=name, server_index=request.split_index)
 
+    def beat(self) -> None:
+        """A sign of life while weights are read; from any thread."""
+        if self._server is not None:
+            self._server.beat()
+
     def start(self) -> None:
         """Begin to answer, outstanding requests of a dead predecessor first."""
         with self._lock:

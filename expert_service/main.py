@@ -51,7 +51,9 @@ class ExpertProcess:
         settings = LoadSettings(
             experts.max_requantise_error, experts.calibrate_kernels, experts.exact_experts
         )
-        self._host = ExpertHost(place_process(experts), self._mailbox.attach, self._on_loaded, settings)
+        self._host = ExpertHost(
+            place_process(experts), self._mailbox.attach, self._on_loaded, settings, self._mailbox.beat
+        )
         self._health = health.HealthServicer()
         self._server = self._make_server()
 

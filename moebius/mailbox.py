@@ -3,10 +3,14 @@
 The launcher creates a mailbox, every engine rank attaches as one of its clients, every expert process as one
 of its servers. Nothing here needs numpy or torch: arrays are passed by address. The GIL is released in
 every call that copies or waits.
+
+`server_health(name)` looks at the servers from outside, for whoever watches them: a server whose `progress`
+stands still for seconds is frozen or stuck, whatever it computes and however long that takes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -16,6 +20,7 @@ from moebius.mailbox_errors import (
     AbiMismatch,
     ExpertComputeError,
     GeometryMismatch,
+    IdentityMismatch,
     MailboxError,
     ServerLost,
     ShutDown,
@@ -28,6 +33,7 @@ __all__ = [
     "EchoBackend",
     "ExpertComputeError",
     "GeometryMismatch",
+    "IdentityMismatch",
     "Mailbox",
     "MailboxError",
     "MailboxGeometry",
@@ -37,10 +43,11 @@ __all__ = [
     "ShutDown",
     "StaleEpoch",
     "TracedCall",
+    "server_health",
 ]
 
 PayloadDtype = Literal["float32", "bfloat16"]
-ServerPhase = Literal["absent", "loading", "ready", "draining", "dead"]
+ServerPhase = Literal["absent", "loading", "ready", "draining", "dead", "rejected"]
 _DTYPE_CODES: dict[PayloadDtype, int] = {"float32": 1, "bfloat16": 2}
 
 
@@ -100,15 +107,48 @@ class MailboxGeometry:
 
 @dataclass(frozen=True)
 class ServerState:
-    """One look at a server; filled by `Mailbox.server_state`."""
+    """One look at a server; filled by `Mailbox.server_state` and `server_health`."""
 
     pid: int  # in the server's own pid namespace; 0 when absent
-    state: ServerPhase  # "dead": its process ended without leaving
+    state: (
+        ServerPhase  # "dead": its process ended without leaving; "rejected": it computes wrongly, see refusal
+    )
     generation: int  # grows with each start; 0: never served
     heartbeat_age_s: float  # seconds since its last sign of life; -1 when absent
     calls: int  # requests answered by this generation
     rows: int  # token rows in them
     busy_s: float  # seconds in its backend
+    # Signs of life, counted over all generations: at least 5 a second while the server waits, one for each
+    # expert it packs while it loads, one for each small piece of a request while it computes.
+    progress: int
+    request_s: float  # for how long it has been computing the request it is at; 0: it has none
+    # Why a process that wanted to become this server, or its present generation, was not let in.
+    refusal: str
+
+    @classmethod
+    def from_kernel(cls, kernel: _kernels.MailboxServerState) -> ServerState:
+        """The Python form."""
+        return cls(
+            pid=kernel.pid,
+            state=cast(ServerPhase, kernel.state),
+            generation=kernel.generation,
+            heartbeat_age_s=kernel.heartbeat_age_s,
+            calls=kernel.calls,
+            rows=kernel.rows,
+            busy_s=kernel.busy_s,
+            progress=kernel.progress,
+            request_s=kernel.request_s,
+            refusal=kernel.refusal,
+        )
+
+
+def server_health(mailbox_name: str) -> list[ServerState]:
+    """A look at all servers of a mailbox, in order, without becoming one of its users (microseconds).
+
+    The mailbox is mapped read-only and no lock is taken, so that it does not count as used.
+    Raises MailboxError (AbiMismatch) when there is none, or one of another version.
+    """
+    return [ServerState.from_kernel(found) for found in _kernels.mailbox_health(mailbox_name)]
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -231,20 +271,27 @@ class Mailbox:
 
     def server_state(self, server_index: int) -> ServerState:
         """One look at a server. Raises ValueError for an index beyond the geometry."""
-        found = self.kernel.server_state(server_index)
-        return ServerState(
-            pid=found.pid,
-            state=cast(ServerPhase, found.state),
-            generation=found.generation,
-            heartbeat_age_s=found.heartbeat_age_s,
-            calls=found.calls,
-            rows=found.rows,
-            busy_s=found.busy_s,
-        )
+        return ServerState.from_kernel(self.kernel.server_state(server_index))
 
-    def wait_servers_ready(self, timeout_s: float) -> None:
-        """Returns when every server is ready. Raises ServerLost naming the first that is not, or ShutDown."""
-        self.kernel.wait_servers_ready(timeout_s)
+    def wait_servers_ready(self, timeout_s: float) -> list[int]:
+        """Returns each server's generation when all are ready.
+
+        Raises ServerLost naming the first that is not, and why a replacement was refused; or ShutDown.
+        """
+        return self.kernel.wait_servers_ready(timeout_s)
+
+    def accept_generations(self, generations: Sequence[int]) -> None:
+        """From now on `collect` takes answers of these, by server, only: ServerLost for a successor's."""
+        self.kernel.accept_generations(generations)
+
+    def reject(self, server_index: int, generation: int, reason: str) -> None:
+        """That generation of the server computes wrongly: it leaves, and nobody finds it ready any more."""
+        self.kernel.reject(server_index, generation, reason)
+
+    @property
+    def identity(self) -> str:
+        """What all servers have agreed on, lines "name=value"; empty before the first one."""
+        return self.kernel.identity
 
     def shut_down(self) -> None:
         """Tells every user of the mailbox to leave; permanent for this segment."""

@@ -21,6 +21,10 @@ class GeometryMismatch(MailboxError):
     """The segment has other sizes than its user; names every size found and expected."""
 
 
+class IdentityMismatch(MailboxError):
+    """A server computes another model, or other parts of it, than the mailbox's other servers; says which."""
+
+
 class StaleEpoch(MailboxError):
     """An answer, or a slot, carries another epoch than the one asked for."""
 

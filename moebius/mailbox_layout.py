@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Protocol
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAGIC = 0x31584F425345424D  # "MBESBOX1", little-endian
 MAX_SERVERS = 16
 MAX_CLIENTS = 8
@@ -72,7 +72,27 @@ class ServerRecord(ctypes.LittleEndianStructure):
         ("busy_ns", ctypes.c_uint64),
         ("sleeping", ctypes.c_uint32),
         ("reserved1", ctypes.c_uint32 * 15),
+        ("progress", ctypes.c_uint64),
+        ("busy_since_ns", ctypes.c_uint64),
+        ("weights_digest", ctypes.c_uint64),
+        ("reserved2", ctypes.c_uint64 * 5),
     ]
+
+
+class Identity(ctypes.LittleEndianStructure):
+    """What everybody who computes with the mailbox must agree on."""
+
+    _fields_ = [
+        ("is_set", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("text", ctypes.c_char * 1016),
+    ]
+
+
+class Refusal(ctypes.LittleEndianStructure):
+    """Why a server was not let in."""
+
+    _fields_ = [("generation", ctypes.c_uint64), ("text", ctypes.c_char * 248)]
 
 
 class ClientRecord(ctypes.LittleEndianStructure):
@@ -92,7 +112,7 @@ class ClientRecord(ctypes.LittleEndianStructure):
 
 
 class Header(ctypes.LittleEndianStructure):
-    """The segment's first page."""
+    """The segment's first pages."""
 
     _fields_ = [
         ("magic", ctypes.c_uint64),
@@ -118,7 +138,10 @@ class Header(ctypes.LittleEndianStructure):
         ("reserved5", ctypes.c_uint64 * 16),
         ("servers", ServerRecord * MAX_SERVERS),
         ("clients", ClientRecord * MAX_RECORDS),
-        ("reserved6", ctypes.c_uint8 * 512),
+        ("identity", Identity),
+        ("refusals", Refusal * MAX_SERVERS),
+        ("rejections", Refusal * MAX_SERVERS),
+        ("reserved6", ctypes.c_uint8 * 2560),
     ]
 
 
@@ -175,6 +198,8 @@ STRUCTURES: tuple[type[ctypes.LittleEndianStructure], ...] = (
     Geometry,
     ServerRecord,
     ClientRecord,
+    Identity,
+    Refusal,
     ReadyLine,
     DoneLine,
     RequestHeader,

@@ -34,15 +34,18 @@ class MailboxServer:
         heartbeat_s: float = 0.1,
         spin_ns: int = -1,
         num_threads: int = 1,
+        identity: str = "",
     ) -> None:
         """Attaches and claims the index: its state is "loading" until `start`.
 
         `heartbeat_s` is the longest sleep. `num_threads` of compute per server, with the number of servers,
         decides against the allowed cores how long an idle server spins; `spin_ns` >= 0 overrides that.
+        `identity` as `moebius.expert_identity` writes it; the first server's is the mailbox's.
 
         Raises:
             MailboxError: no such mailbox, or the index is served by a living process.
             AbiMismatch: the mailbox was made by another version.
+            IdentityMismatch: naming what differs from the mailbox's identity.
             ValueError: the index, or the backend's hidden_size, does not fit the mailbox.
         """
         if server_index < 0:
@@ -57,11 +60,25 @@ class MailboxServer:
             heartbeat_s=heartbeat_s,
             spin_ns=spin_ns,
             num_threads=max(num_threads, 1),
+            identity=identity,
         )
 
-    def start(self) -> None:
-        """State "ready": answers what a predecessor left open, then whatever is rung. Once only."""
-        self._kernel.start()
+    def start(self, weights_digest: int = 0) -> None:
+        """State "ready": answers what a predecessor left open, then whatever is rung. Once only.
+
+        `weights_digest` of what the backend has packed, 0: unknown. Raises IdentityMismatch, and leaves, when
+        a predecessor had packed something else.
+        """
+        self._kernel.start(weights_digest)
+
+    def beat(self) -> None:
+        """A sign of life while the backend is being filled; from any thread."""
+        self._kernel.beat()
+
+    @property
+    def rejection(self) -> str:
+        """Why a client sent this server away, which has ended it; empty: none did."""
+        return self._kernel.rejection
 
     def drain(self, timeout_s: float) -> bool:
         """Answers until nothing is outstanding, then leaves. False: still busy after `timeout_s` seconds."""

@@ -1,3 +1,4 @@
+#include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
@@ -23,6 +24,7 @@ const char* class_name(Failure failure) {
   switch (failure) {
     case Failure::kAbiMismatch: return "AbiMismatch";
     case Failure::kGeometryMismatch: return "GeometryMismatch";
+    case Failure::kIdentityMismatch: return "IdentityMismatch";
     case Failure::kStaleEpoch: return "StaleEpoch";
     case Failure::kServerLost: return "ServerLost";
     case Failure::kCompute: return "ExpertComputeError";
@@ -152,15 +154,18 @@ void bind_client(py::module_& m) {
       .def_readonly("heartbeat_age_s", &ServerState::heartbeat_age_s)
       .def_readonly("calls", &ServerState::calls)
       .def_readonly("rows", &ServerState::rows)
-      .def_readonly("busy_s", &ServerState::busy_s);
+      .def_readonly("busy_s", &ServerState::busy_s)
+      .def_readonly("progress", &ServerState::progress)
+      .def_readonly("request_s", &ServerState::request_s)
+      .def_readonly("refusal", &ServerState::refusal);
   py::class_<Mailbox> box(m, "Mailbox");
   bind_sharing(box);
   box.def_static(
           "create",
-          [](const std::string& name, const Geometry& geometry, int64_t spin_ns) {
-            return std::make_unique<Mailbox>(Segment::create(name, geometry), spin_ns);
+          [](const std::string& name, const Geometry& geometry, int64_t spin_ns, const Interleave& interleave) {
+            return std::make_unique<Mailbox>(Segment::create(name, geometry, interleave), spin_ns);
           },
-          py::arg("name"), py::arg("geometry"), py::arg("spin_ns"), Unlocked())
+          py::arg("name"), py::arg("geometry"), py::arg("spin_ns"), py::arg("interleave") = Interleave{}, Unlocked())
       .def_static(
           "attach",
           [](const std::string& name, double timeout_s, const std::optional<Geometry>& expected, int64_t spin_ns,
@@ -179,9 +184,22 @@ void bind_client(py::module_& m) {
       .def("set_trace", &set_trace, py::arg("slot"), py::arg("trace_id"), py::arg("span_id"), py::arg("flags"))
       .def("server_state", &Mailbox::server_state, py::arg("server_index"))
       .def("wait_servers_ready", &Mailbox::wait_servers_ready, py::arg("timeout_s"), Unlocked())
+      .def("accept_generations", &Mailbox::accept_generations, py::arg("generations"))
+      .def("reject", &Mailbox::reject, py::arg("server_index"), py::arg("generation"), py::arg("reason"), Unlocked())
+      .def_property_readonly("identity", [](const Mailbox& b) { return b.segment().identity(); })
       .def("shut_down", &Mailbox::shut_down)
       .def_property_readonly("is_shut_down", &Mailbox::is_shut_down);
   m.def("mailbox_unlink", &Segment::unlink, py::arg("name"));
+  m.def(
+      "mailbox_health",
+      [](const std::string& name) {
+        const Mailbox box(Segment::observe(name), 0);
+        std::vector<ServerState> states;
+        for (uint32_t s = 0; s < box.segment().geometry().num_servers; ++s) states.push_back(box.server_state(s));
+        return states;
+      },
+      py::arg("name"), Unlocked());
+  m.def("mailbox_identity_difference", &identity_difference, py::arg("expected"), py::arg("found"));
   m.def("mailbox_is_stale", &Segment::is_stale, py::arg("name"));
   m.def("mailbox_offsets", &mailbox_offsets);
   m.attr("MAILBOX_ABI_VERSION") = kAbiVersion;
@@ -196,15 +214,18 @@ void bind_server(py::module_& m) {
            py::arg("fail_layer") = -1);
   py::class_<MailboxServer>(m, "MailboxServer")
       .def(py::init([](const std::string& name, uint32_t server_index, const std::shared_ptr<ExpertBackend>& backend,
-                       double attach_timeout_s, double heartbeat_s, int64_t spin_ns, uint32_t num_threads) {
+                       double attach_timeout_s, double heartbeat_s, int64_t spin_ns, uint32_t num_threads,
+                       const std::string& identity) {
              const py::gil_scoped_release release;
-             return std::make_unique<MailboxServer>(
-                 name, server_index, *backend, ServerOptions{attach_timeout_s, heartbeat_s, spin_ns, num_threads});
+             const ServerOptions options{attach_timeout_s, heartbeat_s, spin_ns, num_threads, identity};
+             return std::make_unique<MailboxServer>(name, server_index, *backend, options);
            }),
            py::arg("mailbox_name"), py::arg("server_index"), py::arg("backend"), py::kw_only(),
            py::arg("attach_timeout_s"), py::arg("heartbeat_s"), py::arg("spin_ns"), py::arg("num_threads"),
-           py::keep_alive<1, 4>())
-      .def("start", &MailboxServer::start)
+           py::arg("identity") = "", py::keep_alive<1, 4>())
+      .def("start", &MailboxServer::start, py::arg("weights_digest") = 0, Unlocked())
+      .def("beat", &MailboxServer::beat)
+      .def_property_readonly("rejection", &MailboxServer::rejection)
       .def("drain", &MailboxServer::drain, py::arg("timeout_s"), Unlocked())
       .def("stop", &MailboxServer::stop, Unlocked())
       .def_property_readonly("is_running", &MailboxServer::is_running)

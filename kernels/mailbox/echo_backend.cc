@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -19,7 +21,7 @@ void EchoBackend::forward(const ExpertRequest& request, float* output) {
   if (int64_t(request.layer) == options_.fail_layer) {
     throw std::invalid_argument("echo backend was told to fail at layer " + std::to_string(request.layer));
   }
-  if (options_.delay_us > 0) usleep(useconds_t(options_.delay_us));
+  delay();
   const size_t width = options_.hidden_size;
   for (uint32_t row = 0; row < request.rows; ++row) {
     float routed = 0;
@@ -38,6 +40,20 @@ void EchoBackend::forward(const ExpertRequest& request, float* output) {
       for (size_t i = 0; i < width; ++i) output[begin + i] = options_.scale * x[i] + routed;
     }
   }
+}
+
+void EchoBackend::delay() {
+  constexpr uint64_t kPieceUs = 10'000;
+  for (uint64_t left = options_.delay_us; left > 0; left -= std::min(left, kPieceUs)) {
+    usleep(useconds_t(std::min(left, kPieceUs)));
+    const std::lock_guard guard(progress_mutex_);
+    if (progress_ != nullptr) std::atomic_ref<uint64_t>(*progress_).fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+void EchoBackend::count_progress_in(uint64_t* word) {
+  const std::lock_guard guard(progress_mutex_);
+  progress_ = word;
 }
 
 }  // namespace moebius::mailbox

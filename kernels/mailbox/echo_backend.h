@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
+#include <mutex>
 
 #include "kernels/moe/expert_backend.h"
 
@@ -11,7 +11,7 @@ namespace moebius::mailbox {
 struct EchoOptions {
   uint32_t hidden_size;
   float scale = 1.0f;
-  uint64_t delay_us = 0;    // time a forward takes on top, asleep
+  uint64_t delay_us = 0;    // time a forward takes on top, asleep in pieces of 10 ms that count as progress
   int64_t fail_layer = -1;  // forward of this layer throws
 };
 
@@ -22,9 +22,14 @@ class EchoBackend : public ExpertBackend {
   explicit EchoBackend(const EchoOptions& options) : options_(options) {}
   uint32_t hidden_size() const override { return options_.hidden_size; }
   void forward(const ExpertRequest& request, float* output) override;
+  void count_progress_in(uint64_t* word) override;
 
  private:
+  void delay();
+
   const EchoOptions options_;
+  std::mutex progress_mutex_;
+  uint64_t* progress_ = nullptr;  // under progress_mutex_
 };
 
 // The value a bfloat16 stands for.

@@ -12,6 +12,7 @@ enum class Failure {
   kMailbox,
   kAbiMismatch,
   kGeometryMismatch,
+  kIdentityMismatch,
   kStaleEpoch,
   kServerLost,
   kCompute,

@@ -1,4 +1,6 @@
-// Validation and rendering of geometries.
+// Validation and rendering of geometries, comparison of identities.
+#include <map>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 
@@ -14,6 +16,16 @@ void check_range(const char* field, uint64_t value, uint64_t low, uint64_t high)
                               ", allowed " + std::to_string(low) + ".." + std::to_string(high));
 }
 
+std::map<std::string, std::string> lines_by_name(const std::string& text) {
+  std::map<std::string, std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) {
+    const size_t equals = line.find('=');
+    if (equals != std::string::npos) lines[line.substr(0, equals)] = line.substr(equals + 1);
+  }
+  return lines;
+}
+
 }  // namespace
 
 void check_geometry(const Geometry& g) {
@@ -25,6 +37,19 @@ void check_geometry(const Geometry& g) {
   check_range("num_servers", g.num_servers, 1, kMaxServers);
   check_range("dtype", g.dtype, 1, 2);
   check_range("num_clients", g.num_clients, 1, kMaxClients);
+}
+
+std::string identity_difference(const std::string& expected, const std::string& found) {
+  auto wanted = lines_by_name(expected), brought = lines_by_name(found);
+  for (const auto& [name, value] : brought) wanted.try_emplace(name);
+  std::string text;
+  for (const auto& [name, value] : wanted) {
+    const auto other = brought.find(name);
+    if (other != brought.end() && other->second == value) continue;
+    const std::string has = other == brought.end() || other->second.empty() ? "none" : other->second;
+    text += (text.empty() ? "" : "; ") + name + " is " + has + ", expected " + (value.empty() ? "none" : value);
+  }
+  return text;
 }
 
 std::string describe(const Geometry& g) {

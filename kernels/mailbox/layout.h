@@ -3,7 +3,7 @@
 //
 // One POSIX shared-memory segment per model, mode 0600, shared by every engine rank and expert server:
 //
-//   [header]     4096 bytes: Header
+//   [header]     16384 bytes: Header
 //   [flags]      64-byte lines: ReadyLine[slot][client], then DoneLine[slot][server]
 //   [requests]   per slot:  RequestHeader | hidden_states dtype [max_rows, hidden_size]
 //                           | topk_ids i32 [max_rows, top_k] | topk_weights f32 [max_rows, top_k]
@@ -35,9 +35,20 @@
 // It waits on `outcome`, one word that says all; where stream memory operations wait instead, on `answered`,
 // a constant that the client clears before it rings.
 //
-// Liveness is kept by the kernel, not by bytes: every server holds an open-file-description lock on byte
-// kServerLockBase + index of the segment, every client one on kClientLockBase + its record's index, everybody
-// a shared one on kOwnerLock. The kernel drops them however a process ends, also across pid namespaces.
+// Liveness is kept by the kernel, not by bytes: every client holds an open-file-description lock on byte
+// kClientLockBase + its record's index of the segment, everybody a shared one on kOwnerLock. The kernel drops them
+// however a process ends, also across pid namespaces. A server holds two: byte kServerClaimBase + index makes it the
+// only one of its index and is taken first; byte kServerLockBase + index says that the process described by its
+// ServerRecord lives. It is taken only once `phase` is this process's own, and given up after `phase` is kAbsent:
+//   claim lock -> phase = kLoading (R) -> alive lock -> ++generation (R) ... phase = kAbsent (R) -> both unlocked
+// So whoever sees the alive lock taken and then reads the phase never takes a dead predecessor's kReady for a
+// newcomer that still loads; in between the server counts as dead.
+//
+// Identity: everybody who computes with a mailbox must mean the same model, divided and rounded alike. The first
+// server to claim an index writes `identity`; every later one compares its own and stays out when they differ,
+// with the reason in `refusals`. What was packed is compared, too, before a server becomes ready: its
+// `weights_digest` has to be that of the generations before it. A client that finds a generation to compute
+// wrongly names it in `rejections`; that server leaves, and no client takes it for ready.
 #pragma once
 
 #include <cstddef>
@@ -46,18 +57,24 @@
 namespace moebius::mailbox {
 
 inline constexpr uint64_t kMagic = 0x31584F425345424Dull;  // "MBESBOX1", little-endian
-inline constexpr uint32_t kAbiVersion = 2;
+inline constexpr uint32_t kAbiVersion = 3;
 inline constexpr uint32_t kMaxServers = 16;
 inline constexpr uint32_t kMaxSlots = 64;
 inline constexpr uint32_t kMaxClients = 8;   // of one slot: tensor-parallel ranks
 inline constexpr uint32_t kMaxRecords = 16;  // clients in all: groups (pipeline stages) times clients of a slot
 inline constexpr size_t kLine = 64;
 inline constexpr size_t kPage = 4096;
+inline constexpr size_t kHeaderBytes = 4 * kPage;
 
 // Byte ranges of the segment used as lock names; they hold no data of their own.
 inline constexpr int64_t kOwnerLock = 0;
 inline constexpr int64_t kClientLockBase = 1;
+inline constexpr int64_t kIdentityLock = 32;  // exclusive while `identity` or a rejection is read and written
 inline constexpr int64_t kServerLockBase = 64;
+inline constexpr int64_t kServerClaimBase = 96;
+inline constexpr int64_t kLockEnd = 128;
+inline constexpr size_t kIdentityText = 1016;  // bytes, the terminating NUL included
+inline constexpr size_t kRefusalText = 248;
 
 enum class ServerPhase : uint32_t { kAbsent = 0, kLoading = 1, kReady = 2, kDraining = 3 };
 enum class Status : uint32_t { kOk = 0, kComputeFailed = 1 };
@@ -86,9 +103,10 @@ struct Geometry {
   uint32_t num_clients;  // ready lines of a slot: engine ranks that each bring a part of the rows
 };
 
-// Owner: server i, except where noted. Two lines, so that a heartbeat does not disturb a neighbour.
+// Owner: server i, except where noted. Three lines: clients read the second at each ring, and the third changes all
+// the time while the server computes.
 struct ServerRecord {
-  uint64_t generation;    // +1 at each claim of the index; 0: never served. Release store, last of a claim
+  uint64_t generation;    // +1 at each claim of the index; 0: never served. Release, last of a claim
   int32_t pid;            // process id in the server's own pid namespace, for people; 0: absent
   uint32_t phase;         // ServerPhase
   uint64_t heartbeat_ns;  // CLOCK_MONOTONIC, relaxed; at least every heartbeat interval while waiting
@@ -100,6 +118,25 @@ struct ServerRecord {
   uint64_t busy_ns;       // in the backend, by this generation
   uint32_t sleeping;      // 1 while in a futex wait on the doorbell (sequentially consistent)
   uint32_t reserved1[15];
+  uint64_t progress;        // atomic, relaxed: +1 for each sign of life: a look around, an expert packed, a piece of a
+                            // request computed. Never reset. One that stands still for seconds belongs to a process
+                            // that is frozen or stuck, however long its request is
+  uint64_t busy_since_ns;   // CLOCK_MONOTONIC at which the request being computed was begun, 0: none; relaxed
+  uint64_t weights_digest;  // of the experts packed by the first generation that became ready, 0: none yet; relaxed
+  uint64_t reserved2[5];
+};
+
+// Owner: the first server of the mailbox; under kIdentityLock.
+struct Identity {
+  uint32_t is_set;           // 1 once `text` is whole; release store
+  uint32_t reserved;
+  char text[kIdentityText];  // lines "name=value", NUL-terminated; see moebius/expert_identity.py
+};
+
+// Why a server was not let in, for people and for clients that wait for it.
+struct Refusal {
+  uint64_t generation;      // stored last (release); of a rejection: the generation that must leave
+  char text[kRefusalText];  // NUL-terminated; empty: none
 };
 
 // Owner: client, at index group * num_clients + client. What it tells its peers and its own host.
@@ -149,7 +186,11 @@ struct Header {
   uint64_t reserved5[16];     // lines 6 and 7
   ServerRecord servers[kMaxServers];
   ClientRecord clients[kMaxRecords];
-  uint8_t reserved6[kPage - 512 - kMaxServers * sizeof(ServerRecord) - kMaxRecords * sizeof(ClientRecord)];
+  Identity identity;
+  Refusal refusals[kMaxServers];    // owner: who holds the claim lock of server i; its own, or empty once it is ready
+  Refusal rejections[kMaxServers];  // owner: a client, under kIdentityLock
+  uint8_t reserved6[kHeaderBytes - 512 - kMaxServers * (sizeof(ServerRecord) + 2 * sizeof(Refusal)) -
+                    kMaxRecords * sizeof(ClientRecord) - sizeof(Identity)];
 };
 
 // Owner: the client. One line per (slot, client).
@@ -192,8 +233,10 @@ struct ResponseHeader {
 };
 
 static_assert(sizeof(Geometry) == 32);
-static_assert(sizeof(ServerRecord) == 2 * kLine && offsetof(ServerRecord, sleeping) == kLine);
-static_assert(sizeof(Header) == kPage && offsetof(Header, shutdown) == 2 * kLine);
+static_assert(sizeof(ServerRecord) == 3 * kLine && offsetof(ServerRecord, sleeping) == kLine);
+static_assert(offsetof(ServerRecord, progress) == 2 * kLine);
+static_assert(sizeof(Identity) == 16 * kLine && sizeof(Refusal) == 4 * kLine);
+static_assert(sizeof(Header) == kHeaderBytes && offsetof(Header, shutdown) == 2 * kLine);
 static_assert(offsetof(Header, doorbell) == 4 * kLine && offsetof(Header, servers) == 8 * kLine);
 static_assert(sizeof(ReadyLine) == kLine && sizeof(DoneLine) == kLine);
 static_assert(sizeof(ClientRecord) == kLine && offsetof(Header, clients) % kLine == 0);

@@ -117,7 +117,8 @@ std::vector<uint64_t> Mailbox::collect(uint32_t slot, uint64_t epoch, float* out
   const uint32_t num_servers = segment_.geometry().num_servers;
   std::array<uint64_t, kMaxServers> generations{};
   for (uint32_t s = 0; s < num_servers; ++s) {
-    generations[s] = shared(segment_.server(s).generation).load(std::memory_order_acquire);
+    generations[s] =
+        accepted_[s] != 0 ? accepted_[s] : shared(segment_.server(s).generation).load(std::memory_order_acquire);
   }
   const Geometry& g = segment_.geometry();
   const uint32_t rows = outstanding_[slot].rows;
@@ -177,6 +178,10 @@ const ResponseHeader& Mailbox::checked_response(uint32_t slot, uint32_t server, 
                            std::to_string(response.epoch) + " where " + std::to_string(epoch) + " was expected",
                        int(server));
   }
+  if (accepted_[server] != 0 && response.generation != accepted_[server]) {
+    lost(server, "it restarted (generation " + std::to_string(accepted_[server]) + " became " +
+                     std::to_string(response.generation) + ")");
+  }
   if (response.status != uint32_t(Status::kOk)) {
     shared(segment_.header().error_word).fetch_and(~(1u << server), std::memory_order_relaxed);
     char text[sizeof(response.error_text) + 1] = {};
@@ -203,31 +208,63 @@ ServerState Mailbox::server_state(uint32_t index) const {
   static constexpr const char* kNames[] = {"absent", "loading", "ready", "draining"};
   segment_.check_server_index(index);
   ServerRecord& record = segment_.server(index);
+  // The lock first: what the phase says then is not a dead predecessor's.
+  const bool is_alive = segment_.is_locked_elsewhere(kServerLockBase + index);
   const uint32_t phase = std::min(shared(record.phase).load(std::memory_order_acquire), 3u);
   const uint64_t beat = shared(record.heartbeat_ns).load(std::memory_order_relaxed);
   const uint64_t now = clock_ns();
   ServerState state{};
   state.pid = shared(record.pid).load(std::memory_order_relaxed);
-  state.state = is_dead(index) ? "dead" : kNames[phase];
+  state.state = phase != 0 && !is_alive ? "dead" : kNames[phase];
   state.generation = shared(record.generation).load(std::memory_order_acquire);
   state.heartbeat_age_s = phase == 0 ? -1.0 : double(now > beat ? now - beat : 0) * 1e-9;
   state.calls = shared(record.calls).load(std::memory_order_relaxed);
   state.rows = shared(record.rows).load(std::memory_order_relaxed);
   state.busy_s = double(shared(record.busy_ns).load(std::memory_order_relaxed)) * 1e-9;
+  state.progress = shared(record.progress).load(std::memory_order_relaxed);
+  const uint64_t since = shared(record.busy_since_ns).load(std::memory_order_relaxed);
+  state.request_s = since == 0 || now < since ? 0.0 : double(now - since) * 1e-9;
+  // Word of an earlier generation has been outlived.
+  for (Refusal* found : {&segment_.header().refusals[index], &segment_.header().rejections[index]}) {
+    if (shared(found->generation).load(std::memory_order_acquire) != state.generation) continue;
+    if (found->text[0] != '\0') state.refusal = std::string(found->text, strnlen(found->text, kRefusalText));
+  }
+  const bool is_rejected =
+      state.generation != 0 &&
+      shared(segment_.header().rejections[index].generation).load(std::memory_order_acquire) == state.generation;
+  if (is_rejected && state.state != "dead") state.state = "rejected";
   return state;
 }
 
-void Mailbox::wait_servers_ready(double timeout_s) const {
+std::vector<uint64_t> Mailbox::wait_servers_ready(double timeout_s) const {
+  std::vector<uint64_t> generations;
   const uint64_t give_up = clock_ns() + uint64_t(std::max(timeout_s, 0.0) * 1e9);
   for (uint32_t s = 0; s < segment_.geometry().num_servers; ++s) {
     for (;;) {
       if (is_shut_down()) throw MailboxError(Failure::kShutDown, "mailbox '" + segment_.name() + "' is shut down");
       const ServerState state = server_state(s);
-      if (state.state == "ready") break;
-      if (clock_ns() >= give_up) lost(s, "not ready in time, its state is " + state.state);
+      if (state.state == "ready") {
+        generations.push_back(state.generation);
+        break;
+      }
+      if (clock_ns() >= give_up) {
+        lost(s, "not ready in time, its state is " + state.state +
+                    (state.refusal.empty() ? "" : "; a replacement was refused: " + state.refusal));
+      }
       usleep(1000);
     }
   }
+  return generations;
+}
+
+void Mailbox::accept_generations(const std::vector<uint64_t>& generations) {
+  for (size_t s = 0; s < std::min(generations.size(), accepted_.size()); ++s) accepted_[s] = generations[s];
+}
+
+void Mailbox::reject(uint32_t server, uint64_t generation, const std::string& reason) const {
+  segment_.check_server_index(server);
+  segment_.note(segment_.header().rejections[server], generation, reason);
+  wake_servers();
 }
 
 void Mailbox::shut_down() const {

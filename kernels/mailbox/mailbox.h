@@ -14,12 +14,15 @@ namespace moebius::mailbox {
 // What one server's record says; filled by Mailbox::server_state.
 struct ServerState {
   int32_t pid;             // 0 when absent
-  std::string state;       // "absent", "loading", "ready", "draining" or "dead"
+  std::string state;       // "absent", "loading", "ready", "draining", "dead" or "rejected"
   uint64_t generation;     // grows with each start of the server
   double heartbeat_age_s;  // seconds since its last sign of life; -1 when absent
   uint64_t calls;          // requests answered by this generation
   uint64_t rows;           // token rows in them
   double busy_s;           // time in its backend
+  uint64_t progress;       // signs of life, also within a long request and while it loads
+  double request_s;        // for how long it has been computing its request; 0: it has none
+  std::string refusal;     // why its successor, or this generation itself, was not let in; empty: nobody was refused
 };
 
 struct TraceContext {
@@ -109,8 +112,13 @@ class Mailbox {
   // Epoch of this client's last ring of a slot that not all servers have answered; 0: all have.
   uint64_t open_epoch(uint32_t slot) const;
 
-  // Returns when every server is ready; throws kServerLost naming the first that is not, or kShutDown.
-  void wait_servers_ready(double timeout_s) const;
+  // Returns each server's generation when all are ready; throws kServerLost naming the first that is not, and why it
+  // was refused if it was, or kShutDown.
+  std::vector<uint64_t> wait_servers_ready(double timeout_s) const;
+  // From now on `collect` takes answers of these generations only and throws kServerLost for any other; 0: any.
+  void accept_generations(const std::vector<uint64_t>& generations);
+  // That generation of the server is to leave; no client finds it ready any more.
+  void reject(uint32_t server, uint64_t generation, const std::string& reason) const;
 
   // Tells everybody to leave and wakes them. Permanent for this segment.
   void shut_down() const;
@@ -139,6 +147,7 @@ class Mailbox {
   };
   std::vector<Outstanding> outstanding_;
   std::vector<TraceContext> traces_;
+  std::array<uint64_t, kMaxServers> accepted_{};  // generations; 0: any
 };
 
 }  // namespace moebius::mailbox

@@ -43,9 +43,10 @@ bool held_elsewhere(int fd, int64_t start, int64_t length) {
   return fcntl(fd, F_OFD_GETLK, &probe) != 0 || probe.l_type != F_UNLCK;
 }
 
-void hold_open(int fd) {
+// Marks the segment as used. False: somebody is about to remove it.
+bool hold_open(int fd) {
   struct flock shared_lock = lock_of(F_RDLCK, kOwnerLock, 1);
-  fcntl(fd, F_OFD_SETLK, &shared_lock);
+  return fcntl(fd, F_OFD_SETLK, &shared_lock) == 0;
 }
 
 [[noreturn]] void fail(const std::string& what, int error) {
@@ -61,18 +62,40 @@ struct Descriptor {
   int release() { return std::exchange(fd, -1); }
 };
 
-int open_new(const std::string& name, const std::string& path) {
-  const int flags = O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC;
-  int fd = shm_open(path.c_str(), flags, 0600);
-  if (fd < 0 && errno == EEXIST) {
-    if (!Segment::is_stale(name)) {
-      throw MailboxError(Failure::kMailbox, "mailbox '" + name + "' exists and is in use by a living process");
-    }
-    shm_unlink(path.c_str());
-    fd = shm_open(path.c_str(), flags, 0600);
+// Whether the name still stands for the file: someone may have replaced it since it was opened.
+bool is_named(int fd) {
+  struct stat info{};
+  return fstat(fd, &info) == 0 && info.st_nlink > 0;
+}
+
+// Removes a segment of the name that nobody holds. The write lock over all bytes is the test and the reservation in
+// one: another creator, or somebody who attaches meanwhile, finds it taken. Throws when the segment is in use.
+void remove_leftover(const std::string& name, const std::string& path, const Interleave& interleave) {
+  Descriptor file{shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0)};
+  if (file.fd < 0 && errno == ENOENT) return;
+  if (file.fd < 0) fail("can not open mailbox '" + name + "'", errno);
+  struct flock everything = lock_of(F_WRLCK, 0, kLockEnd);
+  if (fcntl(file.fd, F_OFD_SETLK, &everything) != 0) {
+    throw MailboxError(Failure::kMailbox, "mailbox '" + name + "' exists and is in use by a living process");
   }
-  if (fd < 0) fail("can not create mailbox '" + name + "'", errno);
-  return fd;
+  if (interleave) interleave("leftover");
+  // Removed by another creator before the lock was ours: the name is another segment's by now, or free.
+  if (is_named(file.fd)) shm_unlink(path.c_str());
+}
+
+// A new segment under the name, held open by its lock.
+int open_new(const std::string& name, const std::string& path, const Interleave& interleave) {
+  for (;;) {
+    Descriptor file{shm_open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600)};
+    if (file.fd < 0 && errno == EEXIST) {
+      remove_leftover(name, path, interleave);
+      continue;
+    }
+    if (file.fd < 0) fail("can not create mailbox '" + name + "'", errno);
+    if (interleave) interleave("made");
+    // Until it was locked another creator may have taken it for a leftover.
+    if (hold_open(file.fd) && is_named(file.fd)) return file.release();
+  }
 }
 
 void fill_identity(Header& header, const Geometry& geometry, const Regions& regions) {
@@ -98,15 +121,16 @@ void* map(int fd, size_t bytes, const std::string& name) {
 std::string incomplete_reason(int fd) {
   struct stat info{};
   if (fstat(fd, &info) != 0) return strerror(errno);
-  if (size_t(info.st_size) < sizeof(Header)) return "its creator has not sized it";
+  if (info.st_size < off_t(kPage)) return "its creator has not sized it";
   uint64_t magic = 0;
   if (pread(fd, &magic, sizeof(magic), 0) != ssize_t(sizeof(magic))) return "it can not be read";
   return magic == 0 ? "its creator has not completed the header" : "";
 }
 
 Geometry validated(int fd, const std::string& name, const std::optional<Geometry>& expected) {
-  Header header;
-  if (pread(fd, &header, sizeof(header), 0) != ssize_t(sizeof(header))) fail("can not read '" + name + "'", errno);
+  Header header{};
+  // A segment of another version may be shorter than this one's header.
+  if (pread(fd, &header, sizeof(header), 0) < ssize_t(kPage)) fail("can not read '" + name + "'", errno);
   if (header.magic != kMagic) {
     throw MailboxError(Failure::kAbiMismatch, "shared memory '" + name + "' is not a Moebius mailbox");
   }
@@ -133,12 +157,11 @@ Geometry validated(int fd, const std::string& name, const std::optional<Geometry
 
 }  // namespace
 
-Segment Segment::create(const std::string& name, const Geometry& geometry) {
+Segment Segment::create(const std::string& name, const Geometry& geometry, const Interleave& interleave) {
   check_geometry(geometry);
   const std::string path = shm_path(name);
   const Regions regions = regions_of(geometry);
-  Descriptor file{open_new(name, path)};
-  hold_open(file.fd);
+  Descriptor file{open_new(name, path, interleave)};
   // Reserve the pages now: with a short /dev/shm a later touch would be a SIGBUS.
   if (int error = posix_fallocate(file.fd, 0, off_t(regions.total)); error != 0) {
     shm_unlink(path.c_str());
@@ -157,10 +180,13 @@ Segment Segment::attach(const std::string& name, double timeout_s, const std::op
   for (;;) {
     Descriptor file{shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0)};
     if (file.fd < 0 && errno != ENOENT) fail("can not open mailbox '" + name + "'", errno);
-    const std::string reason = file.fd < 0 ? "there is no such shared memory" : incomplete_reason(file.fd);
+    std::string reason = file.fd < 0 ? "there is no such shared memory" : incomplete_reason(file.fd);
+    Geometry geometry{};
     if (reason.empty()) {
-      const Geometry geometry = validated(file.fd, name, expected);
-      hold_open(file.fd);
+      geometry = validated(file.fd, name, expected);
+      if (!hold_open(file.fd) || !is_named(file.fd)) reason = "it is being replaced";
+    }
+    if (reason.empty()) {
       const size_t bytes = regions_of(geometry).total;
       void* base = map(file.fd, bytes, name);
       return Segment(name, file.release(), base, bytes, geometry);
@@ -172,6 +198,18 @@ Segment Segment::attach(const std::string& name, double timeout_s, const std::op
   }
 }
 
+Segment Segment::observe(const std::string& name) {
+  Descriptor file{shm_open(shm_path(name).c_str(), O_RDONLY | O_CLOEXEC, 0)};
+  if (file.fd < 0) fail("can not open mailbox '" + name + "'", errno);
+  const std::string reason = incomplete_reason(file.fd);
+  if (!reason.empty()) throw MailboxError(Failure::kMailbox, "can not read mailbox '" + name + "': " + reason);
+  const Geometry geometry = validated(file.fd, name, std::nullopt);
+  const size_t bytes = regions_of(geometry).total;
+  void* base = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, file.fd, 0);
+  if (base == MAP_FAILED) fail("can not map mailbox '" + name + "'", errno);
+  return Segment(name, file.release(), base, bytes, geometry);
+}
+
 bool Segment::unlink(const std::string& name) {
   if (shm_unlink(shm_path(name).c_str()) == 0) return true;
   if (errno == ENOENT) return false;
@@ -180,7 +218,7 @@ bool Segment::unlink(const std::string& name) {
 
 bool Segment::is_stale(const std::string& name) {
   Descriptor file{shm_open(shm_path(name).c_str(), O_RDWR | O_CLOEXEC, 0)};
-  return file.fd >= 0 && !held_elsewhere(file.fd, 0, kServerLockBase + kMaxServers);
+  return file.fd >= 0 && !held_elsewhere(file.fd, 0, kLockEnd);
 }
 
 Segment::Segment(std::string name, int fd, void* base, size_t bytes, const Geometry& geometry)
@@ -243,6 +281,41 @@ void Segment::unlock(int64_t byte) const {
 }
 
 bool Segment::is_locked_elsewhere(int64_t byte) const { return held_elsewhere(fd_, byte, 1); }
+
+void Segment::lock_identity() const {
+  struct flock lock = lock_of(F_WRLCK, kIdentityLock, 1);
+  while (fcntl(fd_, F_OFD_SETLKW, &lock) != 0 && errno == EINTR) continue;
+}
+
+std::string Segment::agree_on_identity(const std::string& own) const {
+  Identity& identity = header().identity;
+  if (own.size() >= kIdentityText) {
+    throw std::invalid_argument("the identity of an expert server has " + std::to_string(own.size()) +
+                                " bytes, allowed are " + std::to_string(kIdentityText - 1));
+  }
+  lock_identity();
+  if (identity.is_set == 0) {
+    std::memcpy(identity.text, own.c_str(), own.size() + 1);
+    shared(identity.is_set).store(1, std::memory_order_release);
+  }
+  const std::string agreed = this->identity();
+  unlock(kIdentityLock);
+  return agreed == own ? "" : identity_difference(agreed, own);
+}
+
+std::string Segment::identity() const {
+  Identity& identity = header().identity;
+  if (shared(identity.is_set).load(std::memory_order_acquire) == 0) return "";
+  return std::string(identity.text, strnlen(identity.text, kIdentityText));
+}
+
+void Segment::note(Refusal& refusal, uint64_t generation, const std::string& text) const {
+  lock_identity();
+  std::strncpy(refusal.text, text.c_str(), kRefusalText - 1);
+  refusal.text[kRefusalText - 1] = '\0';
+  shared(refusal.generation).store(generation, std::memory_order_release);
+  unlock(kIdentityLock);
+}
 
 void Segment::check_server_index(uint32_t index) const {
   if (index < geometry_.num_servers) return;

@@ -1,6 +1,7 @@
 // A mapped mailbox segment: making, finding, checking and locking it. No protocol here.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -8,15 +9,23 @@
 
 namespace moebius::mailbox {
 
+using Interleave = std::function<void(const char* where)>;
+
 class Segment {
  public:
   // Makes the segment; a leftover that no process holds is replaced. Throws MailboxError when the name is
-  // in use or shared memory is short, std::invalid_argument for an impossible name or geometry.
-  static Segment create(const std::string& name, const Geometry& geometry);
+  // in use or shared memory is short, std::invalid_argument for an impossible name or geometry. Of several creators
+  // of one name at most one succeeds. `interleave`, for tests of that, is called where another creator may get in:
+  // with "leftover" before a leftover is removed, with "made" before the new segment is locked.
+  static Segment create(const std::string& name, const Geometry& geometry, const Interleave& interleave = {});
 
   // Waits up to timeout_s for a complete segment. Throws MailboxError (absent, half-made, truncated),
   // kAbiMismatch, or kGeometryMismatch when `expected` is given and differs.
   static Segment attach(const std::string& name, double timeout_s, const std::optional<Geometry>& expected);
+
+  // A look from outside: mapped read-only and held by no lock, so that the segment does not count as used. Throws
+  // like attach.
+  static Segment observe(const std::string& name);
 
   // Removes the name; processes that have it mapped keep their mapping. False when there was none.
   static bool unlink(const std::string& name);
@@ -47,10 +56,18 @@ class Segment {
   void unlock(int64_t byte) const;
   bool is_locked_elsewhere(int64_t byte) const;
 
+  // Sets the mailbox's identity to `own`, lines "name=value", where it has none yet. Returns what of it differs, in
+  // words; empty: nothing. Throws std::invalid_argument when it is too long.
+  std::string agree_on_identity(const std::string& own) const;
+  std::string identity() const;  // empty: none yet
+  // Writes a refusal or rejection; the generation last.
+  void note(Refusal& refusal, uint64_t generation, const std::string& text) const;
+
   void check_server_index(uint32_t index) const;  // throws std::invalid_argument
 
  private:
   Segment(std::string name, int fd, void* base, size_t bytes, const Geometry& geometry);
+  void lock_identity() const;  // waits
 
   std::string name_;
   int fd_ = -1;
@@ -64,5 +81,8 @@ class Segment {
 // Throws std::invalid_argument naming the field, its value and what is allowed.
 void check_geometry(const Geometry& geometry);
 std::string describe(const Geometry& geometry);
+
+// What of two identities, lines "name=value", differs, in words: what `found` has and what `expected` has instead.
+std::string identity_difference(const std::string& expected, const std::string& found);
 
 }  // namespace moebius::mailbox

@@ -33,17 +33,21 @@ MailboxServer::MailboxServer(const std::string& mailbox_name, uint32_t server_in
   spin_ns_ = options.spin_ns >= 0 ? uint64_t(options.spin_ns) : spin_budget(participants).server_ns;
   topk_ids_.resize(size_t{g.max_rows} * g.top_k);
   topk_weights_.resize(topk_ids_.size());
-  claim();
+  claim(options.identity);
 }
 
 MailboxServer::~MailboxServer() { stop(); }
 
-void MailboxServer::claim() {
+void MailboxServer::claim(const std::string& identity) {
   ServerRecord& record = segment_.server(index_);
-  if (!segment_.try_lock(kServerLockBase + index_)) {
+  if (!segment_.try_lock(kServerClaimBase + index_)) {
     throw MailboxError(Failure::kMailbox, "expert server " + std::to_string(index_) + " of mailbox '" +
                                               segment_.name() + "' is already served by process " +
                                               std::to_string(record.pid));
+  }
+  if (const std::string difference = identity.empty() ? "" : segment_.agree_on_identity(identity);
+      !difference.empty()) {
+    refuse(difference);
   }
   record.error_code = 0;
   shared(record.calls).store(0, std::memory_order_relaxed);
@@ -51,14 +55,47 @@ void MailboxServer::claim() {
   shared(record.busy_ns).store(0, std::memory_order_relaxed);
   shared(record.sleeping).store(0, std::memory_order_relaxed);
   shared(record.pid).store(int32_t(getpid()), std::memory_order_relaxed);
+  shared(record.busy_since_ns).store(0, std::memory_order_relaxed);
   beat();
   shared(record.phase).store(uint32_t(ServerPhase::kLoading), std::memory_order_release);
+  // Nobody else takes this lock while the claim is ours; a server that is just leaving may still have to let it go.
+  while (!segment_.try_lock(kServerLockBase + index_)) usleep(1000);
   generation_ = shared(record.generation).fetch_add(1, std::memory_order_acq_rel) + 1;
   claimed_ = true;
+  backend_.count_progress_in(&record.progress);
 }
 
-void MailboxServer::start() {
+void MailboxServer::refuse(const std::string& reason) {
+  const uint64_t generation = shared(segment_.server(index_).generation).load(std::memory_order_acquire);
+  segment_.note(segment_.header().refusals[index_], generation, reason);
+  if (claimed_) {
+    leave();
+  } else {
+    segment_.unlock(kServerClaimBase + index_);
+  }
+  throw MailboxError(Failure::kIdentityMismatch,
+                     "expert server " + std::to_string(index_) + " does not fit the others of mailbox '" +
+                         segment_.name() + "': " + reason,
+                     int(index_));
+}
+
+bool MailboxServer::is_rejected() const {
+  return shared(segment_.header().rejections[index_].generation).load(std::memory_order_acquire) == generation_;
+}
+
+std::string MailboxServer::rejection() const {
+  const Refusal& found = segment_.header().rejections[index_];
+  return is_rejected() ? std::string(found.text, strnlen(found.text, kRefusalText)) : "";
+}
+
+void MailboxServer::start(uint64_t weights_digest) {
   if (thread_.joinable() || stop_) throw std::invalid_argument("a mailbox server starts once");
+  const auto packed = shared(segment_.server(index_).weights_digest);
+  const uint64_t before = packed.load(std::memory_order_relaxed);
+  if (before != 0 && weights_digest != 0 && before != weights_digest) {
+    refuse("the experts it has packed are not those that were served before: the checkpoint's weights have changed");
+  }
+  if (before == 0) packed.store(weights_digest, std::memory_order_relaxed);
   running_ = true;
   shared(segment_.server(index_).phase).store(uint32_t(ServerPhase::kReady), std::memory_order_release);
   thread_ = std::thread([this] {
@@ -69,7 +106,8 @@ void MailboxServer::start() {
 
 void MailboxServer::serve_loop() {
   Header& header = segment_.header();
-  while (!stop_.load(std::memory_order_acquire) && shared(header.shutdown).load(std::memory_order_seq_cst) == 0) {
+  while (!stop_.load(std::memory_order_acquire) && shared(header.shutdown).load(std::memory_order_seq_cst) == 0 &&
+         !is_rejected()) {
     const uint32_t bell = shared(header.doorbell).load(std::memory_order_acquire);
     if (serve_oldest()) continue;
     if (draining_.load(std::memory_order_acquire)) return;
@@ -137,14 +175,15 @@ void MailboxServer::serve(uint32_t slot, uint64_t epoch) {
   response.layer = request_.layer;
   response.rows = request_.rows;
   response.status = uint32_t(Status::kOk);
+  ServerRecord& record = segment_.server(index_);
   const uint64_t start = clock_ns();
+  shared(record.busy_since_ns).store(start, std::memory_order_relaxed);
   compute(hidden_states, response, reinterpret_cast<float*>(base + segment_.regions().output));
   response.compute_ns = clock_ns() - start;
   if ((request_.trace_flags & 1u) != 0) {
     record_trace(clock_ns(CLOCK_REALTIME) - response.compute_ns, response.compute_ns);
   }
 
-  ServerRecord& record = segment_.server(index_);
   if (response.status != uint32_t(Status::kOk)) {
     record.error_layer = response.layer;
     record.error_epoch = epoch;
@@ -154,6 +193,7 @@ void MailboxServer::serve(uint32_t slot, uint64_t epoch) {
   shared(record.calls).fetch_add(1, std::memory_order_relaxed);
   shared(record.rows).fetch_add(response.rows, std::memory_order_relaxed);
   shared(record.busy_ns).fetch_add(response.compute_ns, std::memory_order_relaxed);
+  shared(record.busy_since_ns).store(0, std::memory_order_relaxed);
   beat();
   answer(slot, epoch, Status(response.status));
 }
@@ -205,7 +245,7 @@ void MailboxServer::wait_for_ring(uint32_t bell) {
     beat();
   }
   // Asleep for good after the first spin: a heartbeat is no reason to spin again.
-  while (!rung() && shared(header.shutdown).load(std::memory_order_relaxed) == 0) {
+  while (!rung() && !is_rejected() && shared(header.shutdown).load(std::memory_order_relaxed) == 0) {
     const bool expects_device = for_device && clock_ns() - start < device_wait_.idle_ns;
     sleep_on(bell, expects_device ? std::min(heartbeat_ns_, device_wait_.nap_ns) : heartbeat_ns_);
   }
@@ -223,7 +263,9 @@ void MailboxServer::sleep_on(uint32_t bell, uint64_t longest_ns) {
 }
 
 void MailboxServer::beat() {
-  shared(segment_.server(index_).heartbeat_ns).store(clock_ns(), std::memory_order_relaxed);
+  ServerRecord& record = segment_.server(index_);
+  shared(record.heartbeat_ns).store(clock_ns(), std::memory_order_relaxed);
+  shared(record.progress).fetch_add(1, std::memory_order_relaxed);
 }
 
 bool MailboxServer::drain(double timeout_s) {
@@ -250,10 +292,12 @@ void MailboxServer::stop() {
 
 void MailboxServer::leave() {
   if (!claimed_.exchange(false)) return;
+  backend_.count_progress_in(nullptr);
   ServerRecord& record = segment_.server(index_);
   shared(record.pid).store(0, std::memory_order_relaxed);
   shared(record.phase).store(uint32_t(ServerPhase::kAbsent), std::memory_order_release);
   segment_.unlock(kServerLockBase + index_);
+  segment_.unlock(kServerClaimBase + index_);
   running_.store(false, std::memory_order_release);
 }
 

@@ -21,6 +21,7 @@ struct ServerOptions {
   double heartbeat_s = 0.1;   // longest sleep, so also the precision of heartbeat_age_s
   int64_t spin_ns = -1;       // -1: from the allowed cores and the participants
   uint32_t num_threads = 1;   // compute threads of each server, for that choice
+  std::string identity{};     // lines "name=value" that all servers of the mailbox must agree on; empty: unknown
 };
 
 // A sampled request, for a tracing span; filled by the serve loop.
@@ -36,13 +37,18 @@ class MailboxServer {
  public:
   // Attaches and claims the index (state "loading"). The backend must outlive the server. Throws
   // std::invalid_argument (index, or the backend's hidden_size differs from the mailbox's) and
-  // MailboxError (see Segment::attach; kMailbox when the index is served by a living process).
+  // MailboxError (see Segment::attach; kMailbox when the index is served by a living process; kIdentityMismatch
+  // naming what differs, after leaving word for those who wait).
   MailboxServer(const std::string& mailbox_name, uint32_t server_index, ExpertBackend& backend,
                 const ServerOptions& options);
   ~MailboxServer();  // stops
 
-  // Starts serving (state "ready"), outstanding requests of a predecessor first. Once only.
-  void start();
+  // Starts serving (state "ready"), outstanding requests of a predecessor first. Once only. `weights_digest` of what
+  // the backend has packed, 0: unknown. Throws kIdentityMismatch when a predecessor had packed something else; the
+  // server has left then.
+  void start(uint64_t weights_digest = 0);
+  // A sign of life while the backend is being filled: from any thread, between the constructor and start.
+  void beat();
   // State "draining": answers until nothing is outstanding, then leaves (state "absent"). False: not
   // idle within timeout_s, and still serving.
   bool drain(double timeout_s);
@@ -51,11 +57,15 @@ class MailboxServer {
 
   bool is_running() const { return running_.load(std::memory_order_acquire); }
   uint64_t generation() const { return generation_; }
+  // Why a client sent this server away; empty: none did.
+  std::string rejection() const;
   // Sampled requests since the last call, at most the 1024 newest.
   std::vector<TracedCall> take_traced_calls();
 
  private:
-  void claim();
+  void claim(const std::string& identity);
+  [[noreturn]] void refuse(const std::string& reason);
+  bool is_rejected() const;
   void serve_loop();
   bool serve_oldest();
   // The epoch this server owes an answer to in the slot; 0: none, or not whole yet.
@@ -69,7 +79,6 @@ class MailboxServer {
   void record_trace(uint64_t start_unix_ns, uint64_t duration_ns);
   void wait_for_ring(uint32_t bell);
   void sleep_on(uint32_t bell, uint64_t longest_ns);
-  void beat();
   void leave();
 
   Segment segment_;

@@ -45,6 +45,7 @@ class ExpertEngine final : public ExpertBackend {
   // or a chosen expert is not loaded.
   void forward(const ExpertRequest& request, float* output) override;
   void expect_pauses(std::chrono::nanoseconds longest) override;
+  void count_progress_in(uint64_t* word) override { pool_.count_progress_in(word); }
 
   const EngineOptions& options() const { return options_; }
   Isa isa() const { return isa_; }

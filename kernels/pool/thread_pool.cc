@@ -65,6 +65,15 @@ void ThreadPool::set_spin(std::chrono::nanoseconds spin) {
   spin_ns_.store((spin.count() < 0 ? pool::default_spin(num_threads_) : spin).count(), std::memory_order_relaxed);
 }
 
+void ThreadPool::count_progress_in(uint64_t* word) {
+  std::lock_guard<std::mutex> lock(run_mutex_);
+  progress_ = word;
+}
+
+void ThreadPool::note_progress() const {
+  if (progress_ != nullptr) std::atomic_ref<uint64_t>(*progress_).fetch_add(1, std::memory_order_relaxed);
+}
+
 void ThreadPool::start(const std::vector<int>& cpus) {
   for (uint32_t worker = 1; worker < num_threads_; ++worker) {
     threads_.emplace_back([this, worker] { worker_loop(worker); });
@@ -91,6 +100,7 @@ void ThreadPool::run(Phase* phases, uint32_t num_phases) {
   open_next_stage();
   while (finished_.load(std::memory_order_acquire) == finished_before) {
     if (!run_one_task(0)) wait_as_caller(finished_before);
+    note_progress();
   }
   if (exception_) std::rethrow_exception(std::exchange(exception_, nullptr));
 }
@@ -98,7 +108,10 @@ void ThreadPool::run(Phase* phases, uint32_t num_phases) {
 void ThreadPool::run_alone(Phase* phases, uint32_t num_phases) {
   for (const Phase* phase = phases; phase != phases + num_phases; ++phase) {
     const uint32_t count = phase->count(phase->context);
-    for (uint32_t task = 0; task < count; ++task) phase->task(phase->context, task, 0);
+    for (uint32_t task = 0; task < count; ++task) {
+      phase->task(phase->context, task, 0);
+      note_progress();
+    }
   }
 }
 

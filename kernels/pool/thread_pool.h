@@ -65,6 +65,10 @@ class ThreadPool {
   // From now on; negative: as limits.h says.
   void set_spin(std::chrono::nanoseconds spin);
 
+  // From now on the caller's thread adds 1 to the word (relaxed) after each task of its own: it has one at least as
+  // often as others finish theirs, or waits for tasks under way. Null: to none. Waits for a run under way.
+  void count_progress_in(uint64_t* word);
+
   // Runs the phases in order, each with fn(task, worker) for every task in [0, count), handed out in ascending order
   // to whoever is free; a phase begins when all tasks of the one before are done and sees what they wrote. worker
   // is below size(), and no two tasks run at once with the same one. Returns when the last phase is done.
@@ -138,6 +142,7 @@ class ThreadPool {
   void open_next_stage();
   uint32_t gather_stage();
   void record_exception();
+  void note_progress() const;
   void wait_for_phase(const Phase& phase, uint32_t task);
   void wake_sleepers(int count);
   void worker_loop(uint32_t worker);
@@ -148,6 +153,7 @@ class ThreadPool {
   std::atomic<std::chrono::nanoseconds::rep> spin_ns_;
   std::vector<std::thread> threads_;
   std::mutex run_mutex_;
+  uint64_t* progress_ = nullptr;  // under run_mutex_; the word may lie in shared memory
 
   // The run in progress. Written between stages only, by the one thread that opens the next stage; read by a
   // thread that has claimed a task, which keeps the stage open until that task is done.

@@ -61,19 +61,21 @@ def served_mailbox(shape: MailboxGeometry, **backend: Any) -> Iterator[Mailbox]:
                 server.stop()
 
 
-def spawn_server(box: Mailbox, index: int, scale: float = 1.0) -> subprocess.Popen[bytes]:
+def spawn_server(
+    box: Mailbox, index: int, scale: float = 1.0, identity: str = "", delay_us: int = 0
+) -> subprocess.Popen[bytes]:
     """An echo server in a process of its own, which serves until it is killed or the mailbox shut down."""
     program = (
         "import sys, time\n"
         "from moebius._kernels import EchoBackend, MailboxServer\n"
-        "name, index, hidden, scale = sys.argv[1:]\n"
-        "backend = EchoBackend(int(hidden), scale=float(scale))\n"
+        "name, index, hidden, scale, identity, delay_us = sys.argv[1:]\n"
+        "backend = EchoBackend(int(hidden), scale=float(scale), delay_us=int(delay_us))\n"
         "server = MailboxServer(name, int(index), backend, attach_timeout_s=5, heartbeat_s=0.1, spin_ns=-1,"
-        " num_threads=1)\n"
+        " num_threads=1, identity=identity)\n"
         "server.start()\n"
         "while server.is_running: time.sleep(0.2)\n"
     )
-    arguments = [box.name, str(index), str(box.geometry.hidden_size), str(scale)]
+    arguments = [box.name, str(index), str(box.geometry.hidden_size), str(scale), identity, str(delay_us)]
     return subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=ROOT)
 
 

@@ -22,7 +22,13 @@ def test_flags_have_their_own_lines(name: str) -> None:
     assert _kernels.mailbox_offsets()[name] == 64
 
 
-@pytest.mark.parametrize("name", ["shutdown", "next_epoch", "doorbell", "error_word", "servers", "clients"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("shutdown", "next_epoch", "doorbell", "error_word"),
+        *("servers", "clients", "identity", "refusals", "rejections"),
+    ],
+)
 def test_words_of_different_writers_lie_on_different_lines(name: str) -> None:
     """A header word that someone writes at run time starts a line."""
     assert _kernels.mailbox_offsets()[f"Header.{name}"] % 64 == 0

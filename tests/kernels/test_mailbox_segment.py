@@ -6,12 +6,13 @@ import os
 import secrets
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from moebius import mailbox_layout
+from moebius import _kernels, mailbox_layout
 from moebius.mailbox import (
     AbiMismatch,
     EchoBackend,
@@ -35,9 +36,9 @@ def test_wrong_abi_names_both_versions() -> None:
     """Client and server refuse, naming found and expected."""
     with new_mailbox(geometry()) as box:
         overwrite(box.name, 8, (77).to_bytes(4, "little"))
-        with pytest.raises(AbiMismatch, match="found 77, expected 2"):
+        with pytest.raises(AbiMismatch, match="found 77, expected 3"):
             Mailbox.attach(box.name, 0)
-        with pytest.raises(AbiMismatch, match="found 77, expected 2"):
+        with pytest.raises(AbiMismatch, match="found 77, expected 3"):
             MailboxServer(box.name, 0, EchoBackend(48))
 
 
@@ -129,6 +130,43 @@ def test_name_in_use_is_refused_and_leftover_of_a_dead_process_is_replaced() -> 
         with pytest.raises(MailboxError, match="in use"):
             Mailbox.create(name, geometry())
         assert Mailbox.attach(name, 0).geometry == box.geometry
+    finally:
+        Mailbox.unlink(name)
+
+
+@pytest.mark.parametrize("where", ["leftover", "made"])
+def test_of_two_creators_one_gets_the_name(where: str) -> None:
+    """However creators of one name get in each other's way, one mailbox comes of it and is the named one.
+
+    The second runs as a whole inside the first: after that has found a leftover, or made its file.
+    """
+    name = f"moebius-test-{secrets.token_hex(6)}"
+    if where == "leftover":
+        Path("/dev/shm", name).write_bytes(bytes(4096))
+    made: list[Mailbox] = []
+    refused: list[MailboxError] = []
+
+    def create(interleave: Callable[[str], None] | None) -> None:
+        kernel_geometry = geometry().to_kernel()
+        try:
+            made.append(Mailbox(_kernels.Mailbox.create(name, kernel_geometry, -1, interleave), name))
+        except MailboxError as error:
+            refused.append(error)
+
+    entered: list[str] = []
+
+    def other_creator(at: str) -> None:
+        if at == where and not entered:
+            entered.append(at)
+            create(None)
+
+    try:
+        create(other_creator)
+        assert entered
+        assert len(made) == len(refused) == 1
+        assert "in use by a living process" in str(refused[0])
+        made[0].shut_down()
+        assert Mailbox.attach(name, 0).kernel.is_shut_down
     finally:
         Mailbox.unlink(name)
 

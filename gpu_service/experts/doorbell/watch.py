@@ -14,8 +14,10 @@ from moebius.mailbox import Mailbox
 from moebius.mailbox_layout import MAX_SERVERS
 
 POLL_S = 0.01
-# Polls without an open request after which the thread sleeps until the next step.
+# Polls without an open request after which the thread sleeps until the next step...
 QUIET_POLLS = 100
+# ... or this long: a step may compute for longer than that before it rings for the first time.
+LOOK_AGAIN_S = 1.0
 
 
 # A kernel has a deadline of its own, which should come first: it knows more.
@@ -42,14 +44,18 @@ class Watch:
         # Requests up to this epoch were abandoned: nobody waits for them.
         self._base = 0
         self._lock = threading.Lock()
-        self._armed = threading.Event()
+        # Steps that have begun. A number, not a flag: a step that begins during a look is never forgotten.
+        self._steps = 0
         self._ended = False
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="doorbell-watch", daemon=True)
         self._thread.start()
 
     def arm(self) -> None:
         """A step begins."""
-        self._armed.set()
+        with self._changed:
+            self._steps += 1
+            self._changed.notify_all()
 
     def restart(self, base: int) -> None:
         """Requests up to epoch `base` are forgotten, and so is why the last step was given up."""
@@ -60,22 +66,27 @@ class Watch:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._ended = True
-        self._armed.set()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
         self._thread.join()
 
     def _run(self) -> None:
-        quiet = 0
-        while True:
-            self._armed.wait()
-            if self._ended:
-                return
-            quiet = 0 if self.look() else quiet + 1
+        # Before the first step nothing is open.
+        quiet, seen = QUIET_POLLS, 0
+        while not self._ended:
             if quiet < QUIET_POLLS:
                 time.sleep(POLL_S)
-                continue
-            quiet = 0
-            self._armed.clear()
+            else:
+                self._sleep(seen)
+            # Before the look: a step that begins during it is news to the next one.
+            begun, seen = self._steps != seen, self._steps
+            quiet = 0 if self.look() or begun else quiet + 1
+
+    def _sleep(self, seen: int) -> None:
+        """Until another step than the last of `seen` has begun."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._steps != seen, LOOK_AGAIN_S)
 
     def look(self) -> bool:
         """One look at all slots; whether any request is open."""
