@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import structlog
 from fastapi import FastAPI, Request, Response
 from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+from starlette.middleware.cors import CORSMiddleware
 
 from gateway.errors import install_error_handlers
 from gateway.middleware import AuthMiddleware, RequestContextMiddleware
@@ -59,6 +60,15 @@ def create_app(config: MoebiusConfig, on_broken: Callable[[str], None] = _log_br
         app.include_router(module.router)
     if config.gateway.api_key:
         app.add_middleware(AuthMiddleware, api_key=config.gateway.api_key)
+    if config.gateway.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.gateway.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+            max_age=3600,
+        )
     app.add_middleware(RequestContextMiddleware)  # added last: outermost, so every answer has an id
     FastAPIInstrumentor.instrument_app(
         app, excluded_urls="/health,/ready,/metrics", exclude_spans=["receive", "send"]

@@ -13,6 +13,8 @@ import uvicorn
 import uvloop
 
 from gateway.app import create_app
+from gateway.connections import ConnectionTable, connection_limits, protocol_for
+from gateway.metrics import GatewayMetrics
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError
 from moebius.telemetry.logging import configure_logging
@@ -52,17 +54,28 @@ class GatewayServer(uvicorn.Server):
 
 
 def server_for(config: MoebiusConfig) -> GatewayServer:
-    """The HTTP server, not yet started; also used by tests, which run it in a thread."""
+    """The HTTP server, not yet started; also used by tests, which run it in a thread.
+
+    Raises ConfigError.
+    """
+    limits = connection_limits(config.gateway)
+    app = create_app(config, on_broken=lambda reason: server.end_broken(reason))
+    metrics: GatewayMetrics = app.state.gateway.metrics
     settings = uvicorn.Config(
-        create_app(config, on_broken=lambda reason: server.end_broken(reason)),
+        app,
         host=config.gateway.host,
         port=config.gateway.port,
         log_config=None,
         access_log=False,
         lifespan="on",
+        http=protocol_for(ConnectionTable(limits, metrics.connection_closed)),
+        ws="none",
+        backlog=limits.backlog,
+        timeout_keep_alive=limits.idle_timeout_s,
         timeout_graceful_shutdown=_STREAM_GRACE_S,
     )
     server = GatewayServer(settings)
+    metrics.count_connections(lambda: len(server.server_state.connections))
     return server
 
 

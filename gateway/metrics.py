@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
@@ -37,6 +39,16 @@ class GatewayMetrics:
             registry=self.registry,
         )
 
+        self._connections = Gauge(
+            "moebius:gateway_connections", "HTTP connections, idle ones included", registry=self.registry
+        )
+        self._closed = Counter(
+            "moebius:gateway_connections_closed",
+            "Connections closed against the client's will",
+            ["reason"],
+            registry=self.registry,
+        )
+
     def _counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(f"vllm:{name}", text, ["model_name", label], registry=self.registry)
 
@@ -67,6 +79,14 @@ class GatewayMetrics:
     def in_flight(self, change: int) -> None:
         """A request was admitted (+1) or ended (-1)."""
         self._in_flight.labels(self._model).inc(change)
+
+    def connection_closed(self, reason: str) -> None:
+        """A connection was closed because its client was too slow, or for want of places."""
+        self._closed.labels(reason).inc()
+
+    def count_connections(self, count: Callable[[], int]) -> None:
+        """Where the number of connections is read from."""
+        self._connections.set_function(count)
 
     def finished(
         self, seconds: float, prompt_tokens: int, completion_tokens: int, reasons: list[str]

@@ -82,6 +82,23 @@ class GatewayConfig(Section):
     max_queued_requests: int = Field(
         default=256, ge=1, description="Requests in flight before 429 is answered"
     )
+    max_connections: int | None = Field(
+        default=None,
+        ge=1,
+        description="HTTP connections at once, idle ones included; unset: as many as open files allow",
+    )
+    header_timeout_s: float = Field(
+        default=10.0, gt=0, description="Longest wait for the head of an HTTP request"
+    )
+    body_timeout_s: float = Field(
+        default=30.0, gt=0, description="Longest wait for its body, and 1 s more for each 16 KiB of it"
+    )
+    idle_timeout_s: int = Field(
+        default=60, ge=1, description="Longest wait for the next request, or for a client to read its answer"
+    )
+    cors_origins: tuple[str, ...] = Field(
+        default=(), description="Origins of web pages that may send requests, or *; empty: none"
+    )
     chat_template: str = Field(
         default="", description="File with a Jinja chat template; empty: the tokenizer's own"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from gateway.app import create_app
+from gateway.main import server_for
 from moebius.config import MoebiusConfig
 
 
@@ -23,10 +23,8 @@ def gateway_config(engine_address: str, **gateway: Any) -> MoebiusConfig:
 @contextlib.contextmanager
 def running_gateway(config: MoebiusConfig, wait: bool = True) -> Iterator[str]:
     """Yields the base URL (without /v1); waits for /ready unless `wait` is False."""
-    settings = uvicorn.Config(
-        create_app(config), host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(settings)
+    server = server_for(config)
+    server.config.timeout_graceful_shutdown = 1
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:

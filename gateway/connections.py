@@ -1,0 +1,253 @@
+"""The HTTP connections: how many there are, and how long one may keep a place without asking anything.
+
+A connection with a request that is complete keeps its place for as long as the answer takes. One that is
+still sending, or idle, has a deadline; when all places are taken the one that has waited longest gives way
+to a new one, so that clients who send half a request and wait can not shut out those who send a whole one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Literal
+
+import h11
+import structlog
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from gateway.errors import ApiError
+from moebius.config import GatewayConfig
+from moebius.errors import ConfigError
+
+logger = structlog.get_logger(__name__)
+
+# A slow line may send a large body: each second beyond the limit has to bring so many bytes.
+SLOWEST_BODY = 16 * 1024
+# Of the process itself: its sockets to the engine, event loops, logs, images being fetched.
+_OWN_DESCRIPTORS = 64
+_FEWEST, _MOST = 8, 16384
+_LONGEST_BACKLOG = 1024
+
+Phase = Literal["head", "body", "idle"]
+Closed = Literal["head_timeout", "body_timeout", "unread_answer", "displaced", "no_place"]
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Filled by `connection_limits`."""
+
+    max_connections: int
+    # Connections that the kernel accepts before the process does. All of them are accepted at once, before
+    # the first is counted, so they need descriptors of their own.
+    backlog: int
+    header_timeout_s: float
+    body_timeout_s: float
+    idle_timeout_s: int
+
+
+def connection_limits(config: GatewayConfig) -> ConnectionLimits:
+    """The limits of the settings, within this process's limit of open files.
+
+    Raises ConfigError when `max_connections` is more than that allows.
+    """
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = 2**20 if files == resource.RLIM_INFINITY else files
+    backlog = min(max(files // 4, _FEWEST), _LONGEST_BACKLOG)
+    most = max(files - _OWN_DESCRIPTORS - backlog, _FEWEST)
+    wanted = config.max_connections
+    if wanted is not None and wanted > most:
+        raise ConfigError(
+            f"max_connections: {wanted} is not allowed; allowed: at most {most}, as this process may open "
+            f"{files} files (ulimit -n)"
+        )
+    return ConnectionLimits(
+        max_connections=min(most, _MOST) if wanted is None else wanted,
+        backlog=backlog,
+        header_timeout_s=config.header_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+        idle_timeout_s=config.idle_timeout_s,
+    )
+
+
+@dataclass
+class ConnectionTable:
+    """The connections of one server that wait for their client, longest waiting first; on its event loop."""
+
+    limits: ConnectionLimits
+    on_close: Callable[[Closed], None]  # called for each connection that is closed against its client's will
+    # Filled by `HttpConnection`. Dictionaries, as they keep the order in which connections began to wait.
+    asking: dict[HttpConnection, None] = field(default_factory=dict)
+    sending_body: dict[HttpConnection, None] = field(default_factory=dict)
+
+    def longest_waiting(self) -> HttpConnection | None:
+        """Who gives way to a new connection: uploads only when nobody else waits."""
+        return next(iter(self.asking), None) or next(iter(self.sending_body), None)
+
+
+class HttpConnection(H11Protocol):
+    """One connection, with a deadline while it waits for its client. `protocol_for` binds the table."""
+
+    table: ConnectionTable
+
+    _phase: tuple[Phase | None, object] = (None, None)
+    _since = 0.0  # the loop's time at which the phase began
+    _received = 0  # bytes since then
+    _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Takes a place: a free one, that of who has waited longest, or none (503)."""
+        super().connection_made(transport)
+        if len(self.connections) > self.table.limits.max_connections:
+            displaced = self.table.longest_waiting()
+            if displaced is None:
+                self._refuse(
+                    ApiError(503, "all connections are in use: try again later", retry_after_s=1), "no_place"
+                )
+                return
+            displaced._give_way()
+        self._note_phase()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Gives the place back."""
+        self._leave()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Counts what arrives, and sees where in a request it ends."""
+        self._received += len(data)
+        super().data_received(data)
+        self._note_phase()
+
+    def on_response_complete(self) -> None:
+        """The next request may begin; uvicorn closes the connection when it does not in `idle_timeout_s`."""
+        super().on_response_complete()
+        self._note_phase()
+
+    def pause_writing(self) -> None:
+        """The client does not read: it has until `idle_timeout_s` to go on."""
+        super().pause_writing()
+        if self._unread is None:
+            timeout_s = self.table.limits.idle_timeout_s
+            self._unread = self.loop.call_later(timeout_s, self._give_up, "unread_answer")
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is refused in the shape of all errors."""
+        self._answer_and_close(ApiError(400, msg, code="invalid_http"))
+
+    def _where(self) -> Phase | None:
+        """What the client owes; None: nothing, its request is complete or the connection is closing."""
+        if self.transport.is_closing():
+            return None
+        if self.conn.their_state is h11.SEND_BODY:
+            return "body"
+        if self.conn.their_state is not h11.IDLE:
+            return None
+        is_between = self.cycle is not None and not self.conn.trailing_data[0]
+        return "idle" if is_between else "head"
+
+    def _note_phase(self) -> None:
+        """Starts the clock of a new phase. Of pipelined requests each has its own."""
+        phase = self._where()
+        if (phase, self.cycle) == self._phase:
+            return
+        self._leave()
+        self._phase, self._since, self._received = (phase, self.cycle), self.loop.time(), 0
+        if phase is None:
+            return
+        (self.table.sending_body if phase == "body" else self.table.asking)[self] = None
+        limits = self.table.limits
+        if phase != "idle":
+            seconds = limits.body_timeout_s if phase == "body" else limits.header_timeout_s
+            self._deadline = self.loop.call_later(seconds, self._late)
+
+    def _leave(self) -> None:
+        """No longer waits."""
+        self._phase = (None, None)
+        self.table.asking.pop(self, None)
+        self.table.sending_body.pop(self, None)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _late(self) -> None:
+        """The time is over; a body that still arrives fast enough gets more."""
+        self._deadline = None
+        limits = self.table.limits
+        if self._phase[0] == "head":
+            message = f"the request's head did not arrive within {limits.header_timeout_s:g} s"
+            self._refuse(ApiError(408, message, code="request_timeout"), "head_timeout")
+            return
+        allowed_s = limits.body_timeout_s + self._received / SLOWEST_BODY
+        left_s = self._since + allowed_s - self.loop.time()
+        if self.flow.read_paused:  # it is we who do not read
+            left_s = max(left_s, 1.0)
+        if left_s > 0:
+            self._deadline = self.loop.call_later(left_s, self._late)
+            return
+        message = (
+            f"the request's body did not arrive within {limits.body_timeout_s:g} s, and a second more for "
+            f"each {SLOWEST_BODY // 1024} KiB"
+        )
+        self._refuse(ApiError(408, message, code="request_timeout"), "body_timeout")
+
+    def _refuse(self, error: ApiError, reason: Closed) -> None:
+        """Says why, unless the client never said a word or had its answer before it had sent all."""
+        self.table.on_close(reason)
+        never_spoke = reason == "head_timeout" and not self._received
+        was_answered = reason == "body_timeout" and self.cycle.response_started
+        self._leave()
+        self.connections.discard(self)
+        if never_spoke or was_answered:
+            self.transport.close()
+        else:
+            self._answer_and_close(error)
+
+    def _answer_and_close(self, error: ApiError) -> None:
+        """Unless another answer is being sent."""
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            if self.cycle is not None:
+                # What the application would answer to half a request is not sent any more.
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            self.transport.write(_raw_answer(error))
+        self.transport.close()
+
+    def _give_way(self) -> None:
+        self._give_up("displaced")
+
+    def _give_up(self, reason: Closed) -> None:
+        """Frees place and descriptor at once."""
+        self.table.on_close(reason)
+        self._leave()
+        self.connections.discard(self)
+        self.transport.abort()
+
+
+def _raw_answer(error: ApiError) -> bytes:
+    """A whole HTTP answer, for where no application can give one."""
+    body = json.dumps(error.body()).encode()
+    head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", "Content-Type: application/json"]
+    head += [f"{name}: {value}" for name, value in error.headers().items()]
+    head += [f"Content-Length: {len(body)}", "Connection: close"]
+    return "\r\n".join([*head, "", ""]).encode() + body
+
+
+def protocol_for(bound: ConnectionTable) -> type[asyncio.Protocol]:
+    """The protocol class for uvicorn, which makes one object of it per connection."""
+
+    class Connection(HttpConnection):
+        table = bound
+
+    return Connection
