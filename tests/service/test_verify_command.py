@@ -48,6 +48,31 @@ def wrong(models: Callable[[str], tuple[Path, Any]], tmp_path_factory: pytest.Te
     return directory
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 experts, two of which a token chooses; weights as large as trained ones are."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    directory = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(3)
+    config = Qwen3MoeConfig(
+        vocab_size=211,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=48,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+    )
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
 def run(directory: Path, options: VerifyOptions | None = None, **sections: dict[str, Any]) -> VerifyResult:
     """On the CPU, one thread."""
     document: dict[str, Any] = {
@@ -133,10 +158,49 @@ def test_a_wrong_expert_is_named(models: Callable[[str], tuple[Path, Any]], wron
     result = run(wrong, VerifyOptions(against=str(good), tokens=TOKENS))
     assert not result.passed
     failed = [check.what for check in result.checks() if not check.passed]
-    assert failed[0] == "layer 1, experts of the servers"
-    assert "layer 0, experts of the servers" not in failed
-    assert result.layers[1].worst_expert == 4
+    assert failed[:2] == ["layer 1, experts of the servers", "layer 1, expert 4: error"]
+    assert not any("layer 0" in what for what in failed)
+    assert result.layers[1].worst_expert is not None
+    assert result.layers[1].worst_expert.expert == 4
     assert run(good, VerifyOptions(against=str(good), tokens=TOKENS)).passed
+
+
+def spoil(tensors: dict[str, torch.Tensor], layer: int, expert: int, how: str) -> None:
+    """Another expert in its place, or its answers 1.3 times as large."""
+    prefix = f"model.layers.{layer}.mlp.experts"
+    if how == "scaled":
+        tensors[f"{prefix}.{expert}.down_proj.weight"] *= 1.3
+        return
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        tensors[f"{prefix}.{expert}.{name}.weight"] = tensors[f"{prefix}.{expert + 1}.{name}.weight"].clone()
+
+
+@pytest.mark.parametrize("how", ["replaced", "scaled"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_one_wrong_expert_of_many_fails_and_is_named_alone(
+    kind: str, how: str, wide: Path, tmp_path: Path
+) -> None:
+    """One of 48, chosen by few tokens or by none, in any format: its layer's sum may hide it, a look at it
+    alone does not, and no other expert is blamed."""
+    options = VerifyOptions(against=str(wide), tokens=6, thresholds=Thresholds(max_kl=10.0))
+    itself = run(wide, options, experts={"expert_dtype": kind}, model={"dtype": "bfloat16"})
+    assert itself.passed, [check for check in itself.checks() if not check.passed]
+    layer = itself.layers[1]
+    assert len(layer.experts) == 48
+    assert 0 < layer.num_chosen < 48
+    chosen = next(found.expert for found in layer.experts[:-1] if found.tokens)
+    idle = next(found.expert for found in layer.experts[:-1] if not found.tokens)
+    for expert in (chosen, idle):
+        directory = tmp_path / f"spoilt-{expert}"
+        shutil.copytree(wide, directory)
+        tensors = load_file(directory / "model.safetensors")
+        spoil(tensors, 1, expert, how)
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        result = run(directory, options, experts={"expert_dtype": kind}, model={"dtype": "bfloat16"})
+        assert not result.passed
+        named = [check.what for check in result.checks() if not check.passed and "expert " in check.what]
+        assert len(named) == 1, named
+        assert named[0].startswith(f"layer 1, expert {expert}: "), named
 
 
 def test_gguf_models_are_verified(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu_service.verify.errors import TokenScores, perplexity, relative_error, score
-from moebius.app.verify.layer_errors import routing_agreement, worst_expert
+from moebius.app.verify.layer_errors import gain, routing_agreement
 from moebius.app.verify.tokens import BUNDLED_TEXT, read_tokens
 from moebius.errors import UserError
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
@@ -58,13 +58,15 @@ def test_routing_agreement_ignores_the_order() -> None:
     assert routing_agreement(ours, reference) == pytest.approx(5 / 6)
 
 
-def test_theworst_expert_is_the_one_that_all_wrong_rows_share() -> None:
-    """Expert 2 is in both rows that are off; its companions are in right ones, too."""
-    ids = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]], dtype=torch.int32)
-    wanted = torch.ones(4, 2)
-    found = wanted.clone()
-    found[1:3] += 0.5
-    assert worst_expert(found, wanted, ids) == (2, pytest.approx(0.5))
+def test_gain_is_the_common_factor_of_the_answers() -> None:
+    """Whatever else is wrong with them; also where there is nothing to divide by."""
+    wanted = torch.tensor([3.0, 4.0])
+    assert gain(wanted * 1.3, wanted) == pytest.approx(1.3)
+    assert gain(wanted * 1.3 + torch.tensor([4.0, -3.0]), wanted) == pytest.approx(1.3)
+    assert gain(torch.tensor([4.0, -3.0]), wanted) == pytest.approx(0.0)
+    assert gain(torch.zeros(2), torch.zeros(2)) == 1.0
+    assert gain(torch.ones(2), torch.zeros(2)) == math.inf
+    assert gain(torch.tensor([math.nan, 4.0]), wanted) == math.inf
 
 
 def test_text_in_the_models_tokens(tmp_path: Path) -> None:

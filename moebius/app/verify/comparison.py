@@ -12,7 +12,7 @@ from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.verify.allowed import RowsDtype, allowed_against_other, allowed_error
 from gpu_service.verify.errors import TokenScores, relative_error, score
-from moebius.app.verify.layer_errors import compare_experts, routing_agreement
+from moebius.app.verify.layer_errors import LayerExperts, compare_experts, routing_agreement
 from moebius.app.verify.packed_experts import PackedExperts
 from moebius.app.verify.references import ReferenceExperts
 from moebius.app.verify.result import LayerResult, Thresholds
@@ -115,7 +115,8 @@ class Comparison:
         if layer not in self._layers:
             self.results[layer] = LayerResult(layer, routing_agreement=agreement)
             return
-        errors = compare_experts(layer, reference, wanted, self._wanted, self.packed, self._resident)
+        experts = LayerExperts(layer, self._geometry.num_experts, self._wanted, self.packed, self._resident)
+        errors = compare_experts(experts, reference, wanted)
         formats = self.packed.formats(layer)
         self.results[layer] = LayerResult(
             layer,
@@ -124,8 +125,7 @@ class Comparison:
             errors.cpu_error,
             errors.gpu_error,
             self._allowed(layer),
-            errors.worst_expert,
-            errors.worst_expert_error,
+            errors.experts,
             agreement,
         )
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+# Of an expert's allowed error, the part that may be a common factor of its answers.
+GAIN_SHARE = 3.0
+
 
 @dataclass(frozen=True)
 class Thresholds:
@@ -14,6 +17,18 @@ class Thresholds:
     max_kl: float | None = None
     # Share of tokens with the same most probable next token; None: not judged.
     min_top1: float | None = None
+
+
+@dataclass(frozen=True)
+class ExpertError:
+    """One expert asked alone; filled by `compare_experts`."""
+
+    expert: int
+    # Tokens of the text that chose it; 0: it was asked about rows of others.
+    tokens: int
+    error: float
+    # How many times as large its answers are as they should be, whatever else is wrong with them.
+    gain: float
 
 
 @dataclass(frozen=True)
@@ -29,13 +44,46 @@ class LayerResult:
     cpu_error: float | None = None
     gpu_error: float | None = None
     allowed_error: float | None = None
-    # The expert whose tokens are farthest off, and how far.
-    worst_expert: int | None = None
-    worst_expert_error: float | None = None
+    # Every expert of the layer alone; empty: none was compared.
+    experts: tuple[ExpertError, ...] = ()
     # Share of the reference's chosen experts that ours chose, too, each given its own hidden states.
     routing_agreement: float | None = None
     # Of the residual stream behind the layer: all that has come together so far.
     hidden_error: float = 0.0
+
+    @property
+    def worst_expert(self) -> ExpertError | None:
+        """The one that is farthest off."""
+        return max(self.experts, key=lambda found: found.error, default=None)
+
+    @property
+    def num_chosen(self) -> int:
+        """Experts that tokens of the text chose."""
+        return sum(found.tokens > 0 for found in self.experts)
+
+    @property
+    def allowed_gain(self) -> float | None:
+        """How far from 1 an expert's gain may be.
+
+        Rounding errs in all directions, so little of its error is along the answer itself; a wrong scale's is
+        all of it, and would be smaller than what is allowed for coarse formats.
+        """
+        return None if self.allowed_error is None else self.allowed_error / GAIN_SHARE
+
+    def expert_checks(self) -> list[Check]:
+        """Of each expert that is beyond a threshold, the one that it exceeds most."""
+        allowed, allowed_gain = self.allowed_error, self.allowed_gain
+        if allowed is None or allowed_gain is None:
+            return []
+        found: list[Check] = []
+        for expert in self.experts:
+            where = f"layer {self.layer}, expert {expert.expert}"
+            if not expert.error <= allowed:
+                found.append(Check(f"{where}: error", expert.error, allowed, False))
+            elif not abs(expert.gain - 1.0) <= allowed_gain:
+                what = f"{where}: its answers are {expert.gain:.3g} times as large, off by"
+                found.append(Check(what, abs(expert.gain - 1.0), allowed_gain, False))
+        return found
 
 
 @dataclass(frozen=True)
@@ -92,6 +140,7 @@ class VerifyResult:
                     passed = error <= layer.allowed_error
                     name = f"layer {layer.layer}, experts of the {where}"
                     found.append(Check(name, error, layer.allowed_error, passed))
+            found += layer.expert_checks()
         failed = [check for check in found if not check.passed]
         # The one with the least room speaks for those that pass.
         tightest = sorted(found, key=lambda check: check.found / check.allowed if check.allowed else 0.0)
@@ -113,5 +162,9 @@ class VerifyResult:
 
     def document(self) -> dict[str, Any]:
         """For the JSON file."""
+        found = asdict(self)
+        for layer, written in zip(self.layers, found["layers"], strict=True):
+            worst = layer.worst_expert
+            written |= {"worst_expert": worst and asdict(worst), "num_chosen": layer.num_chosen}
         checks = [asdict(check) for check in self.checks()]
-        return asdict(self) | {"checks": checks, "passed": self.passed}
+        return found | {"checks": checks, "passed": self.passed}

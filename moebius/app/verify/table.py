@@ -15,6 +15,7 @@ _COLUMNS = (
     "GPU experts",
     "allowed",
     "worst expert",
+    "chosen",
     "routing",
     "hidden states",
 )
@@ -38,9 +39,9 @@ def print_result(result: VerifyResult, console: Console) -> None:
 
 
 def _cells(layer: LayerResult) -> list[str]:
-    worst = "-"
-    if layer.worst_expert is not None:
-        worst = f"{layer.worst_expert}: {_error(layer.worst_expert_error)}"
+    found = layer.worst_expert
+    worst = "-" if found is None else f"{found.expert}: {_error(found.error)}"
+    chosen = "-" if found is None else f"{layer.num_chosen}/{len(layer.experts)}"
     return [
         str(layer.layer),
         "/".join(layer.formats) or "-",
@@ -49,6 +50,7 @@ def _cells(layer: LayerResult) -> list[str]:
         _error(layer.gpu_error),
         _error(layer.allowed_error),
         worst,
+        chosen,
         "-" if layer.routing_agreement is None else f"{layer.routing_agreement:.2%}",
         _error(layer.hidden_error),
     ]
@@ -75,6 +77,13 @@ def _lines(result: VerifyResult) -> list[str]:
             f"perplexity: {out.perplexity:.4f}, reference {out.reference_perplexity:.4f} "
             f"({out.perplexity / out.reference_perplexity - 1:+.3%})",
         ]
+    experts = [expert for layer in result.layers for expert in layer.experts]
+    chosen = sum(expert.tokens > 0 for expert in experts)
+    others = f"; the other {len(experts) - chosen} with rows of tokens that chose others"
+    lines.append(
+        f"{len(experts)} experts compared one by one: {chosen} with rows of tokens that chose them"
+        + (others if chosen < len(experts) else "")
+    )
     lines.append(
         f"{result.tokens} tokens in {result.seconds:.1f} s; "
         f"most memory taken {result.peak_memory / 2**30:.2f} GiB"
