@@ -6,11 +6,10 @@ import asyncio
 import base64
 import binascii
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from urllib.parse import SplitResult, unquote_to_bytes, urlsplit
-
-import httpx
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from gateway.errors import ApiError
+from gateway.image_hosts import ImageRefused, from_host
 from gateway.model import ServedModel
 from gateway.schemas.chat import ChatMessage
 from moebius.config import ImageConfig
@@ -20,15 +19,10 @@ from protos import engine_pb2
 _MIB = 2**20
 # What one call to the engine can carry beside its prompt (its server takes 256 MiB).
 _MOST_BYTES = 240 * _MIB
-_LONGEST_URL = 8192
 
 
 # Of OpenAI's names, what is not the checkpoint's own size.
 _DETAILS: Mapping[str | None, engine_pb2.ImageDetail] = {"low": engine_pb2.IMAGE_DETAIL_LOW}
-
-
-class ImageRefused(ValueError):
-    """One image can not be used; the message says why and what is allowed."""
 
 
 async def collect_images(
@@ -116,53 +110,8 @@ async def _from_data(url: str, config: ImageConfig) -> bytes:
         raise ImageRefused(f"the data URL is not valid base64: {error}") from error
 
 
-def _split(url: str) -> SplitResult:
-    if len(url) > _LONGEST_URL:
-        raise ImageRefused(f"the URL is longer than {_LONGEST_URL} characters")
-    return urlsplit(url)
-
-
-async def _from_host(url: str, config: ImageConfig) -> bytes:
-    """Redirects are not followed: they would lead to hosts that nobody allowed."""
-    parts = _split(url)
-    allowed = config.image_url_hosts
-    if "*" not in allowed and (parts.hostname or "") not in allowed:
-        raise ImageRefused(
-            f"images are not fetched from {parts.hostname!r}; allowed hosts (image_url_hosts): "
-            + (", ".join(allowed) or "none, send a data URL")
-        )
-    most = int(config.max_image_mib * _MIB)
-    try:
-        async with asyncio.timeout(config.image_url_timeout_s), _client(config) as client:
-            return await _fetched(client, url, most)
-    except TimeoutError:
-        raise ImageRefused(
-            f"{parts.hostname} did not answer within {config.image_url_timeout_s:g} s"
-        ) from None
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ImageRefused(f"the image could not be fetched: {type(error).__name__} {error}") from error
-
-
-def _client(config: ImageConfig) -> httpx.AsyncClient:
-    """Proxies of the environment are no setting of ours."""
-    return httpx.AsyncClient(timeout=config.image_url_timeout_s, trust_env=False)
-
-
-async def _fetched(client: httpx.AsyncClient, url: str, most: int) -> bytes:
-    """The body, or as much of it as shows that it is too large."""
-    data = bytearray()
-    async with client.stream("GET", url) as response:
-        if response.status_code != httpx.codes.OK:
-            raise ImageRefused(f"the image could not be fetched: status {response.status_code}")
-        async for chunk in response.aiter_bytes():
-            data += chunk
-            if len(data) > most:
-                break
-    return bytes(data)
-
-
 async def _from_file(url: str, config: ImageConfig) -> bytes:
-    parts = _split(url)
+    parts = urlsplit(url)
     if not config.image_dir or parts.netloc not in ("", "localhost"):
         raise ImageRefused("local files are not allowed here (image_dir); send a data URL")
     path = unquote_to_bytes(parts.path).decode("utf-8", "replace")
@@ -172,6 +121,6 @@ async def _from_file(url: str, config: ImageConfig) -> bytes:
 _SOURCES: Mapping[str, Callable[[str, ImageConfig], Awaitable[bytes]]] = {
     "data": _from_data,
     "file": _from_file,
-    "http": _from_host,
-    "https": _from_host,
+    "http": from_host,
+    "https": from_host,
 }

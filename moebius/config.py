@@ -57,7 +57,8 @@ class ImageConfig(Section):
         default=50.0, gt=0, description="Width times height of an image, millions"
     )
     image_url_hosts: tuple[str, ...] = Field(
-        default=(), description="Hosts from which images are fetched, or *; empty: none, data URLs only"
+        default=(),
+        description="Hosts from which images are fetched, wherever they are, or * for all public ones; empty: none",
     )
     image_url_timeout_s: float = Field(
         default=10.0, gt=0, description="Longest wait for an image to be fetched"
