@@ -16,6 +16,7 @@ from gateway.routes import chat, completions, models, ops, tokenize
 from gateway.state import Gateway
 from gateway.streaming import ClientGone
 from moebius import __version__
+from moebius.api_keys import ApiKeys
 from moebius.config import MoebiusConfig
 
 logger = structlog.get_logger(__name__)
@@ -34,6 +35,7 @@ def create_app(config: MoebiusConfig, on_broken: Callable[[str], None] = _log_br
     """The application; it connects to the engine when started and answers 503 until the engine does.
 
     `on_broken` is called with the reason when the model's files can not be used.
+    Raises ConfigError for a key file that can not be used.
     """
     gateway = Gateway(config, on_broken)
 
@@ -58,8 +60,9 @@ def create_app(config: MoebiusConfig, on_broken: Callable[[str], None] = _log_br
     app.add_exception_handler(ClientGone, _on_client_gone)
     for module in (chat, completions, models, ops, tokenize):
         app.include_router(module.router)
-    if config.gateway.api_key:
-        app.add_middleware(AuthMiddleware, api_key=config.gateway.api_key)
+    keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
+    if keys.required:
+        app.add_middleware(AuthMiddleware, keys=keys)
     if config.gateway.cors_origins:
         app.add_middleware(
             CORSMiddleware,

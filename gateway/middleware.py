@@ -5,7 +5,6 @@ Pure ASGI because wrapping request and response objects would hide the client's 
 
 from __future__ import annotations
 
-import hmac
 import time
 import uuid
 
@@ -14,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError
+from moebius.api_keys import ApiKeys
 
 logger = structlog.get_logger(__name__)
 
@@ -63,15 +63,16 @@ class RequestContextMiddleware:
 class AuthMiddleware:
     """Requires `Authorization: Bearer <key>` on every path but probes, metrics and documentation."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
-        self._key = api_key.encode()
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection."""
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key):
+            # Headers are read as latin-1; the bytes that were sent count.
+            if scheme.lower() != "bearer" or not self._keys.accepts(key.strip().encode("latin-1")):
                 error = ApiError(
                     401, "missing or wrong API key: send 'Authorization: Bearer KEY'", code="invalid_api_key"
                 )

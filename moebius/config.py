@@ -58,7 +58,7 @@ class ImageConfig(Section):
     )
     image_url_hosts: tuple[str, ...] = Field(
         default=(),
-        description="Hosts from which images are fetched, wherever they are, or * for all public ones; empty: none",
+        description="Hosts, wherever they are, from which images are fetched; *: all public ones; empty: none",
     )
     image_url_timeout_s: float = Field(
         default=10.0, gt=0, description="Longest wait for an image to be fetched"
@@ -79,7 +79,12 @@ class GatewayConfig(Section):
     engine_address: str = Field(
         default="127.0.0.1:50051", description="gRPC address of gpu_service (host:port or unix:path)"
     )
-    api_key: str = Field(default="", description="Bearer token required under /v1; empty: no authentication")
+    api_key: str = Field(
+        default="", description="Bearer token that clients need; as a flag it shows in `ps`; empty: none"
+    )
+    api_key_file: str = Field(
+        default="", description="File of such tokens, one a line, read again when it changes; empty: none"
+    )
     max_queued_requests: int = Field(
         default=256, ge=1, description="Requests in flight before 429 is answered"
     )

@@ -241,6 +241,21 @@ def test_api_key_guards_all_but_probes(setup: Setup) -> None:
             assert httpx.get(f"{url}{path}").status_code == 200
 
 
+def test_api_keys_from_a_file(setup: Setup, tmp_path: Path) -> None:
+    """Each key of --api-key-file opens the door, without any restart also one that was added later."""
+    path = tmp_path / "keys"
+    path.write_text("alpha\nbeta\n")
+    with running_gateway(gateway_config(setup.address, api_key_file=str(path))) as url:
+        for key in ("alpha", "beta"):
+            assert [card.id for card in client_for(url, key).models.list()] == [MODEL]
+        with pytest.raises(openai.AuthenticationError):
+            client_for(url, "gamma").models.list()
+        path.write_text("gamma\n")
+        assert [card.id for card in client_for(url, "gamma").models.list()] == [MODEL]
+        with pytest.raises(openai.AuthenticationError):
+            client_for(url, "alpha").models.list()
+
+
 def test_outputs_of_one_request_do_not_block_each_other(setup: Setup) -> None:
     """Two prompts run at the same time: neither waits for the other's end."""
     setup.engine.script = Script(text="one two three four five", delay_s=0.02)

@@ -121,5 +121,5 @@ async def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_this_machine_is_not_reached_however_it_is_spelt(host: str) -> None:
     """The real resolver's answers count, not the spelling."""
     config = ImageConfig(image_url_hosts=("*",), image_url_timeout_s=5)
-    with pytest.raises(ImageRefused, match="not public|not valid|not known"):
+    with pytest.raises(ImageRefused, match=r"not public|not valid|not known"):
         await from_host(f"http://{host}:1/a.png", config)

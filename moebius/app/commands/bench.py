@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from moebius.api_keys import client_key
 from moebius.errors import UserError
 
 JsonFile = Annotated[
@@ -65,7 +66,10 @@ def mailbox(
 def decode(
     base_url: Annotated[str, typer.Option(help="Running server")] = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option(help="Model name [default: the server's first]")] = "",
-    api_key: Annotated[str, typer.Option(help="Bearer token")] = "",
+    api_key: Annotated[str, typer.Option(help="Bearer token (shows in `ps`)")] = "",
+    api_key_file: Annotated[
+        str, typer.Option(help="File whose first key is the bearer token", metavar="FILE")
+    ] = "",
     streams: Annotated[str, typer.Option(help="Numbers of concurrent streams")] = "1,8,32",
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per stream")] = 128,
     checkpoint: Annotated[
@@ -83,7 +87,7 @@ def decode(
         raise UserError(f"--streams: {streams!r} is not allowed; allowed: numbers >= 1, comma separated")
     from moebius.app.bench.decode import run
 
-    run(base_url, model, api_key, counts, max_tokens, checkpoint, json_file)
+    run(base_url, model, client_key(api_key, api_key_file), counts, max_tokens, checkpoint, json_file)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moebius.api_keys import client_key
 from moebius.app.client import ApiClient
 
 Message = dict[str, str]
@@ -39,12 +40,15 @@ def register(app: typer.Typer) -> None:
         base_url: Annotated[str, typer.Option(help="Server to talk to")] = "http://127.0.0.1:8000",
         model: Annotated[str, typer.Option(help="Model name [default: the server's first]")] = "",
         system: Annotated[str, typer.Option(help="System message")] = "",
-        api_key: Annotated[str, typer.Option(help="Bearer token")] = "",
+        api_key: Annotated[str, typer.Option(help="Bearer token (shows in `ps`)")] = "",
+        api_key_file: Annotated[
+            str, typer.Option(help="File whose first key is the bearer token", metavar="FILE")
+        ] = "",
         max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, tokens")] = 1024,
         temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.7,
     ) -> None:
         """Chat with a running server; answers stream."""
-        client = ApiClient(base_url, api_key)
+        client = ApiClient(base_url, client_key(api_key, api_key_file))
         body = {
             "model": model or client.first_model().name,
             "max_tokens": max_tokens,

@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
     @with_settings()
     def serve(config: MoebiusConfig, dry_run: DryRun = False) -> None:
         """Start gateway, gpu_service and expert servers, and keep them running."""
+        from moebius.api_keys import ApiKeys
         from moebius.app.commands.running import running
         from moebius.app.supervisor.plan import make_plan
         from moebius.telemetry.logging import configure_logging
@@ -34,12 +35,13 @@ def register(app: typer.Typer) -> None:
             print_dry_run(config)
             return
         configure_logging(config.telemetry, "supervisor")
+        keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)  # refused before anything starts
         serve_plan = make_plan(config)
         print(printable_config(serve_plan.config), file=sys.stderr, flush=True)
         with running(serve_plan) as supervisor:
             if not supervisor.stopping:
-                name, key = serve_plan.config.model.served_model_name, config.gateway.api_key
-                print(examples(serve_plan.base_url, name, bool(key)), flush=True)
+                name = serve_plan.config.model.served_model_name
+                print(examples(serve_plan.base_url, name, keys.required), flush=True)
             supervisor.run()
 
 
