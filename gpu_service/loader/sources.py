@@ -22,6 +22,7 @@ from moebius import _kernels
 from moebius.checkpoint.index import TensorInfo
 from moebius.checkpoint.reader import Array, SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
+from moebius.checkpoint.stored_values import check_values
 from moebius.kernels_source import SourceMatrix
 
 # Elements that are dequantised at once by a thread: their float32 values stay in its cache.
@@ -48,7 +49,7 @@ class WeightSource(Protocol):
     def fill(self, target: Target, means: Means, device: torch.device) -> None:
         """Write the target's part to its parameter, which gets memory on `device` if it has none.
 
-        Raises CheckpointError naming a tensor.
+        Raises CheckpointError naming a tensor that can not be read, or that holds NaN or infinity.
         """
 
 
@@ -78,6 +79,7 @@ class PlainSource:
         for begin in range(first, last, step):
             end = min(begin + step, last)
             array = means.reader.read_slice(self.info, slice(begin, end), picked)
+            check_values(array, self.info.dtype, self.info.name, output.dtype == torch.bfloat16)
             output[begin - first : end - first].copy_(self._as_torch(array))
 
     def _as_torch(self, array: Array) -> torch.Tensor:
@@ -107,6 +109,8 @@ class QuantisedSource:
         source, first_row, first_col = read_part(self.matrix, target, means.reader)
         wanted = slice(first_col, first_col + output.shape[1])
         for begin, values in _dequantised(source, means):
+            # Finite codes and scales may have products that are not.
+            check_values(values, "F32", self.matrix.name, output.dtype == torch.bfloat16)
             # Rows of this block that the rank wants, counted from its first one.
             first, last = max(begin, first_row), min(begin + len(values), first_row + len(output))
             block = torch.from_numpy(values[max(0, first - begin) : max(0, last - begin), wanted])

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from moebius.checkpoint.derived import DerivedValues
-from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import is_gguf
 
 SINGLE_FILE = "model.safetensors"
@@ -142,10 +142,12 @@ def _weight_map(directory: Path) -> dict[str, str]:
     path = directory / INDEX_FILE
     if not path.exists():
         return {}
+    refuse_pointer(path)
     try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+        raw = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} can not be read: {error.strerror}") from error
+    content = _json(raw, path, str(path))
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no 'weight_map' object")
@@ -171,26 +173,63 @@ def _check_weight_map(
 
 def read_header(file: Path) -> list[TensorInfo]:
     """Every tensor of one safetensors file. Raises CheckpointError naming the file, and the tensor if one."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"{file} is truncated or not safetensors: header of {length} bytes, file of {size}"
-            )
-        raw = stream.read(length)
+    refuse_pointer(file)
     try:
-        header = json.loads(raw)
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not safetensors: its header is not JSON ({error})") from error
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{file} is truncated or not safetensors: header of {length} bytes, file of {size}"
+                )
+            raw = stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file} can not be read: {error.strerror}") from error
+    header = _json(raw, file, f"{file} is not safetensors: its header")
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} is not safetensors: its header is not a JSON object")
     start = 8 + length
-    return [
+    found = [
         _tensor_info(file, name, entry, start, size)
         for name, entry in header.items()
         if name != "__metadata__"
     ]
+    _check_covered(file, found, start, size)
+    return found
+
+
+def _json(raw: bytes, file: Path, what: str) -> object:
+    """Raises CheckpointError for what is no JSON, or has a name twice, of which one value would be lost."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CheckpointError(f"{file} has the name {twice!r} twice")
+        return found
+
+    try:
+        content: object = json.loads(raw, object_pairs_hook=unique)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not JSON ({error})") from error
+    return content
+
+
+def _check_covered(file: Path, tensors: list[TensorInfo], start: int, size: int) -> None:
+    """The format has tensors lie side by side up to the end: anything else is a header of other data."""
+    position = start
+    for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
+        if info.offset != position:
+            raise CheckpointError(
+                f"{file}: tensor {info.name!r} begins at byte {info.offset}, but what is before it ends at "
+                f"{position}"
+            )
+        position += info.nbytes
+    if position != size:
+        raise CheckpointError(f"{file} has {size} bytes, but its tensors end at byte {position}")
 
 
 def _tensor_info(file: Path, name: str, entry: object, start: int, size: int) -> TensorInfo:

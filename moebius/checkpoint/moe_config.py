@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.checkpoint.step_layers import clamp_limits, moe_layers
 from moebius.checkpoint.text_config import flat_config
@@ -199,11 +199,12 @@ def read_config(directory: str | Path) -> Config:
 
         return gguf_config(directory)
     path = Path(directory) / "config.json"
+    refuse_pointer(path)
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} can not be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")

@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import Array, SliceReader
 from moebius.checkpoint.stored_arrays import StoredArray, as_slice, count_elements
-from moebius.checkpoint.stored_values import as_float32, check_finite, check_float16, unpack_bytes
+from moebius.checkpoint.stored_values import (
+    as_float32,
+    check_finite,
+    check_float16,
+    check_values,
+    unpack_bytes,
+)
 from moebius.checkpoint.weight_schemes import FLOAT_CODES, PLAIN, SCALE_TYPES, Role, WeightScheme
 from moebius.kernels_source import ScaleType, SourceMatrix
 
@@ -87,7 +93,7 @@ class StoredMatrix:
     def read(self, reader: SliceReader, rows: slice | None = None, cols: slice | None = None) -> SourceMatrix:
         """Logical `[rows, cols]`; bounds must be multiples of `row_multiple` and `col_multiple`.
 
-        Raises CheckpointError naming a tensor.
+        Raises CheckpointError naming a tensor that can not be read, or that holds NaN or infinity.
         """
         row_range = range(self.shape[0])[rows or slice(None)]
         col_range = range(self.shape[1])[cols or slice(None)]
@@ -121,6 +127,7 @@ class StoredMatrix:
         """As their layout has them: `[out, in]` for plain ones, whatever way they are stored."""
         array = self.arrays[0]
         stored, transposed = array.read(reader, rows, cols), array.role.transposed
+        check_values(stored, array.tensor.dtype, array.tensor.name)
         if self.scheme.bytes_in_words:
             return unpack_bytes(stored, transposed)
         return stored.T if transposed and self.scheme.layout == "plain" else stored

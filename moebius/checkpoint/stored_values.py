@@ -41,6 +41,32 @@ _NOT_FINITE: Mapping[str, Callable[[NDArray[Any]], NDArray[np.bool_]]] = {
 }
 
 
+# The first bits after those of the largest finite number, of types that hold NaN or infinity.
+_FIRST_NOT_FINITE: Mapping[str, int] = {
+    "F32": 0x7F800000,
+    "F16": 0x7C00,
+    "BF16": 0x7F80,
+    "F8_E4M3": 0x7F,
+}
+# What rounds to infinity in bfloat16.
+_FIRST_NOT_BFLOAT16 = 0x7F7F8000
+
+
+def check_values(array: Array, dtype: str, name: str, rounded: bool = False) -> None:
+    """Raises CheckpointError when weights are NaN or infinite, as stored or (`rounded`) as bfloat16.
+
+    At about the speed of memory: bits of floats are ordered as integers are, so that the two largest, with
+    and without sign, tell; other types have no such values.
+    """
+    first = _FIRST_NOT_BFLOAT16 if rounded and dtype == "F32" else _FIRST_NOT_FINITE.get(dtype)
+    if first is None or not array.size:
+        return
+    size = array.dtype.itemsize
+    positive, any_sign = array.view(f"i{size}").max(), array.view(f"u{size}").max()
+    if positive >= first or any_sign >= first | (1 << (8 * size - 1)):
+        raise CheckpointError(f"tensor {name!r} holds NaN or infinite values; finite ones are allowed")
+
+
 def check_finite(array: Array, dtype: str, name: str) -> None:
     """Raises CheckpointError when a scale or bias is NaN or infinite: results would be."""
     if _NOT_FINITE[dtype](array).any():

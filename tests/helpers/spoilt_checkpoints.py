@@ -16,6 +16,10 @@ from tests.helpers.quantised_models import QuantisedModel
 Edit = Callable[[QuantisedModel], object]
 FileEdit = Callable[[Path], object]
 
+LFS_POINTER = """version https://git-lfs.github.com/spec/v1
+oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
+size 4997748696
+"""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Q = "model.layers.0.self_attn.q_proj"
 DOWN = "model.layers.1.mlp.experts.2.down_proj"
@@ -120,6 +124,22 @@ def garbled(directory: Path) -> None:
 def header_too_long(directory: Path) -> None:
     """A length that exceeds the file."""
     (directory / SINGLE).write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+
+
+def header_of(text: str) -> FileEdit:
+    """A whole header that is this text, before the data of another."""
+
+    def spoil(directory: Path) -> None:
+        raw = text.encode()
+        (directory / SINGLE).write_bytes(len(raw).to_bytes(8, "little") + raw)
+
+    return spoil
+
+
+def longer(directory: Path) -> None:
+    """Bytes that no tensor has."""
+    with (directory / SINGLE).open("ab") as stream:
+        stream.write(bytes(64))
 
 
 def header_changed(name: str, **changes: Any) -> FileEdit:

@@ -1,7 +1,7 @@
-"""Invariant: what transformers' `save_pretrained` writes is served as it is: that is what fine-tunes look like.
+"""Invariant: what transformers' `save_pretrained` writes, as of fine-tunes, is served as it is.
 
-Of most families all tests of this directory load such files. Here are those that transformers writes otherwise
-than they were released.
+Of most families all tests of this directory load such files. Here are those that transformers writes
+otherwise than they were released.
 """
 
 from __future__ import annotations

@@ -91,6 +91,35 @@ CASES: dict[str, Spoilt] = {
     "scale_of_expert_nan": Spoilt(
         INT4, (f"{DOWN}.weight_scale", "NaN"), spoil.filled(f"{DOWN}.weight_scale", 0x7F80)
     ),
+    # Weights themselves, dense and of experts.
+    "weight_nan_float32": Spoilt("float32", (f"{Q}.weight", "NaN"), spoil.filled(f"{Q}.weight", NAN)),
+    "weight_infinite_float32": Spoilt(
+        "float32", (f"{DOWN}.weight", "NaN or inf"), spoil.filled(f"{DOWN}.weight", -np.inf)
+    ),
+    "weight_nan_bfloat16": Spoilt("bfloat16", (f"{Q}.weight", "NaN"), spoil.filled(f"{Q}.weight", 0xFFC0)),
+    "weight_of_expert_nan_bfloat16": Spoilt(
+        "bfloat16", (f"{DOWN}.weight", "NaN"), spoil.filled(f"{DOWN}.weight", 0x7F81)
+    ),
+    "weight_infinite_bfloat16": Spoilt(
+        "bfloat16", (f"{DOWN}.weight", "infinite"), spoil.filled(f"{DOWN}.weight", 0xFF80)
+    ),
+    "weight_infinite_float16": Spoilt(
+        "float16", (f"{DOWN}.weight", "infinite"), spoil.filled(f"{DOWN}.weight", np.inf)
+    ),
+    "weight_nan_float8": Spoilt(FP8, (f"{Q}.weight'", "NaN"), spoil.filled(f"{Q}.weight", 0x7F)),
+    "weight_of_expert_nan_float8": Spoilt(
+        FP8, (f"{DOWN}.weight'", "NaN"), spoil.filled(f"{DOWN}.weight", 0xFF)
+    ),
+    "scale_of_expert_nan_e8m0": Spoilt(
+        "mxfp4_quark", (f"{DOWN}.weight_scale", "NaN"), spoil.filled(f"{DOWN}.weight_scale", 0xFF)
+    ),
+    "scale_of_expert_infinite_float16": Spoilt(
+        AWQ, (f"{DOWN}.scales", "infinite"), spoil.filled(f"{DOWN}.scales", np.inf)
+    ),
+    "product_infinite": Spoilt(
+        FP8, (f"{Q}.weight'", "infinite"), spoil.filled(f"{Q}.weight_scale_inv", np.float32(3e38))
+    ),
+    "norm_nan": Spoilt(FP8, (NORM, "NaN"), spoil.filled(NORM, NAN)),
     "divisor_zero": Spoilt(
         "nvfp4_reciprocal", (f"{Q}.weight_global_scale", "is 0"), spoil.filled(f"{Q}.weight_global_scale", 0)
     ),
@@ -138,6 +167,22 @@ CASES: dict[str, Spoilt] = {
     "shard_truncated": Spoilt(FP8, (spoil.SINGLE, "truncated"), files=spoil.truncated),
     "header_garbage": Spoilt(FP8, (spoil.SINGLE, "not JSON"), files=spoil.garbled),
     "header_too_long": Spoilt(FP8, (spoil.SINGLE, "header of"), files=spoil.header_too_long),
+    "header_too_deep": Spoilt(FP8, (spoil.SINGLE, "not JSON"), files=spoil.header_of("[" * 100_000)),
+    "header_with_a_name_twice": Spoilt(
+        FP8, (spoil.SINGLE, "'x' twice"), files=spoil.header_of('{"x": {}, "x": {}}')
+    ),
+    "tensors_apart": Spoilt(
+        FP8, (NORM, "begins at byte"), files=spoil.header_changed(NORM, data_offsets=[1, 641])
+    ),
+    "bytes_behind_the_last_tensor": Spoilt(FP8, (spoil.SINGLE, "end at byte"), files=spoil.longer),
+    "pointer_in_place_of_weights": Spoilt(
+        FP8, (spoil.SINGLE, "Git LFS", "git lfs pull"), files=spoil.written(spoil.SINGLE, spoil.LFS_POINTER)
+    ),
+    "pointer_in_place_of_the_index": Spoilt(
+        FP8,
+        (spoil.INDEX, "Git LFS", "git lfs pull"),
+        files=spoil.sharded(spoil.written(spoil.INDEX, spoil.LFS_POINTER)),
+    ),
     "bytes_that_do_not_fit": Spoilt(
         FP8, (f"{Q}.weight", "needs"), files=spoil.header_changed(f"{Q}.weight", shape=[1])
     ),

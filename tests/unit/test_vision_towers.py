@@ -69,6 +69,7 @@ def _copy(source: Path, target: Path, **config: Any) -> Path:
             lambda t: t.update({"model.visual.pos_embed.weight": torch.ones(36, 24, dtype=torch.int8)}),
             "is I8",
         ),
+        (lambda t: t["model.visual.pos_embed.weight"][1].fill_(math.nan), "pos_embed.weight' holds NaN"),
     ],
 )
 def test_a_tower_that_does_not_fit_is_an_error_by_name(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -109,6 +109,7 @@ class _Cursor:
 
 def read_header(file: Path) -> GgufHeader:
     """Metadata and tensors of one file. Raises CheckpointError naming the file and what is wrong with it."""
+    refuse_pointer(file)
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _read(_Cursor(file, content))

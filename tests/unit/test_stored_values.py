@@ -1,0 +1,58 @@
+"""Invariant: every NaN and infinity among stored weights is seen, and no finite number is taken for one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.stored_values import check_values
+
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("name", list(DTYPES))
+def test_every_bit_pattern_is_told(name: str) -> None:
+    """Of all types of at most 16 bits, one value at a time among finite ones, contiguous and strided."""
+    bits = 8 if name == "F8_E4M3" else 16
+    patterns = np.arange(1 << bits, dtype=np.uint8 if bits == 8 else np.uint16)
+    values = torch.from_numpy(patterns.view(f"i{bits // 8}")).view(DTYPES[name]).float()
+    finite = values.isfinite().numpy()
+    check_values(patterns[finite], name, "x")
+    check_values(np.stack([patterns[finite]] * 3).T[::2], name, "x")
+    for pattern in patterns[~finite]:
+        spoilt = np.zeros((5, 4), patterns.dtype)
+        spoilt[3, 2] = pattern
+        for array in (spoilt, spoilt.T, spoilt[1::2, 1:3]):
+            with pytest.raises(CheckpointError, match="'x' holds NaN or infinite"):
+                check_values(array, name, "x")
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_float32_is_told(value: float) -> None:
+    largest = np.finfo(np.float32).max
+    values = np.array([largest, -largest, 0.0, -0.0, 1e-45], np.float32)
+    check_values(values, "F32", "x")
+    with pytest.raises(CheckpointError, match="'x'"):
+        check_values(np.append(values, np.float32(value)), "F32", "x")
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_bfloat16_rounds_to_infinity_is_told(sign: int) -> None:
+    """From half a step behind its largest number on, where that is the type in use."""
+    bits = np.array([0x7F7F7FFF, 0x7F7F8000], np.uint32).view(np.float32) * np.float32(sign)
+    below, first = bits[:1], bits[1:]
+    assert torch.from_numpy(below).bfloat16().isfinite().all()
+    assert not torch.from_numpy(first).bfloat16().isfinite().any()
+    check_values(below, "F32", "x", rounded=True)
+    check_values(first, "F32", "x")
+    with pytest.raises(CheckpointError, match="'x'"):
+        check_values(first, "F32", "x", rounded=True)
+
+
+def test_other_types_hold_no_such_values() -> None:
+    """And nothing holds nothing."""
+    check_values(np.full(3, -1, np.int32), "I32", "x")
+    check_values(np.full(3, 0xFF, np.uint8), "U8", "x")
+    check_values(np.empty((0, 4), np.float32), "F32", "x")
