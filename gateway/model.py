@@ -83,7 +83,9 @@ def load_served_model(
 
     Raises:
         ValueError: the engine's sampling defaults are no JSON.
+        TokenizerError: the tokenizer is another model's.
     """
+    tokenizer.check_fits(info.vocab_size)
     name = served_name or info.served_model_name or Path(info.model_path).name
     return ServedModel(
         name=name,

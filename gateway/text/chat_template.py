@@ -70,6 +70,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
         self._named_tokens = named_tokens
         self.knows_developer = "developer" in source
+        self.source = source
 
     def render(
         self,

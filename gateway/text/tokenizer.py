@@ -11,18 +11,19 @@ from typing import Any
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders
 
-from gateway.text.chat_template import ChatTemplate
+from gateway.text.chat_template import ChatTemplate, ChatTemplateError
 from moebius.checkpoint.byte_level import piece_to_bytes
-from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import companion_directory, is_gguf
 from moebius.checkpoint.gguf.tokenizer import read_tokenizer
 from moebius.checkpoint.tiktoken_vocabulary import has_vocabulary, read_vocabulary
+from moebius.errors import UserError
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class TokenizerError(Exception):
-    """The tokenizer's files are missing or unreadable; the message names the file."""
+class TokenizerError(UserError):
+    """The tokenizer's files are missing, unreadable or another model's; the message names the file."""
 
 
 class Tokenizer:
@@ -54,9 +55,8 @@ class Tokenizer:
             return cls._from_gguf(model, template_file)
         settings = _read_json(directory / "tokenizer_config.json")
         backend = _read_backend(path)
-        source = _template_source(directory, settings, template_file)
-        template = ChatTemplate(source, _named_tokens(settings)) if source else None
-        return cls(backend, template)
+        source, file = _template_source(directory, settings, template_file)
+        return cls(backend, _compiled(source, _named_tokens(settings), file))
 
     @classmethod
     def _from_gguf(cls, model: Path, template_file: str) -> Tokenizer:
@@ -64,8 +64,23 @@ class Tokenizer:
             found = read_tokenizer(model)
         except CheckpointError as error:
             raise TokenizerError(str(error)) from error
-        source = _read_template(template_file) if template_file else found.chat_template
-        return cls(found.backend, ChatTemplate(source, dict(found.named_tokens)) if source else None)
+        source = _read_template(Path(template_file)) if template_file else found.chat_template
+        return cls(found.backend, _compiled(source, dict(found.named_tokens), template_file or str(model)))
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Raises TokenizerError naming a token for which the model, of so many tokens, has no row.
+
+        Models may have more rows than there are tokens. A token that was added to the tokenizer alone
+        (fine-tunes add one for padding) is refused as soon as somebody sends it, unless chats need it.
+        """
+        template = "" if self.chat_template is None else self.chat_template.source
+        for text, token_id in self._backend.get_vocab(with_added_tokens=True).items():
+            is_idle = token_id in self._added_text and text not in template
+            if token_id >= vocab_size and not is_idle:
+                raise TokenizerError(
+                    f"the tokenizer is another model's: its token {text!r} has the id {token_id}, but the "
+                    f"model's vocab_size is {vocab_size}"
+                )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` applies the checkpoint's post-processor ."""
@@ -97,6 +112,7 @@ class Tokenizer:
 def _read_backend(path: Path) -> BackendTokenizer:
     """The tokenizer in `path`; where there is no such file, the one that a vocabulary beside it describes."""
     try:
+        refuse_pointer(path)
         if not path.is_file() and has_vocabulary(path.parent):
             return read_vocabulary(path.parent)
     except CheckpointError as error:
@@ -114,33 +130,53 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
+        refuse_pointer(path)
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except CheckpointError as error:
+        raise TokenizerError(str(error)) from error
+    except OSError as error:
+        raise TokenizerError(f"{path} can not be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} must hold a JSON object")
     return value
 
 
-def _read_template(template_file: str) -> str:
+def _read_template(file: Path) -> str:
     try:
-        return Path(template_file).read_text(encoding="utf-8")
+        refuse_pointer(file)
+        return file.read_text(encoding="utf-8")
     except OSError as error:
-        raise TokenizerError(f"chat template {template_file} is not readable: {error}") from error
+        raise TokenizerError(f"chat template {file} is not readable: {error.strerror}") from error
+    except ValueError as error:
+        raise TokenizerError(f"chat template {file} is not readable: {error}") from error
 
 
-def _template_source(directory: Path, settings: dict[str, Any], template_file: str) -> str:
-    """The chat template's text: the given file, chat_template.jinja, or tokenizer_config.json."""
+def _template_source(directory: Path, settings: dict[str, Any], template_file: str) -> tuple[str, str]:
+    """The chat template's text and its file: the given one, chat_template.jinja, or tokenizer_config.json."""
     if template_file:
-        return _read_template(template_file)
+        return _read_template(Path(template_file)), template_file
     own_file = directory / "chat_template.jinja"
     if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
-    inline = settings.get("chat_template") or ""
+        return _read_template(own_file), str(own_file)
+    inline, file = settings.get("chat_template") or "", str(directory / "tokenizer_config.json")
     if isinstance(inline, list):  # several named templates: [{"name": ..., "template": ...}]
-        named = {entry["name"]: entry["template"] for entry in inline}
-        return str(named.get("default", ""))
-    return str(inline)
+        try:
+            inline = {entry["name"]: entry["template"] for entry in inline}.get("default", "")
+        except (KeyError, TypeError) as error:
+            raise TokenizerError(
+                f"{file}: chat_template is a list of other things than a name and a template each"
+            ) from error
+    return str(inline), file
+
+
+def _compiled(source: str, named_tokens: dict[str, str], file: str) -> ChatTemplate | None:
+    """None: there is no template."""
+    try:
+        return ChatTemplate(source, named_tokens) if source else None
+    except ChatTemplateError as error:
+        raise TokenizerError(f"{file}: {error}") from error
 
 
 def _named_tokens(settings: dict[str, Any]) -> dict[str, str]:

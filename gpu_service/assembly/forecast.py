@@ -52,16 +52,20 @@ class RankForecast:
     activation_bytes: int
 
 
+def read_model(config: MoebiusConfig) -> ModelConfig:
+    """As an engine of these settings reads it. Raises ModelConfigError or CheckpointError."""
+    chosen = config.model
+    overrides = ModelOverrides(chosen.top_k, chosen.max_model_len, chosen.dtype, chosen.language_model_only)
+    return ModelConfig.from_dir(chosen.model, overrides)
+
+
 class Forecast:
     """All ranks of a configuration. Raises what the configuration of a model or of ranks may raise."""
 
     def __init__(self, config: MoebiusConfig, on_gpu: bool) -> None:
         """`on_gpu`: whether GPUs, which need not be there, compute the dense part."""
         chosen, parallel = config.model, config.parallel
-        overrides = ModelOverrides(
-            chosen.top_k, chosen.max_model_len, chosen.dtype, chosen.language_model_only
-        )
-        self.model_config = ModelConfig.from_dir(chosen.model, overrides)
+        self.model_config = read_model(config)
         # Of every rank: towers are not divided.
         self._vision = vision_memory(config, self.model_config)
         self.vision_bytes = self._vision.total

@@ -18,7 +18,11 @@ from gpu_service.loader.fp8_source import keep_stored_fp8
 from gpu_service.loader.names import Target, expected_names, wanted_name
 from gpu_service.loader.sources import Means, WeightSource
 from gpu_service.loader.tied_head import is_stored_as_head
+from gpu_service.loader.tower import check_tower
+from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
+from gpu_service.models.registry import build_model
+from gpu_service.models.vision.registry import build_tower
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.quantisation import read_schemes
@@ -48,6 +52,13 @@ def shape_weights(model: CausalLM, chosen: ModelConfigSection) -> None:
     """Give every parameter the type that `load_weights` will, so that memory can be planned; raises as it."""
     if chosen.dense_weights == "keep":
         _find(model, chosen.model, keep_fp8=True)
+
+
+def check_weights(config: ModelConfig, directory: str | Path) -> None:
+    """Raises as `load_weights` and `load_tower` do before they read any value: from headers alone."""
+    _find(build_model(config, device="meta"), directory, keep_fp8=False)
+    if config.vision is not None:
+        check_tower(build_tower(config, directory, "meta"), directory, config.model_type)
 
 
 def _find(

@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from moebius.checkpoint.byte_level import bytes_to_piece
-from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 from moebius.checkpoint.moe_config import read_config
 
@@ -65,6 +65,7 @@ def read_vocabulary(directory: Path) -> Tokenizer:
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Ids by token. Raises CheckpointError for a line that is none, or ids with a gap."""
+    refuse_pointer(path)
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines()):
         if not line:

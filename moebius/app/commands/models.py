@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import is_gguf
+from moebius.checkpoint.index import CheckpointIndex, has_weights
 from moebius.checkpoint.moe_config import read_config
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
@@ -56,6 +57,30 @@ def _check(given: str, path: Path) -> None:
         raise UserError(f"MODEL {given!r}: cannot read its config.json: {error}") from None
     if not isinstance(document, dict) or "model_type" not in document:
         raise UserError(f"MODEL {given!r}: its config.json has no model_type")
+
+
+def check_files(config: MoebiusConfig, needs_weights: bool = True) -> None:
+    """Refuses within seconds what processes would only find while they load: see what is read below.
+
+    Without `needs_weights` a directory with nothing but a configuration will do. Raises UserError or
+    CheckpointError naming the file.
+    """
+    model = Path(config.model.model)
+    if not needs_weights and not has_weights(model):
+        return
+    from gateway.text.tokenizer import Tokenizer
+
+    CheckpointIndex.open(model)
+    try:
+        tokenizer = Tokenizer.from_dir(model, config.gateway.chat_template)
+    except UserError:
+        raise
+    except Exception as error:
+        # The libraries that read these files raise whatever they like.
+        raise UserError(f"{model}: its tokenizer can not be read: {error}") from error
+    vocab_size = read_config(model).get("vocab_size")
+    if isinstance(vocab_size, int):
+        tokenizer.check_fits(vocab_size)
 
 
 def build_demo_model(directory: Path | None, gguf: Path | None = None) -> Path:

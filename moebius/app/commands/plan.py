@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moebius.app.cli_options import with_settings
-from moebius.app.commands.models import with_checkpoint
+from moebius.app.commands.models import check_files, with_checkpoint
 from moebius.config import MoebiusConfig
 
 
@@ -71,4 +71,6 @@ def plan(
         measure=measure,
     )
     wish = Wish(context, concurrency, tuple(parse_counts(streams, "--streams")))
-    run(with_checkpoint(config), options, wish, fill, json_file)
+    config = with_checkpoint(config)
+    check_files(config, needs_weights=False)
+    run(config, options, wish, fill, json_file)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moebius.app.cli_options import with_settings
-from moebius.app.commands.models import with_checkpoint
+from moebius.app.commands.models import check_files, with_checkpoint
 from moebius.config import MoebiusConfig
 from moebius.config_loader import printable_config
 
@@ -31,6 +31,7 @@ def register(app: typer.Typer) -> None:
         from moebius.telemetry.logging import configure_logging
 
         config = with_checkpoint(config)
+        check_files(config, needs_weights=not dry_run)
         if dry_run:
             print_dry_run(config)
             return

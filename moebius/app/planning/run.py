@@ -18,6 +18,8 @@ from moebius.app.planning.hardware import HardwareOptions
 from moebius.app.planning.make import make_plan
 from moebius.app.planning.refusal import DoesNotFit
 from moebius.app.planning.table import print_plan
+from moebius.checkpoint.index import has_weights
+from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 
 EXIT_DOES_NOT_FIT = 1
@@ -32,7 +34,9 @@ def run(
     """
     try:
         with _quiet():
-            found = make_plan(config, hardware(options), wish, fill)
+            host = hardware(options)
+            _refuse_incomplete(config)
+            found = make_plan(config, host, wish, fill)
     except DoesNotFit as error:
         print(f"moebius: does not fit: {' '.join(str(error).split())}", file=sys.stderr)
         raise typer.Exit(EXIT_DOES_NOT_FIT) from error
@@ -40,6 +44,24 @@ def run(
     if json_file is not None:
         write_document(found, json_file)
     return found
+
+
+def _refuse_incomplete(config: MoebiusConfig) -> None:
+    """What services prove of their tensors before they read one, in their words, where there are any.
+
+    Raises CheckpointError or ModelConfigError.
+    """
+    directory = config.model.model
+    if not has_weights(directory):
+        return
+    from expert_service.load_plan import plan_load
+    from gpu_service.assembly.forecast import read_model
+    from gpu_service.loader.load import check_weights
+
+    geometry = MoeGeometry.from_config(directory, config.model.top_k)
+    if geometry.moe_layers:
+        plan_load(geometry, directory, config.experts.expert_dtype)
+    check_weights(read_model(config), directory)
 
 
 @contextmanager
