@@ -7,7 +7,6 @@ from pathlib import Path
 
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import is_gguf
-from moebius.checkpoint.index import CheckpointIndex, has_weights
 from moebius.checkpoint.moe_config import read_config
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
@@ -65,11 +64,12 @@ def check_files(config: MoebiusConfig, needs_weights: bool = True) -> None:
     Without `needs_weights` a directory with nothing but a configuration will do. Raises UserError or
     CheckpointError naming the file.
     """
+    from gateway.text.tokenizer import Tokenizer
+    from moebius.checkpoint.index import CheckpointIndex, has_weights
+
     model = Path(config.model.model)
     if not needs_weights and not has_weights(model):
         return
-    from gateway.text.tokenizer import Tokenizer
-
     CheckpointIndex.open(model)
     try:
         tokenizer = Tokenizer.from_dir(model, config.gateway.chat_template)
