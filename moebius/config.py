@@ -58,7 +58,7 @@ class ImageConfig(Section):
     )
     image_url_hosts: tuple[str, ...] = Field(
         default=(),
-        description="Hosts, wherever they are, from which images are fetched; *: all public ones; empty: none",
+        description="Hosts from which images are fetched, wherever they are; *: all public ones; empty: none",
     )
     image_url_timeout_s: float = Field(
         default=10.0, gt=0, description="Longest wait for an image to be fetched"
