@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ class PromptJob:
     # With images more than were sent; 0: the engine has not told yet.
     counted_prompt_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
+    called_at: float = 0.0  # time.perf_counter() when the engine was called
+    # From then to the first token of the first output that has ended; unset: none has.
+    first_token_s: float | None = None
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -58,6 +62,7 @@ class PromptJob:
             OutputState(self.first_index + index, tokenizer, self.rules, prompt_ids) for index in range(count)
         ]
         completed = 0
+        self.called_at = time.perf_counter()
         async with aclosing(_closable(engine.generate(self.request, context))) as responses:
             async for response in responses:
                 delta = self._take(states, response)
@@ -76,6 +81,7 @@ class PromptJob:
         """Gives one message to its output; None when that output had finished at a stop string."""
         if response.WhichOneof("response") == "complete":
             message: engine_pb2.GenerateComplete | engine_pb2.GenerateStreamChunk = response.complete
+            self._note_first_token(response.complete.first_token_seconds)
         else:
             message = response.chunk
         self.counted_prompt_tokens = message.prompt_tokens
@@ -91,6 +97,11 @@ class PromptJob:
         if delta.finish is not None:
             self.finish_reasons.append(delta.finish.reason)
         return delta
+
+    def _note_first_token(self, seconds: float) -> None:
+        """Keeps the least of all outputs; 0 says that there was no token."""
+        if seconds > 0:
+            self.first_token_s = min(seconds, self.first_token_s or seconds)
 
 
 async def _closable(stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:

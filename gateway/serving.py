@@ -204,18 +204,29 @@ class RequestRun:
         return usage_object(*self._totals())
 
     def _observe(self, delta: Delta) -> None:
-        """Latencies; only calls that stream from the engine tell when tokens came."""
+        """Latencies of calls that stream from the engine: when each token came."""
         if not delta.new_tokens or not self._jobs[0].request.stream:
             return
         now = time.perf_counter()
         if not self._last_token:
-            self._gateway.metrics.first_token(now - self._started)
-            telemetry.describe_first_token(self._span, now - self._started)
+            self._first_token(now - self._started)
         if delta.index in self._last_token:
             self._gateway.metrics.tokens(now - self._last_token[delta.index], delta.new_tokens)
         self._last_token[delta.index] = now
 
+    def _first_token(self, seconds: float) -> None:
+        self._gateway.metrics.first_token(seconds)
+        telemetry.describe_first_token(self._span, seconds)
+
     def _finished(self) -> None:
+        # Of an answer that came as a whole only the engine knows when it began.
+        whole = [
+            job.called_at - self._started + job.first_token_s
+            for job in self._jobs
+            if job.first_token_s is not None and job.completion_tokens and not job.request.stream
+        ]
+        if whole:
+            self._first_token(min(whole))
         prompt, completion, cached = self._totals()
         reasons = [reason for job in self._jobs for reason in job.finish_reasons]
         seconds = time.perf_counter() - self._started

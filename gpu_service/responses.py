@@ -31,8 +31,11 @@ def chunk(deltas: Sequence[OutputDelta]) -> pb.GenerateResponse:
     return pb.GenerateResponse(chunk=message)
 
 
-def complete(delta: OutputDelta, stream: bool) -> pb.GenerateResponse:
-    """The last message of an output; carries log-probabilities only when nothing was streamed."""
+def complete(delta: OutputDelta, stream: bool, first_token_s: float) -> pb.GenerateResponse:
+    """The last message of an output; carries log-probabilities only when nothing was streamed.
+
+    `first_token_s` is how long its first token took, seconds; 0: there was none.
+    """
     request = delta.request
     message = pb.GenerateComplete(
         output_ids=request.output_token_ids,
@@ -42,6 +45,7 @@ def complete(delta: OutputDelta, stream: bool) -> pb.GenerateResponse:
         cached_tokens=delta.cached_tokens,
         index=request.index,
         error_message=delta.error_message,
+        first_token_seconds=first_token_s,
     )
     if delta.matched_stop_token is not None:
         message.matched_token_id = delta.matched_stop_token

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self, request: pb.GenerateRequest, context: _GenerateContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Streams the outputs; a cancelled call aborts them within one step."""
+        arrived = time.perf_counter()
         service = await self._ready(context)
         if self.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is shutting down")
@@ -77,7 +79,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             except RequestRefused as error:
                 finished = True
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            async for message in _messages(buffer, len(outputs), request.stream):
+            async for message in _messages(buffer, len(outputs), request.stream, arrived):
                 yield message
             finished = True
         finally:
@@ -208,14 +210,23 @@ async def _validated(
         raise AssertionError("abort returned") from error
 
 
-async def _messages(buffer: CallBuffer, outputs: int, stream: bool) -> AsyncIterator[pb.GenerateResponse]:
-    """All messages of a call: chunks of whatever has gathered, then one complete per output."""
+async def _messages(
+    buffer: CallBuffer, outputs: int, stream: bool, arrived: float
+) -> AsyncIterator[pb.GenerateResponse]:
+    """All messages of a call: chunks of whatever has gathered, then one complete per output.
+
+    `arrived` is `time.perf_counter()` at the call's arrival.
+    """
+    first_tokens: dict[int, float] = {}  # seconds, by output
     while outputs > 0:
-        for deltas in (await buffer.take()).values():
-            if stream and any(delta.token_ids for delta in deltas):
+        for index, deltas in (await buffer.take()).items():
+            has_tokens = any(delta.token_ids for delta in deltas)
+            if has_tokens:
+                first_tokens.setdefault(index, time.perf_counter() - arrived)
+            if stream and has_tokens:
                 yield responses.chunk(deltas)
             if deltas[-1].finish_reason is not None:
-                yield responses.complete(deltas[-1], stream)
+                yield responses.complete(deltas[-1], stream, first_tokens.get(index, 0.0))
                 outputs -= 1
 
 

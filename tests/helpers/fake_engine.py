@@ -22,6 +22,7 @@ from protos import engine_pb2_grpc
 SERVICE = "moebius.engine.v1.Engine"
 MODEL = "tiny-model"
 CONTEXT = 256
+FIRST_TOKEN_S = 3.0  # what it says of the first output's first token
 WORDS = ["fox", "dog", "hill", "lazy", "brown", "runs", "über", "東京", "😀", "quick", "over", "the"]
 
 
@@ -169,6 +170,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             completion_tokens=len(ids),
             cached_tokens=cached,
             index=index,
+            first_token_seconds=FIRST_TOKEN_S + index if ids else 0,
         )
         if reason == "stop":
             message.matched_token_id = ids[-1]

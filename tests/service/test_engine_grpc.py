@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -89,7 +90,12 @@ async def test_stream_adds_up_to_the_whole() -> None:
     """Chunks concatenate to the complete message, which equals the answer without streaming."""
     async with served() as service:
         streamed = [r async for r in service.stub.Generate(message("a", logprobs=2, prompt_logprobs=1))]
+        before = time.perf_counter()
         whole = [r async for r in service.stub.Generate(message("b", stream=False, logprobs=2))]
+        seconds = time.perf_counter() - before
+    # Who does not stream learns from this alone how long the first token took.
+    assert 0 < whole[0].complete.first_token_seconds < seconds
+    assert streamed[-1].complete.first_token_seconds > 0
     chunks, last = [r.chunk for r in streamed[:-1]], streamed[-1].complete
     assert [t for c in chunks for t in c.token_ids] == list(last.output_ids)
     assert [t for c in chunks for t in c.output_logprobs.token_ids] == list(last.output_ids)

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
+from tests.helpers.fake_engine import FIRST_TOKEN_S, MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
@@ -197,6 +197,39 @@ def test_metrics_count_tokens_and_latencies(setup: Setup) -> None:
         value = next(line for line in text.splitlines() if line.startswith(f"vllm:{name}{label}"))
         assert float(value.split()[-1]) >= 1
     assert f'vllm:request_success_total{{finished_reason="stop",model_name="{MODEL}"}}' in text
+
+
+def first_token_times(setup: Setup) -> tuple[float, float]:
+    """Number and sum, seconds, of the gateway's times to the first token."""
+    lines = httpx.get(f"{setup.url}/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith("vllm:time_to_first_token_seconds_")]
+    return tuple(  # type: ignore[return-value]
+        sum(float(line.split()[-1]) for line in found if f"_seconds_{kind}{{" in line)
+        for kind in ("count", "sum")
+    )
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"n": 3}, {"prompt": ["The", "fox"]}, {"stop": ["dog"]}, {"stream": True}]
+)
+def test_first_tokens_count_once_however_they_are_delivered(setup: Setup, extra: dict[str, Any]) -> None:
+    """A request adds one time to the first token, streamed or whole; of a whole one the engine says it."""
+    count, total = first_token_times(setup)
+    body = {"model": MODEL, "prompt": "The", "max_tokens": 4, **extra}
+    assert setup.post("/v1/completions", body).status_code == 200
+    after, seconds = first_token_times(setup)
+    assert after == count + 1
+    if "stream" not in extra and "stop" not in extra:
+        assert seconds - total >= FIRST_TOKEN_S
+        assert seconds - total < FIRST_TOKEN_S + 1  # of the output that was first
+
+
+def test_requests_without_tokens_have_no_first_token(setup: Setup) -> None:
+    """An echo alone makes no token."""
+    count, _ = first_token_times(setup)
+    body = {"model": MODEL, "prompt": "The", "max_tokens": 0, "echo": True}
+    assert setup.post("/v1/completions", body).status_code == 200
+    assert first_token_times(setup)[0] == count
 
 
 def test_tokenize_round_trip(setup: Setup) -> None:
