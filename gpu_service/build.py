@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
@@ -50,6 +51,8 @@ def build_engine(
 ) -> Built:
     """Loads the model and waits for the expert servers. The engine thread is not started yet.
 
+    What raises half-way closes what was made: a thread left in a library would abort the process at its end.
+
     On a GPU everything happens on the stream that steps run on later: what torch's allocator holds belongs
     to the stream it was made on.
     """
@@ -60,8 +63,10 @@ def build_engine(
     group = join_group(config, device)
     backends.install(device, config.gpu.attention_backend, model_config.torch_dtype)
     stream = device_stream(device)
-    with stream.active():
-        return _assemble(config, model_config, group, stream, observer, on_output)
+    with stream.active(), ExitStack() as undo:
+        built = _assemble(config, model_config, group, stream, observer, on_output, undo)
+        undo.pop_all()
+        return built
 
 
 def _assemble(
@@ -71,6 +76,7 @@ def _assemble(
     stream: DeviceStream,
     observer: EngineObserver,
     on_output: Callable[[list[OutputDelta]], None],
+    undo: ExitStack,
 ) -> Built:
     gpu, device, dtype = config.gpu, stream.device, model_config.torch_dtype
     model = build_model(model_config, device=device, parallel=group.parallel)
@@ -94,6 +100,8 @@ def _assemble(
     kv_cache = shape.make(num_pages)
     memory.reached(KV)
     experts = connect_experts(config, moe, group)
+    if experts is not None:
+        undo.callback(experts.close)
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)
     recorder = make_recorder(config, moe, stream)
     runner = group.model_runner(
@@ -110,6 +118,7 @@ def _assemble(
         states=states,
     )
     steps = make_step_runner(config, runner, stream, limits, model_config.vocab_size, group.parallel)
+    undo.callback(steps.close)
     memory.reached(GRAPHS)
     engine = _engine(config, group, runner, steps, limits, num_pages, observer, on_output)
     return Built(

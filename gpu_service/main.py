@@ -5,32 +5,42 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import signal
+import sys
 import threading
+import time
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 
 from gpu_service.build import Built, WarmUpGate, build_engine, model_info
+from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.memory.metrics import export
 from gpu_service.metrics import EngineMetrics
 from gpu_service.output_router import OutputRouter
 from gpu_service.parallel.follower import run_follower
+from gpu_service.readiness import SERVICE_NAME, HealthReport, Readiness
 from gpu_service.server import EngineServicer, Service
 from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig
-from moebius.errors import UserError
+from moebius.errors import UserError, report_failure
+from moebius.mailbox_errors import MailboxError
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
-from protos import engine_pb2, engine_pb2_grpc
+from protos import engine_pb2_grpc
 
 _log = structlog.get_logger(__name__)
-SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# What a user can mend, or what another process says: the message is the cause.
+_EXPECTED = (UserError, ValueError, OSError, MailboxError, ExpertUnavailable)
+_POLL_S = 0.05
+# For calls to send their last message, and for the step that is computed while the engine ends.
+_LAST_WORDS_S = 1.0
+_LAST_STEP_S = 5.0
 # Prompts of a million tokens are 4 MB of varints; logprobs of them are larger.
 _MESSAGE_BYTES = 256 * 1024 * 1024
 # A gateway pings through silent streams, every 30 s; a server refuses pings closer than five minutes apart
@@ -39,37 +49,45 @@ MIN_PING_INTERVAL_MS = 10_000
 
 
 def run(config: MoebiusConfig) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit status."""
+    """Serves until SIGTERM or SIGINT; returns the exit status. What went wrong is the last line on stderr."""
     configure_logging(config.telemetry, "gpu")
     tracing = configure_tracing(config.telemetry, "moebius-gpu")
-    metrics = start_metrics_server(config.gpu.gpu_metrics_port, host=config.telemetry.metrics_host)
+    metrics = None
     try:
-        if config.parallel.rank > 0:
-            return run_follower(config)
-        return asyncio.run(_serve(config))
-    except (UserError, ValueError, OSError) as error:
-        _log.error("gpu_service can not start", error=str(error))
-        return 1
-    except RuntimeError:  # of the expert client, the mailbox or torch: here the traceback helps
+        metrics = start_metrics_server(config.gpu.gpu_metrics_port, host=config.telemetry.metrics_host)
+        status, in_order = _run(config)
+    except _EXPECTED as error:
+        report_failure(str(error))
+        status, in_order = 1, _is_alone(config)
+    except Exception as error:  # of torch or ourselves: here the traceback helps
         _log.exception("gpu_service ended by an error")
-        return 1
+        report_failure(f"{type(error).__name__}: {error} (its traceback is above)")
+        status, in_order = 1, _is_alone(config)
     finally:
         tracing.shutdown()
         if metrics is not None:
             metrics.close()
+    if not in_order:
+        _leave(status)
+    return status
 
 
-class HealthReport:
-    """The standard health service, for this server as a whole and for the engine service."""
+def _run(config: MoebiusConfig) -> tuple[int, bool]:
+    if config.parallel.rank > 0:
+        return run_follower(config), True
+    return asyncio.run(_serve(config))
 
-    def __init__(self, server: grpc.aio.Server) -> None:
-        self._servicer = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    async def set(self, serving: bool) -> None:
-        """Readiness: weights loaded, expert servers ready, warm-up done, not draining."""
-        for name in ("", SERVICE_NAME):
-            await self._servicer.set(name, _SERVING if serving else _NOT_SERVING)
+def _is_alone(config: MoebiusConfig) -> bool:
+    """Whether everything was closed after a failure; ranks of a group can only be closed together."""
+    return config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size == 1
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process now: a thread inside a library would abort it if Python's end met it there."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def make_server(
@@ -99,11 +117,26 @@ def make_server(
     return server, report, port
 
 
-async def _serve(config: MoebiusConfig) -> int:
-    stop = asyncio.Event()
+class _Signals:
+    """SIGTERM and SIGINT: the first one asks for the end, the second one for a quick end."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.stop, self.hurry = asyncio.Event(), asyncio.Event()
+        # Nothing is left to be done but to close: a further signal ends the process.
+        self.closing = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self.closing:
+            _leave(1)
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+
+async def _serve(config: MoebiusConfig) -> tuple[int, bool]:
+    """The exit status, and whether everything was closed."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    signals = _Signals(loop)
     servicer = EngineServicer()
     server, report, _ = make_server(
         servicer, config.gpu.gpu_address, reflect=config.telemetry.grpc_reflection
@@ -111,14 +144,14 @@ async def _serve(config: MoebiusConfig) -> int:
     await report.set(False)
     await server.start()
     loading = _start_loading(config, loop)
-    stopping = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(signals.stop.wait())
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
     interrupted = not loading.done()
     if interrupted or loading.exception() is not None:
         await server.stop(0)  # a server dropped while it runs would complain of its closed event loop
     if interrupted:
         _log.info("stopped while loading")
-        return 0
+        return 0, False
     built, gate, telemetry = loading.result()
     router = OutputRouter(loop)
     gate.open(router.on_output)
@@ -128,24 +161,45 @@ async def _serve(config: MoebiusConfig) -> int:
     servicer.service = Service(
         built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder, preparer
     )
-    await report.set(True)
+    readiness = Readiness(report, built.engine, built.experts)
+    built.engine.on_lost = lambda reason: _set_from_thread(loop, readiness.lost)
+    watching = asyncio.create_task(readiness.watch())
     _log.info("ready", address=config.gpu.gpu_address, model=info.served_model_name)
-    lost = asyncio.Event()
-    built.engine.on_lost = lambda reason: _set_from_thread(loop, lost)
-    losing = asyncio.create_task(lost.wait())
+    losing = asyncio.create_task(readiness.lost.wait())
     await asyncio.wait((stopping, losing), return_when=asyncio.FIRST_COMPLETED)
-    if lost.is_set():
-        await report.set(False)
-        await server.stop(1)
+    await drain(servicer, readiness, config.supervisor.stop_timeout_s, signals.hurry)
+    signals.closing = True
+    await server.stop(_LAST_WORDS_S)
+    for task in (watching, stopping, losing):
+        task.cancel()
+    if readiness.lost.is_set():
         # Nothing of the device can be closed in order; whoever started this process starts it again.
-        return 1
-    losing.cancel()
-    _log.info("draining")
+        return 1, False
+    in_order = await asyncio.to_thread(built.close, _LAST_STEP_S)
+    if not in_order:
+        _log.warning("a step is still computing: leaving without its end", seconds=_LAST_STEP_S)
+    return 0, in_order
+
+
+async def drain(
+    servicer: EngineServicer, readiness: Readiness, timeout_s: float, hurry: asyncio.Event
+) -> None:
+    """Refuses new calls and returns when the running ones have ended, by themselves or with UNAVAILABLE.
+
+    They are ended after `timeout_s`, by `hurry`, and at once when no step can be computed: a lost expert
+    server may be going away like this process.
+    """
     servicer.draining = True
-    await report.set(False)
-    await server.stop(config.supervisor.stop_timeout_s / 2)
-    await asyncio.to_thread(built.close)
-    return 0
+    await readiness.drain()
+    _log.info("draining", running=servicer.running, timeout_s=timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while servicer.running and time.monotonic() < deadline:
+        if hurry.is_set() or readiness.problem or readiness.lost.is_set():
+            break
+        await asyncio.sleep(_POLL_S)
+    if servicer.running and servicer.service is not None:
+        _log.warning("calls are ended before their outputs have", calls=servicer.running)
+        servicer.service.router.end_all("the engine is shutting down")
 
 
 def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
@@ -189,6 +243,21 @@ def _load(config: MoebiusConfig) -> tuple[Built, WarmUpGate, EngineTelemetry]:
     telemetry = EngineTelemetry(metrics, config.telemetry.expert_span_ratio)
     gate = WarmUpGate()
     built = build_engine(config, telemetry, gate.on_output)
+    try:
+        _warm_up(config, built, gate, metrics, name)
+    except BaseException:
+        # Alone: other ranks would take it for an end in order, and hide this cause with theirs.
+        if _is_alone(config):
+            built.close()
+        raise
+    telemetry.enabled = True
+    return built, gate, telemetry
+
+
+def _warm_up(
+    config: MoebiusConfig, built: Built, gate: WarmUpGate, metrics: EngineMetrics, name: str
+) -> None:
+    """The engine's first steps. Raises UserError when they do not end well."""
     metrics.describe_cache(config.gpu.page_size, built.num_pages, config.gpu.prefix_caching)
     if built.self_test is not None:
         metrics.describe_self_test(built.self_test.worst_by_layer)
@@ -201,5 +270,3 @@ def _load(config: MoebiusConfig) -> tuple[Built, WarmUpGate, EngineTelemetry]:
     built.memory.seal()
     if built.memory.ledger is not None:
         export(built.memory.ledger, name)
-    telemetry.enabled = True
-    return built, gate, telemetry

@@ -8,22 +8,34 @@ import contextlib
 from gpu_service.engine.outputs import OutputDelta
 
 
+class CallEnded(RuntimeError):
+    """A call is to end before its outputs have; the message says why."""
+
+
 class CallBuffer:
     """What one Generate call has not sent yet. A slow client finds several steps' tokens here at once."""
 
     def __init__(self) -> None:
         self._deltas: list[OutputDelta] = []
         self._arrived = asyncio.Event()
+        self._ended_by = ""
 
     def put(self, delta: OutputDelta) -> None:
         """Called in the event loop."""
         self._deltas.append(delta)
         self._arrived.set()
 
+    def end(self, reason: str) -> None:
+        """`take` raises from now on. Called in the event loop."""
+        self._ended_by = reason
+        self._arrived.set()
+
     async def take(self) -> dict[int, list[OutputDelta]]:
-        """Everything so far, by output index; waits for at least one delta."""
+        """Everything so far, by output index; waits for at least one delta. Raises CallEnded."""
         await self._arrived.wait()
         self._arrived.clear()
+        if self._ended_by:
+            raise CallEnded(self._ended_by)
         deltas, self._deltas = self._deltas, []
         by_index: dict[int, list[OutputDelta]] = {}
         for delta in deltas:
@@ -49,6 +61,11 @@ class OutputRouter:
     def close(self, request_id: str) -> None:
         """Forgets a call; what still comes for it is dropped."""
         self._calls.pop(request_id, None)
+
+    def end_all(self, reason: str) -> None:
+        """Ends every live call with CallEnded."""
+        for buffer in self._calls.values():
+            buffer.end(reason)
 
     def on_output(self, deltas: list[OutputDelta]) -> None:
         """Called by the engine thread; never blocks it. After the loop has closed nobody listens."""

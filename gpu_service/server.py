@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import datetime
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,11 @@ from opentelemetry.context import Context
 
 from gpu_service import responses
 from gpu_service.engine.engine import Engine
-from gpu_service.output_router import CallBuffer, OutputRouter
+from gpu_service.output_router import CallBuffer, CallEnded, OutputRouter
 from gpu_service.placement.recorder import ExpertRecorder
 from gpu_service.recorder_calls import START, STOP, dumped, recorder_errors
 from gpu_service.request import Request
-from gpu_service.scheduler.limits import QueueFull, RequestRefused
+from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused
 from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds, InvalidField, make_requests
 from gpu_service.vision.processor import ImagePreparer
@@ -57,15 +58,28 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     def __init__(self) -> None:
         self.service: Service | None = None
         self.draining = False
+        # Generate calls that have been accepted and have not ended.
+        self.running = 0
 
     async def Generate(
         self, request: pb.GenerateRequest, context: _GenerateContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Streams the outputs; a cancelled call aborts them within one step."""
-        arrived = time.perf_counter()
         service = await self._ready(context)
         if self.draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is shutting down")
+        self.running += 1
+        try:
+            async with aclosing(self._generate(request, context, service)) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            self.running -= 1
+
+    async def _generate(
+        self, request: pb.GenerateRequest, context: _GenerateContext, service: Service
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        arrived = time.perf_counter()
         outputs = await _validated(request, service, context)
         span = _start_span(request, outputs, context)
         buffer = service.router.open(request.request_id)
@@ -79,9 +93,14 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             except RequestRefused as error:
                 finished = True
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            except EngineStopped as error:
+                finished = True
+                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             async for message in _messages(buffer, len(outputs), request.stream, arrived):
                 yield message
             finished = True
+        except CallEnded as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         finally:
             service.router.close(request.request_id)
             if not finished:

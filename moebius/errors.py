@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
+FAILURE_MARK = "moebius: error: "
+"""What the last line of a process that could not start begins with."""
+
+
+def report_failure(cause: str) -> None:
+    """Prints why this process ends, as one line on stderr: its last one, which the supervisor repeats."""
+    print(FAILURE_MARK + " ".join(cause.split()), file=sys.stderr, flush=True)
+
 
 class UserError(Exception):
     """Something the user gave is wrong; the message names it and says what is allowed."""

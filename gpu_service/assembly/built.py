@@ -33,9 +33,14 @@ class Built:
     # None: the model does not see, or is served without its tower.
     vision: Vision | None = None
 
-    def close(self) -> None:
-        """Ends every request, then the engine, its experts and its rank's part in the group, in order."""
-        self.engine.stop()
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Ends every request, then the engine, its experts and its rank's part in the group, in order.
+
+        False: a step is still computing after `timeout_s`, and nothing was closed.
+        """
+        if not self.engine.stop(timeout_s):
+            return False
         if self.experts is not None:
             self.experts.close()
         self.group.close()
+        return True

@@ -76,7 +76,11 @@ def connect_experts(config: MoebiusConfig, moe: RankMoe | None, group: RankGroup
     client = make_expert_client(config, moe.geometry, device)
     experts = group.experts(client, divides_rows=config.experts.expert_transport != "mailbox")
     assert experts is not None
-    experts.wait_ready(config.supervisor.ready_timeout_s)
+    try:
+        experts.wait_ready(config.supervisor.ready_timeout_s)
+    except BaseException:
+        experts.close()
+        raise
     return experts
 
 
@@ -89,16 +93,11 @@ def check_experts(
     dtype: torch.dtype,
     group: RankGroup,
 ) -> SelfTestReport | None:
-    """The self-test: all ranks at once. Raises SelfTestFailed; the client is closed then."""
+    """The self-test: all ranks at once. Raises SelfTestFailed."""
     if moe is None:
         return None
     tested = ExpertsUnderTest(moe.geometry, moe.layers, experts, resident, stream, dtype, group.parallel)
-    try:
-        return run_self_test(config, tested)
-    except BaseException:
-        if experts is not None:
-            experts.close()
-        raise
+    return run_self_test(config, tested)
 
 
 def make_recorder(config: MoebiusConfig, moe: RankMoe | None, stream: DeviceStream) -> ExpertRecorder | None:

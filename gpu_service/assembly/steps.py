@@ -51,9 +51,13 @@ def make_step_runner(
             vocab_size=vocab_size if parallel.is_last_stage else 0,
         )
     steps = DeviceRunner(runner, stream, uploader=uploader, graphs=graphs, recovery_timeout_s=recovery_s)
-    with torch.inference_mode():
-        warm_up_attention(runner.attention, limits.context_limit)
-    steps.prepare()
+    try:
+        with torch.inference_mode():
+            warm_up_attention(runner.attention, limits.context_limit)
+        steps.prepare()
+    except BaseException:
+        steps.close()
+        raise
     return steps
 
 

@@ -70,6 +70,16 @@ class DeviceRunner(StepRunner):
         self._steps = StepsInFlight(self._start, runner.experts, recovery_timeout_s, stream.active)
         self._last_end = 0.0
 
+    @property
+    def is_recovering(self) -> bool:
+        """See the base class."""
+        return self._steps.is_recovering
+
+    def interrupt(self) -> None:
+        """See the base class."""
+        if self._runner.experts is not None:
+            self._runner.experts.interrupt()
+
     def prepare(self) -> None:
         """Captures all graphs; expert servers must be ready. Before the first step. Raises their failure."""
         if self._graphs is None:

@@ -28,7 +28,7 @@ from gpu_service.engine.outputs import EngineLoad, EngineObserver, NullObserver,
 from gpu_service.engine.row_results import row_results
 from gpu_service.engine.step_runner import DeviceLost, Pending, StepResult, StepRunner
 from gpu_service.request import FinishReason, Request
-from gpu_service.scheduler.limits import QueueFull, refuse_impossible
+from gpu_service.scheduler.limits import EngineStopped, QueueFull, refuse_impossible
 from gpu_service.scheduler.scheduler import Scheduler
 
 _log = structlog.get_logger(__name__)
@@ -73,28 +73,48 @@ class Engine:
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._in_flight = 0
         loop = overlap_loop if overlap else synchronous_loop
-        self._thread = threading.Thread(target=loop, args=(self,), name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="engine", daemon=True)
 
     def start(self) -> None:
         """Starts the engine thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends every request with an abort, then the thread and the runner. Returns when both are gone."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Ends every request with an abort, then the thread and the runner; a wait for lost expert servers
+        is given up. False: a step is still computing after `timeout_s`, and nothing may be closed.
+        """
         self._inbox.post(Stop())
-        if self._thread.is_alive():
-            self._thread.join()
+        self._runner.interrupt()
+        if not self.join(timeout_s):
+            return False
         self._runner.close()
+        return True
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Whether the thread has ended, or was never started; waits for it at most `timeout_s`."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it computes what is submitted. Any thread may ask."""
+        return self._thread.is_alive() and not self._stopping
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether steps wait for lost expert servers. Any thread may ask."""
+        return self._runner.is_recovering
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues the outputs of one request, all or none.
 
-        Raises RequestRefused when one can never fit and QueueFull when too many wait already.
+        Raises RequestRefused when one can never fit, QueueFull when too many wait already, EngineStopped.
         """
         for request in requests:
             refuse_impossible(request.prompt_len, request.params.max_tokens, self.scheduler.limits)
         if self._stopping:
-            raise QueueFull("the engine is shutting down")
+            raise EngineStopped("the engine is shutting down")
         waiting = self._inbox.num_added + len(self.scheduler.waiting)
         if waiting + len(requests) > self._max_waiting:
             raise QueueFull(f"{waiting} outputs are waiting; at most {self._max_waiting} may")
@@ -122,6 +142,14 @@ class Engine:
         return done
 
     # ---- used by the loops, in the engine thread ----
+
+    def _run(self, loop: Callable[[Engine], None]) -> None:
+        """A defect of the loop itself ends the engine: whoever waits is told, nobody waits for ever."""
+        try:
+            loop(self)
+        except Exception as error:
+            _log.exception("the engine thread ended by an error")
+            self._lose(f"the engine thread ended: {error!r}")
 
     def receive(self, wait: bool) -> bool:
         """Applies all messages; blocks for one if `wait` and there is no work. False: end the loop."""
@@ -162,7 +190,7 @@ class Engine:
             self._in_flight -= 1
         except DeviceLost as error:
             self._in_flight -= 1
-            self._lose(str(error))
+            self._lose(f"the device is lost: {error}")
             return
         except Exception as error:
             self._in_flight -= 1
@@ -227,9 +255,9 @@ class Engine:
         """Ends the engine, unless it has ended already."""
         if self._stopping:
             return
-        _log.error("the device is lost", reason=reason)
+        _log.error("the engine is lost", reason=reason)
         self._stopping = True
-        self._end_all(FinishReason.ERROR, f"the device is lost: {reason}")
+        self._end_all(FinishReason.ERROR, reason)
         self.on_lost(reason)
 
     def _end_all(self, reason: FinishReason, message: str) -> None:

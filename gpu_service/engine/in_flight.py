@@ -87,6 +87,8 @@ class StepsInFlight:
         self._experts = experts
         self._recovery_timeout_s = recovery_timeout_s
         self._steps: list[StepInFlight] = []
+        # Read by other threads.
+        self.is_recovering = False
         # A launch was broken off: a device-driven client may hold half of a layer.
         self._broken_off = False
 
@@ -186,7 +188,11 @@ class StepsInFlight:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise ExpertUnavailable(-1, "an expert server was lost again and again until the time was up")
-        with self._active():
-            self._experts.recover(remaining)
+        self.is_recovering = True
+        try:
+            with self._active():
+                self._experts.recover(remaining)
+        finally:
+            self.is_recovering = False
         self._broken_off = False
         _log.info("expert servers are ready again")

@@ -54,6 +54,15 @@ class StepRunner(ABC):
     def zero_pages(self, pages: list[int]) -> None:
         """Clears pages after the launched steps and before later ones."""
 
+    @property
+    def is_recovering(self) -> bool:
+        """Whether steps wait for lost expert servers. Any thread may ask."""
+        return False
+
+    def interrupt(self) -> None:
+        """Steps that wait for lost expert servers fail at once, later ones too. Any thread."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Finishes what was launched; nothing may be launched afterwards."""

@@ -12,7 +12,7 @@ from gpu_service.engine.model_runner import ModelRunner, launching
 from gpu_service.engine.step_outputs import to_result
 from gpu_service.engine.step_runner import Pending, StepResult, StepRunner
 from gpu_service.engine.stream import Stream
-from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.experts.client import ExpertClient, ExpertUnavailable
 
 _log = structlog.get_logger(__name__)
 
@@ -24,6 +24,17 @@ class StreamRunner(StepRunner):
         self._runner = runner
         self._stream = stream
         self._recovery_timeout_s = recovery_timeout_s
+        self._is_recovering = False
+
+    @property
+    def is_recovering(self) -> bool:
+        """See the base class."""
+        return self._is_recovering
+
+    def interrupt(self) -> None:
+        """See the base class."""
+        if self._runner.experts is not None:
+            self._runner.experts.interrupt()
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """See the base class."""
@@ -56,9 +67,16 @@ class StreamRunner(StepRunner):
                 if self._runner.experts is None or remaining <= 0:
                     raise
                 _log.warning("expert server lost, waiting for it to return", error=str(error))
-                self._runner.experts.recover(remaining)
+                self._recover(self._runner.experts, remaining)
                 num_replays += 1
                 _log.info("expert servers are back, the step is run again")
         result.num_replays = num_replays
         result.seconds = time.monotonic() - started
         return result
+
+    def _recover(self, experts: ExpertClient, timeout_s: float) -> None:
+        self._is_recovering = True
+        try:
+            experts.recover(timeout_s)
+        finally:
+            self._is_recovering = False

@@ -111,6 +111,17 @@ class ExpertClient(ABC):
         Raises ExpertUnavailable when one is not within the time.
         """
 
+    def problem(self) -> str:
+        """Why a layer submitted now would have to wait for a server; empty: it would be computed.
+
+        Any thread may ask, whatever the one that drives the client does; answers within about a second.
+        """
+        return ""
+
+    def interrupt(self) -> None:
+        """Ends waits for servers, the one under way and later ones, with ExpertUnavailable. Any thread."""
+        return
+
     @abstractmethod
     def stats(self) -> ExpertClientStats:
         """A snapshot of the counters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ _OPTIONS = [
 ]
 _PROTO_DTYPES = {torch.float32: expert_pb2.DTYPE_FLOAT32, torch.bfloat16: expert_pb2.DTYPE_BFLOAT16}
 _POLL_S = 0.05
+_PROBE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -60,6 +62,7 @@ class GrpcExpertClient(ExpertClient):
         self._streams: list[ComputeStream] = []
         self._epoch = 0
         self._generation = 0
+        self._interrupted = threading.Event()
         self._stats = ExpertClientStats(compute_seconds=(0.0,) * len(self._channels))
 
     def submit(
@@ -131,9 +134,25 @@ class GrpcExpertClient(ExpertClient):
         deadline = time.monotonic() + timeout_s
         for index, channel in enumerate(self._channels):
             while (problem := _health_problem(channel, deadline)) is not None:
+                if self._interrupted.is_set():
+                    raise ExpertUnavailable(index, "the wait for it was given up: the engine stops")
                 if time.monotonic() >= deadline:
                     raise ExpertUnavailable(index, f"not ready within {timeout_s:g} s: {problem}")
                 time.sleep(_POLL_S)
+
+    def problem(self) -> str:
+        """See `ExpertClient.problem`; asks all servers' health service at once."""
+        deadline = time.monotonic() + _PROBE_S
+        asked = [_ask_health(channel, deadline) for channel in self._channels]
+        for index, answer in enumerate(asked):
+            problem = _health_answer(answer)
+            if problem is not None:
+                return f"expert server {index}: {problem}"
+        return ""
+
+    def interrupt(self) -> None:
+        """See `ExpertClient.interrupt`."""
+        self._interrupted.set()
 
     def recover(self, timeout_s: float) -> None:
         """See `ExpertClient.recover`; opens new streams, so that late answers can not be mistaken."""
@@ -160,12 +179,21 @@ class GrpcExpertClient(ExpertClient):
 
 def _health_problem(channel: grpc.Channel, deadline: float) -> str | None:
     """None when the server computes, else what it (or the connection) says instead."""
+    return _health_answer(_ask_health(channel, deadline))
+
+
+def _ask_health(channel: grpc.Channel, deadline: float) -> Any:
+    """A call under way."""
     make_stub: Callable[[grpc.Channel], Any] = health_pb2_grpc.HealthStub
-    timeout_s = min(1.0, max(_POLL_S, deadline - time.monotonic()))
+    timeout_s = min(_PROBE_S, max(_POLL_S, deadline - time.monotonic()))
+    request = health_pb2.HealthCheckRequest(service=SERVICE)
+    return make_stub(channel).Check.future(request, timeout=timeout_s, wait_for_ready=True)
+
+
+def _health_answer(call: Any) -> str | None:
+    """What a call of `_ask_health` came to; see `_health_problem`."""
     try:
-        answer = make_stub(channel).Check(
-            health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_s, wait_for_ready=True
-        )
+        answer = call.result()
     except grpc.RpcError as error:
         code: Any = error
         return f"{code.code().name}: {code.details()}"

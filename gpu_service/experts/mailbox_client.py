@@ -18,6 +18,7 @@ from gpu_service.experts.client import (
     add_to,
     make_ticket,
 )
+from gpu_service.experts.mailbox_servers import MailboxServers
 from gpu_service.experts.trace_context import sampled_span_context
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.mailbox import ExpertComputeError, Mailbox, MailboxError, ServerLost, ShutDown, StaleEpoch
@@ -62,6 +63,7 @@ class MailboxExpertClient(ExpertClient):
         self.geometry = geometry
         self._mailbox = mailbox
         self._deadline_ms = deadline_ms
+        self._servers = MailboxServers(mailbox, deadline_ms)
         self._dtype = TORCH_DTYPES[mailbox.geometry.dtype]
         self._max_rows = mailbox.geometry.max_rows
         self._generation = 0
@@ -173,10 +175,15 @@ class MailboxExpertClient(ExpertClient):
 
     def wait_ready(self, timeout_s: float) -> None:
         """See `ExpertClient.wait_ready`."""
-        try:
-            self._mailbox.wait_servers_ready(timeout_s)
-        except (ServerLost, ShutDown) as error:
-            raise ExpertUnavailable(error.server_index, str(error)) from error
+        self._servers.wait_ready(timeout_s)
+
+    def problem(self) -> str:
+        """See `ExpertClient.problem`."""
+        return self._servers.problem()
+
+    def interrupt(self) -> None:
+        """See `ExpertClient.interrupt`."""
+        self._servers.interrupt()
 
     def recover(self, timeout_s: float) -> None:
         """See `ExpertClient.recover`. All slots are free afterwards: a new epoch overrides an old request."""

@@ -114,6 +114,14 @@ class RankExperts(ExpertClient):
         if self._agree(_severity(error)) != _NOTHING:
             raise error or ExpertUnavailable(-1, "another rank's experts did not return in time")
 
+    def problem(self) -> str:
+        """See `ExpertClient.problem`."""
+        return self._inner.problem()
+
+    def interrupt(self) -> None:
+        """See `ExpertClient.interrupt`; of this rank. It goes on when all ranks' waits have ended."""
+        self._inner.interrupt()
+
     def stats(self) -> ExpertClientStats:
         """See `ExpertClient.stats`; of this rank."""
         return self._inner.stats()

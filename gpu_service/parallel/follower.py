@@ -31,6 +31,6 @@ def run_follower(config: MoebiusConfig) -> int:
     built.engine.start()
     _log.info("ready", rank=rank)
     # Returns when rank 0 has sent the end.
-    built.engine.stop()
+    built.engine.join()
     built.close()
     return 0

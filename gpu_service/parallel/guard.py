@@ -40,6 +40,15 @@ class GuardedRunner(StepRunner):
         """See the base class."""
         self._inner.zero_pages(pages)
 
+    @property
+    def is_recovering(self) -> bool:
+        """See the base class."""
+        return self._inner.is_recovering
+
+    def interrupt(self) -> None:
+        """See the base class."""
+        self._inner.interrupt()
+
     def close(self) -> None:
         """See the base class."""
         self._inner.close()

@@ -13,6 +13,10 @@ class QueueFull(RuntimeError):
     """Too many requests wait already; try again later."""
 
 
+class EngineStopped(RuntimeError):
+    """Nothing is computed any more, or soon will not be."""
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """Filled once from the configuration and the KV pool's size; lengths in tokens."""

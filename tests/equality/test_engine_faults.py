@@ -6,7 +6,7 @@ import pytest
 
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.request import FinishReason
-from gpu_service.scheduler.limits import QueueFull, RequestRefused
+from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused
 from tests.helpers.engine_harness import LOOPS, make_request, prompt_of, running_engine
 
 
@@ -130,7 +130,7 @@ def test_stop_aborts_what_is_left() -> None:
         harness.wait_tokens(request, 2)
         harness.engine.stop()
         assert request.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
-        with pytest.raises(QueueFull, match="shutting down"):
+        with pytest.raises(EngineStopped, match="shutting down"):
             harness.engine.submit([make_request("late", [1])])
 
 

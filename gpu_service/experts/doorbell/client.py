@@ -20,9 +20,10 @@ from gpu_service.experts.doorbell.interface import State
 from gpu_service.experts.doorbell.launcher import DoorbellLauncher
 from gpu_service.experts.doorbell.report import failure_of
 from gpu_service.experts.doorbell.watch import Watch
+from gpu_service.experts.mailbox_servers import MailboxServers
 from gpu_service.experts.trace_context import sampled_span_context
 from moebius.checkpoint.moe_config import MoeGeometry
-from moebius.mailbox import Mailbox, ServerLost, ShutDown
+from moebius.mailbox import Mailbox
 from moebius.mailbox_layout import row_begin
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16)
@@ -69,6 +70,7 @@ class DoorbellExpertClient(ExpertClient):
         self._launcher = launcher
         self._slots = slots
         self._deadline_ms = deadline_ms
+        self._servers = MailboxServers(mailbox, deadline_ms)
         self._watch = watch
         self._agree: Callable[[int], int] = _own
         self._generation = 0
@@ -167,14 +169,19 @@ class DoorbellExpertClient(ExpertClient):
 
     def wait_ready(self, timeout_s: float) -> None:
         """See `ExpertClient.wait_ready`."""
-        try:
-            self._mailbox.wait_servers_ready(timeout_s)
-        except (ServerLost, ShutDown) as error:
-            raise ExpertUnavailable(error.server_index, str(error)) from error
+        self._servers.wait_ready(timeout_s)
         servers = range(self._mailbox.geometry.num_servers)
         generations = [self._mailbox.server_state(index).generation for index in servers]
         self._launcher.set_words(State.GENERATION, generations)
         self._launcher.synchronize()
+
+    def problem(self) -> str:
+        """See `ExpertClient.problem`."""
+        return self._servers.problem()
+
+    def interrupt(self) -> None:
+        """See `ExpertClient.interrupt`."""
+        self._servers.interrupt()
 
     def recover(self, timeout_s: float) -> None:
         """See `ExpertClient.recover`: ends the device's work first, then starts over with all ranks."""
