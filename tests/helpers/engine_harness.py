@@ -24,6 +24,7 @@ from gpu_service.engine.step_runner import StepRunner
 from gpu_service.engine.stream import CpuStream, InlineStream
 from gpu_service.engine.stream_runner import StreamRunner
 from gpu_service.engine.token_pool import TokenPool
+from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
@@ -56,7 +57,7 @@ LOOPS = pytest.mark.parametrize(
 
 
 class FlakyExperts:
-    """Stands for an expert client that host code drives: counts recoveries, or fails them."""
+    """Stands for an expert client that host code drives: counts recoveries, or fails or stalls them."""
 
     is_device_driven = False
 
@@ -66,10 +67,25 @@ class FlakyExperts:
     def __init__(self) -> None:
         self.recoveries = 0
         self.recovery_error: Exception | None = None
+        # Cleared: the servers are lost, and a recovery waits.
+        self.present = threading.Event()
+        self.present.set()
+        self.interrupted = threading.Event()
+
+    def problem(self) -> str:
+        """Whether the servers are there."""
+        return "" if self.present.is_set() else "expert server 0 is dead"
+
+    def interrupt(self) -> None:
+        """Ends a recovery."""
+        self.interrupted.set()
 
     def recover(self, timeout_s: float) -> None:
-        """The servers are back at once, or never."""
+        """The servers are back at once, later, or never."""
         self.recoveries += 1
+        while not self.present.wait(0.01):
+            if self.interrupted.is_set():
+                raise ExpertUnavailable(0, "the engine stops")
         if self.recovery_error is not None:
             raise self.recovery_error
 

@@ -13,9 +13,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from gpu_service.main import MIN_PING_INTERVAL_MS, SERVICE_NAME, make_server
+from gpu_service.main import MIN_PING_INTERVAL_MS, make_server
 from gpu_service.metrics import EngineMetrics
 from gpu_service.output_router import OutputRouter
+from gpu_service.readiness import SERVICE_NAME, HealthReport
 from gpu_service.server import EngineServicer, Service
 from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds
@@ -35,6 +36,7 @@ class Served:
     harness: Harness
     registry: CollectorRegistry
     servicer: EngineServicer
+    report: HealthReport
     port: int
 
 
@@ -56,7 +58,7 @@ async def served(min_ping_interval_ms: int = MIN_PING_INTERVAL_MS, **knobs: obje
         servicer.service = Service(harness.engine, router, telemetry, Bounds(VOCAB, 128), info, 4)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = engine_pb2_grpc.EngineStub(channel)
-            yield Served(stub, channel, harness, registry, servicer, port)
+            yield Served(stub, channel, harness, registry, servicer, report, port)
         harness.model.gate.set()
         await server.stop(0)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -79,6 +81,37 @@ def test_silent_server_meets_the_deadline(cluster: Cluster) -> None:
         client.recover(READY_S)
         assert torch.equal(compute(client, 2, routing), before)
         client.close()
+
+
+@pytest.mark.parametrize("transport", ["mailbox", "grpc"])
+def test_a_lost_server_is_seen_while_nobody_computes(cluster: Cluster, transport: str) -> None:
+    """An idle client says which server is gone, and that it is back; a wait for it can be given up."""
+    client = cluster.client(transport)
+    assert client.problem() == ""
+    cluster.processes[1].kill()
+    cluster.processes[1].wait()
+    wait_until(lambda: "expert server 1" in client.problem())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.recover, 600.0)
+        time.sleep(0.2)
+        assert not waiting.done()
+        client.interrupt()
+        with pytest.raises(ExpertUnavailable, match="the engine stops"):
+            waiting.result(timeout=20)
+    cluster.start(1)
+    wait_until(lambda: client.problem() == "")
+    client.close()
+
+
+@pytest.mark.parametrize("transport", ["mailbox", "grpc"])
+def test_a_frozen_server_is_a_problem(cluster: Cluster, transport: str) -> None:
+    """A server that lives but is silent for longer than an answer may take does not compute."""
+    client = cluster.client(transport, mailbox_deadline_ms=700)
+    freeze(cluster.processes[0])
+    wait_until(lambda: "expert server 0" in client.problem())
+    cluster.processes[0].send_signal(signal.SIGCONT)
+    wait_until(lambda: client.problem() == "")
+    client.close()
 
 
 def cpu_seconds(process: psutil.Process) -> float:

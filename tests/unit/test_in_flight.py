@@ -12,7 +12,7 @@ import pytest
 from gpu_service.engine.step_runner import DeviceLost
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.request import FinishReason, Request
-from gpu_service.scheduler.limits import QueueFull
+from gpu_service.scheduler.limits import EngineStopped
 from tests.helpers.device_experts import DoomedExperts, DoomedModel, Failure
 from tests.helpers.engine_harness import Harness, make_request, prompt_of, running_engine
 
@@ -178,5 +178,5 @@ def test_a_lost_device_ends_the_engine_and_says_so() -> None:
         assert {request.finish_reason for request in requests} == {FinishReason.ERROR}
         assert all("unspecified launch failure" in request.error_message for request in requests)
         assert len(reasons) == 1
-        with pytest.raises(QueueFull):
+        with pytest.raises(EngineStopped):
             harness.engine.submit([make_request("late", prompt_of(1, 9))])
