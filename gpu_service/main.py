@@ -15,7 +15,6 @@ from typing import NoReturn
 
 import grpc
 import structlog
-from grpc_health.v1 import health
 
 from gpu_service.build import Built, WarmUpGate, build_engine, model_info
 from gpu_service.experts.client import ExpertUnavailable
@@ -29,7 +28,7 @@ from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig
-from moebius.errors import UserError, report_failure
+from moebius.errors import USER_ERROR_EXIT, UserError, report_failure
 from moebius.mailbox_errors import MailboxError
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
 from protos import engine_pb2_grpc
@@ -58,7 +57,8 @@ def run(config: MoebiusConfig) -> int:
         status, in_order = _run(config)
     except _EXPECTED as error:
         report_failure(str(error))
-        status, in_order = 1, _is_alone(config)
+        status = USER_ERROR_EXIT if isinstance(error, (UserError, ValueError)) else 1
+        in_order = _is_alone(config)
     except Exception as error:  # of torch or ourselves: here the traceback helps
         _log.exception("gpu_service ended by an error")
         report_failure(f"{type(error).__name__}: {error} (its traceback is above)")
