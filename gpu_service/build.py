@@ -99,9 +99,7 @@ def _assemble(
     limits = scheduler_limits(gpu, model_config, num_pages)
     kv_cache = shape.make(num_pages)
     memory.reached(KV)
-    experts = connect_experts(config, moe, group)
-    if experts is not None:
-        undo.callback(experts.close)
+    experts = connect_experts(config, moe, group, undo)
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)
     recorder = make_recorder(config, moe, stream)
     runner = group.model_runner(
@@ -120,9 +118,8 @@ def _assemble(
     steps = make_step_runner(config, runner, stream, limits, model_config.vocab_size, group.parallel)
     undo.callback(steps.close)
     memory.reached(GRAPHS)
-    engine = _engine(config, group, runner, steps, limits, num_pages, observer, on_output)
     return Built(
-        engine,
+        _engine(config, group, runner, steps, limits, num_pages, observer, on_output),
         group,
         experts,
         recorder,

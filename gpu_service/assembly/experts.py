@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +63,10 @@ def load_resident(
     return make_resident_experts(config, moe.geometry, device, dtype, group.parallel, moe.layers)
 
 
-def connect_experts(config: MoebiusConfig, moe: RankMoe | None, group: RankGroup) -> ExpertClient | None:
-    """A client whose servers are ready; None where no layer of any rank needs one.
+def connect_experts(
+    config: MoebiusConfig, moe: RankMoe | None, group: RankGroup, undo: ExitStack
+) -> ExpertClient | None:
+    """A client whose servers are ready; None where no layer of any rank needs one. `undo` closes it.
 
     Ranks decide alike: they agree on failures through their clients, so all have one or none.
     """
@@ -76,11 +79,8 @@ def connect_experts(config: MoebiusConfig, moe: RankMoe | None, group: RankGroup
     client = make_expert_client(config, moe.geometry, device)
     experts = group.experts(client, divides_rows=config.experts.expert_transport != "mailbox")
     assert experts is not None
-    try:
-        experts.wait_ready(config.supervisor.ready_timeout_s)
-    except BaseException:
-        experts.close()
-        raise
+    undo.callback(experts.close)
+    experts.wait_ready(config.supervisor.ready_timeout_s)
     return experts
 
 
