@@ -9,6 +9,7 @@ import torch
 
 from gpu_service.assembly.built import Built
 from gpu_service.assembly.experts import (
+    RankMoe,
     check_experts,
     connect_experts,
     expert_memory,
@@ -17,11 +18,11 @@ from gpu_service.assembly.experts import (
     rank_moe,
 )
 from gpu_service.assembly.info import model_info
-from gpu_service.assembly.kv_memory import cache_shape, make_kv_memory, scheduler_limits
+from gpu_service.assembly.kv_memory import KvMemory, cache_shape, make_kv_memory, scheduler_limits
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.states import allocate_states, make_request_cache
 from gpu_service.assembly.steps import make_step_runner
-from gpu_service.assembly.vision import load_vision, vision_memory
+from gpu_service.assembly.vision import Vision, load_vision, vision_memory
 from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
 from gpu_service.attention.factory import make_attention
 from gpu_service.device.stream import DeviceStream, device_stream
@@ -31,9 +32,11 @@ from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.outputs import EngineObserver, OutputDelta
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.engine.token_pool import TokenPool
+from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.loader.load import load_weights, shape_weights
 from gpu_service.memory.plan import DENSE, GRAPHS, KV, RESIDENT, STATES, VISION
 from gpu_service.model_config import ModelConfig, ModelOverrides
+from gpu_service.models.common import CausalLM
 from gpu_service.models.registry import build_model
 from gpu_service.ops import backends
 from gpu_service.parallel.group import RankGroup
@@ -84,12 +87,7 @@ def _assemble(
     moe = rank_moe(config, model_config, group)
     shape, seeing = cache_shape(gpu, model.rank_config, device), vision_memory(config, model_config)
     memory = make_kv_memory(config, shape, model, expert_memory(config, moe, dtype, group), seeing)
-    vision = load_vision(config, model_config, device)
-    memory.reached(VISION)
-    load_weights(model, config.model.model, keep_fp8=config.model.dense_weights == "keep")
-    memory.reached(DENSE)
-    resident = load_resident(config, moe, device, dtype, group)
-    memory.reached(RESIDENT)
+    vision, resident = _load(config, model, model_config, moe, group, memory)
     # Before the pool is sized: a CPU allocates counts at first use, a GPU all of them now.
     sampler = group.sampler(model_config.vocab_size, device, gpu.max_num_seqs if _is_gpu(device) else 0)
     states = allocate_states(gpu, model.rank_config, device)
@@ -131,6 +129,25 @@ def _assemble(
         self_test=self_test,
         vision=vision,
     )
+
+
+def _load(
+    config: MoebiusConfig,
+    model: CausalLM,
+    model_config: ModelConfig,
+    moe: RankMoe | None,
+    group: RankGroup,
+    memory: KvMemory,
+) -> tuple[Vision | None, ResidentExperts | None]:
+    """Everything that is read from the checkpoint, to the model's device."""
+    device = model.device
+    vision = load_vision(config, model_config, device)
+    memory.reached(VISION)
+    load_weights(model, config.model.model, keep_fp8=config.model.dense_weights == "keep")
+    memory.reached(DENSE)
+    resident = load_resident(config, moe, device, model_config.torch_dtype, group)
+    memory.reached(RESIDENT)
+    return vision, resident
 
 
 def _engine(
