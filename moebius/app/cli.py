@@ -77,6 +77,8 @@ def _user_message(error: Exception) -> str | None:
     format_message = getattr(error, "format_message", None)
     if format_message is not None:
         return " ".join(str(format_message()).split())
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "torch":
+        return "this needs torch, which is not installed for this Python: run `make setup`"
     kinds: list[type[BaseException]] = [UserError]
     for module, name in USER_ERRORS:
         if module in sys.modules:

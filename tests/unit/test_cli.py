@@ -99,6 +99,42 @@ print(sorted(heavy), file=sys.stderr)
     assert "Usage: moebius" in result.stdout
 
 
+WITHOUT_TORCH = """
+import json, sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NoTorch())
+from moebius.app.cli import main
+for command in json.loads(sys.argv[1]):
+    try:
+        main(command)
+    except SystemExit as end:
+        print(f"ended: {command[0]} {end.code}", file=sys.stderr, flush=True)
+"""
+
+
+def test_commands_without_torch(tmp_path: Path) -> None:
+    """What does not compute with torch works where it is not installed; what does says so in one line."""
+    model, nobody = str(tmp_path / "model"), "http://127.0.0.1:9"
+    works = [["models", "random", model, "--shape", "tiny", "--layers", "1"], ["version"], ["topology"]]
+    alone = [["chat", "--base-url", nobody, "--prompt", "hi"], ["bench", "decode", "--base-url", nobody]]
+    alone += [["experts", "record", "stop", "--engine-address", f"unix:{tmp_path}/none"]]
+    needs = [["plan", model], ["verify", model], ["gpu", model, "--no-show-config"]]
+    commands = [*works, *alone, *needs]
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith(("ended:", "moebius: error:"))]
+    statuses = [int(line.split()[-1]) for line in lines if line.startswith("ended:")]
+    assert statuses == [0] * len(works) + [2] * (len(alone) + len(needs)), result.stderr
+    errors = [line for line in lines if line.startswith("moebius: error:")]
+    assert ["cannot reach" in error for error in errors] == [True] * len(alone) + [False] * len(needs)
+    assert ["needs torch" in error for error in errors] == [False] * len(alone) + [True] * len(needs)
+
+
 def test_examples_name_the_real_server() -> None:
     """The examples carry the port and model given, and a place for the key only when one is needed."""
     text = examples("http://127.0.0.1:8123", "my-model", needs_key=False)
