@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moebius.app.supervisor.runfile import RunDirectory
 from moebius.app.supervisor.spec import Plan
 from moebius.app.supervisor.supervisor import Supervisor
 from moebius.errors import StartupError
@@ -78,6 +79,19 @@ def test_restarts_what_was_killed_and_only_that(trio: Plan, tmp_path: Path) -> N
         assert after[1:] == before[1:]
         assert supervisor.processes[0].restarts == 1
         assert Path("/dev/shm", SEGMENT).stat().st_ino == inode
+
+
+def test_a_full_directory_does_not_end_what_serves(trio: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run file that can not be written is logged; the dead process is restarted all the same."""
+    with Supervisor(trio, QUICK) as supervisor:
+        supervisor.wait_ready()
+
+        def full(*arguments: object) -> None:
+            raise StartupError("No space left on device")
+
+        monkeypatch.setattr(RunDirectory, "record", full)
+        os.kill(supervisor.processes[0].pid or 0, signal.SIGKILL)
+        supervisor.run(until=lambda: supervisor.processes[0].restarts == 1)
 
 
 def test_signal_ends_run(trio: Plan) -> None:

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from moebius.app.supervisor.runfile import RunDirectory, clean_up_stale, start_ticks
+from moebius.app.supervisor.state_directory import own_state_directory
 from moebius.app.supervisor.supervisor import Supervisor
 from moebius.errors import StartupError
 from tests.helpers.fake_programs import OBEDIENT, QUICK, alive, plan, spec, wait_until
@@ -41,6 +44,30 @@ def killed_supervisor(tmp_path: Path) -> list[int]:
     return [entry["pid"] for entry in document["processes"]]
 
 
+@contextmanager
+def sleeping() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def crafted(state_dir: Path, document: object) -> Path:
+    """A run file as a killed supervisor leaves it, but with this content."""
+    run = state_dir / "serve-1"
+    run.mkdir(mode=0o700)
+    (run / "run.json").write_text(json.dumps(document))
+    return run / "run.json"
+
+
+def listing(process: subprocess.Popen[bytes], **changes: object) -> dict[str, object]:
+    """A run file's content that names that process."""
+    entry = {"name": "gpu", "pid": process.pid, "start_ticks": start_ticks(process.pid)}
+    return {"supervisor": {"pid": 1}, "processes": [entry], "segments": [], **changes}
+
+
 def test_children_die_with_the_supervisor(tmp_path: Path) -> None:
     """No child outlives a killed supervisor; shared memory does, until the next start takes it away."""
     children = killed_supervisor(tmp_path)
@@ -62,20 +89,15 @@ def test_stale_directories_of_other_ports_are_cleaned(tmp_path: Path) -> None:
 
 def test_survivor_is_killed_and_a_reused_pid_is_not(tmp_path: Path) -> None:
     """Of two recorded pids, the one with the recorded start time dies, a stranger that reused a pid lives."""
-    sleep = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
-    with subprocess.Popen(sleep) as survivor, subprocess.Popen(sleep) as stranger:
-        run = tmp_path / "serve-1"
-        run.mkdir()
+    with sleeping() as survivor, sleeping() as stranger:
         entries = [
             {"name": "gpu", "pid": survivor.pid, "start_ticks": start_ticks(survivor.pid)},
             {"name": "expert-0", "pid": stranger.pid, "start_ticks": (start_ticks(stranger.pid) or 0) - 1},
         ]
-        document = {"supervisor": {"pid": 1}, "processes": entries, "segments": []}
-        (run / "run.json").write_text(json.dumps(document))
+        crafted(tmp_path, {"supervisor": {"pid": 1}, "processes": entries, "segments": []})
         clean_up_stale(tmp_path)
         assert survivor.wait(10) == -9
         assert stranger.poll() is None
-        stranger.kill()
 
 
 def test_living_supervisor_is_left_alone(tmp_path: Path) -> None:
@@ -92,3 +114,126 @@ def test_damaged_run_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(StartupError, match=r"run\.json is damaged"):
         RunDirectory(tmp_path)
+
+
+def test_a_start_after_a_reboot_kills_nobody(tmp_path: Path) -> None:
+    """Pids and start times count from the boot: after another one they mean other processes."""
+    with sleeping() as stranger:
+        crafted(tmp_path, listing(stranger, boot_id="another"))
+        assert clean_up_stale(tmp_path) == ["serve-1"]
+        assert stranger.poll() is None
+
+
+def open_directory(run_file: Path) -> None:
+    """Others may write in the run directory."""
+    run_file.parent.chmod(0o777)
+
+
+def open_file(run_file: Path) -> None:
+    """Others may write the run file."""
+    run_file.chmod(0o666)
+
+
+def linked_file(run_file: Path) -> None:
+    """The run file is somebody's file elsewhere."""
+    run_file.rename(run_file.parent.parent / "elsewhere.json")
+    run_file.symlink_to(run_file.parent.parent / "elsewhere.json")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (open_directory, r"serve-1 is open to others \(mode 0777\)"),
+        (open_file, r"run\.json is not believed: .*-rw-rw-rw-"),
+        (linked_file, r"run\.json is not believed: it is a link"),
+    ],
+)
+def test_what_others_may_have_written_is_not_believed(
+    tmp_path: Path, spoil: Callable[[Path], None], message: str
+) -> None:
+    """A start neither kills nor deletes what such a run file lists; it says why and ends."""
+    with sleeping() as victim:
+        run_file = crafted(tmp_path, listing(victim))
+        spoil(run_file)
+        for start in (lambda: clean_up_stale(tmp_path), lambda: RunDirectory(run_file.parent)):
+            with pytest.raises(StartupError, match=message):
+                start()
+        assert victim.poll() is None
+        assert run_file.exists()
+
+
+def test_directories_of_other_users_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a shared state directory one user's leftovers are no other one's business."""
+    with sleeping() as victim:
+        run_file = crafted(tmp_path, listing(victim))
+        monkeypatch.setattr(os, "getuid", lambda: run_file.stat().st_uid + 1)
+        assert clean_up_stale(tmp_path) == []
+        with pytest.raises(StartupError, match=r"serve-1 belongs to user \d+; give another --state-dir"):
+            RunDirectory(run_file.parent)
+        assert victim.poll() is None
+        assert run_file.exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"segments": ["../../tmp/precious"]},
+        {"segments": ["/etc/passwd"]},
+        {"segments": [".."]},
+        {"segments": [7]},
+        {"segments": None},
+        {"processes": [{"pid": -1, "start_ticks": 1}]},
+        {"processes": [{"pid": True, "start_ticks": 1}]},
+        {"processes": [{"pid": 4}]},
+        {"processes": 4},
+    ],
+)
+def test_contents_we_never_write_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    """Paths instead of names, no pids, missing fields: the file is damaged, and nothing is touched."""
+    with sleeping() as victim:
+        crafted(tmp_path, listing(victim, **changes))
+        with pytest.raises(StartupError, match=r"run\.json is damaged"):
+            clean_up_stale(tmp_path)
+        assert victim.poll() is None
+
+
+def test_shared_memory_of_other_programs_is_not_removed(tmp_path: Path) -> None:
+    """A listed name has to be a mailbox: links and other files are named, not deleted."""
+    precious = tmp_path / "precious"
+    precious.write_text("weights")
+    for path in (Path("/dev/shm", f"{SEGMENT}-link"), Path("/dev/shm", f"{SEGMENT}-other")):
+        path.symlink_to(precious) if "link" in path.name else path.write_text("not a mailbox")
+        try:
+            run_file = crafted(tmp_path, {"processes": [], "segments": [path.name]})
+            with pytest.raises(StartupError, match=f"lists {path}, which is no mailbox of ours"):
+                clean_up_stale(tmp_path)
+            assert path.is_symlink() or path.exists()
+            run_file.unlink()
+            run_file.parent.joinpath("lock").unlink()
+            run_file.parent.rmdir()
+        finally:
+            path.unlink()
+
+
+def test_state_directories_that_others_can_change_are_refused(tmp_path: Path) -> None:
+    """Writable by others without the sticky bit; with it, or with a group of one's own, it is used."""
+    directory = tmp_path / "state"
+    assert own_state_directory(directory) == directory
+    assert directory.stat().st_mode & 0o777 == 0o700
+    for mode, allowed in ((0o1777, True), (0o755, True), (0o777, False)):
+        directory.chmod(mode)
+        if allowed:
+            own_state_directory(directory)
+            continue
+        with pytest.raises(StartupError, match=r"others may write .* --state-dir .*/state/moebius"):
+            own_state_directory(directory)
+
+
+def test_a_state_directory_that_can_not_be_made_is_named(tmp_path: Path) -> None:
+    """One sentence with directory, need and remedy."""
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "state", Path("/proc/moebius-state")):
+        with pytest.raises(StartupError, match=rf"cannot use .* {path}: .*; it has to take .* --state-dir"):
+            own_state_directory(path)
+        with pytest.raises(StartupError, match=rf"cannot use .* {path}/run: "):
+            RunDirectory(path / "run")

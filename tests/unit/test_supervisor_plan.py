@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from moebius.app.supervisor.plan import ServePlan, make_plan
+from moebius.app.supervisor.probes import GrpcProbe, HttpProbe, MailboxLiveness
+from moebius.app.supervisor.state_directory import write_private
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
@@ -126,3 +131,51 @@ def test_what_can_not_be_served_is_named(model: Path) -> None:
         planned(model, host="203.0.113.1")
     with pytest.raises(CheckpointError, match="allows 1 to 8"):
         planned(model, top_k="9")
+
+
+@contextmanager
+def files_no_larger_than(nbytes: int) -> Iterator[None]:
+    """The kernel refuses any larger file, as on a full disk; Python ignores the signal that comes with it."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+def test_short_shared_memory_is_one_sentence(model: Path) -> None:
+    """All of it is taken when it is made, never on first touch; the error names place, need and remedy."""
+    segment = planned(model, expert_servers="1")[0].plan.segments[0]
+    message = r"needs \d+ bytes of shared memory .*; /dev/shm .* with \d+ MiB free \(docker: --shm-size"
+    with files_no_larger_than(100_000), pytest.raises(StartupError, match=message):
+        segment.create()
+    assert not Path("/dev/shm", segment.name).exists()
+
+
+def test_a_full_state_directory_is_one_sentence(tmp_path: Path) -> None:
+    """What was written before stays whole; the error names directory and remedy."""
+    write_private(tmp_path / "run.json", "former")
+    with files_no_larger_than(10), pytest.raises(StartupError, match=rf"{tmp_path}: .* --state-dir"):
+        write_private(tmp_path / "run.json", "x" * 100)
+    assert (tmp_path / "run.json").read_text() == "former"
+    assert (tmp_path / "run.json").stat().st_mode & 0o077 == 0
+
+
+def test_signs_of_life_are_each_process_s_own(model: Path) -> None:
+    """Counters of the mailbox, else answers; ranks other than the first have none."""
+    found = {spec.name: spec.liveness for spec in planned(model, expert_servers="2")[0].plan.processes}
+    for index in range(2):
+        life = found[f"expert-{index}"]
+        assert isinstance(life, MailboxLiveness)
+        assert (life.index, life.grpc.address[-7:]) == (index, f"-{index}.sock")
+    assert isinstance(found["gateway"], HttpProbe)
+    assert found["gateway"].path == "/health"
+    shutil.rmtree(model.parent / "s")
+    flags = {"expert_transport": "grpc", "expert_servers": "1", "hang_timeout_s": "7"}
+    ranks, _ = planned(model, **flags, tensor_parallel_size="2", device="cpu")
+    found = {spec.name: spec.liveness for spec in ranks.plan.processes}
+    assert isinstance(found["expert-0"], GrpcProbe)
+    assert isinstance(found["gpu"], GrpcProbe)
+    assert found["gpu-1"] is None
+    assert ranks.timing.hang_timeout_s == 7

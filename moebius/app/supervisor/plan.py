@@ -21,6 +21,7 @@ from moebius.app.supervisor.probes import GrpcProbe, HttpProbe, Liveness, Mailbo
 from moebius.app.supervisor.ranks import RankPlacement, place_ranks, rank_address, rank_settings, runs_on_gpus
 from moebius.app.supervisor.runfile import clean_up_stale
 from moebius.app.supervisor.spec import Plan, ProcessSpec, Segment, Timing
+from moebius.app.supervisor.state_directory import own_state_directory
 from moebius.checkpoint.gguf.files import served_name
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig, Section
@@ -53,8 +54,8 @@ def make_plan(config: MoebiusConfig) -> ServePlan:
     StartupError (state directory or port unusable).
     """
     model = MoeGeometry.from_config(config.model.model, config.model.top_k)
-    state_dir = Path(config.supervisor.state_dir).absolute() if config.supervisor.state_dir else None
-    state_dir = state_dir or _own_directory(default_state_dir())
+    chosen = config.supervisor.state_dir
+    state_dir = own_state_directory(Path(chosen).absolute() if chosen else default_state_dir())
     # Before the port is tried: what a killed supervisor left may still hold it.
     clean_up_stale(state_dir)
     config = _with_port(config)
@@ -138,24 +139,20 @@ def _settings_file(member: _Member, directory: Path) -> Path:
     return directory / f"{member.name}.yaml"
 
 
-def _own_directory(path: Path) -> Path:
-    """The directory, ours alone: in a shared /tmp somebody else may have made it, with files of theirs."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = path.stat().st_uid
-    except OSError as error:
-        raise StartupError(f"cannot use the state directory {path}: {error.strerror}") from None
-    if owner != os.getuid():
-        raise StartupError(f"the state directory {path} belongs to user {owner}; give another --state-dir")
-    return path
-
-
 def default_state_dir() -> Path:
-    """`/run/user/UID/moebius` where the system made that directory, else one in the temporary directory."""
+    """`/run/user/UID/moebius` where the system made that directory, else one in the temporary directory.
+
+    Raises StartupError when there is neither.
+    """
     runtime = Path(f"/run/user/{os.getuid()}")
     if runtime.is_dir() and os.access(runtime, os.W_OK):
         return runtime / "moebius"
-    return Path(tempfile.gettempdir()) / f"moebius-{os.getuid()}"
+    try:
+        return Path(tempfile.gettempdir()) / f"moebius-{os.getuid()}"
+    except FileNotFoundError:
+        raise StartupError(
+            "there is no temporary directory that can be written; give a directory with --state-dir"
+        ) from None
 
 
 def _with_port(config: MoebiusConfig) -> MoebiusConfig:
@@ -256,10 +253,19 @@ def _mailbox(config: MoebiusConfig, model: MoeGeometry) -> Segment:
     name = config.experts.mailbox
 
     def create() -> object:
-        from moebius.mailbox import Mailbox
+        from moebius.mailbox import Mailbox, MailboxError
+        from moebius.mailbox_layout import segment_bytes
         from moebius.mailbox_plan import mailbox_geometry
 
-        return Mailbox.create(name, mailbox_geometry(config, model))
+        geometry = mailbox_geometry(config, model)
+        try:
+            return Mailbox.create(name, geometry)
+        except MailboxError as error:
+            needed_mib = -(-segment_bytes(geometry) // 2**20)
+            raise StartupError(
+                f"cannot make the shared memory between the processes: {error}; /dev/shm has to be writable, "
+                f"with {needed_mib} MiB free (docker: --shm-size; else: mount -o remount,size=… /dev/shm)"
+            ) from None
 
     return Segment(name, create)
 

@@ -3,25 +3,52 @@
 A run directory holds `lock` (flock held while the supervisor lives), `run.json` (children and shared
 memory) and the processes' sockets and settings. The kernel drops the lock with its holder, so "the lock
 is free but run.json exists" means leftovers, and nothing else does.
+
+What a run file lists is killed and deleted, so it is believed only where nobody else can have written it:
+in a directory (mode 0700) and a file of our own, reached through no link of somebody else's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
+import stat
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
+
+from moebius.app.supervisor.state_directory import OTHERS_WRITE, check_private, unusable, write_private
 from moebius.errors import StartupError
+from moebius.mailbox_layout import MAGIC
 
 SHARED_MEMORY = Path("/dev/shm")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 KILL_WAIT_S = 5.0
+MAX_RUN_FILE_BYTES = 1 << 20
+# As kernels/mailbox/segment.cc allows them.
+_SEGMENT_NAME = re.compile(r"[^/.\0][^/\0]{0,199}")
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run file whose every word was checked; filled by `_read_record`."""
+
+    # (pid, start in clock ticks) of processes that were started; empty when the machine has restarted since.
+    processes: tuple[tuple[int, int], ...]
+    # Names under /dev/shm.
+    segments: tuple[str, ...]
 
 
 def start_ticks(pid: int) -> int | None:
@@ -39,25 +66,34 @@ def start_ticks(pid: int) -> int | None:
 
 
 class RunDirectory:
-    """An exclusively owned run directory. Raises StartupError when a live supervisor owns it."""
+    """An exclusively owned run directory. Raises StartupError when somebody else owns it or could."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            check_private(path)
+            lock = _try_lock(path)
         except OSError as error:
-            raise StartupError(f"cannot create the state directory {path}: {error.strerror}") from None
-        lock = _try_lock(path)
+            raise unusable(path, error) from None
         if lock is None:
             raise StartupError(f"another supervisor (pid {_owner(path)}) is running in {path}")
         self._lock = lock
-        _remove_leftovers(path)
+        try:
+            _remove_leftovers(path)
+        except BaseException:
+            os.close(lock)
+            raise
 
     def record(self, processes: Iterable[tuple[str, int]], segments: Iterable[str]) -> None:
-        """Writes the run file: (name, pid) of every child that runs and the shared-memory names."""
+        """Writes the run file: (name, pid) of every child that runs and the shared-memory names.
+
+        Raises StartupError when there is no room.
+        """
         known = [(name, pid, start_ticks(pid)) for name, pid in processes]
         document = {
             "supervisor": {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())},
+            "boot_id": _boot_id(),
             "processes": [
                 {"name": name, "pid": pid, "start_ticks": ticks}
                 for name, pid, ticks in known
@@ -65,9 +101,7 @@ class RunDirectory:
             ],
             "segments": list(segments),
         }
-        temporary = self.path / "run.json.new"
-        temporary.write_text(json.dumps(document, indent=1))
-        temporary.replace(self.path / "run.json")
+        write_private(self.path / "run.json", json.dumps(document, indent=1))
 
     def remove(self) -> None:
         """Removes the shared memory in the run file, the directory, and the claim on it."""
@@ -77,23 +111,37 @@ class RunDirectory:
 
 
 def clean_up_stale(state_dir: Path) -> list[str]:
-    """Removes what killed supervisors left in any run directory of `state_dir`; returns those names."""
+    """Removes what killed supervisors left in any run directory of `state_dir`; returns those names.
+
+    Directories of other users are left alone. Raises StartupError for one of ours that others could write to.
+    """
     cleaned = []
     for run_file in sorted(state_dir.glob("*/run.json")):
-        lock = _try_lock(run_file.parent)
+        directory = run_file.parent
+        try:
+            owner = directory.lstat().st_uid
+            if owner != os.getuid():
+                log.warning("left alone, it belongs to another user", path=str(directory), user=owner)
+                continue
+            check_private(directory)
+            lock = _try_lock(directory)
+        except OSError as error:
+            raise unusable(directory, error) from None
         if lock is None:
             continue
-        _remove_leftovers(run_file.parent)
-        shutil.rmtree(run_file.parent, ignore_errors=True)
-        os.close(lock)
-        cleaned.append(run_file.parent.name)
+        try:
+            _remove_leftovers(directory)
+            shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            os.close(lock)
+        cleaned.append(directory.name)
     return cleaned
 
 
 def _try_lock(directory: Path) -> int | None:
     """A locked file descriptor, or None when a live process holds the lock."""
     while True:
-        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -113,30 +161,95 @@ def _owner(directory: Path) -> str:
     return "unknown"
 
 
+def _boot_id() -> str:
+    """Changes whenever the machine starts; empty where it is not told."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
 def _remove_leftovers(directory: Path) -> None:
     """Kills the recorded processes that still run and unlinks the recorded shared memory."""
-    run_file = directory / "run.json"
-    try:
-        document: dict[str, Any] = json.loads(run_file.read_text())
-    except FileNotFoundError:
+    record = _read_record(directory / "run.json")
+    if record is None:
         return
-    except ValueError:
-        raise StartupError(f"the run file {run_file} is damaged; stop its processes and delete it") from None
-    for process in document["processes"]:
-        _kill(process["pid"], process["start_ticks"])
-    for name in document["segments"]:
-        (SHARED_MEMORY / name).unlink(missing_ok=True)
+    segments = [_own_segment(name, directory) for name in record.segments]
+    for pid, ticks in record.processes:
+        _kill(pid, ticks)
+    for segment in segments:
+        segment.unlink(missing_ok=True)
     for path in directory.iterdir():
-        if path.name != "lock" and not path.is_dir():
+        if path.name != "lock" and (path.is_symlink() or not path.is_dir()):
             path.unlink()
+
+
+def _read_record(run_file: Path) -> RunRecord | None:
+    """The run file; None when there is none. Raises StartupError when it is not ours, or not a run file."""
+    try:
+        descriptor = os.open(run_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise StartupError(f"the run file {run_file} is not believed: {reason}; delete it") from None
+    with os.fdopen(descriptor) as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & OTHERS_WRITE:
+            raise StartupError(
+                f"the run file {run_file} is not believed: owner {found.st_uid}, mode "
+                f"{stat.filemode(found.st_mode)}: others could write it; look what it lists, then delete it"
+            )
+        try:
+            return _checked(json.loads(file.read(MAX_RUN_FILE_BYTES)))
+        except (ValueError, KeyError, TypeError):
+            reason = "stop its processes and delete it"
+            raise StartupError(f"the run file {run_file} is damaged; {reason}") from None
+
+
+def _checked(document: Any) -> RunRecord:
+    """Raises ValueError, KeyError or TypeError for what `RunDirectory.record` can not have written."""
+    processes = tuple((entry["pid"], entry["start_ticks"]) for entry in document["processes"])
+    for number in (number for pair in processes for number in pair):
+        if type(number) is not int or number < 1:
+            raise ValueError(number)
+    segments = tuple(document["segments"])
+    if not all(isinstance(name, str) and _SEGMENT_NAME.fullmatch(name) for name in segments):
+        raise ValueError(segments)
+    same_boot = document.get("boot_id", "") in ("", _boot_id())
+    return RunRecord(processes if same_boot else (), segments)
+
+
+def _own_segment(name: str, directory: Path) -> Path:
+    """Where that shared memory is. Raises StartupError for what is there and no mailbox of ours."""
+    path = SHARED_MEMORY / name
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+        # Zeros: its creator died before it was complete.
+        if not ours or int.from_bytes(path.open("rb").read(8), "little") not in (0, MAGIC):
+            run_file = directory / "run.json"
+            raise StartupError(
+                f"the run file {run_file} lists {path}, which is no mailbox of ours; delete {run_file}"
+            )
+    return path
 
 
 def _kill(pid: int, ticks: int) -> None:
     """Kills exactly the process that was recorded, and waits until it is gone (its ports are free)."""
-    if start_ticks(pid) != ticks:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:  # there is none
         return
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    end = time.monotonic() + KILL_WAIT_S
-    while start_ticks(pid) == ticks and time.monotonic() < end:
-        time.sleep(0.01)
+    try:
+        # Checked with the descriptor open: from here on the number can not become another process's.
+        if start_ticks(pid) != ticks or Path(f"/proc/{pid}").stat().st_uid != os.getuid():
+            return
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        end = time.monotonic() + KILL_WAIT_S
+        while start_ticks(pid) == ticks and time.monotonic() < end:
+            time.sleep(0.01)
+    except (ProcessLookupError, FileNotFoundError):
+        return
+    finally:
+        os.close(descriptor)

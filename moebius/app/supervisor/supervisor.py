@@ -15,6 +15,7 @@ from moebius.app.supervisor.process import ManagedProcess
 from moebius.app.supervisor.restart_group import RestartGroup
 from moebius.app.supervisor.runfile import RunDirectory
 from moebius.app.supervisor.spec import Plan, Timing
+from moebius.app.supervisor.state_directory import write_private
 from moebius.errors import PEER_LOST_EXIT, StartupError
 
 POLL_S = 0.05
@@ -114,8 +115,7 @@ class Supervisor:
     def _start(self) -> None:
         self._record()
         for path, text in self._plan.files:
-            path.touch(mode=0o600)
-            path.write_text(text)
+            write_private(path, text)
         # Held, not only created: a segment counts as stale once no living process maps it.
         self._segments = [segment.create() for segment in self._plan.segments]
         for process in self.processes:
@@ -163,7 +163,7 @@ class Supervisor:
         elif (group is None or group.may_restart(name)) and process.restart_if_due(now):
             if group is not None:
                 group.note_start(name)
-            self._record()
+            self._update_record()
             self._on_event(name, "starting")
         elif process.check_ready():
             log.info("process ready", name=name, restarts=process.restarts)
@@ -191,7 +191,7 @@ class Supervisor:
             )
         else:
             log.warning("process ended; restarting", name=name, how=_how(code), pause_s=pause_s)
-        self._record()
+        self._update_record()
         self._on_event(name, "died")
 
     def _stop(self) -> None:
@@ -211,6 +211,13 @@ class Supervisor:
                 if not process.kill():
                     log.error("process does not end, it waits inside the kernel", name=process.spec.name)
                 self._on_event(process.spec.name, "stopped")
+
+    def _update_record(self) -> None:
+        """While serving, a directory without room is no reason to end."""
+        try:
+            self._record()
+        except StartupError as error:
+            log.error("run file is out of date", error=str(error))
 
     def _record(self) -> None:
         running = [(process.spec.name, process.pid) for process in self.processes if process.pid is not None]
