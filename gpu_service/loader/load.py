@@ -27,6 +27,7 @@ from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.quantisation import read_schemes
 from moebius.checkpoint.reader import SliceReader
+from moebius.checkpoint.rules import check_prediction_layers
 from moebius.config import ModelConfigSection
 
 
@@ -77,6 +78,7 @@ def _present(index: CheckpointIndex, model: CausalLM) -> dict[str, TensorInfo]:
     """The checkpoint's tensors that this process reads, by canonical name."""
     present: dict[str, TensorInfo] = {}
     config = model.config
+    check_prediction_layers(index, config.model_type, config.num_layers)
     swapped = config.tie_word_embeddings and is_stored_as_head(index, config.model_type, config.num_layers)
     for name, info in index.tensors.items():
         canonical = wanted_name(name, config, model.parallel, head_is_embedding=swapped)

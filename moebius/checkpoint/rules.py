@@ -8,6 +8,7 @@ Canonical names are those of the text-only Hugging Face models (`model.layers.0.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -77,8 +78,11 @@ def _rename(pattern: str, replacement: str, before: str, after: str) -> RenameRu
     return RenameRule(pattern, replacement, (before, after))
 
 
-# Old checkpoints carry rotary frequencies, which are computed here.
+# Some checkpoints carry rotary frequencies. Everybody computes them from config.json, as transformers does,
+# and leaves the stored ones aside: they need not even be of the right number (Kimi-K2's are of another head).
 _ROTARY = _drop(r".*\.rotary_emb\.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq")
+# Multi-token prediction proposes tokens and changes none of the model's own: not served, here or in
+# transformers.
 _MTP = _drop(r"mtp\..*", "mtp.layers.0.self_attn.q_proj.weight")
 _SHARED = _rename(
     r"(model\.layers\.\d+\.mlp\.)shared_expert\.(.*)",
@@ -192,6 +196,39 @@ FAMILY_RULES: Mapping[str, FamilyRules] = {
         prediction_layers=True,
     ),
 }
+
+
+# What layers of multi-token prediction have besides those of a decoder layer.
+_PREDICTION = re.compile(
+    r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head|embed_tokens|transformer)\."
+)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def check_prediction_layers(index: CheckpointIndex, model_type: str, num_layers: int) -> None:
+    """Layers behind the last are left out only where they are multi-token prediction.
+
+    Raises CheckpointError naming a tensor of another: config.json has fewer layers than the checkpoint.
+    """
+    # A GGUF file itself says how many of its blocks predict, and names what they have besides otherwise.
+    if not FAMILY_RULES[model_type].prediction_layers or index.layouts:
+        return
+    first_of: dict[int, str] = {}
+    predicting: set[int] = set()
+    for name in index.tensors:
+        canonical = FAMILY_RULES[model_type].canonical_name(name, sys.maxsize) or ""
+        layer = _LAYER.match(canonical)
+        if layer is not None and int(layer[1]) >= num_layers:
+            first_of.setdefault(int(layer[1]), name)
+            if _PREDICTION.match(canonical):
+                predicting.add(int(layer[1]))
+    for number, name in sorted(first_of.items()):
+        if number not in predicting:
+            raise CheckpointError(
+                f"{index.directory}: tensor {name!r} is of layer {number}, but config.json has "
+                f"num_hidden_layers {num_layers}, and nothing says that the layer is one of multi-token "
+                "prediction: it would be left unused"
+            )
 
 
 def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:

@@ -101,6 +101,17 @@ def test_names_that_may_be_there_are_skipped(checkpoint: Path) -> None:
     _load(checkpoint)
 
 
+def test_layers_that_config_json_lacks_are_named(checkpoint: Path) -> None:
+    """What is left out behind the last layer is multi-token prediction, not a layer of the model."""
+    _change(
+        checkpoint, lambda tensors: tensors.update({"model.layers.2.input_layernorm.weight": torch.ones(6)})
+    )
+    with pytest.raises(CheckpointError, match=r"layers\.2\.input.* is of layer 2, .*num_hidden_layers 2"):
+        _load(checkpoint)
+    _change(checkpoint, lambda tensors: tensors.update({"model.layers.2.enorm.weight": torch.ones(6)}))
+    _load(checkpoint)
+
+
 @pytest.mark.parametrize(
     "name", ["model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.gate.e_score_correction_bias"]
 )
