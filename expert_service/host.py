@@ -145,6 +145,8 @@ class ExpertHost:
         if not model.moe_layers:
             raise ValueError(f"{request.model_path} has no mixture-of-experts layers")
         plan = plan_load(model, request.model_path, request.weight_dtype)
+        for rounding in plan.roundings:
+            log.warning("packing rounds", what=rounding, exact="--expert-dtype float32, at 32 bits a weight")
         part = plan_slice(model, request, plan.group)
         engine = make_engine(plan, part, self.placement, self._settings.exact_experts)
         self._on_engine(engine, model, request)

@@ -27,6 +27,8 @@ class LoadPlan:
     experts: Mapping[tuple[int, int], ExpertMatrices]
     # The intermediate dimension can be divided at multiples of this: groups and blocks stay whole.
     group: int
+    # What packing rounds, for people, although formats are kept; ascending.
+    roundings: tuple[str, ...] = ()
 
     @property
     def model(self) -> MoeGeometry:
@@ -57,6 +59,7 @@ def plan_load(model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "
     used: set[str] = set()
     groups: set[int] = set()
     biased: set[bool] = set()
+    roundings: set[str] = set()
     for layer in model.moe_layers:
         for expert in range(model.num_experts):
             found = experts[layer, expert] = checkpoint.expert(layer, expert)
@@ -72,6 +75,7 @@ def plan_load(model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "
             biased.add(found.has_bias)
             for matrix in (found.gate, found.up, found.down):
                 used.update(matrix.tensor_names)
+                roundings.update({matrix.rounding} - {""} if expert_dtype == "keep" else ())
     _check_unused(checkpoint, used)
     first = kept[model.moe_layers[0]]
     target = REQUANTISED.get(expert_dtype)
@@ -83,6 +87,7 @@ def plan_load(model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "
         any(biased),
         experts,
         math.lcm(*groups),
+        tuple(sorted(roundings)),
     )
 
 

@@ -79,6 +79,15 @@ class StoredMatrix:
         return self.scheme.rounds_scales or (self.scheme is PLAIN and bool(self.arrays[0].tensor.packed_as))
 
     @property
+    def rounding(self) -> str:
+        """What its packed format changes, for people; empty where it holds what is stored."""
+        if not self.is_rounded:
+            return ""
+        if self.scheme is PLAIN:
+            return f"quantised values to {self.packed_format} (weights by about 0.17 %)"
+        return f"scales and minimums of {self.scheme.name} to float16 (weights by about 0.02 %)"
+
+    @property
     def row_multiple(self) -> int:
         """Rows can be cut at multiples of this."""
         # Blocks of fp8 may be cut inside: kernels are told how far into a block the first row lies.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFReader, quants
+from structlog.testing import capture_logs
 
 from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
 from moebius.checkpoint.gguf.files import gguf_files
@@ -29,7 +30,7 @@ PACKED = {
     "qwen3_5_moe": "int4_g32_f16/int8_g32_f16",
     "dots1": "bfloat16",
 }
-# How far off that is; the others are exact.
+# How far off that is, which a server says when it starts; the others are exact.
 ROUNDED = {
     "qwen3_moe": EXPERTS_GGUF_FLOAT16_SCALES,
     "dots1": EXPERTS_GGUF_BFLOAT16,
@@ -82,6 +83,23 @@ def test_servers_compute_the_decoded_weights(name: str, gguf: Callable[[str], Gg
             assert loaded.weight_format == PACKED[name]
             for error in loaded.relative_errors.values():
                 assert (0 < error < ROUNDED[name]) if name in ROUNDED else error == 0
+
+
+@pytest.mark.parametrize("name", [*sorted(ROUNDED), "mixtral"])
+def test_what_is_rounded_is_said_and_can_be_kept(name: str, gguf: Callable[[str], GgufFile]) -> None:
+    """One line for each kind of rounding, and a setting with which there is none."""
+    path = gguf(name).path
+    with capture_logs() as logs:
+        host_of(path)
+    said = [line["what"] for line in logs if line["event"] == "packing rounds"]
+    assert bool(said) is (name in ROUNDED)
+    assert all(("float16" if name == "qwen3_moe" else "bfloat16") in what for what in said)
+    geometry = MoeGeometry.from_config(path)
+    layer, rows = geometry.moe_layers[0], rows_of(geometry)
+    with capture_logs() as logs:
+        exact = host_of(path, weight_dtype="float32").forward(layer, *rows)
+    assert not [line for line in logs if line["event"] == "packing rounds"]
+    assert distance(np.asarray(exact), golden(decoded(path, geometry), layer, *rows)) < EXPERTS_FLOAT32
 
 
 def test_the_cut_of_the_wide_model_lies_inside_a_block(gguf: Callable[[str], GgufFile]) -> None:
