@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from gpu_service.main import MIN_PING_INTERVAL_MS, make_server
@@ -259,3 +260,20 @@ async def test_unavailable_before_ready_and_while_draining() -> None:
         service.servicer.service = None
         with pytest.raises(grpc.aio.AioRpcError, match="still loading"):
             await service.stub.GetLoad(pb.GetLoadRequest())
+
+
+async def test_reflection_is_off_unless_asked_for() -> None:
+    """Services are not listed to whoever reaches the port; with the setting they are."""
+    for reflect in (False, True):
+        server, _, port = make_server(EngineServicer(), "127.0.0.1:0", reflect=reflect)
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            request = reflection_pb2.ServerReflectionRequest(list_services="")
+            call = stub.ServerReflectionInfo(iter([request]))
+            if reflect:
+                answer = await call.read()
+                assert SERVICE_NAME in {s.name for s in answer.list_services_response.service}
+            else:
+                assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+        await server.stop(0)
