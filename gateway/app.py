@@ -12,7 +12,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from gateway.errors import install_error_handlers
 from gateway.middleware import AuthMiddleware, RequestContextMiddleware
+from gateway.openapi import install_openapi
 from gateway.routes import chat, completions, models, ops, tokenize
+from gateway.schemas.chat import ChatCompletionRequest
+from gateway.schemas.completions import CompletionRequest
+from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from gateway.state import Gateway
 from gateway.streaming import ClientGone
 from moebius import __version__
@@ -60,6 +64,7 @@ def create_app(config: MoebiusConfig, on_broken: Callable[[str], None] = _log_br
     app.add_exception_handler(ClientGone, _on_client_gone)
     for module in (chat, completions, models, ops, tokenize):
         app.include_router(module.router)
+    install_openapi(app, [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
     keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
     if keys.required:
         app.add_middleware(AuthMiddleware, keys=keys)

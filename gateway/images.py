@@ -10,8 +10,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from gateway.errors import ApiError
 from gateway.image_hosts import ImageRefused, from_host
-from gateway.model import ServedModel
-from gateway.schemas.chat import ChatMessage
+from gateway.schemas.chat import ImageUrl
 from moebius.config import ImageConfig
 from moebius.image_files import open_image, read_below
 from protos import engine_pb2
@@ -26,30 +25,13 @@ _DETAILS: Mapping[str | None, engine_pb2.ImageDetail] = {"low": engine_pb2.IMAGE
 
 
 async def collect_images(
-    messages: Sequence[ChatMessage], model: ServedModel, config: ImageConfig
+    places: Sequence[tuple[str, ImageUrl]], config: ImageConfig
 ) -> list[engine_pb2.ImageInput]:
-    """All images as the engine takes them, in the order of the conversation.
+    """All images as the engine takes them, in order; `places`: the name of its parameter and each image.
 
     Raises:
         ApiError: 400 that names the part at fault.
     """
-    places = [
-        (f"messages[{number}].content[{index}].image_url.url", image)
-        for number, message in enumerate(messages)
-        for index, image in message.image_urls()
-    ]
-    if not places:
-        return []
-    if not model.supports_vision:
-        raise _refused(
-            places[0][0], f"the model {model.name!r} takes text only, not images", "unsupported_image"
-        )
-    if len(places) > config.max_images_per_request:
-        raise _refused(
-            places[config.max_images_per_request][0],
-            f"{len(places)} images were sent; at most {config.max_images_per_request} are allowed",
-            "too_many_images",
-        )
     files = await asyncio.gather(*(_collected(place, image.url, config) for place, image in places))
     if sum(map(len, files)) > _MOST_BYTES:
         raise _refused(
@@ -59,18 +41,6 @@ async def collect_images(
     return [
         engine_pb2.ImageInput(data=data, detail=detail) for data, detail in zip(files, details, strict=True)
     ]
-
-
-def check_placeholders(model: ServedModel, prompt_ids: Sequence[int], images: int) -> None:
-    """ApiError 400 unless the chat template wrote one placeholder for each image."""
-    found = sum(token == model.image_token_id for token in prompt_ids)
-    if found != images:
-        raise _refused(
-            "messages",
-            f"the prompt has {found} image placeholders for {images} images: the chat template does not show "
-            "all images, or a text contains the placeholder",
-            "invalid_image",
-        )
 
 
 def _refused(param: str, message: str, code: str) -> ApiError:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gateway.errors import ApiError, bad_request
-from gateway.text.chat_template import ChatTemplateError
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class ServedModel:
     tokenizer: Tokenizer
     supports_vision: bool = False
     image_token_id: int = -1  # what stands for one image in a prompt; only when supports_vision
+    max_waiting_outputs: int = 0  # most the engine ever queues; 0: it did not tell
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
     def card(self) -> dict[str, Any]:
@@ -48,32 +50,26 @@ class ServedModel:
         if wrong is not None:
             raise bad_request(f"{param}: token id {wrong} is outside [0, {self.vocab_size})", param)
 
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool,
-        continue_final_message: bool = False,
-        kwargs: dict[str, Any] | None = None,
-    ) -> str:
-        """The prompt text of a conversation; ApiError 400 when there is no template or it refuses."""
-        template = self.tokenizer.chat_template
-        if template is None:
+    def check_length(self, length: int, param: str) -> None:
+        """Raises ApiError 400 for a prompt of more tokens than the model takes."""
+        if length > self.max_prompt_length:
             raise ApiError(
                 400,
-                f"model {self.name!r} has no chat template: use /v1/completions, or start the gateway with "
-                "one (--chat-template FILE)",
-                param="messages",
-                code="no_chat_template",
+                f"This model's maximum context length is {self.max_context_length} tokens, of which a prompt "
+                f"may take {self.max_prompt_length}; your '{param}' resulted in {length} tokens.",
+                param=param,
+                code=CONTEXT_LENGTH_EXCEEDED,
             )
-        try:
-            return template.render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                kwargs=kwargs,
+
+    def check_name(self, name: str | None) -> None:
+        """Raises ApiError 404 naming `model` when `name` is neither None nor this model's."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist; this server has {self.name!r}",
+                param="model",
+                code="model_not_found",
             )
-        except ChatTemplateError as error:
-            raise bad_request(str(error), "messages") from error
 
 
 def load_served_model(
@@ -98,4 +94,5 @@ def load_served_model(
         tokenizer=tokenizer,
         supports_vision=info.supports_vision,
         image_token_id=info.image_token_id if info.supports_vision else -1,
+        max_waiting_outputs=info.max_waiting_requests,
     )

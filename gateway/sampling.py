@@ -5,25 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.errors import ApiError
-from gateway.model import ServedModel
+from gateway.model import CONTEXT_LENGTH_EXCEEDED, ServedModel
 from gateway.schemas.common import GenerationFields
 from protos import engine_pb2
-
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 def check_prompt(model: ServedModel, prompt_ids: list[int], param: str) -> None:
     """Raises ApiError 400 for an empty prompt, one that is too long, or ids outside the vocabulary."""
     if not prompt_ids:
         raise ApiError(400, f"'{param}' gives no tokens", param=param, code="invalid_value")
-    if len(prompt_ids) > model.max_prompt_length:
-        raise ApiError(
-            400,
-            f"This model's maximum context length is {model.max_context_length} tokens, of which a prompt "
-            f"may take {model.max_prompt_length}; your '{param}' resulted in {len(prompt_ids)} tokens.",
-            param=param,
-            code=CONTEXT_LENGTH_EXCEEDED,
-        )
+    model.check_length(len(prompt_ids), param)
     model.check_token_ids(prompt_ids, param)
 
 

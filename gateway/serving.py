@@ -19,11 +19,12 @@ from starlette.responses import JSONResponse, Response
 from gateway import telemetry
 from gateway.errors import to_api_error
 from gateway.formats.base import ResponseFormat, usage_object
-from gateway.generation import PromptJob, merge
+from gateway.generation import merge
 from gateway.logprobs import TokenLogprob
 from gateway.model import ServedModel
 from gateway.output import Delta, Finish
-from gateway.schemas.common import GenerationFields, StreamOptions
+from gateway.prompts.contract import Prepared
+from gateway.schemas.common import StreamOptions
 from gateway.state import Gateway
 from gateway.streaming import DONE, EventStream, event, run_until_disconnect
 
@@ -46,13 +47,14 @@ class RequestRun:
         self,
         gateway: Gateway,
         model: ServedModel,
-        body: GenerationFields,
-        jobs: list[PromptJob],
+        prepared: Prepared,
         form: ResponseFormat,
     ) -> None:
+        """Gives the engine's requests the response's id, and describes them on the current span."""
+        body = prepared.fields
         self._gateway = gateway
         self._model = model
-        self._jobs = jobs
+        self._jobs = prepared.jobs
         self._format = form
         self._options = body.stream_options or StreamOptions.model_validate({})
         self._stream = bool(body.stream)
@@ -60,6 +62,9 @@ class RequestRun:
         self._started = time.perf_counter()
         self._last_token: dict[int, float] = {}
         self._span = trace.get_current_span()
+        for number, job in enumerate(self._jobs):
+            job.request.request_id = form.id if len(self._jobs) == 1 else f"{form.id}-{number}"
+        telemetry.describe_request(self._span, form.operation, body, self._jobs[0].request.sampling_params)
         self._context = otel_context.get_current()
         self._admitted = False
         self._first: asyncio.Future[bytes] | None = None

@@ -17,12 +17,17 @@ from gateway.engine_client import EngineClient
 from gateway.errors import ApiError
 from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel, load_served_model
+from gateway.prompts.body import BodyReceiver
+from gateway.prompts.contract import Kind, Prepared, WorkerSetup
+from gateway.prompts.pool import PromptPool
+from gateway.streaming import run_until_disconnect
 from gateway.text.tokenizer import Tokenizer
 from moebius.config import MoebiusConfig
 from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)
 RETRY_S = 0.25
+_MIB = 2**20
 
 
 class ModelFilesError(Exception):
@@ -39,10 +44,16 @@ class Gateway:
         self._on_broken = on_broken
         self.metrics = GatewayMetrics()
         self.admission = Admission(config.gateway.max_queued_requests, self.metrics)
+        self._bodies = BodyReceiver(self._max_body_bytes)
+        self._prompts = PromptPool(config.gateway.prompt_workers, config.gateway.max_queued_requests)
         self._engine: EngineClient | None = None
         self._model: ServedModel | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._last_status = ""
+
+    @property
+    def _max_body_bytes(self) -> int:
+        return int(self.config.gateway.max_body_mib * _MIB)
 
     @property
     def engine(self) -> EngineClient:
@@ -61,6 +72,7 @@ class Gateway:
             self._connecting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._connecting
+        await self._prompts.close()
         await self.engine.close()
 
     async def _connect(self) -> None:
@@ -72,7 +84,9 @@ class Gateway:
             info = await self._model_info()
             directory = info.tokenizer_path or info.model_path
             tokenizer = tokenizer or await self._read_tokenizer(directory)
-            self._model = load_served_model(info, tokenizer, settings.served_model_name)
+            model = load_served_model(info, tokenizer, settings.served_model_name)
+            await self._prompts.start(self._worker_setup(info, settings.model or directory))
+            self._model = model
         except Exception as error:
             self._on_broken(f"the model can not be served: {error}")
             return
@@ -102,6 +116,41 @@ class Gateway:
                 self._last_status = status
                 await asyncio.sleep(RETRY_S)
 
+    def _worker_setup(self, info: engine_pb2.GetModelInfoResponse, tokenizer_dir: str) -> WorkerSetup:
+        """What the processes that prepare prompts need to know."""
+        settings = self.config.gateway
+        return WorkerSetup(
+            model_info=info.SerializeToString(),
+            tokenizer_dir=tokenizer_dir,
+            served_name=self.config.model.served_model_name,
+            template_file=settings.chat_template,
+            images=self.config.images,
+            max_body_bytes=self._max_body_bytes,
+            memory_bytes=int(settings.prompt_memory_gib * 2**30),
+            cpu_s=settings.prompt_timeout_s,
+        )
+
+    async def generation(self, request: Request, kind: Kind) -> Prepared:
+        """A generation request read, validated and tokenised; see `prepare`."""
+        prepared = await self.prepare(request, kind)
+        assert isinstance(prepared, Prepared)
+        return prepared
+
+    async def prepare(self, request: Request, kind: Kind) -> Prepared | bytes:
+        """What the request's body asks for, ready for the engine, or the JSON that answers it.
+
+        Raises:
+            ApiError: the body is refused, or the model is not known yet.
+            ClientGone: the client left.
+        """
+        model = self.model()
+        images = self.config.images
+        sees = kind == "chat" and model.supports_vision
+        # Base64 takes four characters for three bytes.
+        extra = int(images.max_images_per_request * images.max_image_mib * _MIB * 4 / 3) if sees else 0
+        async with self._bodies.receive(request, extra) as body:
+            return await run_until_disconnect(request, self._prompts.prepare(kind, body))
+
     def model(self) -> ServedModel:
         """The served model; ApiError 503 until the engine has told which."""
         if self._model is None:
@@ -116,13 +165,7 @@ class Gateway:
     def model_named(self, name: str | None) -> ServedModel:
         """The served model when `name` is its name (or None); ApiError 404 naming `model` otherwise."""
         model = self.model()
-        if name is not None and name != model.name:
-            raise ApiError(
-                404,
-                f"the model {name!r} does not exist; this server has {model.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+        model.check_name(name)
         return model
 
 

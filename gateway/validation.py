@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import PydanticCustomError
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 3, 80, 80, 80
+_LONGEST_PARAM = 200
 _CODES = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
-    "json_invalid": "invalid_json",
 }
 
 
@@ -32,11 +35,11 @@ def _param_of(location: Sequence[str | int]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         elif not _is_union_tag(part) and not (part == "body" and not text):
-            text += f".{part}" if text else part
+            text = _joined(text, part)
     return text
 
 
-def describe_validation_error(errors: Sequence[dict[str, Any]]) -> tuple[str, str | None, str]:
+def describe_validation_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None, str]:
     """Message, parameter (dotted path) and code of the most telling error.
 
     A value that fits no member of a union gives one error per member: the one deepest in the value says
@@ -48,20 +51,22 @@ def describe_validation_error(errors: Sequence[dict[str, Any]]) -> tuple[str, st
     context = error.get("ctx") or {}
     if "param" in context:
         return str(context["message"]), str(context["param"]), str(context["code"])
-    if error["type"] == "json_invalid":
-        return f"the body is not valid JSON: {context.get('error', error['msg'])}", None, "invalid_json"
-    param = _param_of(error["loc"]) or None
+    if error["type"] == "extra_forbidden":  # its name is the client's, whatever it looks like
+        param: str | None = _joined(_param_of(error["loc"][:-1]), str(error["loc"][-1]))[:_LONGEST_PARAM]
+        return f"unknown parameter: {param!r}", param, _CODES[error["type"]]
+    param = _param_of(error["loc"])[:_LONGEST_PARAM] or None
     code = _CODES.get(error["type"], "invalid_value")
-    if error["type"] == "extra_forbidden":
-        return f"unknown parameter: {param!r}", param, code
     if error["type"] == "missing":
         return f"missing required parameter: {param!r}", param, code
     if param is None:
-        return f"the body must be a JSON object sent as application/json: {error['msg']}", None, code
-    return f"invalid value for {param!r}: {error['msg']} (got {_shown(error.get('input'))})", param, code
+        return f"the body must be a JSON object: {error['msg']}", None, code
+    return f"invalid value for {param!r}: {error['msg']} (got {shown(error.get('input'))})", param, code
 
 
-def _shown(value: object) -> str:
-    """A short form of the offending value."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _joined(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name
+
+
+def shown(value: object) -> str:
+    """A short form of the offending value, made without spelling out all of it."""
+    return _SHORT.repr(value)

@@ -105,6 +105,20 @@ class GatewayConfig(Section):
     cors_origins: tuple[str, ...] = Field(
         default=(), description="Origins of web pages that may send requests, or *; empty: none"
     )
+    max_body_mib: float = Field(
+        default=32.0, gt=0, description="Size of a request's body without its images, MiB"
+    )
+    prompt_workers: int = Field(
+        default=2,
+        ge=1,
+        description="Processes that read requests and tokenise prompts; one of several takes small ones only",
+    )
+    prompt_timeout_s: float = Field(
+        default=20.0, gt=0, description="Processor time that reading one request may take, seconds"
+    )
+    prompt_memory_gib: float = Field(
+        default=4.0, gt=0, description="Memory that reading one request may take, GiB"
+    )
     chat_template: str = Field(
         default="", description="File with a Jinja chat template; empty: the tokenizer's own"
     )

@@ -16,6 +16,7 @@ from gateway.text.tokenizer import Tokenizer
 class ResponseFormat(ABC):
     """Builds the JSON objects of one response; all objects of a stream share id and creation time."""
 
+    operation: str  # gen_ai.operation.name
     id_prefix: str
     whole_object: str  # `object` of a non-streamed answer
     chunk_object: str  # `object` of a stream's chunks

@@ -13,6 +13,7 @@ from gateway.output import Delta, Finish
 class ChatFormat(ResponseFormat):
     """A role chunk, content chunks, then an empty delta with the finish reason."""
 
+    operation = "chat"
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

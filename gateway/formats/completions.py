@@ -13,6 +13,7 @@ from gateway.output import Delta, Finish
 class CompletionFormat(ResponseFormat):
     """Text chunks, then an empty text with the finish reason."""
 
+    operation = "text_completion"
     id_prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from gateway.schemas.common import MAX_TOP_LOGPROBS, GenerationFields, StrictModel
+from gateway.schemas.common import GenerationFields, StrictModel
+from gateway.schemas.json_text import parse_json
 from gateway.text.chat_template import RESERVED_NAMES
 from gateway.validation import param_error
+from moebius.request_limits import MAX_LOGPROBS
+
+MAX_MESSAGES = 16_384
+MAX_PARTS = 16_384  # of one message
 
 
 def _parse_arguments(arguments: Any) -> Any:
     """Chat templates read the arguments as a mapping; clients send them as text."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments or "{}")
-    except ValueError as error:
-        raise ValueError(f"not valid JSON: {error}") from error
+    return parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
 
 
 class ImageUrl(StrictModel):
@@ -50,11 +49,18 @@ class ContentPart(StrictModel):
         return {"type": "image"} if self.text is None else {"type": "text", "text": self.text}
 
 
+Arguments = Annotated[
+    dict[str, Any], BeforeValidator(_parse_arguments, json_schema_input_type=str | dict[str, Any])
+]
+
+
 class FunctionCall(StrictModel):
     """A function an assistant message of the history called; `arguments` is a JSON object as text."""
 
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_parse_arguments)]
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(_parse_arguments, json_schema_input_type=str | dict[str, Any])
+    ]
 
 
 class ToolCall(StrictModel):
@@ -65,14 +71,17 @@ class ToolCall(StrictModel):
     function: FunctionCall
 
 
+Parts = Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
 class ChatMessage(StrictModel):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Parts | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_PARTS, fail_fast=True)
     tool_call_id: str | None = None
 
     @model_validator(mode="before")
@@ -111,25 +120,33 @@ class ChatMessage(StrictModel):
         return message
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    taken = sorted(RESERVED_NAMES & set(kwargs))
+    if taken:
+        raise param_error("chat_template_kwargs", f"'chat_template_kwargs' must not set {taken}")
+    return kwargs
+
+
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)]
+
+
 class ChatCompletionRequest(GenerationFields):
     """Every field here is implemented; the others are in `unsupported.py`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
     max_tokens: int | None = Field(None, ge=1, le=2**31)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = Field(None, description="Unset: unless the final message goes on")
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    @field_validator("chat_template_kwargs", mode="after")
-    @classmethod
-    def _check_kwargs(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
-        taken = sorted(RESERVED_NAMES & set(kwargs or {}))
-        if taken:
-            raise param_error("chat_template_kwargs", f"'chat_template_kwargs' must not set {taken}")
-        return kwargs
+    chat_template_kwargs: TemplateKwargs | None = None
+    parse_special: bool = Field(
+        False, description="Control tokens spelled in messages are control tokens; false: they are text"
+    )
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

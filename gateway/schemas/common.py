@@ -7,10 +7,20 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gateway.schemas.unsupported import refuse_unsupported
-from gateway.validation import param_error
+from gateway.validation import param_error, shown
+from moebius.request_limits import (
+    MAX_LOGIT_BIAS,
+    MAX_OUTPUTS,
+    MAX_STOP_STRING_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
-MAX_STOP_STRINGS = 4
-MAX_TOP_LOGPROBS = 20
+# Of what is kept while a request runs: names and labels, not prompts.
+MAX_LABEL_CHARACTERS = 1024
+# Penalties beyond these are infinite or zero in the engine's single precision, or as good as.
+PENALTY_RANGE = 1e-3, 1e3
+_TOKEN_ID_DIGITS = 10
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -18,6 +28,9 @@ class StrictModel(BaseModel):
     """Unknown fields and values of the wrong JSON type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class StreamOptions(StrictModel):
@@ -31,30 +44,38 @@ class StreamOptions(StrictModel):
 class GenerationFields(StrictModel):
     """Sampling and stream parameters; unset ones take the model's generation defaults, then the API's."""
 
-    model: str = Field(description="Name as in /v1/models")
+    model: str = Field(max_length=MAX_LABEL_CHARACTERS, description="Name as in /v1/models")
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31, description="Candidates kept; -1 or 0 keep all")
     min_p: float | None = Field(None, ge=0, le=1)
-    n: int | None = Field(None, ge=1, le=128, description="Independent outputs")
+    n: int | None = Field(None, ge=1, le=MAX_OUTPUTS, description="Independent outputs")
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
-    stop: str | list[str] | None = Field(None, description="Up to 4 strings that end an output")
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    stop: str | list[str] | None = Field(
+        None, description=f"Up to {MAX_STOP_STRINGS} strings that end an output"
+    )
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, le=2**31)
     max_tokens: int | None = Field(None, ge=0, le=2**31)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    repetition_penalty: float | None = Field(None, ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1])
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=MAX_LOGIT_BIAS, description="Token ids as text, and what is added to their logits"
+    )
     skip_special_tokens: bool = True
     spaces_between_special_tokens: Literal[True] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Recorded on the request's span and log line")
+    user: str | None = Field(
+        None, max_length=MAX_LABEL_CHARACTERS, description="Recorded on the request's span and log line"
+    )
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Larger runs earlier among waiting requests")
-    cache_salt: str | None = Field(None, description="Prefixes are shared only between equal salts")
+    cache_salt: str | None = Field(
+        None, max_length=MAX_LABEL_CHARACTERS, description="Prefixes are shared only between equal salts"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -70,14 +91,16 @@ class GenerationFields(StrictModel):
             raise param_error("stop", f"'stop' takes at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
         if "" in strings:
             raise param_error("stop", "a stop string must not be empty")
+        if any(len(string) > MAX_STOP_STRING_CHARACTERS for string in strings):
+            raise param_error("stop", f"a stop string has at most {MAX_STOP_STRING_CHARACTERS} characters")
         return stop
 
     @field_validator("logit_bias", mode="after")
     @classmethod
     def _check_logit_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for key in bias or {}:
-            if not (key.isascii() and key.isdigit()):
-                raise param_error("logit_bias", f"keys of 'logit_bias' must be token ids, got {key!r}")
+            if not (key.isascii() and key.isdigit() and len(key) <= _TOKEN_ID_DIGITS):
+                raise param_error("logit_bias", f"keys of 'logit_bias' must be token ids, got {shown(key)}")
         return bias
 
     @model_validator(mode="after")

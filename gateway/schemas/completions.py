@@ -6,8 +6,9 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from gateway.schemas.common import MAX_TOP_LOGPROBS, GenerationFields
+from gateway.schemas.common import GenerationFields
 from gateway.validation import param_error
+from moebius.request_limits import MAX_LOGPROBS
 
 MAX_PROMPTS = 256
 _FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
@@ -22,13 +23,18 @@ class CompletionRequest(GenerationFields):
 
     prompt: list[str | list[int]] = Field(description=f"{_FORMS}; normalised to a list of prompts")
     max_tokens: int | None = Field(16, ge=0, le=2**31, description="0 only with `echo`")
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Alternatives per token")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Alternatives per token")
     echo: bool | None = Field(None, description="Begin the text with the prompt")
     add_special_tokens: bool = Field(
         True, description="Begin text prompts with the model's BOS, if it has one"
     )
+    parse_special: bool = Field(
+        True, description="Control tokens spelled in text prompts are control tokens; false: they are text"
+    )
 
-    @field_validator("prompt", mode="before")
+    @field_validator(
+        "prompt", mode="before", json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+    )
     @classmethod
     def _normalise_prompt(cls, prompt: Any) -> Any:
         """One prompt or many, text or ids: always a list of prompts afterwards."""

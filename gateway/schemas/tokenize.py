@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
-from gateway.schemas.chat import ChatMessage
-from gateway.schemas.common import StrictModel
+from gateway.schemas.chat import Messages, TemplateKwargs
+from gateway.schemas.common import MAX_LABEL_CHARACTERS, StrictModel, TokenId
 from gateway.validation import param_error
+
+MAX_TOKENS = 2**20  # to turn into text
 
 
 class TokenizeRequest(StrictModel):
     """Text or a conversation to count or tokenise; exactly one of `prompt` and `messages`."""
 
-    model: str | None = None
+    model: str | None = Field(None, max_length=MAX_LABEL_CHARACTERS)
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = Field(
         None, description="Unset: true for `prompt`, false for `messages`"
     )
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    parse_special: bool | None = Field(
+        None,
+        description="Whether control tokens spelled in the text are control tokens; unset: true for "
+        "`prompt`, false for `messages`",
+    )
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -34,5 +41,5 @@ class TokenizeRequest(StrictModel):
 class DetokenizeRequest(StrictModel):
     """Token ids to turn into text."""
 
-    model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    model: str | None = Field(None, max_length=MAX_LABEL_CHARACTERS)
+    tokens: list[TokenId] = Field(max_length=MAX_TOKENS, fail_fast=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import islice
 
 from gateway.text.tokenizer import Tokenizer
 
@@ -59,8 +60,8 @@ class WindowDetokenizer(Detokenizer):
         self, tokenizer: Tokenizer, skip_special_tokens: bool, context_ids: Sequence[int] = ()
     ) -> None:
         super().__init__(tokenizer, skip_special_tokens)
-        self._window = [token_id for token_id in context_ids if token_id not in tokenizer.special_ids]
-        self._window = self._window[-_CONTEXT_TOKENS:]
+        ordinary = (token for token in reversed(context_ids) if token not in tokenizer.special_ids)
+        self._window = list(islice(ordinary, _CONTEXT_TOKENS))[::-1]
         self._given = len(self._window)  # tokens of the window whose text was given out
 
     def _step(self, token_id: int) -> str:

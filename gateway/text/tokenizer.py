@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
-from tokenizers import decoders
+from tokenizers import decoders, normalizers, pre_tokenizers
 
 from gateway.text.chat_template import ChatTemplate, ChatTemplateError
+from gateway.text.control_tokens import ControlTokens, is_control
+from gateway.text.conversation import MarkedText
+from gateway.text.text_size import TextSize
 from moebius.checkpoint.byte_level import piece_to_bytes
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import companion_directory, is_gguf
@@ -27,16 +31,26 @@ class TokenizerError(UserError):
 
 
 class Tokenizer:
-    """One model's vocabulary and chat template; immutable after `from_dir`, safe to use from threads."""
+    """One model's vocabulary and chat template.
+
+    Decoding is safe from threads; encoding is not, as marked text changes the backend for as long as it
+    takes: only the processes that prepare prompts encode, one text at a time.
+    """
 
     def __init__(self, backend: BackendTokenizer, chat_template: ChatTemplate | None) -> None:
         self._backend = backend
+        backend.no_truncation()  # some files have it set for training
+        backend.no_padding()
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added_text = {token_id: token.content for token_id, token in added.items()}
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        controls = [token for token in added.values() if is_control(token.content, token.special)]
+        # A mark is taken out before added tokens are looked for in normalised text: there it splits words.
+        self._seamless = not any(token.normalized for token in controls)
+        self.controls = ControlTokens([token.content for token in controls], self._seamless)
 
     @classmethod
     def from_dir(cls, directory: Path, template_file: str = "") -> Tokenizer:
@@ -82,10 +96,39 @@ class Tokenizer:
                     f"model's vocab_size is {vocab_size}"
                 )
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` applies the checkpoint's post-processor ."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str | MarkedText, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; `add_special_tokens` applies the checkpoint's post-processor.
+
+        What is marked in a `MarkedText` becomes ordinary tokens, the mark itself nothing.
+        """
+        if isinstance(text, str) or not text.mark:
+            return self._encode(text if isinstance(text, str) else text.text, add_special_tokens)
+        stage = "normalizer" if self._seamless else "pre_tokenizer"
+        usual = getattr(self._backend, stage)
+        setattr(self._backend, stage, self._without(text.mark, usual))
+        try:
+            return self._encode(text.text, add_special_tokens)
+        finally:
+            setattr(self._backend, stage, usual)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # `encode` would also keep each token's place in the text: half as much memory again, and time.
+        encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encodings[0].ids
         return ids
+
+    def _without(self, mark: str, usual: Any) -> Any:
+        """The backend's stage with one before it that takes out the mark."""
+        if self._seamless:
+            first = normalizers.Replace(mark, "")
+            return first if usual is None else normalizers.Sequence([first, usual])
+        split = pre_tokenizers.Split(mark, "removed")
+        return split if usual is None else pre_tokenizers.Sequence([split, usual])
+
+    @cached_property
+    def text_size(self) -> TextSize:
+        """How much text one token can stand for at most; takes a moment for a large vocabulary."""
+        return TextSize.of(self._backend)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids outside the vocabulary give nothing."""

@@ -28,7 +28,7 @@ from gpu_service.engine.outputs import EngineLoad, EngineObserver, NullObserver,
 from gpu_service.engine.row_results import row_results
 from gpu_service.engine.step_runner import DeviceLost, Pending, StepResult, StepRunner
 from gpu_service.request import FinishReason, Request
-from gpu_service.scheduler.limits import EngineStopped, QueueFull, refuse_impossible
+from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused, refuse_impossible
 from gpu_service.scheduler.scheduler import Scheduler
 
 _log = structlog.get_logger(__name__)
@@ -115,6 +115,10 @@ class Engine:
             refuse_impossible(request.prompt_len, request.params.max_tokens, self.scheduler.limits)
         if self._stopping:
             raise EngineStopped("the engine is shutting down")
+        if len(requests) > self._max_waiting:
+            raise RequestRefused(
+                f"{len(requests)} outputs of one request; at most {self._max_waiting} may wait"
+            )
         waiting = self._inbox.num_added + len(self.scheduler.waiting)
         if waiting + len(requests) > self._max_waiting:
             raise QueueFull(f"{waiting} outputs are waiting; at most {self._max_waiting} may")

@@ -17,7 +17,8 @@ from moebius.config import MoebiusConfig
 
 def gateway_config(engine_address: str, **gateway: Any) -> MoebiusConfig:
     """A configuration for tests; keyword arguments are leaves of the `gateway` section."""
-    return MoebiusConfig.model_validate({"gateway": {"engine_address": engine_address, "port": 0, **gateway}})
+    settings = {"engine_address": engine_address, "port": 0, "prompt_workers": 1, **gateway}
+    return MoebiusConfig.model_validate({"gateway": settings})
 
 
 @contextlib.contextmanager

@@ -190,7 +190,7 @@ def check_bad_parameters(base_url: str, model: str) -> None:
         ({"temperature": 3}, "temperature"),
         ({"n": 0}, "n"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"logit_bias": {"10000000": 1}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

@@ -194,7 +194,6 @@ def _wrong_images(setup: Setup) -> dict[str, tuple[list[dict[str, Any] | str], s
         "upwards": ([f"file://{setup.directory}/pictures/../secret.png"], "no such file", invalid),
         "a link out": ([f"file://{setup.directory}/pictures/link.png"], "no such file", invalid),
         "no file": ([f"file://{setup.directory}/pictures/none.png"], "no such file", invalid),
-        "placeholder": ([text(PLACEHOLDER), data_url(PNG)], "2 image placeholders for 1", invalid),
         "both": ([{"type": "text", "text": "a", "image_url": {"url": "b"}}], "nothing else", "invalid_value"),
         "no url": ([{"type": "image_url"}], "needs 'image_url'", "invalid_value"),
         "detail": (
@@ -215,6 +214,18 @@ def test_wrong_images_are_refused_with_what_is_wrong(setup: Setup) -> None:
         assert error["code"] == code, (name, error)
         assert error["param"].startswith("messages"), (name, error)
     assert setup.engine.seen.requests == []
+
+
+def test_a_typed_placeholder_is_text_unless_asked(setup: Setup) -> None:
+    """A user who types the placeholder does not make the model expect another image."""
+    assert setup.chat(text(f"what is {PLACEHOLDER}?"), data_url(PNG)).status_code == 200
+    (request,) = setup.engine.seen.requests
+    assert list(request.tokenized.input_ids).count(setup.placeholder) == len(request.images) == 1
+    parts = [text(PLACEHOLDER), {"type": "image_url", "image_url": {"url": data_url(PNG)}}]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": parts}], "parse_special": True}
+    error = httpx.post(f"{setup.url}/v1/chat/completions", json=body).json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_image", "messages")
+    assert "2 image placeholders for 1" in error["message"]
 
 
 def test_images_are_not_tokenised(setup: Setup) -> None:

@@ -65,7 +65,7 @@ def test_neutral_false_is_not_zero() -> None:
         ({"n": 129}, "n"),
         ({"seed": 2**63}, "seed"),
         ({"stop": ""}, "stop"),
-        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
         ({"stop": [1]}, "stop[0]"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1"),

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opentelemetry import trace
-
-from gateway import telemetry
+from gateway.errors import bad_request
 from gateway.generation import PromptJob
 from gateway.model import ServedModel
 from gateway.output import OutputRules
@@ -16,31 +12,18 @@ from gateway.sampling import build_sampling_params, check_prompt, output_limit
 from gateway.schemas.common import GenerationFields
 from protos import engine_pb2
 
-# Below this a thread hand-over costs more than tokenising.
-_INLINE_CHARACTERS = 4096
-
-
-async def encode(model: ServedModel, text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of `text`; long texts are tokenised in a thread (the Rust code frees the GIL)."""
-    if len(text) <= _INLINE_CHARACTERS:
-        return model.tokenizer.encode(text, add_special_tokens)
-    return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens)
-
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What the two APIs ask for differently; filled by their routes."""
+    """What the two APIs ask for differently; filled by `prepare.py`."""
 
-    operation: str  # gen_ai.operation.name
-    request_id: str  # the response's id; engine requests add the prompt's number
     prompt_param: str  # parameter named in errors about the prompt
     limit_param: str  # parameter named in errors about the output's length
     limit: int | None  # output tokens asked for; 0: only echo; None: as many as fit
     logprobs: int | None  # alternatives per output token; None: no log-probabilities
-    prompt_logprobs: int | None  # alternatives per prompt token
+    prompt_logprobs: int | None = None  # alternatives per prompt token
     echo: bool = False
-    # Of the (only) prompt, in the order of their placeholders.
-    images: Sequence[engine_pb2.ImageInput] = ()
+    with_images: bool = False  # the engine puts more tokens into the prompt
 
 
 def build_jobs(
@@ -51,6 +34,7 @@ def build_jobs(
     Raises:
         ApiError: 400 naming the parameter, before anything is sent to the engine.
     """
+    _check_outputs(model, len(prompts), body.n or 1)
     jobs = []
     for number, (text, prompt_ids) in enumerate(prompts):
         check_prompt(model, prompt_ids, plan.prompt_param)
@@ -58,25 +42,28 @@ def build_jobs(
         params = build_sampling_params(body, model, max_tokens, plan.logprobs, plan.prompt_logprobs)
         stops = body.stop_strings()
         request = engine_pb2.GenerateRequest(
-            request_id=plan.request_id if len(prompts) == 1 else f"{plan.request_id}-{number}",
             tokenized=engine_pb2.TokenizedInput(input_ids=prompt_ids),
             sampling_params=params,
             stream=bool(body.stream or stops),  # stop strings are found while the text grows
             priority=body.priority,
             cache_salt=body.cache_salt or "",
-            images=plan.images,
         )
         rules = _rules(body, model, text if plan.echo else None, plan.limit == 0)
         jobs.append(PromptJob(request, rules, first_index=number * (body.n or 1)))
-    telemetry.describe_request(
-        trace.get_current_span(), plan.operation, body, jobs[0].request.sampling_params
-    )
     return jobs
+
+
+def _check_outputs(model: ServedModel, prompts: int, n: int) -> None:
+    """ApiError 400 for more outputs than the engine ever queues: waiting would not help."""
+    most = model.max_waiting_outputs
+    if most and prompts * n > most:
+        asked = f"'n' asks for {n} outputs" + (f" of each of {prompts} prompts" if prompts > 1 else "")
+        raise bad_request(f"{asked}; at most {most} are queued (max_waiting_requests)", "n")
 
 
 def _max_tokens(model: ServedModel, prompt_length: int, plan: JobPlan) -> int | None:
     """Most output tokens; None: as many as fit, which only the engine knows of a prompt with images."""
-    if plan.images and plan.limit is None:
+    if plan.with_images and plan.limit is None:
         return None
     return output_limit(model, prompt_length, plan.limit_param, plan.limit)
 

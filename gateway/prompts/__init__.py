@@ -1,0 +1,1 @@
+"""Requests become prompts in processes of their own: whatever one of them costs, streams go on."""

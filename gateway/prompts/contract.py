@@ -1,0 +1,69 @@
+"""What the gateway and its prompt processes send one another, pickled, over a socket pair."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gateway.generation import PromptJob
+from gateway.schemas.chat import ImageUrl
+from gateway.schemas.common import GenerationFields
+from moebius.config import ImageConfig
+
+Kind = Literal["chat", "completions", "tokenize", "detokenize"]
+HEADER = struct.Struct("!Q")  # length of what follows, bytes
+READY = b"ready"
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """The first message to a process; filled by the gateway once it knows the model."""
+
+    model_info: bytes  # serialised engine.v1.GetModelInfoResponse
+    tokenizer_dir: str
+    served_name: str
+    template_file: str
+    images: ImageConfig
+    max_body_bytes: int  # without images
+    memory_bytes: int  # what a request may take beyond what the process has when it starts
+    cpu_s: float  # processor time of one request
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A generation request, ready for the engine; filled by `prepare.py`."""
+
+    fields: GenerationFields  # without prompts and messages
+    jobs: list[PromptJob]  # without images and the response's id
+    logprobs: int | None  # alternatives per output token; None: no log-probabilities
+    images: list[tuple[str, ImageUrl]]  # parameter name and place of each image, in prompt order
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The request can not be done; the fields of an `ApiError`."""
+
+    status: int
+    message: str
+    param: str | None
+    code: str | None
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A defect of ours met this request; filled with the exception's type and its traceback."""
+
+    kind: str
+    details: str
+
+
+# bytes: the JSON of an answer that needs no engine.
+Answer = Prepared | Refused | Broken | bytes
+
+
+def packed(value: Any) -> bytes:
+    """One message with its header."""
+    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(len(data)) + data

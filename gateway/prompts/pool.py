@@ -1,0 +1,271 @@
+"""The gateway's side of its prompt processes: queues, deadlines, and new ones for those that died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import structlog
+
+from gateway.admission import RETRY_AFTER_S
+from gateway.errors import ApiError
+from gateway.prompts.contract import (
+    HEADER,
+    READY,
+    Answer,
+    Broken,
+    Kind,
+    Prepared,
+    Refused,
+    WorkerSetup,
+    packed,
+)
+from gateway.prompts.worker import OUT_OF_MEMORY
+
+logger = structlog.get_logger(__name__)
+SMALL_BYTES = 2**16  # bodies up to this size have a process of their own
+_PIECE = 2**18  # bytes written at once, so that the loop goes on in between
+_START_S = 120.0  # a large vocabulary on a busy machine takes many seconds
+_WALL_FACTOR = 10  # a request may wait for a processor this much longer than it may use one
+_RESTART_S = 1.0
+
+
+@dataclass
+class _Job:
+    """One request waiting for a process or in one; filled by `PromptPool.prepare`."""
+
+    kind: Kind
+    body: Sequence[bytes]
+    size: int
+    answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
+    deaths: int = 0  # processes that ended in it by another's hand
+
+
+def _spawn(channel: socket.socket) -> subprocess.Popen[bytes]:
+    """A new process with `channel` as its standard input."""
+    # Each process tokenises one text at a time, for which threads are of no use.
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "gateway.prompts.worker"]
+    return subprocess.Popen(command, stdin=channel.fileno(), env=environment)
+
+
+class _Died(Exception):
+    """A process ended while it worked; `status` as `Popen.returncode`, None: it was too slow."""
+
+    def __init__(self, status: int | None) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class _Process:
+    """One running process; made by `start`."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self.leaving = False  # it ends after its last answer, having grown
+
+    @classmethod
+    async def start(cls, setup: WorkerSetup) -> _Process:
+        """A process that has read the model's files; OSError or _Died when it can not be started."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                popen = await asyncio.to_thread(_spawn, theirs)
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        process = cls(popen, reader, writer)
+        try:
+            async with asyncio.timeout(_START_S):
+                await process._send([packed(setup)])
+                ready = await process._receive()
+        except BaseException:
+            await process.stop()
+            raise
+        assert ready == READY, ready
+        return process
+
+    async def run(self, job: _Job, limit_s: float) -> Answer:
+        """The answer; _Died when the process ended without one, or took `limit_s` by the clock."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._send([packed((job.kind, job.size)), *job.body])
+                answer, self.leaving = await self._receive()
+        except TimeoutError:
+            await self.stop()
+            raise _Died(None) from None
+        return cast(Answer, answer)
+
+    async def _send(self, pieces: Sequence[bytes]) -> None:
+        try:
+            for piece in pieces:
+                for start in range(0, len(piece), _PIECE):
+                    self._writer.write(piece[start : start + _PIECE])
+                    await self._writer.drain()
+        except ConnectionError:
+            raise _Died(await self.stop()) from None
+
+    async def _receive(self) -> Any:
+        try:
+            header = await self._reader.readexactly(HEADER.size)
+            data = await self._reader.readexactly(HEADER.unpack(header)[0])
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise _Died(await self.stop(kill=False)) from None
+        return pickle.loads(data)
+
+    async def stop(self, kill: bool = True) -> int:
+        """Closes the connection and waits for the end; returns the exit status."""
+        self._writer.close()
+        if kill:
+            self._process.kill()
+        return await asyncio.to_thread(self._process.wait)
+
+
+class PromptPool:
+    """Some processes and what waits for them. One process takes small bodies only, so that large requests
+    never make small ones wait for more than one another's; with one process there is no such promise."""
+
+    def __init__(self, processes: int, most_waiting: int) -> None:
+        """`most_waiting`: requests that may wait before others get 429."""
+        self._count = processes
+        self._most_waiting = most_waiting
+        self._small: deque[_Job] = deque()
+        self._large: deque[_Job] = deque()
+        self._changed = asyncio.Condition()
+        self._running: dict[int, _Process] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._setup: WorkerSetup | None = None
+
+    async def start(self, setup: WorkerSetup) -> None:
+        """Starts the processes; once they can serve, `prepare` may be called.
+
+        Raises:
+            OSError: a process could not be started, or ended while it read the model's files.
+        """
+        self._setup = setup
+        try:
+            started = await asyncio.gather(*(_Process.start(setup) for _ in range(self._count)))
+        except (_Died, TimeoutError) as error:
+            raise OSError(f"a process for prompts did not start: {error!r}") from error
+        self._running = dict(enumerate(started))
+        self._tasks = [asyncio.create_task(self._serve(number)) for number in self._running]
+
+    async def close(self) -> None:
+        """Ends all processes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(process.stop() for process in self._running.values()))
+        self._running.clear()
+
+    async def prepare(self, kind: Kind, body: Sequence[bytes]) -> Prepared | bytes:
+        """The prepared request, or the JSON answer of one that needs no engine.
+
+        Raises:
+            ApiError: the request is refused, costs too much, or too many wait.
+        """
+        if len(self._small) + len(self._large) >= self._most_waiting:
+            raise ApiError(
+                429,
+                f"{self._most_waiting} requests wait to be read: try again later",
+                code="queue_full",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        job = _Job(kind, body, sum(map(len, body)))
+        await self._queue(job)
+        answer = await job.answer
+        if isinstance(answer, Refused):
+            raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code)
+        if isinstance(answer, Broken):
+            logger.error("unexpected error", kind=answer.kind, details=answer.details)
+            raise ApiError(500, f"internal error: {answer.kind}", code="internal_error")
+        return answer
+
+    async def _queue(self, job: _Job) -> None:
+        (self._small if job.size <= SMALL_BYTES else self._large).append(job)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _pick(self, number: int) -> _Job | None:
+        """The next request for this process whose client still waits."""
+        queues = [self._large, self._small]
+        if number == 0:
+            queues = [self._small] if self._count > 1 else [self._small, self._large]
+        for queue in queues:
+            while queue:
+                job = queue.popleft()
+                if not job.answer.done():
+                    return job
+        return None
+
+    async def _serve(self, number: int) -> None:
+        """Gives one process its requests, and the next process those after its end."""
+        while True:
+            process = self._running.get(number)
+            if process is None:
+                await self._restart(number)
+                continue
+            async with self._changed:
+                while (job := self._pick(number)) is None:
+                    await self._changed.wait()
+            try:
+                answer = await process.run(job, self._limits().cpu_s * _WALL_FACTOR)
+            except _Died as death:
+                del self._running[number]
+                await self._bury(job, death)
+                continue
+            if not job.answer.done():
+                job.answer.set_result(answer)
+            if process.leaving:
+                del self._running[number]
+                await process.stop(kill=False)
+
+    def _limits(self) -> WorkerSetup:
+        assert self._setup is not None, "the pool has not been started"
+        return self._setup
+
+    async def _restart(self, number: int) -> None:
+        try:
+            self._running[number] = await _Process.start(self._limits())
+        except (OSError, _Died, TimeoutError) as error:
+            logger.error("a process for prompts does not start", error=repr(error))
+            unavailable = Refused(503, "requests can not be read at the moment", None, "unavailable")
+            for job in [*self._small, *self._large]:
+                if not job.answer.done():
+                    job.answer.set_result(unavailable)
+            await asyncio.sleep(_RESTART_S)
+
+    async def _bury(self, job: _Job, death: _Died) -> None:
+        """Answers the request whose process died, or gives it to another process once."""
+        logger.warning("a process for prompts ended", status=death.status, kind=job.kind, bytes=job.size)
+        limits = self._limits()
+        refusal: Refused | None = None
+        if death.status == -signal.SIGPROF:
+            message = f"reading the request took more than {limits.cpu_s:g} s of processor time"
+            refusal = Refused(400, f"{message} (prompt_timeout_s)", None, "request_too_expensive")
+        elif death.status in (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV):
+            message = f"reading the request took more than {limits.memory_bytes / 2**30:g} GiB"
+            refusal = Refused(400, f"{message} (prompt_memory_gib)", None, "request_too_expensive")
+        elif job.deaths or death.status is None:
+            refusal = Refused(503, "the request could not be read in time", None, "unavailable")
+        if job.answer.done():
+            return
+        if refusal is not None:
+            job.answer.set_result(refusal)
+            return
+        job.deaths += 1
+        await self._queue(job)

@@ -1,0 +1,234 @@
+"""From the bytes of a request to engine requests: parses, validates, renders, tokenises."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from gateway.errors import ApiError, bad_request
+from gateway.model import CONTEXT_LENGTH_EXCEEDED, ServedModel
+from gateway.prompts.contract import Answer, Broken, Kind, Prepared, Refused
+from gateway.prompts.jobs import JobPlan, build_jobs
+from gateway.schemas.chat import ChatCompletionRequest, ChatMessage, ImageUrl
+from gateway.schemas.completions import CompletionRequest
+from gateway.schemas.json_text import JsonError, parse_json
+from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from gateway.text.chat_template import ChatTemplateError
+from gateway.text.conversation import Conversation, MarkedText, mark_text, render_prompt
+from gateway.validation import describe_validation_error
+from moebius.config import ImageConfig
+
+T = TypeVar("T", bound=BaseModel)
+_LONGEST_MESSAGE = 1000
+
+
+class Preparer:
+    """Prepares requests for one model; used by one thread."""
+
+    def __init__(self, model: ServedModel, images: ImageConfig, max_body_bytes: int) -> None:
+        """`max_body_bytes` bounds a body less its images, which have bounds of their own."""
+        self._model = model
+        self._images = images
+        self._max_body_bytes = max_body_bytes
+        self._kinds: dict[Kind, Callable[[bytes | bytearray], Prepared | bytes]] = {
+            "chat": self._chat,
+            "completions": self._completions,
+            "tokenize": self._tokenize,
+            "detokenize": self._detokenize,
+        }
+
+    def answer(self, kind: Kind, data: bytes | bytearray) -> Answer:
+        """The request of this kind whose body is `data`, prepared or refused; raises nothing."""
+        try:
+            return self._kinds[kind](data)
+        except ApiError as error:
+            return Refused(error.status, error.message[:_LONGEST_MESSAGE], error.param, error.code)
+        except MemoryError:
+            raise  # this process is of no more use
+        except Exception as error:
+            return Broken(type(error).__name__, traceback.format_exc())
+
+    def _parsed(self, data: bytes | bytearray, schema: type[T]) -> T:
+        """The body, valid; ApiError 400 that names what is wrong."""
+        try:
+            value = parse_json(data)
+        except JsonError as error:
+            where = repr(error.param) if error.param else "the body"
+            raise bad_request(
+                f"{where} is not acceptable: {error.message}", error.param, error.code
+            ) from None
+        try:
+            return schema.model_validate(value)
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+            located = [{**one, "loc": ("body", *one["loc"])} for one in found]
+            raise bad_request(*describe_validation_error(located)) from None
+
+    def _chat(self, data: bytes | bytearray) -> Prepared:
+        body = self._parsed(data, ChatCompletionRequest)
+        self._model.check_name(body.model)
+        images = image_places(body.messages, self._model, self._images)
+        self._check_text_size(len(data) - sum(len(image.url) for _, image in images))
+        text = self._rendered(
+            Conversation(
+                [message.for_template() for message in body.messages],
+                body.opens_turn(),
+                body.continue_final_message,
+                body.chat_template_kwargs or {},
+            ),
+            body.parse_special,
+        )
+        prompt_ids = self._encoded(text, False, "messages")  # templates write BOS themselves
+        if images:
+            check_placeholders(self._model, prompt_ids, len(images))
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        limit_param, limit = body.token_limit()
+        plan = JobPlan("messages", limit_param, limit, logprobs, with_images=bool(images))
+        jobs = build_jobs(body, self._model, plan, [("", prompt_ids)])
+        fields = body.model_copy(update={"messages": [], "chat_template_kwargs": None})
+        return Prepared(fields, jobs, logprobs, images)
+
+    def _completions(self, data: bytes | bytearray) -> Prepared:
+        body = self._parsed(data, CompletionRequest)
+        self._model.check_name(body.model)
+        limit_param, limit = body.token_limit()
+        prompt_logprobs = body.logprobs if body.echo else None
+        plan = JobPlan("prompt", limit_param, limit, body.logprobs, prompt_logprobs, bool(body.echo))
+        prompts = [self._prompt(prompt, body) for prompt in body.prompt]
+        jobs = build_jobs(body, self._model, plan, prompts)
+        return Prepared(body.model_copy(update={"prompt": []}), jobs, body.logprobs, [])
+
+    def _prompt(self, prompt: str | list[int], body: CompletionRequest) -> tuple[str, list[int]]:
+        """Text and ids of one prompt, whichever was sent; the text is only needed to echo it."""
+        if isinstance(prompt, str):
+            text = self._plain_text(prompt, body.parse_special, "prompt")
+            return prompt, self._encoded(text, body.add_special_tokens, "prompt")
+        self._model.check_length(len(prompt), "prompt")
+        self._model.check_token_ids(prompt, "prompt")
+        echoed = self._model.tokenizer.decode(prompt, body.skip_special_tokens) if body.echo else ""
+        return echoed, prompt
+
+    def _tokenize(self, data: bytes | bytearray) -> bytes:
+        body = self._parsed(data, TokenizeRequest)
+        self._model.check_name(body.model)
+        special = body.add_special_tokens
+        if body.messages is not None:
+            if any(message.image_urls() for message in body.messages):
+                raise bad_request(
+                    "images are not tokenised here: how many tokens they take depends on them", "messages"
+                )
+            messages = [message.for_template() for message in body.messages]
+            kwargs = body.chat_template_kwargs or {}
+            conversation = Conversation(messages, body.add_generation_prompt, kwargs=kwargs)
+            text = self._rendered(conversation, bool(body.parse_special))
+            tokens = self._encoded(text, bool(special), "messages")
+        else:
+            text = self._plain_text(body.prompt or "", body.parse_special is not False, "prompt")
+            tokens = self._encoded(text, special is not False, "prompt")
+        pieces = [self._model.tokenizer.piece(token) for token in tokens] if body.return_token_strs else None
+        return _json(
+            {
+                "count": len(tokens),
+                "max_model_len": self._model.max_context_length,
+                "tokens": tokens,
+                "token_strs": pieces,
+            }
+        )
+
+    def _detokenize(self, data: bytes | bytearray) -> bytes:
+        body = self._parsed(data, DetokenizeRequest)
+        self._model.check_name(body.model)
+        self._model.check_token_ids(body.tokens, "tokens")
+        return _json({"prompt": self._model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    def _rendered(self, conversation: Conversation, parse_special: bool) -> MarkedText:
+        """The prompt of a conversation; ApiError 400 when there is no template or it refuses."""
+        tokenizer = self._model.tokenizer
+        if tokenizer.chat_template is None:
+            raise ApiError(
+                400,
+                f"model {self._model.name!r} has no chat template: use /v1/completions, or start the gateway "
+                "with one (--chat-template FILE)",
+                param="messages",
+                code="no_chat_template",
+            )
+        try:
+            return render_prompt(tokenizer.chat_template, tokenizer.controls, conversation, parse_special)
+        except ChatTemplateError as error:
+            raise bad_request(str(error), "messages") from error
+
+    def _plain_text(self, text: str, parse_special: bool, param: str) -> MarkedText:
+        try:
+            return MarkedText(text) if parse_special else mark_text(self._model.tokenizer.controls, text)
+        except ChatTemplateError as error:
+            raise bad_request(str(error), param) from error
+
+    def _encoded(self, text: MarkedText, add_special_tokens: bool, param: str) -> list[int]:
+        """Token ids; ApiError 400 without tokenising when the text is longer than any prompt's tokens."""
+        tokenizer, most = self._model.tokenizer, self._model.max_prompt_length
+        least = tokenizer.text_size.least_tokens(text.text.replace(text.mark, "") if text.mark else text.text)
+        if least > most:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {self._model.max_context_length} tokens, of which a "
+                f"prompt may take {most}; your '{param}' has {len(text.text)} characters, which are at least "
+                f"{least} tokens.",
+                param=param,
+                code=CONTEXT_LENGTH_EXCEEDED,
+            )
+        return tokenizer.encode(text, add_special_tokens)
+
+    def _check_text_size(self, size: int) -> None:
+        if size > self._max_body_bytes:
+            raise too_large(self._max_body_bytes, "without its images, the body")
+
+
+def too_large(most: int, what: str = "the body") -> ApiError:
+    """A 413 that says how much is allowed, bytes."""
+    message = f"{what} is larger than {most / 2**20:g} MiB (max_body_mib)"
+    return ApiError(413, message, code="request_too_large")
+
+
+def image_places(
+    messages: Sequence[ChatMessage], model: ServedModel, config: ImageConfig
+) -> list[tuple[str, ImageUrl]]:
+    """Where each image of a conversation is, with the name of its parameter.
+
+    Raises:
+        ApiError: 400; the model sees no images, or there are too many.
+    """
+    places = [
+        (f"messages[{number}].content[{index}].image_url.url", image)
+        for number, message in enumerate(messages)
+        for index, image in message.image_urls()
+    ]
+    if places and not model.supports_vision:
+        message = f"the model {model.name!r} takes text only, not images"
+        raise bad_request(message, places[0][0], "unsupported_image")
+    if len(places) > config.max_images_per_request:
+        raise bad_request(
+            f"{len(places)} images were sent; at most {config.max_images_per_request} are allowed",
+            places[config.max_images_per_request][0],
+            "too_many_images",
+        )
+    return places
+
+
+def check_placeholders(model: ServedModel, prompt_ids: Sequence[int], images: int) -> None:
+    """ApiError 400 unless the chat template wrote one placeholder for each image."""
+    found = sum(token == model.image_token_id for token in prompt_ids)
+    if found != images:
+        raise bad_request(
+            f"the prompt has {found} image placeholders for {images} images: the chat template does not show "
+            "all images, or a text contains the placeholder",
+            "messages",
+            "invalid_image",
+        )
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

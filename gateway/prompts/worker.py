@@ -1,0 +1,103 @@
+"""A process that prepares requests, one at a time, within a bound on memory and on processor time.
+
+It is started with a socket as its standard input, on which it gets a `WorkerSetup` and then requests. What
+a template, a tokenizer or a parser does can not be interrupted from within, so the limits are the kernel's:
+allocations beyond the bound fail, and a request that takes too long ends the process by SIGPROF. The
+gateway starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from gateway.model import load_served_model
+from gateway.prompts.contract import HEADER, READY, WorkerSetup, packed
+from gateway.prompts.prepare import Preparer
+from gateway.text.tokenizer import Tokenizer
+from protos import engine_pb2
+
+OUT_OF_MEMORY = 3  # exit code
+_GROWTH = 2**28  # bytes; a process that keeps more after a request makes room for a new one
+_OOM_SCORE = "500"  # if the machine runs out of memory, the kernel takes this process before the engine
+
+
+def _received(channel: socket.socket, size: int) -> bytearray | None:
+    """Exactly `size` bytes; None when the gateway is gone."""
+    data = bytearray(size)
+    view, done = memoryview(data), 0
+    while done < size:
+        count = channel.recv_into(view[done:])
+        if count == 0:
+            return None
+        done += count
+    return data
+
+
+def _message(channel: socket.socket) -> bytearray | None:
+    """The next message without its header; None when the gateway is gone."""
+    header = _received(channel, HEADER.size)
+    return None if header is None else _received(channel, HEADER.unpack(header)[0])
+
+
+def _used(what: str) -> int:
+    """A size from /proc/self/status, bytes."""
+    found = re.search(rf"^{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None, f"/proc/self/status lacks {what}"
+    return int(found.group(1)) * 1024
+
+
+def _prepare_all(channel: socket.socket, setup: WorkerSetup) -> None:
+    """Answers requests until the gateway is gone or this process has grown."""
+    info = engine_pb2.GetModelInfoResponse.FromString(setup.model_info)
+    tokenizer = Tokenizer.from_dir(Path(setup.tokenizer_dir), setup.template_file)
+    model = load_served_model(info, tokenizer, setup.served_name)
+    preparer = Preparer(model, setup.images, setup.max_body_bytes)
+    _ = model.tokenizer.text_size  # now, rather than within the first request's time
+    most = _used("VmData") + setup.memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    at_start = _used("VmRSS")
+    channel.sendall(packed(READY))
+    while (data := _message(channel)) is not None:
+        kind, size = pickle.loads(data)
+        body = _received(channel, size)
+        if body is None:
+            return
+        signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)
+        answer = preparer.answer(kind, body)
+        del body
+        leaving = _used("VmRSS") > at_start + _GROWTH
+        reply = packed((answer, leaving))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        channel.sendall(reply)
+        del answer, reply
+        if leaving:
+            return
+
+
+def main() -> int:
+    """Runs until the gateway closes the socket. Returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the gateway, which may still need this process
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    channel = socket.socket(fileno=0)
+    data = _message(channel)
+    try:
+        if data is not None:
+            _prepare_all(channel, pickle.loads(data))
+    except MemoryError:
+        return OUT_OF_MEMORY
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the gateway is gone
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
