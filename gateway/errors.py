@@ -66,10 +66,12 @@ class ApiError(Exception):
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After` (seconds) when waiting helps; `WWW-Authenticate` with 401."""
+        """`Retry-After` (seconds) when waiting helps; `WWW-Authenticate` with 401; `Connection` with 413."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.status == 413:
+            headers["Connection"] = "close"  # or the rest of the body would still be read
         return headers
 
     def response(self) -> JSONResponse:

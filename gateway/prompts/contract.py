@@ -51,6 +51,18 @@ class Refused:
     code: str | None
 
 
+def too_expensive(took: str, setting: str) -> Refused:
+    """The refusal of a request that took more than a setting allows."""
+    return Refused(
+        400, f"reading the request took more than {took} ({setting})", None, "request_too_expensive"
+    )
+
+
+def too_much_memory(setup: WorkerSetup) -> Refused:
+    """The refusal of a request that did not fit."""
+    return too_expensive(f"{setup.memory_bytes / 2**30:g} GiB", "prompt_memory_gib")
+
+
 @dataclass(frozen=True)
 class Broken:
     """A defect of ours met this request; filled with the exception's type and its traceback."""

@@ -28,6 +28,8 @@ from gateway.prompts.contract import (
     Refused,
     WorkerSetup,
     packed,
+    too_expensive,
+    too_much_memory,
 )
 from gateway.prompts.worker import OUT_OF_MEMORY
 
@@ -255,11 +257,9 @@ class PromptPool:
         limits = self._limits()
         refusal: Refused | None = None
         if death.status == -signal.SIGPROF:
-            message = f"reading the request took more than {limits.cpu_s:g} s of processor time"
-            refusal = Refused(400, f"{message} (prompt_timeout_s)", None, "request_too_expensive")
+            refusal = too_expensive(f"{limits.cpu_s:g} s of processor time", "prompt_timeout_s")
         elif death.status in (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV):
-            message = f"reading the request took more than {limits.memory_bytes / 2**30:g} GiB"
-            refusal = Refused(400, f"{message} (prompt_memory_gib)", None, "request_too_expensive")
+            refusal = too_much_memory(limits)
         elif job.deaths or death.status is None:
             refusal = Refused(503, "the request could not be read in time", None, "unavailable")
         if job.answer.done():

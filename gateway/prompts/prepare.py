@@ -42,13 +42,13 @@ class Preparer:
         }
 
     def answer(self, kind: Kind, data: bytes | bytearray) -> Answer:
-        """The request of this kind whose body is `data`, prepared or refused; raises nothing."""
+        """The request of this kind whose body is `data`, prepared or refused; raises MemoryError only."""
         try:
             return self._kinds[kind](data)
         except ApiError as error:
             return Refused(error.status, error.message[:_LONGEST_MESSAGE], error.param, error.code)
         except MemoryError:
-            raise  # this process is of no more use
+            raise
         except Exception as error:
             return Broken(type(error).__name__, traceback.format_exc())
 

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from gateway.model import load_served_model
-from gateway.prompts.contract import HEADER, READY, WorkerSetup, packed
+from gateway.prompts.contract import HEADER, READY, WorkerSetup, packed, too_much_memory
 from gateway.prompts.prepare import Preparer
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
@@ -70,7 +70,10 @@ def _prepare_all(channel: socket.socket, setup: WorkerSetup) -> None:
         if body is None:
             return
         signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)
-        answer = preparer.answer(kind, body)
+        try:
+            answer = preparer.answer(kind, body)
+        except MemoryError:
+            answer = too_much_memory(setup)
         del body
         leaving = _used("VmRSS") > at_start + _GROWTH
         reply = packed((answer, leaving))

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -29,6 +30,19 @@ class _GenerationBlock(jinja2.ext.Extension):
         """Consumes the block and returns its statements."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _NothingComputed(jinja2.compiler.CodeGenerator):
+    """Leaves constants to rendering, which is bounded: compiling `{{ 'a' * 10**9 }}` would multiply."""
+
+    def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _NothingComputed
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -58,8 +72,11 @@ class ChatTemplate:
     """One compiled template; rendering is pure and thread-safe."""
 
     def __init__(self, source: str, named_tokens: dict[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        environment = _Environment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+            optimized=False,
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -99,6 +116,8 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
+        except MemoryError:
+            raise  # says nothing of the conversation
         except Exception as error:  # a template is a program: it can fail in any way
             raise ChatTemplateError(f"the chat template refused the conversation: {error}") from error
         return _cut_after(text, messages[-1]) if continue_final_message else text

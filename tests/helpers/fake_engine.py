@@ -23,6 +23,7 @@ SERVICE = "moebius.engine.v1.Engine"
 MODEL = "tiny-model"
 CONTEXT = 256
 FIRST_TOKEN_S = 3.0  # what it says of the first output's first token
+WAITING = 64  # outputs it says it queues
 WORDS = ["fox", "dog", "hill", "lazy", "brown", "runs", "über", "東京", "😀", "quick", "over", "the"]
 
 
@@ -75,6 +76,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             tokenizer_path=str(self._directory),
             eos_token_ids=[self._eos],
             max_req_input_len=CONTEXT - 1,
+            max_waiting_requests=WAITING,
             default_sampling_params_json='{"temperature": 0.7, "top_k": 20}',
         )
 
