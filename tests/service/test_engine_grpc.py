@@ -208,11 +208,26 @@ async def test_abort_ends_the_stream() -> None:
 async def test_full_queue_is_resource_exhausted() -> None:
     """More outputs than may wait are refused at once, and the engine goes on."""
     async with served(max_waiting=2) as service:
+        service.harness.model.gate.clear()
+        running = service.stub.Generate(message("running"))
+        await asyncio.sleep(0.1)  # its step has begun and waits at the gate
+        waiting = service.stub.Generate(message("waiting", n=2))
+        await asyncio.sleep(0.1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await service.stub.Generate(message(n=3)).read()
+            await service.stub.Generate(message("refused")).read()
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "at most 2" in (caught.value.details() or "")
-        assert [r async for r in service.stub.Generate(message(stream=False))]
+        service.harness.model.gate.set()
+        assert [r async for r in running]
+        assert [r async for r in waiting]
+
+
+async def test_more_outputs_than_ever_wait_are_invalid() -> None:
+    """Asking again would not help, so that the refusal is no full queue."""
+    async with served(max_waiting=2) as service:
+        with pytest.raises(grpc.aio.AioRpcError, match="at most 2 may wait") as caught:
+            await service.stub.Generate(message(n=3)).read()
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_slow_client_gets_several_tokens_per_message() -> None:
