@@ -23,7 +23,7 @@ SERVICE = "moebius.engine.v1.Engine"
 MODEL = "tiny-model"
 CONTEXT = 256
 FIRST_TOKEN_S = 3.0  # what it says of the first output's first token
-WAITING = 64  # outputs it says it queues
+WAITING = 120  # outputs it says it queues
 WORDS = ["fox", "dog", "hill", "lazy", "brown", "runs", "über", "東京", "😀", "quick", "over", "the"]
 
 
