@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
+from moebius.app.supervisor import runfile
 from moebius.app.supervisor.runfile import RunDirectory, clean_up_stale, start_ticks
 from moebius.app.supervisor.state_directory import own_state_directory
 from moebius.app.supervisor.supervisor import Supervisor
@@ -57,7 +60,7 @@ def sleeping() -> Iterator[subprocess.Popen[bytes]]:
 def crafted(state_dir: Path, document: object) -> Path:
     """A run file as a killed supervisor leaves it, but with this content."""
     run = state_dir / "serve-1"
-    run.mkdir(mode=0o700)
+    run.mkdir(mode=0o700, parents=True)
     (run / "run.json").write_text(json.dumps(document))
     return run / "run.json"
 
@@ -213,6 +216,26 @@ def test_shared_memory_of_other_programs_is_not_removed(tmp_path: Path) -> None:
             run_file.parent.rmdir()
         finally:
             path.unlink()
+
+
+def test_shared_memory_that_can_not_be_removed_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read-only /dev/shm: the clean-up goes on, so that the reason why nothing started is what is heard."""
+
+    def read_only(path: Path, **_: bool) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    segment = Path("/dev/shm", SEGMENT)
+    segment.touch()
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        patch.setattr(Path, "unlink", read_only)
+        patch.setattr(runfile, "_clear", lambda directory: None)
+        for name in (SEGMENT, "moebius-test-absent"):
+            run_file = crafted(tmp_path / name, {"processes": [], "segments": [name]})
+            assert clean_up_stale(tmp_path / name) == [run_file.parent.name]
+    segment.unlink()
+    assert [(line["path"], line["error"]) for line in logs] == [(str(segment), os.strerror(errno.EROFS))]
 
 
 def test_state_directories_that_others_can_change_are_refused(tmp_path: Path) -> None:

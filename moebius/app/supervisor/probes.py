@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moebius.mailbox_layout import ABI_VERSION, MAGIC, MAX_SERVERS, Header, ServerRecord
+if TYPE_CHECKING:
+    from moebius.mailbox import ServerState
 
 PROBE_TIMEOUT_S = 1.0
-SHARED_MEMORY = Path("/dev/shm")
-# ServerPhase::kLoading of kernels/mailbox/layout.h.
-_LOADING = 1
 
 
 class Probe(ABC):
@@ -102,7 +99,7 @@ class HttpProbe(Probe, Liveness):
 
 @dataclass(frozen=True)
 class MailboxLiveness(Liveness):
-    """The counters of expert server `index` in mailbox `name`: they move while it waits and as it computes.
+    """The progress of expert server `index` in mailbox `name`: it counts while waiting and while computing.
 
     Its gRPC answers count before it serves the mailbox only: they come from other threads.
     """
@@ -112,26 +109,23 @@ class MailboxLiveness(Liveness):
     grpc: GrpcProbe
 
     def sign(self, pid: int, timeout_s: float) -> object:
-        """The counters, once the process has claimed its index."""
-        record = self._record()
-        if record is None or record.pid != pid:
+        """The counter, once the process has claimed its index."""
+        found = self._state()
+        if found is None or found.pid != pid:
             return self.grpc.sign(pid, timeout_s)
-        answered = self.grpc.sign(pid, timeout_s) if record.phase == _LOADING else None
-        return answered or (record.generation, record.heartbeat_ns, record.calls)
+        answered = self.grpc.sign(pid, timeout_s) if found.state == "loading" else None
+        return answered or found.progress
 
     def has_served(self) -> bool:
         """Whether a request was answered."""
-        record = self._record()
-        return record is not None and record.calls > 0
+        found = self._state()
+        return found is not None and found.calls > 0
 
-    def _record(self) -> ServerRecord | None:
-        """Reads the segment's header; None when there is none of this version."""
+    def _state(self) -> ServerState | None:
+        """None when there is no such mailbox, or no such server."""
+        from moebius.mailbox import MailboxError, server_health
+
         try:
-            with (SHARED_MEMORY / self.name).open("rb") as segment:
-                header = Header.from_buffer_copy(segment.read(ctypes.sizeof(Header)))
-        except (OSError, ValueError):  # ValueError: shorter than a header
+            return server_health(self.name)[self.index]
+        except (MailboxError, IndexError):
             return None
-        if (header.magic, header.abi_version) != (MAGIC, ABI_VERSION) or self.index >= MAX_SERVERS:
-            return None
-        record: ServerRecord = header.servers[self.index]
-        return record

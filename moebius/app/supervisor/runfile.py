@@ -105,8 +105,12 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Removes the shared memory in the run file, the directory, and the claim on it."""
-        _remove_leftovers(self.path)
-        shutil.rmtree(self.path, ignore_errors=True)
+        try:
+            _remove_leftovers(self.path)
+        except StartupError as error:  # somebody changed the run file; why we end is what has to be heard
+            log.error("left over", error=str(error))
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
@@ -174,11 +178,19 @@ def _remove_leftovers(directory: Path) -> None:
     record = _read_record(directory / "run.json")
     if record is None:
         return
-    segments = [_own_segment(name, directory) for name in record.segments]
+    segments = [path for name in record.segments if (path := _own_segment(name, directory)) is not None]
     for pid, ticks in record.processes:
         _kill(pid, ticks)
     for segment in segments:
-        segment.unlink(missing_ok=True)
+        try:
+            segment.unlink(missing_ok=True)
+        except OSError as error:
+            log.error("shared memory is left over", path=str(segment), error=error.strerror)
+    _clear(directory)
+
+
+def _clear(directory: Path) -> None:
+    """Removes its files, but not the lock that we hold."""
     for path in directory.iterdir():
         if path.name != "lock" and (path.is_symlink() or not path.is_dir()):
             path.unlink()
@@ -220,18 +232,19 @@ def _checked(document: Any) -> RunRecord:
     return RunRecord(processes if same_boot else (), segments)
 
 
-def _own_segment(name: str, directory: Path) -> Path:
-    """Where that shared memory is. Raises StartupError for what is there and no mailbox of ours."""
+def _own_segment(name: str, directory: Path) -> Path | None:
+    """Where that shared memory is; None: there is none. Raises StartupError when it is no mailbox of ours."""
     path = SHARED_MEMORY / name
-    with contextlib.suppress(FileNotFoundError):
+    try:
         found = path.lstat()
         ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
         # Zeros: its creator died before it was complete.
-        if not ours or int.from_bytes(path.open("rb").read(8), "little") not in (0, MAGIC):
-            run_file = directory / "run.json"
-            raise StartupError(
-                f"the run file {run_file} lists {path}, which is no mailbox of ours; delete {run_file}"
-            )
+        ours = ours and int.from_bytes(path.open("rb").read(8), "little") in (0, MAGIC)
+    except FileNotFoundError:
+        return None
+    if not ours:
+        run_file = directory / "run.json"
+        raise StartupError(f"{run_file} lists {path}, which is no mailbox of ours; delete that run file")
     return path
 
 

@@ -210,7 +210,8 @@ class Supervisor:
                     log.warning("process did not stop in time; killing it", name=process.spec.name)
                 if not process.kill():
                     log.error("process does not end, it waits inside the kernel", name=process.spec.name)
-                self._on_event(process.spec.name, "stopped")
+                if process.last_pid is not None:
+                    self._on_event(process.spec.name, "stopped")
 
     def _update_record(self) -> None:
         """While serving, a directory without room is no reason to end."""
