@@ -43,6 +43,8 @@ class ExpertProcess:
     def __init__(self, config: MoebiusConfig) -> None:
         self._config = config
         self._stop = threading.Event()
+        # A second signal: what was asked is not finished any more.
+        self._hurry = False
         experts = config.experts
         self._spans = SpanRecorder(
             {"moebius.expert.server": experts.split_index, "moebius.expert.numa_node": experts.numa_node}
@@ -123,6 +125,7 @@ class ExpertProcess:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # A handler runs between two bytecodes of the main thread, so it must not take locks.
         self._host.cancel_load()
+        self._hurry = self._stop.is_set()
         self._stop.set()
 
     def _serve(self) -> None:
@@ -141,9 +144,10 @@ class ExpertProcess:
         return idle and self._mailbox.drain(max(0.0, timeout_s - (time.monotonic() - begin)))
 
     def _shut_down(self) -> None:
-        # Half of the launcher's patience, so that the process is gone before it would be killed.
-        grace_s = self._config.supervisor.stop_timeout_s / 2
-        idle = self._drain(grace_s)
+        deadline = time.monotonic() + self._config.supervisor.stop_timeout_s
+        while not (idle := self._drain(POLL_S / 4)):
+            if self._hurry or time.monotonic() > deadline:
+                break
         self._mailbox.stop()
         self._server.stop(grace=1.0).wait()
         self._mailbox.record_spans()

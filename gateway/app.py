@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 from starlette.middleware.cors import CORSMiddleware
 
+from gateway.draining import DrainMiddleware
 from gateway.errors import install_error_handlers
 from gateway.middleware import AuthMiddleware, RequestContextMiddleware
 from gateway.openapi import install_openapi
@@ -65,6 +66,7 @@ def create_app(config: MoebiusConfig, on_broken: Callable[[str], None] = _log_br
     for module in (chat, completions, models, ops, tokenize):
         app.include_router(module.router)
     install_openapi(app, [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
+    app.add_middleware(DrainMiddleware, drain=gateway.drain, failed=gateway.metrics.failed)
     keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
     if keys.required:
         app.add_middleware(AuthMiddleware, keys=keys)

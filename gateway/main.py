@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import structlog
@@ -14,6 +17,7 @@ import uvloop
 
 from gateway.app import create_app
 from gateway.connections import ConnectionTable, connection_limits, protocol_for
+from gateway.draining import Drain
 from gateway.metrics import GatewayMetrics
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError
@@ -21,13 +25,21 @@ from moebius.telemetry.logging import configure_logging
 from moebius.telemetry.tracing import configure_tracing
 
 logger = structlog.get_logger(__name__)
-_STREAM_GRACE_S = 10  # open streams may go on this long after SIGTERM
+_POLL_S = 0.05
+_CUT_S = 2.0  # for requests that are cut to send their error
+_CLOSE_S = 1  # for connections without a request, once all answers are sent
 
 
 class GatewayServer(uvicorn.Server):
     """Stops on SIGTERM and SIGINT and returns, where uvicorn would kill its process with the signal again."""
 
     broken: str | None = None  # why it ended by itself; set by `end_broken`
+
+    def __init__(self, config: uvicorn.Config, drain: Drain, drain_s: float) -> None:
+        """Requests in `drain` may go on for `drain_s` seconds."""
+        super().__init__(config)
+        self._drain = drain
+        self._drain_s = drain_s
 
     def end_broken(self, reason: str) -> None:
         """Ends the server because it could never answer a request."""
@@ -36,14 +48,15 @@ class GatewayServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handles both signals while serving; the second SIGINT stops at once."""
+        """Handles both signals while serving; the second one of either stops at once."""
         if threading.current_thread() is not threading.main_thread():
             yield  # signals belong to the main thread
             return
 
         def stop(number: int, frame: FrameType | None) -> None:
             logger.info("stopping", signal=signal.Signals(number).name)
-            self.handle_exit(number, frame)
+            self.force_exit = self.should_exit
+            self.should_exit = True
 
         previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -51,6 +64,27 @@ class GatewayServer(uvicorn.Server):
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drains first: until then the port stays open, so that who comes late is told to come again."""
+        drain = self._drain
+        drain.begin()
+        if drain.in_flight:
+            logger.info("draining", requests=drain.in_flight, timeout_s=self._drain_s)
+        await self._wait_idle(self._drain_s, lambda: self.force_exit)
+        if drain.in_flight:
+            logger.warning("requests are ended before their answers have", requests=drain.in_flight)
+            drain.cut()
+            await self._wait_idle(_CUT_S, lambda: False)
+        self.force_exit = False  # the rest is quick, and closes what is open
+        await super().shutdown(sockets)
+
+    async def _wait_idle(self, timeout_s: float, given_up: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._drain.in_flight and time.monotonic() < deadline:
+            if given_up():
+                return
+            await asyncio.sleep(_POLL_S)
 
 
 def server_for(config: MoebiusConfig) -> GatewayServer:
@@ -72,9 +106,9 @@ def server_for(config: MoebiusConfig) -> GatewayServer:
         ws="none",
         backlog=limits.backlog,
         timeout_keep_alive=limits.idle_timeout_s,
-        timeout_graceful_shutdown=_STREAM_GRACE_S,
+        timeout_graceful_shutdown=_CLOSE_S,
     )
-    server = GatewayServer(settings)
+    server = GatewayServer(settings, app.state.gateway.drain, config.supervisor.stop_timeout_s)
     metrics.count_connections(lambda: len(server.server_state.connections))
     return server
 

@@ -13,6 +13,7 @@ import structlog
 from starlette.requests import Request
 
 from gateway.admission import Admission
+from gateway.draining import Drain
 from gateway.engine_client import EngineClient
 from gateway.errors import ApiError
 from gateway.metrics import GatewayMetrics
@@ -46,6 +47,7 @@ class Gateway:
         self.admission = Admission(config.gateway.max_queued_requests, self.metrics)
         self._bodies = BodyReceiver(self._max_body_bytes)
         self._prompts = PromptPool(config.gateway.prompt_workers, config.gateway.max_queued_requests)
+        self.drain = Drain()
         self._engine: EngineClient | None = None
         self._model: ServedModel | None = None
         self._connecting: asyncio.Task[None] | None = None

@@ -320,7 +320,11 @@ class SupervisorConfig(Section):
         description="First pause before a restart; doubles each time until the process has served",
     )
     restart_backoff_max_s: float = Field(default=30.0, gt=0, description="Longest pause before a restart")
-    stop_timeout_s: float = Field(default=20.0, gt=0, description="Grace between SIGTERM and SIGKILL")
+    stop_timeout_s: float = Field(
+        default=20.0,
+        gt=0,
+        description="How long running requests may go on after SIGTERM; then they get an error",
+    )
     hang_timeout_s: float = Field(
         default=30.0,
         ge=1,

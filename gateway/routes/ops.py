@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from gateway.draining import shutting_down
 from gateway.errors import ApiError
 from gateway.state import gateway_of
 from moebius import __version__
@@ -22,13 +23,19 @@ async def health() -> Response:
 
 @router.get("/ready")
 async def ready(request: Request) -> dict[str, Any]:
-    """200 when the model is known and the engine's health is SERVING; 503 with the reason otherwise."""
+    """200 when a request sent now would be answered; 503 with the reason otherwise.
+
+    That is: the model is known, this server is not shutting down, and the engine's health is SERVING, which
+    it is not while it waits for lost expert servers.
+    """
     gateway = gateway_of(request)
+    if gateway.drain.has_begun:
+        raise shutting_down()
     model = gateway.model()
     if not await gateway.engine.is_serving():
         raise ApiError(
             503,
-            "the engine is not serving",
+            "the engine is not serving: it is starting, stopping, gone, or waiting for its expert servers",
             code="engine_unavailable",
             retry_after_s=2,
         )

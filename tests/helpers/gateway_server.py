@@ -34,7 +34,7 @@ def running_gateway(config: MoebiusConfig, wait: bool = True) -> Iterator[str]:
             _wait_ready(url)
         yield url
     finally:
-        server.should_exit = True
+        server.should_exit = server.force_exit = True  # nothing that a test left running is waited for
         thread.join(10)
         assert not thread.is_alive(), "the gateway did not stop"
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
+from moebius.config import SupervisorConfig
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config
 from tests.helpers.stack import ROOT, free_port
@@ -29,10 +32,11 @@ sys.exit(code)
 """
 
 
-def start(address: str, port: int) -> subprocess.Popen[str]:
+def start(address: str, port: int, stop_timeout_s: float = 20.0) -> subprocess.Popen[str]:
     """A gateway process."""
-    config = gateway_config(address, port=port).model_dump_json()
-    command = [sys.executable, "-c", PROGRAM, config]
+    supervisor = SupervisorConfig(stop_timeout_s=stop_timeout_s)
+    config = gateway_config(address, port=port).model_copy(update={"supervisor": supervisor})
+    command = [sys.executable, "-c", PROGRAM, config.model_dump_json()]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
@@ -81,6 +85,67 @@ def test_serves_then_stops_cleanly_on_sigterm(engine: tuple[FakeEngine, str]) ->
         process.kill()
     assert process.returncode == 0, log
     assert "loaded: []" in log
+
+
+BODY = {"model": MODEL, "prompt": "The", "max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("end", ["time", "second signal"])
+def test_what_does_not_end_in_time_is_told(engine: tuple[FakeEngine, str], end: str) -> None:
+    """stop_timeout_s, or a second signal, ends running requests with an error of their own shape; meanwhile
+    new ones are refused with Retry-After. No traceback, status 0."""
+    fake, address = engine
+    port = free_port()
+    process = start(address, port, stop_timeout_s=2.0 if end == "time" else 600.0)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_ready(url, process)
+        fake.script = Script(delay_s=0.5)
+        with ThreadPoolExecutor(2) as pool, httpx.Client(timeout=60) as client:
+            whole = pool.submit(httpx.post, f"{url}/v1/completions", json=BODY, timeout=60)
+            with client.stream("POST", f"{url}/v1/completions", json={**BODY, "stream": True}) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                ready = until_refused(f"{url}/ready")
+                late = httpx.post(f"{url}/v1/completions", json=BODY)
+                if end == "second signal":
+                    process.send_signal(signal.SIGTERM)
+                events = [line.removeprefix("data: ") for line in lines if line]
+            answer = whole.result(timeout=60)
+        _, log = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    for refused in (ready, late, answer):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert refused.headers["Retry-After"] == "2"
+    assert json.loads(events[-2])["error"]["code"] == "shutting_down"
+    assert events[-1] == "[DONE]"
+    assert process.returncode == 0, log
+    assert "Traceback" not in log
+
+
+def test_signal_without_requests_ends_at_once(engine: tuple[FakeEngine, str]) -> None:
+    """Nothing runs, so nothing is waited for."""
+    port = free_port()
+    process = start(engine[1], port, stop_timeout_s=600.0)
+    try:
+        wait_ready(f"http://127.0.0.1:{port}", process)
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0, log
+    assert "Traceback" not in log
+
+
+def until_refused(url: str) -> httpx.Response:
+    """The first answer of a server that has begun to drain."""
+    end = time.monotonic() + 10
+    while (answer := httpx.get(url)).status_code == 200:
+        assert time.monotonic() < end, "it does not drain"
+        time.sleep(0.02)
+    return answer
 
 
 def test_taken_port_is_an_exit_code(engine: tuple[FakeEngine, str]) -> None:

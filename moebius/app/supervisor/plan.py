@@ -32,6 +32,8 @@ from moebius.errors import ConfigError, StartupError
 MAX_SOCKET_PATH = 107
 ENGINE_HEALTH = "moebius.engine.v1.Engine"
 EXPERT_HEALTH = "moebius.expert.v1.Expert"
+# A process drains for `stop_timeout_s`; then it tells whom it can not serve, and closes what it has open.
+STOP_MARGIN_S = 10.0
 # Rank 0 tells the other ranks to end, in order, before anybody else does.
 STOP_GATEWAY, STOP_GPU, STOP_RANKS, STOP_EXPERTS = 0, 1, 2, 3
 
@@ -286,7 +288,7 @@ def _timing(config: MoebiusConfig) -> Timing:
         ready_timeout_s=settings.ready_timeout_s,
         restart_backoff_s=settings.restart_backoff_s,
         restart_backoff_max_s=settings.restart_backoff_max_s,
-        stop_timeout_s=settings.stop_timeout_s,
+        stop_timeout_s=settings.stop_timeout_s + STOP_MARGIN_S,
         hang_timeout_s=settings.hang_timeout_s,
     )
 

@@ -21,6 +21,8 @@ from moebius.errors import PEER_LOST_EXIT, StartupError
 POLL_S = 0.05
 # How long a process that ended because of another one is kept from being blamed.
 CULPRIT_WAIT_S = 2.0
+# Two signals that follow one another closely may arrive as one.
+HURRY_AFTER_S = 0.5
 State = Literal["starting", "ready", "died", "stopped"]
 EventCallback = Callable[[str, State], None]
 """Called as `callback(process_name, state)` from the main thread."""
@@ -200,10 +202,15 @@ class Supervisor:
             members = [process for process in self.processes if process.spec.stop_stage == stage]
             for process in members:
                 process.terminate()
-            end = time.monotonic() + self._timing.stop_timeout_s
+            begin, hurried = time.monotonic(), False
             while any(process.pid is not None for process in members):
-                if time.monotonic() > end or self._signals_seen > 1:
+                age_s = time.monotonic() - begin
+                if age_s > self._timing.stop_timeout_s or self._signals_seen > 1:
                     break
+                if not hurried and age_s > HURRY_AFTER_S and self._is_incomplete(stage):
+                    hurried = True
+                    for process in members:
+                        process.terminate()
                 self._pause()
             for process in members:
                 if process.pid is not None:
@@ -219,6 +226,11 @@ class Supervisor:
             self._record()
         except StartupError as error:
             log.error("run file is out of date", error=str(error))
+
+    def _is_incomplete(self, stage: int) -> bool:
+        """Whether a process that members of this stage work through is gone: nobody brings it back now, so
+        what still runs can not end well, and a second SIGTERM tells them not to wait for it."""
+        return any(process.spec.stop_stage > stage and process.pid is None for process in self.processes)
 
     def _record(self) -> None:
         running = [(process.spec.name, process.pid) for process in self.processes if process.pid is not None]
