@@ -187,7 +187,7 @@ class ExpertHost:
         engine.calibrate()
         log.info("kernels calibrated", seconds=round(time.monotonic() - begin, 3))
         for row in engine.plan():
-            log.info(
+            log.debug(
                 "kernel plan",
                 matrix=row.matrix,
                 format=row.format,

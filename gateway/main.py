@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import threading
@@ -113,13 +114,24 @@ def server_for(config: MoebiusConfig) -> GatewayServer:
     return server
 
 
+def _check_address(host: str, port: int) -> None:
+    """Raises StartupError when the server could not listen there: uvicorn would only log it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise StartupError(f"cannot serve HTTP on {host}:{port} (--host, --port): {reason}") from None
+
+
 def run(config: MoebiusConfig) -> int:
     """Serves HTTP until SIGTERM or SIGINT. Returns the exit code: 0, or 1 when the server could not start.
 
-    Raises StartupError when the model's files can not be used.
+    Raises StartupError when the address or the model's files can not be used.
     """
     configure_logging(config.telemetry, "gateway")
     tracing = configure_tracing(config.telemetry, "moebius-gateway")
+    _check_address(config.gateway.host, config.gateway.port)
     server = server_for(config)
     logger.info(
         "gateway starts",
@@ -129,7 +141,7 @@ def run(config: MoebiusConfig) -> int:
     )
     try:
         uvloop.run(server.serve())
-    except SystemExit:  # uvicorn leaves this way when the port is taken
+    except SystemExit:  # uvicorn leaves this way when the port was taken in this moment
         return 1
     finally:
         tracing.shutdown()  # sends the last spans

@@ -25,6 +25,10 @@ class StartupError(UserError):
     """A process of the system did not become ready; the message names it and repeats its last words."""
 
 
+class ProcessFailed(StartupError):
+    """A process that the supervisor started could not start; the message is complete, of a line or two."""
+
+
 USER_ERROR_EXIT = 2
 """Exit status of every command and process that ended because of such an error."""
 

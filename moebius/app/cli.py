@@ -25,7 +25,7 @@ from moebius.app.commands import (
     verify,
     version,
 )
-from moebius.errors import USER_ERROR_EXIT, UserError
+from moebius.errors import USER_ERROR_EXIT, ProcessFailed, UserError, report_failure
 
 # Errors of other packages that are about what the user gave. By name: importing them here would load the
 # packages, and an error whose module is not loaded can not have been raised.
@@ -66,7 +66,10 @@ def main(arguments: list[str] | None = None) -> None:
         message = _user_message(error)
         if message is None:
             raise
-        print(f"moebius: error: {message}", file=sys.stderr)
+        if isinstance(error, ProcessFailed):
+            print(f"moebius: {error}", file=sys.stderr)
+        else:
+            report_failure(message)
         status = USER_ERROR_EXIT
     sys.exit(status if isinstance(status, int) else 0)
 

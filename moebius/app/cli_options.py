@@ -10,16 +10,26 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
+from moebius.config import MoebiusConfig
 from moebius.config_leaves import Leaf, leaves
-from moebius.config_loader import load_config
+from moebius.config_loader import load_config, printable_config
 
+PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="Print the effective configuration, all settings, at start-up")
+]
 # The first argument of most commands, not an option.
 MODEL_LEAF = "model"
+
+
+def print_configuration(config: MoebiusConfig) -> None:
+    """Every setting with its value on stderr, as YAML that `--config` reads."""
+    print(printable_config(config), file=sys.stderr, flush=True)
 
 
 def with_settings(

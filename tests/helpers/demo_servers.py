@@ -95,7 +95,7 @@ def server_process(config: MoebiusConfig, base: Path) -> Iterator[None]:
     settings = base.with_suffix(".yaml")
     settings.write_text(effective_config(config))
     log = base.with_suffix(".log")
-    command = [sys.executable, "-m", "moebius", "expert", "--config", str(settings), "--no-show-config"]
+    command = [sys.executable, "-m", "moebius", "expert", "--config", str(settings)]
     with log.open("wb") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
     try:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_refused_device_is_one_line(tmp_path: Path) -> None:
     """A GPU where there is none: a user's error, one line that names the value and what is allowed."""
     model = TinyMoe(family="qwen3_moe").write(tmp_path / "model")
-    command = [sys.executable, "-m", "moebius", "gpu", str(model), "--no-show-config"]
+    command = [sys.executable, "-m", "moebius", "gpu", str(model)]
     command += [
         "--device",
         "cuda",

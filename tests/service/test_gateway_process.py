@@ -159,7 +159,7 @@ def test_taken_port_is_an_exit_code(engine: tuple[FakeEngine, str]) -> None:
         finally:
             process.kill()
     assert process.returncode == 1
-    assert "address already in use" in log
+    assert "(--host, --port): Address already in use" in log
 
 
 def test_broken_template_ends_the_process_before_any_engine_is_there(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_broken_template_ends_the_process_before_any_engine_is_there(tmp_path: P
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     template = tmp_path / "broken.jinja"
     template.write_text("{% for message in messages %}")
-    command = [sys.executable, "-m", "moebius", "gateway", str(tmp_path), "--no-show-config"]
+    command = [sys.executable, "-m", "moebius", "gateway", str(tmp_path)]
     command += ["--port", str(free_port()), "--engine-address", f"unix:{tmp_path}/nobody.sock"]
     command += ["--chat-template", str(template)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -13,7 +13,7 @@ import pytest
 from moebius.app.supervisor.runfile import RunDirectory
 from moebius.app.supervisor.spec import Plan
 from moebius.app.supervisor.supervisor import Supervisor
-from moebius.errors import StartupError
+from moebius.errors import ProcessFailed, StartupError
 from tests.helpers.fake_programs import (
     FAILING,
     OBEDIENT,
@@ -135,7 +135,7 @@ def test_failure_before_ready_is_told_once(tmp_path: Path) -> None:
     """A process that ends during start-up stops the start with its own last words, without restarts."""
     failing = replace(spec("gpu", FAILING, tmp_path), probe=FileProbe(tmp_path / "never"))
     other = spec("gateway", OBEDIENT, tmp_path)
-    message = r"gpu ended before .*exit code 1.*no such weights: layer 3"
+    message = r"^gpu could not start: exit code 1, after it logged: no such weights: layer 3\n"
     with (
         Supervisor(plan(tmp_path, failing, other), QUICK) as supervisor,
         pytest.raises(StartupError, match=message),
@@ -185,3 +185,35 @@ def test_second_supervisor_is_refused(trio: Plan) -> None:
     """One run directory has one supervisor; the error names the one that runs."""
     with Supervisor(trio, QUICK), pytest.raises(StartupError, match=f"pid {os.getpid()}"):
         Supervisor(trio, QUICK)
+
+
+def test_a_cause_is_told_once_and_last(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """What a process says of its own failure is not among its log lines, but the error, with what to do."""
+    program = "import sys; print('loading'); sys.exit('moebius: error: no such weights: layer 3')"
+    failing = replace(spec("gpu", program, tmp_path), probe=FileProbe(tmp_path / "never"))
+    message = r"^gpu could not start: no such weights: layer 3\n  Mend that and start again"
+    with (
+        Supervisor(plan(tmp_path, failing), QUICK) as supervisor,
+        pytest.raises(ProcessFailed, match=message),
+    ):
+        supervisor.wait_ready()
+    log = capfdbinary.readouterr().err
+    assert b"gpu      | loading\n" in log
+    assert b"no such weights" not in log
+
+
+# Goes on after the first SIGTERM, as one does that waits for its requests; notes its end at the second.
+DRAINING = OBEDIENT.replace(
+    "def stop(*_):", "def stop(*_):\n    signal.signal(signal.SIGTERM, end)\ndef end(*_):"
+)
+
+
+def test_a_drain_that_can_not_end_well_is_hurried(tmp_path: Path) -> None:
+    """With an expert server gone for good, the gateway is told a second time, long before it is killed."""
+    processes = (spec("expert", OBEDIENT, tmp_path, stop_stage=2), spec("gateway", DRAINING, tmp_path))
+    with Supervisor(plan(tmp_path, *processes), replace(QUICK, stop_timeout_s=600)) as supervisor:
+        supervisor.wait_ready()
+        os.kill(int((tmp_path / "expert").read_text()), signal.SIGKILL)
+        wait_until(lambda: supervisor.processes[0].exit_code is not None)
+    assert (tmp_path / "stopped").read_text().split() == ["gateway"]
+    assert supervisor.processes[1].exit_code == 0

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
-from moebius.app.cli_options import with_settings
+from moebius.app.cli_options import PrintConfig, print_configuration, with_settings
 from moebius.app.commands.models import check_files, with_checkpoint
 from moebius.config import MoebiusConfig
-from moebius.config_loader import printable_config
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the memory plan and whether it fits; start nothing")
@@ -23,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     @with_settings()
-    def serve(config: MoebiusConfig, dry_run: DryRun = False) -> None:
+    def serve(config: MoebiusConfig, dry_run: DryRun = False, print_config: PrintConfig = False) -> None:
         """Start gateway, gpu_service and expert servers, and keep them running."""
         from moebius.api_keys import ApiKeys
         from moebius.app.commands.running import running
@@ -38,7 +36,8 @@ def register(app: typer.Typer) -> None:
         configure_logging(config.telemetry, "supervisor")
         keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)  # refused before anything starts
         serve_plan = make_plan(config)
-        print(printable_config(serve_plan.config), file=sys.stderr, flush=True)
+        if print_config:
+            print_configuration(serve_plan.config)
         with running(serve_plan) as supervisor:
             if not supervisor.stopping:
                 name = serve_plan.config.model.served_model_name

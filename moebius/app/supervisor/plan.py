@@ -124,8 +124,7 @@ def _members(
 
 def _process(member: _Member, directory: Path) -> ProcessSpec:
     settings = str(_settings_file(member, directory))
-    # `moebius serve` has printed the configuration already.
-    command = (sys.executable, "-m", "moebius", member.role, "--config", settings, "--no-show-config")
+    command = (sys.executable, "-m", "moebius", member.role, "--config", settings)
     return ProcessSpec(
         member.name,
         command,

@@ -17,7 +17,7 @@ from typing import IO
 
 from moebius.app.supervisor.spec import ProcessSpec, Timing
 from moebius.app.supervisor.watch import Hang, Watch
-from moebius.errors import USER_ERROR_EXIT
+from moebius.errors import FAILURE_MARK, USER_ERROR_EXIT
 
 CHILD_PROGRAM = str(Path(__file__).with_name("child.py"))
 # A process that was ready for this long starts its next series of restarts with the shortest pause.
@@ -60,6 +60,8 @@ class ManagedProcess:
         self._restart_at = 0.0
         self._prefix = b"" if json_logs else f"{spec.name:<9}| ".encode()
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        # Why it could not start, as it said itself; empty: it did, or said nothing.
+        self.cause = ""
 
     @property
     def pid(self) -> int | None:
@@ -93,15 +95,18 @@ class ManagedProcess:
 
     @property
     def last_words(self) -> str:
-        """The last line it logged that is not empty."""
+        """Why it ended, by its own words if it had any, else the last line it logged that is not empty."""
         if self._forwarder is not None:
             self._forwarder.join(timeout=1.0)
+        if self.cause:
+            return self.cause
         return next((line for line in reversed(self._tail) if line.strip()), "it said nothing")
 
     def start(self) -> None:
         """Starts the program in its own process group, with its output forwarded to our stderr."""
         cpus = ",".join(map(str, self.spec.cpus)) or "-"
         wrapper = [sys.executable, "-I", "-S", CHILD_PROGRAM, str(os.getpid()), cpus]
+        self.cause = ""
         self._popen = subprocess.Popen(
             [*wrapper, *self.spec.command],
             stdin=subprocess.DEVNULL,
@@ -208,7 +213,12 @@ class ManagedProcess:
         """Copies the program's lines to our stderr until it closes its end. Runs in a thread."""
         with stream:
             for line in stream:
-                self._tail.append(line.decode(errors="replace").rstrip())
+                text = line.decode(errors="replace").rstrip()
+                if text.startswith(FAILURE_MARK):
+                    # Whoever reports its end says it, once.
+                    self.cause = text.removeprefix(FAILURE_MARK)
+                    continue
+                self._tail.append(text)
                 with contextlib.suppress(OSError, ValueError):  # our own stderr may be closed already
                     sys.stderr.buffer.write(self._prefix + line.rstrip(b"\n") + b"\n")
                     sys.stderr.buffer.flush()

@@ -16,7 +16,7 @@ from moebius.app.supervisor.restart_group import RestartGroup
 from moebius.app.supervisor.runfile import RunDirectory
 from moebius.app.supervisor.spec import Plan, Timing
 from moebius.app.supervisor.state_directory import write_private
-from moebius.errors import PEER_LOST_EXIT, StartupError
+from moebius.errors import PEER_LOST_EXIT, ProcessFailed, StartupError
 
 POLL_S = 0.05
 # How long a process that ended because of another one is kept from being blamed.
@@ -137,9 +137,7 @@ class Supervisor:
             return
         blamed = (culprits or ended)[0]
         assert blamed.exit_code is not None
-        raise StartupError(
-            f"{blamed.spec.name} ended before it was ready ({_how(blamed.exit_code)}): {blamed.last_words}"
-        )
+        raise ProcessFailed(_start_failure(blamed, blamed.exit_code))
 
     def _refuse_hangs(self) -> None:
         """Raises StartupError for a process that hangs, which is more than being late."""
@@ -192,7 +190,8 @@ class Supervisor:
                 pause_s=pause_s,
             )
         else:
-            log.warning("process ended; restarting", name=name, how=_how(code), pause_s=pause_s)
+            said = {"why": process.cause} if process.cause else {}
+            log.warning("process ended; restarting", name=name, how=_how(code), pause_s=pause_s, **said)
         self._update_record()
         self._on_event(name, "died")
 
@@ -246,6 +245,15 @@ class Supervisor:
     def _pause(self) -> None:
         self._wake.wait(POLL_S)
         self._wake.clear()
+
+
+def _start_failure(process: ManagedProcess, code: int) -> str:
+    """The cause first, then where to look; the processes that did start are stopped by now."""
+    words = process.last_words
+    name, lines = process.spec.name, f"the lines of {process.spec.name!r} above"
+    if process.cause:
+        return f"{name} could not start: {words}\n  Mend that and start again; {lines} say how far it came."
+    return f"{name} could not start: {_how(code)}, after it logged: {words}\n  See {lines}."
 
 
 def _how(code: int) -> str:
