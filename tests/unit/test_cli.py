@@ -121,7 +121,7 @@ def test_commands_without_torch(tmp_path: Path) -> None:
     works = [["models", "random", model, "--shape", "tiny", "--layers", "1"], ["version"], ["topology"]]
     alone = [["chat", "--base-url", nobody, "--prompt", "hi"], ["bench", "decode", "--base-url", nobody]]
     alone += [["experts", "record", "stop", "--engine-address", f"unix:{tmp_path}/none"]]
-    needs = [["plan", model], ["verify", model], ["gpu", model, "--no-show-config"]]
+    needs = [["plan", model], ["verify", model], ["gpu", model]]
     commands = [*works, *alone, *needs]
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)], cwd=ROOT, capture_output=True, text=True
