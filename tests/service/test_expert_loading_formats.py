@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from expert_service.host import ExpertHost, LoadedSlice, LoadSettings, Requantis
 from expert_service.metrics import make_registry
 from expert_service.placement import Placement
 from gpu_service.experts.local_client import LocalExpertClient
+from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.expert_slices import SliceRequest
 from moebius.kernels import FloatArray
@@ -163,13 +165,15 @@ def test_too_large_an_error_refuses_to_serve(tmp_path: Path) -> None:
     assert not host.is_serving
 
 
-def test_nonfinite_weights_refuse_to_be_requantised(tmp_path: Path) -> None:
-    """NaN is more than any limit."""
-    bad = np.ones((96, 160), np.float32)
-    bad[7, 7] = np.nan
-    model = QuantisedMoe("float32").write(tmp_path, {"model.layers.1.mlp.experts.0.down_proj.weight": bad})
-    with pytest.raises(RequantiseError, match="layer 1: requantising to int8 changed its experts by nan"):
-        host_of(model, weight_dtype="int8", settings=LoadSettings(max_requantise_error=1e9))
+@pytest.mark.parametrize("weight_dtype", ["keep", "int8"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_named(weight_dtype: str, value: float, tmp_path: Path) -> None:
+    """Kept or requantised within any limit; the server does not become ready."""
+    bad, name = np.ones((96, 160), np.float32), "model.layers.1.mlp.experts.0.down_proj.weight"
+    bad[7, 7] = value
+    model = QuantisedMoe("float32").write(tmp_path, {name: bad})
+    with pytest.raises(CheckpointError, match=f"'{re.escape(name)}' holds NaN or infinite"):
+        host_of(model, weight_dtype=weight_dtype, settings=LoadSettings(max_requantise_error=1e9))
 
 
 def test_errors_and_nonfinite_inputs_are_exported(tmp_path: Path) -> None:

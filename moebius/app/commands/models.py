@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.checkpoint.moe_config import read_config
 from moebius.config import MoebiusConfig
@@ -49,10 +49,13 @@ def _check(given: str, path: Path) -> None:
     if not path.is_dir():
         raise UserError(f"MODEL {given!r}: there is no such directory, and no such .gguf file")
     try:
+        refuse_pointer(path / "config.json")
         document = json.loads((path / "config.json").read_text())
     except FileNotFoundError:
         raise UserError(f"MODEL {given!r}: no config.json in it; is it a checkpoint directory?") from None
-    except (OSError, ValueError) as error:
+    except CheckpointError as error:
+        raise UserError(f"MODEL {given!r}: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"MODEL {given!r}: cannot read its config.json: {error}") from None
     if not isinstance(document, dict) or "model_type" not in document:
         raise UserError(f"MODEL {given!r}: its config.json has no model_type")
