@@ -1,5 +1,6 @@
 # `make demo` and `make test` are the two commands of this project; the rest is for its developers.
-PYTHON ?= python3.11
+# Empty: the first Python from 3.11 to 3.13 that is found.
+PYTHON ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
@@ -19,13 +20,10 @@ serve: setup
 
 test: setup lint types unit
 
-# torch comes first and by exact version: a plain resolution would take CUDA builds of several GB.
-$(READY): pyproject.toml CMakeLists.txt $(shell find kernels -name '*.cc' -o -name '*.h')
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check 'scikit-build-core>=1.1,<2' 'pybind11>=3.1,<4' cmake ninja
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[dev]'
-	@touch $@
+# A system's Python that was replaced takes its environments with it.
+$(shell test ! -e $(READY) || $(BIN)/python -c "" 2>/dev/null || rm -f $(READY))
+$(READY): pyproject.toml CMakeLists.txt tools/setup $(shell find kernels -name '*.cc' -o -name '*.h')
+	@PYTHON=$(PYTHON) tools/setup $(VENV)
 setup: $(READY)
 
 lint: setup
@@ -46,7 +44,7 @@ protos: setup
 # Everything that an install on a CUDA machine without a network needs (docs/install-gpu.md), about 3 GB.
 WHEELS ?= wheels
 wheels-gpu:
-	$(PYTHON) -m pip wheel --wheel-dir $(WHEELS) '.[gpu]'
+	$(or $(PYTHON),python3) -m pip wheel --wheel-dir $(WHEELS) '.[gpu]'
 	@du -sh $(WHEELS)
 
 clean:
@@ -54,4 +52,5 @@ clean:
 
 -include kernels/build.mk
 -include tests/numa/numa.mk
+-include tests/newcomer/newcomer.mk
 -include kernels/fuzz/fuzz.mk
