@@ -48,10 +48,13 @@ done
 cp /etc/resolv.conf "$root/etc/" 2>/dev/null || true
 cp -r /etc/apt/apt.conf.d/. "$root/etc/apt/apt.conf.d/" 2>/dev/null || true
 [ -e /etc/pip.conf ] && cp /etc/pip.conf "$root/etc/"
-mkdir -p "$root/etc/ssl" && cp -rL /etc/ssl/certs "$root/etc/ssl/" 2>/dev/null || true
+# Bound, not copied: installing packages would replace a copy.
+mkdir -p "$root/etc/ssl/certs" /etc/ssl/certs
+mount --bind /etc/ssl/certs "$root/etc/ssl/certs" && mount -o remount,bind,ro "$root/etc/ssl/certs"
 # Folders of wheels that pip's settings name.
 for folder in $(env | sed -n 's/^PIP_FIND_LINKS=//p') \
   $(cat /etc/pip.conf ~/.config/pip/pip.conf ~/.pip/pip.conf 2>/dev/null | grep -oE '(file://)?/[^ ]+' | sed 's|^file://||'); do
+  folder=${folder%/simple}  # an index names files next to it
   [ -d "$folder" ] && mkdir -p "$root$folder" && mount --bind "$folder" "$root$folder"
 done
 mkdir -p "$root/root/.config/pip"
