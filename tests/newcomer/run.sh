@@ -48,9 +48,6 @@ done
 cp /etc/resolv.conf "$root/etc/" 2>/dev/null || true
 cp -r /etc/apt/apt.conf.d/. "$root/etc/apt/apt.conf.d/" 2>/dev/null || true
 [ -e /etc/pip.conf ] && cp /etc/pip.conf "$root/etc/"
-# Bound, not copied: installing packages would replace a copy.
-mkdir -p "$root/etc/ssl/certs" /etc/ssl/certs
-mount --bind /etc/ssl/certs "$root/etc/ssl/certs" && mount -o remount,bind,ro "$root/etc/ssl/certs"
 # Folders of wheels that pip's settings name.
 for folder in $(env | sed -n 's/^PIP_FIND_LINKS=//p') \
   $(cat /etc/pip.conf ~/.config/pip/pip.conf ~/.pip/pip.conf 2>/dev/null | grep -oE '(file://)?/[^ ]+' | sed 's|^file://||'); do
@@ -82,6 +79,8 @@ grep -qF "$line" "$root/first.log" || { cat "$root/first.log"; fail "the line to
 
 say "${line#sudo }, as the README says"
 inside "${line#sudo } -y -qq --no-install-recommends >/dev/null 2>&1"
+# After the packages, which make certificates of their own.
+mkdir -p "$root/etc/ssl/certs" && mount --bind /etc/ssl/certs "$root/etc/ssl/certs"
 
 say "make demo over a half-made .venv"
 inside 'mkdir -p .venv/bin && ln -s /usr/bin/python3 .venv/bin/python3'
