@@ -18,8 +18,9 @@ from gpu_service.assembly.experts import (
     rank_moe,
 )
 from gpu_service.assembly.info import model_info
-from gpu_service.assembly.kv_memory import KvMemory, cache_shape, make_kv_memory, scheduler_limits
+from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
 from gpu_service.assembly.process import prepare_process
+from gpu_service.assembly.rank_plan import make_kv_memory
 from gpu_service.assembly.states import allocate_states, make_request_cache
 from gpu_service.assembly.steps import make_step_runner
 from gpu_service.assembly.vision import Vision, load_vision, vision_memory
@@ -81,15 +82,16 @@ def _assemble(
     on_output: Callable[[list[OutputDelta]], None],
     undo: ExitStack,
 ) -> Built:
-    gpu, device, dtype = config.gpu, stream.device, model_config.torch_dtype
+    device, dtype = stream.device, model_config.torch_dtype
     model = build_model(model_config, device=device, parallel=group.parallel)
     shape_weights(model, config.model)
     moe = rank_moe(config, model_config, group)
-    shape, seeing = cache_shape(gpu, model.rank_config, device), vision_memory(config, model_config)
-    memory = make_kv_memory(config, shape, model, expert_memory(config, moe, dtype, group), seeing)
+    held, seeing = expert_memory(config, moe, dtype, group), vision_memory(config, model_config)
+    memory, config = make_kv_memory(config, model, held, group, device, seeing)
+    gpu, shape = config.gpu, cache_shape(config.gpu, model.rank_config, device)
     vision, resident = _load(config, model, model_config, moe, group, memory)
     # Before the pool is sized: a CPU allocates counts at first use, a GPU all of them now.
-    sampler = group.sampler(model_config.vocab_size, device, gpu.max_num_seqs if _is_gpu(device) else 0)
+    sampler = group.sampler(model_config.vocab_size, device, gpu.num_seqs if _is_gpu(device) else 0)
     states = allocate_states(gpu, model.rank_config, device)
     memory.reached(STATES)
     wanted = memory.num_pages(model, None if moe is None else moe.geometry, resident, states)

@@ -127,6 +127,10 @@ class GatewayConfig(Section):
     )
 
 
+# Outputs computed in one step where nothing is set and everything fits.
+DEFAULT_NUM_SEQS = 64
+
+
 class GpuConfig(Section):
     """The engine process."""
 
@@ -157,7 +161,11 @@ class GpuConfig(Section):
     jit_cache_dir: str = Field(
         default="", description="Directory of GPU kernels compiled at start; empty: the user's cache"
     )
-    max_num_seqs: int = Field(default=64, ge=1, description="Outputs computed in one step")
+    max_num_seqs: int | None = Field(
+        default=None,
+        ge=1,
+        description="Outputs computed in one step; unset: 64, fewer on a GPU without room for their state",
+    )
     max_num_batched_tokens: int = Field(default=512, ge=16, description="Token budget of one step")
     max_waiting_requests: int = Field(
         default=1024, ge=1, description="Outputs queued in the engine before it refuses"
@@ -178,6 +186,11 @@ class GpuConfig(Section):
     gpu_metrics_port: int = Field(
         default=0, ge=0, le=65535, description="Prometheus port of gpu_service; 0: none"
     )
+
+    @property
+    def num_seqs(self) -> int:
+        """`max_num_seqs`, or its default."""
+        return DEFAULT_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
 
 
 class ExpertConfig(Section):

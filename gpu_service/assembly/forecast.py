@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gpu_service.assembly.kv_memory import CacheShape, SharedKvMemory, cache_shape, plan_device
+from gpu_service.assembly.kv_memory import CacheShape, SharedKvMemory, cache_shape
+from gpu_service.assembly.rank_plan import RankPlan
 from gpu_service.assembly.vision import vision_memory
 from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.loader.load import shape_weights
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.estimate import StepSize, activation_bytes, parameter_bytes
 from gpu_service.memory.kv_pool import useful_pages
-from gpu_service.memory.plan import ExpertMemory, MemoryPlan
+from gpu_service.memory.plan import ExpertMemory, MemoryPlan, MemoryShort
 from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.common import CausalLM
 from gpu_service.models.registry import build_model
@@ -27,6 +28,7 @@ from gpu_service.parallel.context import ParallelContext
 from gpu_service.parallel.partition import stage_layers
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
+from moebius.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,32 @@ class Forecast:
     def device_plans(
         self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]
     ) -> tuple[MemoryPlan, ...]:
-        """Each rank's ledger on an empty GPU of so many bytes. Raises UserError: it can not fit."""
+        """Each rank's ledger on an empty GPU of so many bytes. Raises MemoryShort: it can not fit."""
+        return tuple(rank.make(config) for rank in self._on_device(config, total_bytes, experts))
+
+    def num_seqs(self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]) -> int:
+        """What an engine on such GPUs would choose for `max_num_seqs` where it is unset."""
+        return min(rank.num_seqs() for rank in self._on_device(config, total_bytes, experts))
+
+    def refusal(
+        self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory], error: MemoryShort
+    ) -> UserError:
+        """`error` of the first rank that does not fit, with what would make it fit."""
+        for rank in self._on_device(config, total_bytes, experts):
+            try:
+                rank.make(config)
+            except MemoryShort as own:
+                return rank.refusal(config, own)
+        return error
+
+    def _on_device(
+        self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]
+    ) -> list[RankPlan]:
         empty = MemoryUse(total_bytes, total_bytes, 0, 0, 0, 0)
-        return tuple(
-            plan_device(config, shape, model, empty, held, self._vision)
-            for model, shape, held in zip(self._models, self._shapes, experts, strict=True)
-        )
+        return [
+            RankPlan(config, model, empty, held, self._vision)
+            for model, held in zip(self._models, experts, strict=True)
+        ]
 
     def shared_pages(self, config: MoebiusConfig) -> int:
         """Pages of the pool of an engine on a CPU."""

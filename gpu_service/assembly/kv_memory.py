@@ -13,11 +13,10 @@ from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.paged_cache import PagedCache, make_cache, page_bytes
 from gpu_service.cache.state_cache import StateCache
 from gpu_service.experts.resident.experts import ResidentExperts
-from gpu_service.memory.device_memory import MemoryUse, make_device_memory
+from gpu_service.memory.device_memory import make_device_memory
 from gpu_service.memory.estimate import StepSize
 from gpu_service.memory.kv_pool import size_kv_pool, useful_pages
 from gpu_service.memory.ledger import MemoryLedger
-from gpu_service.memory.plan import ExpertMemory, MemoryPlan, VisionMemory, plan_memory
 from gpu_service.memory.profile import profile_activations
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
@@ -148,34 +147,6 @@ class DeviceKvMemory(KvMemory):
         return size_kv_pool(self.ledger.plan, config, model.config, memory.use())
 
 
-def plan_device(
-    config: MoebiusConfig,
-    shape: CacheShape,
-    model: CausalLM,
-    use: MemoryUse,
-    experts: ExpertMemory,
-    vision: VisionMemory | None = None,
-) -> MemoryPlan:
-    """A GPU's ledger before loading; `moebius plan` asks here as well. Raises UserError: it can not fit."""
-    return plan_memory(config, model.config, model, use, shape.page_bytes, experts, model.parallel, vision)
-
-
-def make_kv_memory(
-    config: MoebiusConfig,
-    shape: CacheShape,
-    model: CausalLM,
-    experts: ExpertMemory,
-    vision: VisionMemory | None = None,
-) -> KvMemory:
-    """Before anything is loaded: `model` is on the meta device. Raises UserError when it can not fit."""
-    memory = make_device_memory(shape.device)
-    if memory is None:
-        return SharedKvMemory(config, shape)
-    before = memory.use()
-    plan = plan_device(config, shape, model, before, experts, vision)
-    return DeviceKvMemory(config, shape, MemoryLedger(plan, memory, before))
-
-
 def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> SchedulerLimits:
     """What a pool of so many pages can serve."""
     pool_tokens = (num_pages - 1) * gpu.page_size
@@ -187,7 +158,7 @@ def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> Sche
             max_model_len=model.max_model_len,
         )
     return SchedulerLimits(
-        max_num_seqs=gpu.max_num_seqs,
+        max_num_seqs=gpu.num_seqs,
         max_num_batched_tokens=gpu.max_num_batched_tokens,
         context_limit=context_limit,
         watermark_pages=max(1, num_pages // 100),

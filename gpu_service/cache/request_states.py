@@ -26,12 +26,12 @@ def num_snapshots(gpu: GpuConfig) -> int:
     """States that may be kept for others to start from."""
     if not gpu.prefix_caching:
         return 0
-    return gpu.max_num_seqs if gpu.state_snapshots is None else gpu.state_snapshots
+    return gpu.num_seqs if gpu.state_snapshots is None else gpu.state_snapshots
 
 
 def num_state_slots(gpu: GpuConfig) -> int:
     """Slots that the settings ask for: of zeros, of running requests, of snapshots."""
-    return 1 + SLOTS_PER_REQUEST * gpu.max_num_seqs + num_snapshots(gpu)
+    return 1 + SLOTS_PER_REQUEST * gpu.num_seqs + num_snapshots(gpu)
 
 
 def all_states_bytes(gpu: GpuConfig, rank_config: ModelConfig) -> int:

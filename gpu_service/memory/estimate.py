@@ -42,7 +42,7 @@ class StepSize:
     @staticmethod
     def largest(gpu: GpuConfig) -> StepSize:
         """What the scheduler may put into one step."""
-        return StepSize(gpu.max_num_batched_tokens, min(gpu.max_num_seqs, gpu.max_num_batched_tokens))
+        return StepSize(gpu.max_num_batched_tokens, min(gpu.num_seqs, gpu.max_num_batched_tokens))
 
 
 def parameter_bytes(model: nn.Module) -> int:
@@ -116,7 +116,7 @@ def graph_bytes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext, 
     """Graphs of 1, 2, 4, 8 and every further 8 requests, and the shared pool of the largest one."""
     if not gpu.cuda_graphs:
         return 0
-    largest = min(gpu.cuda_graph_max_batch_size, gpu.max_num_seqs)
+    largest = min(gpu.cuda_graph_max_batch_size, gpu.num_seqs)
     count = 3 + -(-largest // 8)
     pool = activation_bytes(config, StepSize(largest, largest), parallel, resident)
     return count * GRAPH_BYTES + pool

@@ -15,7 +15,7 @@ _USEFUL_COPIES = 2
 def useful_pages(config: MoebiusConfig, model_config: ModelConfig) -> int:
     """More pages than this would only cost memory."""
     per_request = -(-model_config.max_model_len // config.gpu.page_size)
-    return 1 + _USEFUL_COPIES * config.gpu.max_num_seqs * per_request
+    return 1 + _USEFUL_COPIES * config.gpu.num_seqs * per_request
 
 
 def size_kv_pool(plan: MemoryPlan, config: MoebiusConfig, model_config: ModelConfig, use: MemoryUse) -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from gpu_service.cache.request_states import all_states_bytes
-from gpu_service.memory.advice import advice
 from gpu_service.memory.device_memory import MemoryUse, gib
 from gpu_service.memory.estimate import (
     ALLOCATOR_SLACK,
@@ -30,6 +29,15 @@ VISION, IMAGES = "vision tower", "images"
 GRAPHS, WORKSPACE, ACTIVATIONS = "CUDA graphs", "workspaces", "activations"
 STATES = "states of linear attention"
 CONTEXT, SLACK, KV = "CUDA context", "allocator slack", "KV cache"
+
+
+class MemoryShort(UserError):
+    """The parts of a plan do not fit."""
+
+    def __init__(self, message: str, missing: int) -> None:
+        """`missing`: bytes."""
+        super().__init__(message)
+        self.missing = missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +114,8 @@ def plan_memory(
 
     `vision` None: the model does not see.
 
-    The KV cache gets num_pages or kv_cache_gib where one is set, else all that is left. Raises UserError
-    when the parts do not fit the budget, naming the numbers and what would fit.
+    The KV cache gets num_pages or kv_cache_gib where one is set, else all that is left. Raises MemoryShort
+    when the parts do not fit the budget, naming the numbers.
     """
     experts, vision = experts or ExpertMemory(), vision or VisionMemory()
     step, has_resident = StepSize.largest(config.gpu), experts.count > 0
@@ -126,10 +134,7 @@ def plan_memory(
         MemoryLine(SLACK, ALLOCATOR_SLACK),
     )
     plan = MemoryPlan(use.total, _budget(config, use), lines, page_bytes)
-    half = StepSize(step.tokens // 2, step.sequences)
-    halved = activation_bytes(model_config, half, parallel, has_resident)
-    token_bytes = (plan.of(ACTIVATIONS) - halved) / (step.tokens - half.tokens)
-    return _with_kv(plan, config, experts, _needed_pages(config, model_config), token_bytes)
+    return _with_kv(plan, config, _needed_pages(config, model_config))
 
 
 def _budget(config: MoebiusConfig, use: MemoryUse) -> int:
@@ -153,19 +158,17 @@ def wanted_kv_bytes(config: MoebiusConfig, page_bytes: int) -> int | None:
     return None if config.gpu.kv_cache_gib is None else int(config.gpu.kv_cache_gib * GIB)
 
 
-def _with_kv(
-    plan: MemoryPlan, config: MoebiusConfig, experts: ExpertMemory, needed_pages: int, token_bytes: float
-) -> MemoryPlan:
+def _with_kv(plan: MemoryPlan, config: MoebiusConfig, needed_pages: int) -> MemoryPlan:
     left = plan.budget - plan.fixed
     wanted = wanted_kv_bytes(config, plan.page_bytes)
     needed = needed_pages * plan.page_bytes if wanted is None else wanted
     if left < needed:
         parts = ", ".join(f"{line.part} {gib(line.nbytes)}" for line in plan.lines if line.nbytes)
-        raise UserError(
+        raise MemoryShort(
             f"GPU memory: {parts}: {gib(plan.fixed)} GiB together, and a KV cache of {gib(needed)} GiB or "
             f"more, do not fit the {gib(plan.budget)} GiB planned with ({_share(plan, config)}); "
-            f"{gib(needed - left)} GiB are missing. What would fit: "
-            + advice(config, plan.lines, needed - left, experts.bytes_each, experts.count, token_bytes)
+            f"{gib(needed - left)} GiB are missing",
+            needed - left,
         )
     return replace(plan, lines=(*plan.lines, MemoryLine(KV, left if wanted is None else wanted)))
 

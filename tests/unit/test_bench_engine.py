@@ -116,6 +116,8 @@ def test_room_for_all_streams() -> None:
     options = EngineBenchOptions(streams=(1, 100))
     gpu = with_room(MoebiusConfig(), options).gpu
     assert (gpu.max_num_seqs, gpu.cuda_graph_max_batch_size) == (100, 100)
-    assert with_room(MoebiusConfig(), EngineBenchOptions(streams=(1,))).gpu == MoebiusConfig().gpu
+    assert with_room(MoebiusConfig(), EngineBenchOptions(streams=(1,))).gpu == MoebiusConfig().gpu.model_copy(
+        update={"max_num_seqs": 64}
+    )
     with pytest.raises(UserError, match="--max-tokens: 4"):
         with_room(MoebiusConfig(), cast("EngineBenchOptions", replace(options, max_tokens=4)))

@@ -15,6 +15,7 @@ from gpu_service.cache.request_states import num_state_slots
 from gpu_service.cache.state_cache import StateCache, state_bytes
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.estimate import StepSize, activation_bytes, graph_bytes, parameter_bytes
+from gpu_service.memory.fitting import Trial, smallest_change
 from gpu_service.memory.kv_pool import size_kv_pool, useful_pages
 from gpu_service.memory.plan import (
     ACTIVATIONS,
@@ -25,6 +26,7 @@ from gpu_service.memory.plan import (
     STATES,
     ExpertMemory,
     MemoryPlan,
+    MemoryShort,
     plan_memory,
 )
 from gpu_service.model_config import ModelConfig
@@ -89,28 +91,61 @@ def test_resident_experts_are_counted(model: CausalLM) -> None:
     assert held.of(ACTIVATIONS) > alone.of(ACTIVATIONS)
 
 
-def test_what_can_not_fit_is_refused_with_what_would(model: CausalLM) -> None:
-    """On 20 GiB not all experts fit; each proposal, followed, makes a plan."""
+def change_for(
+    model: CausalLM, config: MoebiusConfig, memory: FakeMemory, num_experts: int = 0
+) -> str | None:
+    """What is proposed for this model on this device."""
+
+    def fits(trial: Trial) -> bool:
+        try:
+            plan(model, trial.config, memory, ExpertMemory(trial.num_experts, INT4_EXPERT))
+        except MemoryShort:
+            return False
+        return True
+
+    return smallest_change(config, num_experts, model.config.max_model_len, fits)
+
+
+def test_fewer_experts_are_proposed(model: CausalLM) -> None:
+    """On 20 GiB not all experts fit; as many as are proposed do, beside a request, and hardly any more."""
     small = FakeMemory(20 * GIB)
-    experts = ExpertMemory(48 * 128, INT4_EXPERT)
-    with pytest.raises(UserError, match=r"resident experts 15\.19.*GiB are missing") as caught:
-        plan(model, settings(), small, experts)
-    message = str(caught.value)
-    kept = re.search(r"at most (\d+) experts on the GPU", message)
-    assert kept is not None, message
-    assert plan(model, settings(), small, ExpertMemory(int(kept[1]), INT4_EXPERT)).kv_bytes > 0
+    config = settings(max_num_seqs=1, max_num_batched_tokens=64, kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(MemoryShort, match=r"resident experts 15\.19.*GiB are missing") as caught:
+        plan(model, config, small, ExpertMemory(48 * 128, INT4_EXPERT))
+    assert caught.value.missing > 0
+    change = change_for(model, config, small, 48 * 128)
+    kept = re.search(r"^at most (\d+) of the 6144 experts on the GPU$", change or "")
+    assert kept is not None, change
+    assert plan(model, config, small, ExpertMemory(int(kept[1]), INT4_EXPERT)).kv_bytes > 0
     with pytest.raises(UserError, match="GiB are missing"):
-        plan(model, settings(), small, ExpertMemory(int(kept[1]) + 300, INT4_EXPERT))
+        plan(model, config, small, ExpertMemory(int(kept[1]) + 400, INT4_EXPERT))
 
 
 def test_smaller_steps_are_proposed(model: CausalLM) -> None:
     """Activations of 256 k tokens do not fit on 20 GiB; the number proposed does."""
     small = FakeMemory(20 * GIB)
-    with pytest.raises(UserError, match="max_num_batched_tokens") as caught:
-        plan(model, settings(max_num_batched_tokens=262144), small)
-    proposed = re.search(r"max_num_batched_tokens (\d+) instead of 262144", str(caught.value))
-    assert proposed is not None
+    change = change_for(model, settings(max_num_batched_tokens=262144), small)
+    proposed = re.search(r"^--max-num-batched-tokens (\d+)$", change or "")
+    assert proposed is not None, change
     assert plan(model, settings(max_num_batched_tokens=int(proposed[1])), small).kv_bytes > 0
+
+
+def test_a_smaller_cache_is_proposed_where_one_was_asked_for(model: CausalLM) -> None:
+    """The size that is left, to a 64th of what was wanted."""
+    config = settings(kv_cache_gib=200.0)
+    with pytest.raises(MemoryShort, match=r"KV cache of 200\.00 GiB"):
+        plan(model, config)
+    change = change_for(model, config, FakeMemory(H200))
+    proposed = re.search(r"^--kv-cache-gib ([\d.]+)$", change or "")
+    assert proposed is not None, change
+    assert plan(model, settings(kv_cache_gib=float(proposed[1]))).kv_bytes > 0
+    with pytest.raises(MemoryShort):
+        plan(model, settings(kv_cache_gib=float(proposed[1]) + 200 / 64))
+
+
+def test_nothing_is_proposed_where_nothing_helps(model: CausalLM) -> None:
+    """Dense weights alone are more than the device has."""
+    assert change_for(model, settings(), FakeMemory(3 * GIB)) is None
 
 
 def test_other_processes_are_respected(model: CausalLM) -> None:
@@ -127,7 +162,7 @@ def test_a_wanted_pool_is_given_or_refused(model: CausalLM) -> None:
     page = bytes_per_page(model.config, 16, torch.bfloat16)
     assert plan(model, settings(kv_cache_gib=7.0)).kv_bytes == 7 * GIB
     assert plan(model, settings(num_pages=1000)).of(KV) == 1000 * page
-    with pytest.raises(UserError, match=r"KV cache of 200\.00 GiB.*kv_cache_gib"):
+    with pytest.raises(UserError, match=r"KV cache of 200\.00 GiB or more, do not fit"):
         plan(model, settings(kv_cache_gib=200.0))
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from expert_service.host import ExpertHost, LoadSettings
 from expert_service.placement import Placement
 from gpu_service.assembly.forecast import Forecast
-from gpu_service.assembly.kv_memory import SharedKvMemory, cache_shape, make_kv_memory
+from gpu_service.assembly.kv_memory import SharedKvMemory, cache_shape
+from gpu_service.assembly.rank_plan import make_kv_memory
 from gpu_service.assembly.states import allocate_states
 from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.loader.load import load_weights
@@ -22,6 +23,7 @@ from gpu_service.memory.kv_pool import size_kv_pool
 from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, DENSE, KV, WORKSPACE, ExpertMemory
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model
+from gpu_service.parallel.group import SoloGroup
 from moebius.app.planning.components import expert_servers
 from moebius.app.planning.expert_bytes import arena_bytes, server_bytes, stored_experts
 from moebius.app.planning.gpu_table import GPU_MODELS
@@ -161,10 +163,11 @@ def test_a_gpus_ledger_is_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config = settings(model_dir, max_num_seqs="512")
     plan = Planner(config, on_gpu=True).plan(hardware("4090"), fill=False)
     fake = FakeMemory(GPU_MODELS["4090"].memory_bytes)
-    monkeypatch.setattr("gpu_service.assembly.kv_memory.make_device_memory", lambda device: fake)
+    monkeypatch.setattr("gpu_service.assembly.rank_plan.make_device_memory", lambda device: fake)
     model = build_model(Forecast(config, on_gpu=True).model_config)
-    shape = cache_shape(config.gpu, model.rank_config, torch.device("cpu"))
-    ledger = make_kv_memory(config, shape, model, ExpertMemory()).ledger
+    group = SoloGroup()
+    memory, _ = make_kv_memory(config, model, ExpertMemory(), group, torch.device("cpu"))
+    ledger = memory.ledger
     assert ledger is not None
     parts = {part.part: part.nbytes for part in plan.components if part.place == "GPU 0"}
     assert {line.part: line.nbytes for line in ledger.plan.lines if line.nbytes and line.part != KV} == {

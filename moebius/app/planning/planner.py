@@ -59,13 +59,15 @@ class Planner:
 
         Raises DoesNotFit when the hardware is too small, UserError for settings that can not be.
         """
+        if self.on_gpu and self.config.gpu.max_num_seqs is None:
+            return self._with_num_seqs(hardware).plan(hardware, wish, fill)
         wish = wish or Wish()
         context, concurrency = wish.tokens(self.model.max_model_len)
         if context > self.model.max_model_len:
             raise UserError(f"--context: {context} is not allowed; allowed: up to {self.model.max_model_len}")
         residency = self._residency(hardware, context * concurrency, fill)
         if self.on_gpu:
-            ledgers = self._ledgers(hardware, residency)
+            ledgers = self._ledgers(hardware, residency, explain=True)
             kv, components, budgets = self._gpu_parts(hardware, ledgers)
         else:
             kv, components, budgets = self._cpu_kv(), [], {}
@@ -103,16 +105,37 @@ class Planner:
 
         return filled_residency(self.config, self.geometry, fits)
 
-    def _ledgers(self, hardware: Hardware, residency: Residency) -> tuple[MemoryPlan, ...]:
-        """Every rank's. Raises DoesNotFit with the ledger's own words."""
+    def _with_num_seqs(self, hardware: Hardware) -> Planner:
+        """The same, with as many outputs in a step as `moebius serve` would choose."""
         assert hardware.gpu is not None
-        held = [self._held(rank, residency) for rank in range(len(self.forecast.ranks))]
+        held = self._all_held(chosen_residency(self.config, self.geometry))
+        count = self.forecast.num_seqs(self.config, hardware.gpu.memory_bytes, held)
+        other = copy(self)
+        changed = self.config.gpu.model_copy(update={"max_num_seqs": count})
+        other.config = self.config.model_copy(update={"gpu": changed})
+        return other
+
+    def _ledgers(
+        self, hardware: Hardware, residency: Residency, explain: bool = False
+    ) -> tuple[MemoryPlan, ...]:
+        """Every rank's. Raises DoesNotFit in the ledger's words, if asked with what would make it fit."""
+        from gpu_service.memory.plan import MemoryShort
+
+        assert hardware.gpu is not None
+        held, memory = self._all_held(residency), hardware.gpu.memory_bytes
         try:
-            return self.forecast.device_plans(self.config, hardware.gpu.memory_bytes, held)
+            return self.forecast.device_plans(self.config, memory, held)
         except ConfigError:
             raise
+        except MemoryShort as error:
+            words = self.forecast.refusal(self.config, memory, held, error) if explain else error
+            raise DoesNotFit(str(words)) from error
         except UserError as error:
             raise DoesNotFit(str(error)) from error
+
+    def _all_held(self, residency: Residency) -> list[ExpertMemory]:
+        """Of every rank."""
+        return [self._held(rank, residency) for rank in range(len(self.forecast.ranks))]
 
     def _held(self, rank: int, residency: Residency) -> ExpertMemory:
         from gpu_service.memory.plan import ExpertMemory
@@ -223,5 +246,6 @@ class Planner:
             "dense weights": self.model.dtype,
             "tensor_parallel_size": str(parallel.tensor_parallel_size),
             "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
+            "max_num_seqs": str(self.config.gpu.num_seqs),
             "max_num_batched_tokens": str(self.config.gpu.max_num_batched_tokens),
         }

@@ -135,7 +135,7 @@ def with_room(config: MoebiusConfig, options: EngineBenchOptions) -> MoebiusConf
         raise UserError(f"--max-tokens: {options.max_tokens} is not allowed; allowed: 16 or more")
     gpu = config.gpu.model_copy(
         update={
-            "max_num_seqs": max(config.gpu.max_num_seqs, most),
+            "max_num_seqs": max(config.gpu.num_seqs, most),
             "cuda_graph_max_batch_size": max(config.gpu.cuda_graph_max_batch_size, most),
         }
     )
