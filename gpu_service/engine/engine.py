@@ -27,6 +27,7 @@ from gpu_service.engine.loop import overlap_loop, synchronous_loop
 from gpu_service.engine.outputs import EngineLoad, EngineObserver, NullObserver, OutputDelta, delta_of
 from gpu_service.engine.row_results import row_results
 from gpu_service.engine.step_runner import DeviceLost, Pending, StepResult, StepRunner
+from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.request import FinishReason, Request
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused, refuse_impossible
 from gpu_service.scheduler.scheduler import Scheduler
@@ -198,7 +199,12 @@ class Engine:
             return
         except Exception as error:
             self._in_flight -= 1
-            _log.exception("step failed", step=step.batch.step, requests=len(step.batch.requests))
+            # Of another process: a traceback would show this one's way to it.
+            is_ours = not isinstance(error, (ExpertUnavailable, ExpertComputeFailed))
+            requests = len(step.batch.requests)
+            _log.error(
+                "step failed", step=step.batch.step, requests=requests, error=str(error), exc_info=is_ours
+            )
             self._fail(step.batch, f"{type(error).__name__}: {error}")
             return
         try:

@@ -148,8 +148,11 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 
 @LOOPS
-def test_stop_does_not_wait_for_lost_experts(loop: dict[str, bool]) -> None:
-    """An engine that stops in the middle of a recovery is gone at once, and its requests have ended."""
+def test_stop_does_not_wait_for_lost_experts(
+    loop: dict[str, bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine that stops in the middle of a recovery is gone at once, its requests have ended, and the log
+    says why without a traceback."""
     with running_engine(**loop) as harness:
         harness.experts.present.clear()
         harness.model.before_forward = _lost_at(harness.model.calls + 2)
@@ -160,6 +163,9 @@ def test_stop_does_not_wait_for_lost_experts(loop: dict[str, bool]) -> None:
         assert harness.engine.stop(timeout_s=4)
         assert request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
         assert not harness.engine.is_alive
+    log = capsys.readouterr().out
+    assert "the engine stops" in log
+    assert "Traceback" not in log
 
 
 def test_stop_gives_up_on_a_step_that_computes() -> None:
