@@ -16,6 +16,7 @@ from expert_service.load_plan import LoadPlan, plan_load
 from expert_service.loader import LoadedLayer, load_experts
 from expert_service.placement import Placement
 from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.expert_identity import checkpoint_fingerprint, expert_identity
 from moebius.expert_slices import ExpertSlice, SliceRequest, plan_slice
 from moebius.kernels import ExpertEngine, FloatArray, float32_isa
 from moebius.placement.make import make_placement
@@ -82,20 +83,22 @@ class LoadedSlice:
     seconds: float
     # Relative error of requantising, by layer; 0 for layers packed exactly.
     relative_errors: Mapping[int, float]
+    # As `expert_identity` writes it.
+    identity: str
 
 
 class ExpertHost:
     """Holds the engine. Thread safe: loading, computing and draining may come from different threads.
 
-    `on_engine` is called with the still empty engine before weights are read, so that a mailbox that does
-    not fit is refused at once; `on_progress` after each expert, from any thread; `on_loaded` when all weights
-    are packed.
+    `on_engine` is called with the still empty engine and the identity of what will be loaded before
+    weights are read, so that a mailbox that does not fit is refused at once; `on_progress` after each expert,
+    from any thread; `on_loaded` when all weights are packed.
     """
 
     def __init__(
         self,
         placement: Placement,
-        on_engine: Callable[[ExpertEngine, MoeGeometry, SliceRequest], None],
+        on_engine: Callable[[ExpertEngine, MoeGeometry, SliceRequest, str], None],
         on_loaded: Callable[[], None],
         settings: LoadSettings | None = None,
         on_progress: Callable[[], None] = lambda: None,
@@ -149,7 +152,9 @@ class ExpertHost:
             log.warning("packing rounds", what=rounding, exact="--expert-dtype float32, at 32 bits a weight")
         part = plan_slice(model, request, plan.group)
         engine = make_engine(plan, part, self.placement, self._settings.exact_experts)
-        self._on_engine(engine, model, request)
+        fingerprint = checkpoint_fingerprint(plan.checkpoint.layout.index)
+        identity = expert_identity(request, model, fingerprint, self._settings.exact_experts)
+        self._on_engine(engine, model, request, identity)
         threads, resident = self.placement.num_threads, make_placement(request.placement, model).resident
         layers = load_experts(
             engine, plan, part, lambda: self._cancelled, threads, resident, self._on_progress
@@ -160,7 +165,7 @@ class ExpertHost:
         if self._settings.calibrate_kernels:
             self._calibrate(engine)
         seconds = time.monotonic() - begin
-        return LoadedSlice(request, model, part, plan.weight_format, engine, seconds, errors)
+        return LoadedSlice(request, model, part, plan.weight_format, engine, seconds, errors, identity)
 
     def _accept(self, done: LoadedLayer, engine: ExpertEngine, plan: LoadPlan) -> bool:
         """Log the layer. Raises RequantiseError when its weights were changed too much; NaN is too much."""

@@ -27,11 +27,12 @@ class MailboxService:
         self._config = config
         self._spans = spans
         self._server: MailboxServer | None = None
+        self._engine: ExpertEngine | None = None
         self._started = False
         self._lock = threading.Lock()
 
-    def attach(self, engine: ExpertEngine, model: MoeGeometry, request: SliceRequest) -> None:
-        """Check the geometry and claim the index; nothing when no mailbox is configured.
+    def attach(self, engine: ExpertEngine, model: MoeGeometry, request: SliceRequest, identity: str) -> None:
+        """Check geometry and identity and claim the index; nothing when no mailbox is configured.
 
         Raises MailboxError when it does not appear within 30 s, or naming what differs.
         """
@@ -40,9 +41,12 @@ class MailboxService:
             return
         expected = mailbox_geometry(self._config, model)
         Mailbox.attach(name, ATTACH_TIMEOUT_S, expected)
-        server = MailboxServer(name, request.split_index, engine.backend, num_threads=engine.num_threads)
+        server = MailboxServer(
+            name, request.split_index, engine.backend, num_threads=engine.num_threads, identity=identity
+        )
         with self._lock:
             self._server = server
+            self._engine = engine
         log.info("mailbox attached", mailbox=name, server_index=request.split_index)
 
     def beat(self) -> None:
@@ -51,10 +55,13 @@ class MailboxService:
             self._server.beat()
 
     def start(self) -> None:
-        """Begin to answer, outstanding requests of a dead predecessor first."""
+        """Begin to answer, outstanding requests of a dead predecessor first.
+
+        Raises IdentityMismatch when that had packed other weights.
+        """
         with self._lock:
-            if self._server is not None:
-                self._server.start()
+            if self._server is not None and self._engine is not None:
+                self._server.start(self._engine.weights_digest)
                 self._started = True
 
     def drain(self, timeout_s: float) -> bool:
@@ -68,8 +75,13 @@ class MailboxService:
 
     @property
     def has_ended(self) -> bool:
-        """True when the serve loop left by itself, because the mailbox was shut down."""
+        """True when the serve loop left by itself: the mailbox was shut down, or a client sent it away."""
         return self._started and self._server is not None and not self._server.is_running
+
+    @property
+    def rejection(self) -> str:
+        """Why a client sent this server away; empty: none did."""
+        return "" if self._server is None else self._server.rejection
 
     def record_spans(self) -> None:
         """Hand sampled requests to the recorder."""

@@ -22,9 +22,9 @@ from expert_service.servicer import ExpertServicer
 from expert_service.spans import SpanRecorder
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
-from moebius.errors import StartupError
+from moebius.errors import StartupError, UserError, WrongIdentity
 from moebius.expert_slices import SliceRequest
-from moebius.mailbox_errors import MailboxError
+from moebius.mailbox_errors import IdentityMismatch, MailboxError
 from moebius.mailbox_plan import grpc_message_bytes
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
 from protos import expert_pb2, expert_pb2_grpc
@@ -35,6 +35,12 @@ GRPC_THREADS = 32
 POLL_S = 1.0
 
 log = structlog.get_logger(__name__)
+
+
+class RejectedByEngine(UserError):
+    """The weights are the right ones, but what it computes with them is not: a new process may do better."""
+
+    exit_status = 1
 
 
 class ExpertProcess:
@@ -90,6 +96,8 @@ class ExpertProcess:
             self._serve()
         except LoadCancelled:
             log.info("stopped while loading")
+        except IdentityMismatch as error:
+            raise WrongIdentity(f"{error}. Start everything anew to serve what is there now") from error
         except (MailboxError, ValueError) as error:
             raise StartupError(str(error)) from error
         finally:
@@ -132,6 +140,8 @@ class ExpertProcess:
         while not self._stop.wait(POLL_S) and not self._mailbox.has_ended:
             self._mailbox.record_spans()
             self._spans.flush()
+        if self._mailbox.rejection:
+            raise RejectedByEngine(f"the engine has sent this server away: {self._mailbox.rejection}")
 
     def _drain(self, timeout_s: float | None) -> bool:
         """Both transports; None waits for as long as it takes."""
@@ -159,7 +169,8 @@ def run(config: MoebiusConfig) -> int:
     """Serve one slice of the experts until told to stop. Blocks; must be called from the main thread.
 
     Without a model the process waits for `Expert.Load`. Returns the exit status 0; raises StartupError
-    when the address is taken, the checkpoint is unusable or the mailbox does not fit.
+    when the address is taken, the checkpoint is unusable or the mailbox does not fit, WrongIdentity when it
+    would compute something else than its predecessor or its neighbours, RejectedByEngine.
     """
     name = f"expert-{config.experts.split_index}"
     configure_logging(config.telemetry, name)

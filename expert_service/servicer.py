@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -28,6 +29,7 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
         self._host = host
         self._spans = spans
         self._drain = drain
+        self._instance_id = secrets.randbits(63)
 
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
         """INVALID_ARGUMENT names the tensor, key or setting; FAILED_PRECONDITION if something is loaded."""
@@ -51,6 +53,7 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
             numa_node=placement.numa_node,
             cpus=placement.cpus,
             pid=os.getpid(),
+            instance_id=self._instance_id,
         )
         if self._host.loaded is not None:
             _describe(self._host.loaded, response)
@@ -151,6 +154,8 @@ def _describe(loaded: LoadedSlice, response: pb.InfoResponse) -> None:
     response.packed_bytes = engine.packed_bytes
     response.isa = engine.isa
     response.num_threads = engine.num_threads
+    response.identity = loaded.identity
+    response.weights_digest = engine.weights_digest
 
 
 def _stats(loaded: LoadedSlice) -> pb.StatsResponse:

@@ -57,7 +57,7 @@ def run(config: MoebiusConfig) -> int:
         status, in_order = _run(config)
     except _EXPECTED as error:
         report_failure(str(error))
-        status = USER_ERROR_EXIT if isinstance(error, (UserError, ValueError)) else 1
+        status = USER_ERROR_EXIT if isinstance(error, ValueError) else getattr(error, "exit_status", 1)
         in_order = _is_alone(config)
     except Exception as error:  # of torch or ourselves: here the traceback helps
         _log.exception("gpu_service ended by an error")

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import sys
 
+USER_ERROR_EXIT = 2
+"""Exit status of every command and process that ended because of such an error."""
+
+PEER_LOST_EXIT = 75
+"""Exit status of an engine process that ended because another rank of its group did (EX_TEMPFAIL)."""
+
+WRONG_IDENTITY_EXIT = 78
+"""Exit status of a process that would compute another model, or other parts of it, than those it has to work
+with (EX_CONFIG). Starting it again does not help: files or settings have changed since the others started."""
+
 FAILURE_MARK = "moebius: error: "
 """What the last line of a process that could not start begins with."""
 
@@ -15,6 +25,9 @@ def report_failure(cause: str) -> None:
 
 class UserError(Exception):
     """Something the user gave is wrong; the message names it and says what is allowed."""
+
+    # Of a process that ends because of it.
+    exit_status = USER_ERROR_EXIT
 
 
 class ConfigError(UserError):
@@ -29,8 +42,7 @@ class ProcessFailed(StartupError):
     """A process that the supervisor started could not start; the message is complete, of a line or two."""
 
 
-USER_ERROR_EXIT = 2
-"""Exit status of every command and process that ended because of such an error."""
+class WrongIdentity(UserError):
+    """A process does not fit those it has to work with; the message says which part differs."""
 
-PEER_LOST_EXIT = 75
-"""Exit status of an engine process that ended because another rank of its group did (EX_TEMPFAIL)."""
+    exit_status = WRONG_IDENTITY_EXIT

@@ -304,6 +304,11 @@ class ExpertEngine:
         return self._engine
 
     @property
+    def weights_digest(self) -> int:
+        """A 64-bit digest of every packed byte that `load_expert` made, in any order; 0: nothing loaded."""
+        return self._engine.weights_digest
+
+    @property
     def packed_bytes(self) -> int:
         """Memory mapped for packed weights so far, bytes."""
         return self._engine.packed_bytes

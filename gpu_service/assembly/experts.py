@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from gpu_service.device.resolve import resolve_device
 from gpu_service.device.stream import DeviceStream
-from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.checked import CheckedExperts
 from gpu_service.experts.factory import make_expert_client
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
@@ -19,7 +20,7 @@ from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.partition import stage_layers
 from gpu_service.placement.recorder import ExpertRecorder
 from gpu_service.verify.report import SelfTestReport
-from gpu_service.verify.self_test import ExpertsUnderTest, run_self_test
+from gpu_service.verify.self_test import ExpertsUnderTest, check_again, run_self_test
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.placement.make import make_placement
@@ -65,7 +66,7 @@ def load_resident(
 
 def connect_experts(
     config: MoebiusConfig, moe: RankMoe | None, group: RankGroup, undo: ExitStack
-) -> ExpertClient | None:
+) -> CheckedExperts | None:
     """A client whose servers are ready; None where no layer of any rank needs one. `undo` closes it.
 
     Ranks decide alike: they agree on failures through their clients, so all have one or none.
@@ -77,8 +78,9 @@ def connect_experts(
         return None
     device = resolve_device(config.gpu, config.parallel.rank)
     client = make_expert_client(config, moe.geometry, device)
-    experts = group.experts(client, divides_rows=config.experts.expert_transport != "mailbox")
-    assert experts is not None
+    shared = group.experts(client, divides_rows=config.experts.expert_transport != "mailbox")
+    assert shared is not None
+    experts = CheckedExperts(shared)
     undo.callback(experts.close)
     experts.wait_ready(config.supervisor.ready_timeout_s)
     return experts
@@ -87,17 +89,23 @@ def connect_experts(
 def check_experts(
     config: MoebiusConfig,
     moe: RankMoe | None,
-    experts: ExpertClient | None,
+    experts: CheckedExperts | None,
     resident: ResidentExperts | None,
     stream: DeviceStream,
     dtype: torch.dtype,
     group: RankGroup,
 ) -> SelfTestReport | None:
-    """The self-test: all ranks at once. Raises SelfTestFailed."""
+    """The self-test: all ranks at once. Servers that return later have to pass it again.
+
+    Raises SelfTestFailed.
+    """
     if moe is None:
         return None
     tested = ExpertsUnderTest(moe.geometry, moe.layers, experts, resident, stream, dtype, group.parallel)
-    return run_self_test(config, tested)
+    report = run_self_test(config, tested)
+    if experts is not None:
+        experts.check_with(None if report is None else partial(check_again, tested, report))
+    return report
 
 
 def make_recorder(config: MoebiusConfig, moe: RankMoe | None, stream: DeviceStream) -> ExpertRecorder | None:

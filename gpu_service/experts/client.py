@@ -122,6 +122,22 @@ class ExpertClient(ABC):
         """Ends waits for servers, the one under way and later ones, with ExpertUnavailable. Any thread."""
         return
 
+    def newcomers(self) -> tuple[int, ...]:
+        """Servers that are ready and were started since `confirm`."""
+        return ()
+
+    def confirm(self) -> None:
+        """The servers that are ready compute what they should."""
+        return
+
+    def reject(self, reason: str) -> None:
+        """The newcomers compute something else: none of them is ready any more, their successors may be."""
+        return
+
+    def agree_on(self, answer: bool) -> bool:
+        """Whether any rank says yes; all ranks call it at the same place."""
+        return answer
+
     @abstractmethod
     def stats(self) -> ExpertClientStats:
         """A snapshot of the counters."""

@@ -10,8 +10,10 @@ from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.grpc_client import GrpcExpertClient
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.mailbox_client import MailboxExpertClient
+from moebius.checkpoint.index import CheckpointIndex
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
+from moebius.expert_identity import checkpoint_fingerprint
 from moebius.mailbox import Mailbox, MailboxGeometry
 from moebius.mailbox_plan import activation_dtype, mailbox_geometry, slots_of
 
@@ -37,6 +39,10 @@ def _dtype(config: MoebiusConfig, geometry: MoeGeometry) -> torch.dtype:
     return torch.float32 if activation_dtype(config, geometry) == "float32" else torch.bfloat16
 
 
+def _fingerprint(config: MoebiusConfig) -> str:
+    return checkpoint_fingerprint(CheckpointIndex.open(config.model.model))
+
+
 def open_mailbox(name: str, geometry: MailboxGeometry, client: int = 0, group: int = 0) -> Mailbox:
     """The supervisor's segment, or, where processes are started by hand, one made here.
 
@@ -57,7 +63,9 @@ def _mailbox(config: MoebiusConfig, geometry: MoeGeometry, device: torch.device)
     mailbox = open_mailbox(experts.mailbox, mailbox_geometry(config, geometry), client, stage)
     if device.type == "cuda":
         return _doorbell(config, geometry, device, mailbox)
-    return MailboxExpertClient(mailbox, geometry, experts.mailbox_deadline_ms, slots_of(config))
+    return MailboxExpertClient(
+        mailbox, geometry, experts.mailbox_deadline_ms, slots_of(config), _fingerprint(config)
+    )
 
 
 def _doorbell(
@@ -79,7 +87,9 @@ def _doorbell(
     )
     is_memops = experts.signal == "memops"
     watch = Watch(mailbox, slots, watch_deadline_ms(experts.mailbox_deadline_ms, is_memops), is_memops)
-    return DoorbellExpertClient(mailbox, geometry, launcher, slots, experts.mailbox_deadline_ms, watch)
+    return DoorbellExpertClient(
+        mailbox, geometry, launcher, slots, experts.mailbox_deadline_ms, watch, _fingerprint(config)
+    )
 
 
 def _grpc(config: MoebiusConfig, geometry: MoeGeometry, device: torch.device) -> ExpertClient:
@@ -87,7 +97,8 @@ def _grpc(config: MoebiusConfig, geometry: MoeGeometry, device: torch.device) ->
     if not experts.expert_addresses:
         raise ValueError("expert_transport is 'grpc', but expert_addresses is empty")
     dtype = _dtype(config, geometry)
-    return GrpcExpertClient(experts.expert_addresses, geometry, dtype, experts.mailbox_deadline_ms)
+    deadline_ms = experts.mailbox_deadline_ms
+    return GrpcExpertClient(experts.expert_addresses, geometry, dtype, deadline_ms, _fingerprint(config))
 
 
 def _local(config: MoebiusConfig, geometry: MoeGeometry, device: torch.device) -> ExpertClient:

@@ -21,10 +21,12 @@ from gpu_service.experts.client import (
     make_ticket,
 )
 from gpu_service.experts.grpc_stream import ComputeStream
+from gpu_service.experts.newcomers import Newcomers, difference
 from gpu_service.experts.trace_context import sampled_span_context, traceparent
 from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.errors import WrongIdentity
 from moebius.mailbox_plan import MOST_GRPC_ROWS
-from protos import expert_pb2
+from protos import expert_pb2, expert_pb2_grpc
 
 SERVICE = "moebius.expert.v1.Expert"
 _OPTIONS = [
@@ -37,6 +39,7 @@ _OPTIONS = [
 _PROTO_DTYPES = {torch.float32: expert_pb2.DTYPE_FLOAT32, torch.bfloat16: expert_pb2.DTYPE_BFLOAT16}
 _POLL_S = 0.05
 _PROBE_S = 1.0
+_INFO_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -53,8 +56,19 @@ class GrpcExpertClient(ExpertClient):
     """Sends every record to all servers and adds their partial sums in server order."""
 
     def __init__(
-        self, addresses: Sequence[str], geometry: MoeGeometry, dtype: torch.dtype, deadline_ms: int
+        self,
+        addresses: Sequence[str],
+        geometry: MoeGeometry,
+        dtype: torch.dtype,
+        deadline_ms: int,
+        fingerprint: str = "",
     ) -> None:
+        """`fingerprint` of the engine's checkpoint, see `Newcomers`."""
+        self._newcomers = Newcomers(len(addresses), fingerprint)
+        # By server, of the first process that was ready; and processes that were sent away, with the reason.
+        self._expected: dict[int, expert_pb2.InfoResponse] = {}
+        self._rejected: dict[int, str] = {}
+        self._found: dict[int, expert_pb2.InfoResponse] = {}
         self.geometry = geometry
         self._dtype = dtype
         self._deadline_s = deadline_ms / 1000
@@ -130,15 +144,69 @@ class GrpcExpertClient(ExpertClient):
         return add_to(partial, output)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """See `ExpertClient.wait_ready`; asks each server's standard health service."""
+        """See `ExpertClient.wait_ready`; asks each server's standard health service, then who it is.
+
+        Raises WrongIdentity when a server serves another checkpoint than this engine from the start.
+        """
         deadline = time.monotonic() + timeout_s
+        instances = []
         for index, channel in enumerate(self._channels):
-            while (problem := _health_problem(channel, deadline)) is not None:
+            while (problem := self._problem(index, channel, deadline)) is not None:
                 if self._interrupted.is_set():
                     raise ExpertUnavailable(index, "the wait for it was given up: the engine stops")
                 if time.monotonic() >= deadline:
                     raise ExpertUnavailable(index, f"not ready within {timeout_s:g} s: {problem}")
                 time.sleep(_POLL_S)
+            instances.append(self._found[index].instance_id)
+        self._newcomers.arrived(instances)
+
+    def _problem(self, index: int, channel: grpc.Channel, deadline: float) -> str | None:
+        """None when the server computes, and what it should."""
+        problem = _health_problem(channel, deadline)
+        if problem is not None:
+            return problem
+        make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub
+        try:
+            found = make_stub(channel).Info(expert_pb2.InfoRequest(), timeout=_INFO_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return _status_text(error)
+        if found.instance_id in self._rejected:
+            return f"it was refused: {self._rejected[found.instance_id]}"
+        if index not in self._expected:
+            self._expect(index, found)
+        self._found[index] = found
+        expected = self._expected[index]
+        text = difference(expected.identity, found.identity)
+        if not text and (expected.split_index, expected.weights_digest) != (
+            found.split_index,
+            found.weights_digest,
+        ):
+            text = "the experts it has packed are not those that were served before"
+        return f"it was started anew and is refused: {text}" if text else None
+
+    def _expect(self, index: int, found: expert_pb2.InfoResponse) -> None:
+        """What the server is from now on. Raises WrongIdentity if it does not fit engine or other servers."""
+        problem = self._newcomers.problem_of(found.identity)
+        for other, known in self._expected.items():
+            differs = difference(known.identity, found.identity)
+            if differs and not problem:
+                problem = f"unlike expert server {other}, {differs}"
+        if problem:
+            raise WrongIdentity(f"expert server {index} does not fit: {problem}")
+        self._expected[index] = found
+
+    def newcomers(self) -> tuple[int, ...]:
+        """See `ExpertClient.newcomers`."""
+        return self._newcomers.unconfirmed()
+
+    def confirm(self) -> None:
+        """See `ExpertClient.confirm`."""
+        self._newcomers.confirm()
+
+    def reject(self, reason: str) -> None:
+        """See `ExpertClient.reject`: this engine does not work with these processes; others may."""
+        for server in self._newcomers.unconfirmed():
+            self._rejected[self._newcomers.process(server)] = reason
 
     def problem(self) -> str:
         """See `ExpertClient.problem`; asks all servers' health service at once."""
@@ -195,8 +263,7 @@ def _health_answer(call: Any) -> str | None:
     try:
         answer = call.result()
     except grpc.RpcError as error:
-        code: Any = error
-        return f"{code.code().name}: {code.details()}"
+        return _status_text(error)
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     return "still loading, or draining"
@@ -206,6 +273,10 @@ def _records(rows: int) -> list[slice]:
     """Which rows go in which record."""
     starts = range(0, rows, MOST_GRPC_ROWS)
     return [slice(start, min(start + MOST_GRPC_ROWS, rows)) for start in starts]
+
+
+def _status_text(error: Any) -> str:
+    return f"{error.code().name}: {error.details()}"
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

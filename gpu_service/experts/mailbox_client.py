@@ -57,13 +57,18 @@ class MailboxExpertClient(ExpertClient):
     """
 
     def __init__(
-        self, mailbox: Mailbox, geometry: MoeGeometry, deadline_ms: int, slots: range | None = None
+        self,
+        mailbox: Mailbox,
+        geometry: MoeGeometry,
+        deadline_ms: int,
+        slots: range | None = None,
+        fingerprint: str = "",
     ) -> None:
-        """`slots`: those of this client's group; None: all."""
+        """`slots`: those of this client's group; None: all. `fingerprint`: see `Newcomers`."""
         self.geometry = geometry
         self._mailbox = mailbox
         self._deadline_ms = deadline_ms
-        self._servers = MailboxServers(mailbox, deadline_ms)
+        self._servers = MailboxServers(mailbox, deadline_ms, fingerprint)
         self._dtype = TORCH_DTYPES[mailbox.geometry.dtype]
         self._max_rows = mailbox.geometry.max_rows
         self._generation = 0
@@ -184,6 +189,18 @@ class MailboxExpertClient(ExpertClient):
     def interrupt(self) -> None:
         """See `ExpertClient.interrupt`."""
         self._servers.interrupt()
+
+    def newcomers(self) -> tuple[int, ...]:
+        """See `ExpertClient.newcomers`."""
+        return self._servers.newcomers.unconfirmed()
+
+    def confirm(self) -> None:
+        """See `ExpertClient.confirm`."""
+        self._servers.newcomers.confirm()
+
+    def reject(self, reason: str) -> None:
+        """See `ExpertClient.reject`: their processes leave the mailbox and end."""
+        self._servers.reject_newcomers(reason)
 
     def recover(self, timeout_s: float) -> None:
         """See `ExpertClient.recover`. All slots are free afterwards: a new epoch overrides an old request."""

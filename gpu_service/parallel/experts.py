@@ -122,6 +122,22 @@ class RankExperts(ExpertClient):
         """See `ExpertClient.interrupt`; of this rank. It goes on when all ranks' waits have ended."""
         self._inner.interrupt()
 
+    def newcomers(self) -> tuple[int, ...]:
+        """See `ExpertClient.newcomers`; as this rank sees them."""
+        return self._inner.newcomers()
+
+    def confirm(self) -> None:
+        """See `ExpertClient.confirm`."""
+        self._inner.confirm()
+
+    def reject(self, reason: str) -> None:
+        """See `ExpertClient.reject`."""
+        self._inner.reject(reason)
+
+    def agree_on(self, answer: bool) -> bool:
+        """See `ExpertClient.agree_on`."""
+        return self._agree(int(answer)) != 0
+
     def stats(self) -> ExpertClientStats:
         """See `ExpertClient.stats`; of this rank."""
         return self._inner.stats()

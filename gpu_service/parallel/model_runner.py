@@ -9,7 +9,6 @@ import torch
 from gpu_service.engine.input_builder import PromptLogprobRows, StepPlan
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.step_outputs import Logprobs, StepOutputs
-from gpu_service.parallel.experts import RankExperts
 from gpu_service.parallel.sampler import RankSampler
 
 
@@ -19,7 +18,7 @@ class RankModelRunner(ModelRunner):
     def run(self, plan: StepPlan) -> StepOutputs:
         """See the base class. A client that raises does it here, at the end, on all ranks alike."""
         outputs = super().run(plan)
-        if isinstance(self.experts, RankExperts) and not self.experts.is_device_driven:
+        if self.experts is not None and not self.experts.is_device_driven:
             failure = self.experts.failure()
             if failure is not None:
                 self.retract(plan, outputs)

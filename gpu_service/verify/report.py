@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from gpu_service.verify.probe import Probe
 from moebius.errors import UserError
 
 # How many wrong experts an error lists before it only counts the rest.
@@ -36,11 +39,27 @@ class ExpertError:
 
 
 @dataclass(frozen=True)
+class ProbedLayer:
+    """What a layer's experts were asked, and what they have to answer; filled by `run_self_test`."""
+
+    probe: Probe
+    # The reference's answer, float32 `[T, H]` on the CPU: files may be others by the time it is needed again.
+    wanted: torch.Tensor
+    # As `Probe.errors` orders them.
+    errors: tuple[ExpertError, ...]
+
+
+@dataclass(frozen=True)
 class SelfTestReport:
     """What was measured; filled by `run_self_test`."""
 
-    errors: tuple[ExpertError, ...]
+    layers: tuple[ProbedLayer, ...]
     seconds: float
+
+    @property
+    def errors(self) -> tuple[ExpertError, ...]:
+        """Of all layers."""
+        return tuple(error for layer in self.layers for error in layer.errors)
 
     @property
     def worst_by_layer(self) -> dict[int, float]:

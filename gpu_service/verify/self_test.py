@@ -24,7 +24,14 @@ from gpu_service.verify.allowed import RowsDtype, allowed_error, rounded_to
 from gpu_service.verify.blame import wrong_servers
 from gpu_service.verify.places import place_of, shares_experts
 from gpu_service.verify.probe import Probe, make_probe, spread
-from gpu_service.verify.report import ExpertError, SelfTestFailed, SelfTestReport, refusal, to_name
+from gpu_service.verify.report import (
+    ExpertError,
+    ProbedLayer,
+    SelfTestFailed,
+    SelfTestReport,
+    refusal,
+    to_name,
+)
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 
@@ -66,8 +73,8 @@ def run_self_test(config: MoebiusConfig, tested: ExpertsUnderTest) -> SelfTestRe
     probes = [_probe(tested, layer, config.experts.self_test_experts) for layer in layers]
     found = _compute(probes, tested, config.experts.expert_recovery_s)
     with torch.inference_mode():
-        errors = tuple(_compare(config, tested, probes, found))
-    report = SelfTestReport(errors, time.monotonic() - begin)
+        report = SelfTestReport(tuple(_compare(config, tested, probes, found)), time.monotonic() - begin)
+    errors = report.errors
     wrong = [one for one in errors if not one.error <= one.allowed]
     if wrong:
         raise SelfTestFailed(
@@ -82,6 +89,25 @@ def run_self_test(config: MoebiusConfig, tested: ExpertsUnderTest) -> SelfTestRe
         seconds=round(report.seconds, 3),
     )
     return report
+
+
+def check_again(tested: ExpertsUnderTest, report: SelfTestReport) -> str:
+    """What of a passed self-test is different now, in words; empty: nothing. All ranks call it at once.
+
+    Compares with what was wanted then, not with the files, which may have changed since. One step, so that it
+    ends within the deadline of an answer for each layer. Raises ExpertUnavailable when a server is lost.
+    """
+    try:
+        found = _step([layer.probe for layer in report.layers], tested)
+    except ExpertComputeFailed as error:
+        return str(error)
+    wrong = [
+        replace(before, error=error)
+        for layer, answer in zip(report.layers, found, strict=True)
+        for before, (_, error) in zip(layer.errors, layer.probe.errors(answer, layer.wanted), strict=True)
+        if not error <= before.allowed
+    ]
+    return "; ".join(map(str, to_name(wrong)))
 
 
 def _probe(tested: ExpertsUnderTest, layer: int, count: int) -> Probe:
@@ -137,10 +163,10 @@ def _with_server(config: MoebiusConfig, tested: ExpertsUnderTest, wrong: ExpertE
 
 def _compare(
     config: MoebiusConfig, tested: ExpertsUnderTest, probes: Sequence[Probe], found: Sequence[torch.Tensor]
-) -> list[ExpertError]:
+) -> list[ProbedLayer]:
     oracle = LocalExpertClient(config.model.model, tested.geometry, tested.dtype, keeps=False)
     rows: RowsDtype = "float32" if tested.dtype == torch.float32 else "bfloat16"
-    errors = []
+    layers = []
     for probe, answer in zip(probes, found, strict=True):
         wanted = oracle.collect(
             oracle.submit(probe.layer, probe.hidden_states, probe.topk_ids, probe.topk_weights)
@@ -150,10 +176,11 @@ def _compare(
         kind = rounded_to(config.experts.expert_dtype, stored)
         allowed = allowed_error(rows, kind, formats, config.experts.max_requantise_error)
         on_device = () if tested.resident is None else tested.resident.experts(probe.layer)
-        errors += [
+        errors = tuple(
             ExpertError(
                 probe.layer, experts, place_of(config, tested.geometry, experts, on_device), error, allowed
             )
             for experts, error in probe.errors(answer, wanted)
-        ]
-    return errors
+        )
+        layers.append(ProbedLayer(probe, wanted, errors))
+    return layers

@@ -212,6 +212,8 @@ void bind_moe(py::module_& m) {
       .def("forward", &forward, py::arg("layer"), py::arg("hidden_states"), py::arg("topk_ids"),
            py::arg("topk_weights"), py::arg("output") = py::none())
       .def("stats", &stats)
+      .def_property_readonly("weights_digest",
+                             [](const ExpertEngine& engine) { return engine.store().weights_digest(); })
       .def_property_readonly("packed_bytes", [](const ExpertEngine& engine) { return engine.store().packed_bytes(); })
       .def("huge_page_bytes", [](const ExpertEngine& engine) { return engine.store().huge_page_bytes(); },
            py::call_guard<py::gil_scoped_release>())

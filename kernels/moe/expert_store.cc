@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/moe/digest.h"
 #include "kernels/moe/huge_pages.h"
 #include "kernels/moe/random_weights.h"
 #include "kernels/pool/thread_pool.h"
@@ -52,6 +53,8 @@ PackError ExpertStore::load(uint32_t layer, uint32_t expert, const ExpertSource&
     release(layer, expert);
     throw;
   }
+  const uint64_t seed = uint64_t{layer} << 32 | expert;
+  weights_digest_.fetch_xor(digest_of(target, layout(layer).expert_bytes, seed), std::memory_order_relaxed);
   layers_[layer].experts[expert].store(target, std::memory_order_release);
   return error;
 }

@@ -43,6 +43,8 @@ class ExpertStore {
   const ExpertLayout& layout(uint32_t layer) const { return layouts_[layout_index_[layer]]; }
   uint32_t layout_index(uint32_t layer) const { return layout_index_[layer]; }
   const std::vector<ExpertLayout>& layouts() const { return layouts_; }  // the distinct ones
+  // Of all that load() has packed, whatever the order; 0: nothing. Layers and experts by their numbers here.
+  uint64_t weights_digest() const { return weights_digest_.load(std::memory_order_relaxed); }
   size_t packed_bytes() const;  // mapped for layers so far
   size_t huge_page_bytes() const;  // of them in 2 MiB pages now; see huge_pages.h for how exact and how slow
   bool numa_bound() const;      // whether every mapping is on the requested node
@@ -62,6 +64,7 @@ class ExpertStore {
   std::byte* claim(uint32_t layer, uint32_t expert, ThreadPool& pool);
   void release(uint32_t layer, uint32_t expert);
 
+  std::atomic<uint64_t> weights_digest_{0};
   uint32_t num_experts_;
   int numa_node_;
   std::vector<ExpertLayout> layouts_;

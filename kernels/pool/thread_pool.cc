@@ -102,6 +102,7 @@ void ThreadPool::run(Phase* phases, uint32_t num_phases) {
     if (!run_one_task(0)) wait_as_caller(finished_before);
     note_progress();
   }
+  note_progress();
   if (exception_) std::rethrow_exception(std::exchange(exception_, nullptr));
 }
 

@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"moebius: {error}", file=sys.stderr)
         else:
             report_failure(message)
-        status = USER_ERROR_EXIT
+        status = getattr(error, "exit_status", USER_ERROR_EXIT)
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -29,7 +29,13 @@ SCRIPT = """
 import sys
 from expert_service.main import run
 from moebius.config import MoebiusConfig, PlacementConfig
-sys.exit(run(MoebiusConfig.model_validate_json(sys.argv[1])))
+from moebius.errors import UserError
+try:
+    status = run(MoebiusConfig.model_validate_json(sys.argv[1]))
+except UserError as error:  # as the CLI does
+    print(error, file=sys.stderr)
+    status = error.exit_status
+sys.exit(status)
 """
 READY_S = 60.0
 

@@ -63,6 +63,7 @@ class DoorbellExpertClient(ExpertClient):
         slots: range,
         deadline_ms: int,
         watch: Watch,
+        fingerprint: str = "",
     ) -> None:
         """Claims the mailbox's client for the device. Raises MailboxError when another process is it."""
         self.geometry = geometry
@@ -70,7 +71,7 @@ class DoorbellExpertClient(ExpertClient):
         self._launcher = launcher
         self._slots = slots
         self._deadline_ms = deadline_ms
-        self._servers = MailboxServers(mailbox, deadline_ms)
+        self._servers = MailboxServers(mailbox, deadline_ms, fingerprint)
         self._watch = watch
         self._agree: Callable[[int], int] = _own
         self._generation = 0
@@ -169,9 +170,7 @@ class DoorbellExpertClient(ExpertClient):
 
     def wait_ready(self, timeout_s: float) -> None:
         """See `ExpertClient.wait_ready`."""
-        self._servers.wait_ready(timeout_s)
-        servers = range(self._mailbox.geometry.num_servers)
-        generations = [self._mailbox.server_state(index).generation for index in servers]
+        generations = self._servers.wait_ready(timeout_s)
         self._launcher.set_words(State.GENERATION, generations)
         self._launcher.synchronize()
 
@@ -182,6 +181,18 @@ class DoorbellExpertClient(ExpertClient):
     def interrupt(self) -> None:
         """See `ExpertClient.interrupt`."""
         self._servers.interrupt()
+
+    def newcomers(self) -> tuple[int, ...]:
+        """See `ExpertClient.newcomers`."""
+        return self._servers.newcomers.unconfirmed()
+
+    def confirm(self) -> None:
+        """See `ExpertClient.confirm`."""
+        self._servers.newcomers.confirm()
+
+    def reject(self, reason: str) -> None:
+        """See `ExpertClient.reject`: their processes leave the mailbox and end."""
+        self._servers.reject_newcomers(reason)
 
     def recover(self, timeout_s: float) -> None:
         """See `ExpertClient.recover`: ends the device's work first, then starts over with all ranks."""

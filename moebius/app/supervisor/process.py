@@ -17,7 +17,7 @@ from typing import IO
 
 from moebius.app.supervisor.spec import ProcessSpec, Timing
 from moebius.app.supervisor.watch import Hang, Watch
-from moebius.errors import FAILURE_MARK, USER_ERROR_EXIT
+from moebius.errors import FAILURE_MARK, USER_ERROR_EXIT, WRONG_IDENTITY_EXIT
 
 CHILD_PROGRAM = str(Path(__file__).with_name("child.py"))
 # A process that was ready for this long starts its next series of restarts with the shortest pause.
@@ -145,7 +145,8 @@ class ManagedProcess:
         """
         if self.ready and (self.has_served or now - self._ready_since >= STABLE_AFTER_S):
             self._failures_in_a_row = 0
-        failed_by_user = self.exit_code == USER_ERROR_EXIT and not self.ready
+        hopeless = (USER_ERROR_EXIT, WRONG_IDENTITY_EXIT)
+        failed_by_user = self.exit_code in hopeless and not self.ready
         self._user_errors_in_a_row = self._user_errors_in_a_row + 1 if failed_by_user else 0
         longest = self._timing.restart_backoff_s * 2.0 ** min(self._failures_in_a_row, 60)
         longest = min(longest, self._timing.restart_backoff_max_s)

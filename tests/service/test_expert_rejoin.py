@@ -1,0 +1,150 @@
+"""Guards who may return: a server of other weights or settings stays out, and those who wait learn why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from gpu_service.experts.client import ExpertUnavailable
+from moebius.checkpoint.index import CheckpointIndex
+from moebius.errors import WRONG_IDENTITY_EXIT, WrongIdentity
+from protos import expert_pb2
+from tests.helpers.checkpoints import TinyMoe
+from tests.helpers.expert_cluster import (
+    READY_S,
+    Cluster,
+    compute,
+    make_config,
+    random_routing,
+    running_cluster,
+    start_expert,
+    wait_until,
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two servers of a tiny model, shared by this file's tests."""
+    directory = tmp_path_factory.mktemp("rejoin")
+    model = TinyMoe(family="glm4_moe").write(directory / "model")
+    with running_cluster(model, directory, split_count=2, mailbox_deadline_ms=20000) as running:
+        yield running
+
+
+def kill(cluster: Cluster, index: int) -> None:
+    """kill -9."""
+    cluster.processes[index].kill()
+    cluster.processes[index].wait()
+
+
+def last_words(cluster: Cluster) -> str:
+    """Of the process that has ended last."""
+    return cluster.log.read_text().strip().splitlines()[-1]
+
+
+def test_weights_changed_on_disk_are_refused(cluster: Cluster) -> None:
+    """The files change, a server is killed: it ends with its own status, nobody gets a wrong answer.
+
+    With the old weights back it returns and computes the same bits as before.
+    """
+    clients = [cluster.client("mailbox"), cluster.client("grpc")]
+    routing = random_routing(cluster.geometry, 5)
+    before = [compute(client, 1, routing) for client in clients]
+    info = next(iter(CheckpointIndex.open(cluster.config.model.model).tensors.values()))
+    content = info.file.read_bytes()
+    kill(cluster, 1)
+    changed = bytearray(content)
+    changed[info.offset] ^= 1
+    info.file.write_bytes(changed)
+    try:
+        assert cluster.start(1).wait(READY_S) == WRONG_IDENTITY_EXIT
+        assert "checkpoint is " in last_words(cluster)
+        assert "expert server 1 does not fit" in last_words(cluster)
+        for client, reason in zip(clients, ("refused: checkpoint is ", "not ready"), strict=True):
+            with pytest.raises(ExpertUnavailable):
+                compute(client, 1, routing)
+            with pytest.raises(ExpertUnavailable, match=reason):
+                client.recover(0.1)
+    finally:
+        info.file.write_bytes(content)
+    cluster.start(1)
+    for client, answer in zip(clients, before, strict=True):
+        client.recover(READY_S)
+        assert torch.equal(compute(client, 1, routing), answer)
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "text"),
+    [
+        ("expert_dtype", "int8", "expert_dtype is int8, expected keep"),
+        ("split_shares", (3, 1), "split_shares is 3,1, expected 1,1"),
+        ("expert_split", "expert", "expert_split is expert, expected tensor"),
+    ],
+)
+def test_a_replacement_with_other_settings_is_refused(
+    cluster: Cluster, setting: str, value: Any, text: str
+) -> None:
+    """Started by hand in the dead one's place."""
+    kill(cluster, 0)
+    config = cluster.own_config(0)
+    other = config.model_copy(update={"experts": config.experts.model_copy(update={setting: value})})
+    assert start_expert(other, cluster.log).wait(READY_S) == WRONG_IDENTITY_EXIT
+    assert text in last_words(cluster)
+    cluster.start(0)
+    client = cluster.client("mailbox")
+    compute(client, 1, random_routing(cluster.geometry, 2))
+    client.close()
+
+
+def _has_loaded(lone: Cluster) -> bool:
+    with lone.stub() as stub:
+        try:
+            return bool(stub.Info(expert_pb2.InfoRequest(), timeout=5).identity)
+        except grpc.RpcError:
+            return False
+
+
+def test_by_grpc_a_reconnect_compares(cluster: Cluster, tmp_path: Path) -> None:
+    """A remote server has no mailbox that would refuse it: the engine does, and takes the right one."""
+    model = cluster.config.model.model
+    config = make_config(model, tmp_path, expert_transport="grpc")
+    log = tmp_path / "log"
+    lone = Cluster(config, cluster.geometry, log)
+    process = start_expert(config, log)
+    other = config.model_copy(update={"experts": config.experts.model_copy(update={"expert_dtype": "int8"})})
+    try:
+        client = lone.client("grpc")
+        routing = random_routing(cluster.geometry, 2)
+        before = compute(client, 1, routing)
+        for replacement in (other, config):
+            process.kill()
+            process.wait()
+            with pytest.raises(ExpertUnavailable):
+                compute(client, 1, routing)
+            process = start_expert(replacement, log)
+            wait_until(lambda: _has_loaded(lone), READY_S)
+            if replacement is other:
+                with pytest.raises(ExpertUnavailable, match="expert_dtype is int8, expected keep"):
+                    client.recover(0.5)
+        client.recover(READY_S)
+        assert torch.equal(compute(client, 1, routing), before)
+        client.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_engine_of_other_files_is_refused_at_its_start(cluster: Cluster, tmp_path: Path) -> None:
+    """Its dense weights are others than those that the experts belong to."""
+    other = TinyMoe(family="glm4_moe", seed=1).write(tmp_path / "model")
+    config = cluster.config.model_copy(
+        update={"model": cluster.config.model.model_copy(update={"model": str(other)})}
+    )
+    with pytest.raises(WrongIdentity, match="checkpoint is "):
+        Cluster(config, cluster.geometry, cluster.log).client("grpc")
