@@ -136,11 +136,21 @@ def test_stop_aborts_what_is_left() -> None:
 
 def test_refusals_are_immediate() -> None:
     """Neither an impossible request nor one too many reaches the queue."""
-    with running_engine(max_waiting=1) as harness:
+    with running_engine(max_waiting=1, max_num_seqs=1) as harness:
         with pytest.raises(RequestRefused, match="max_tokens"):
             harness.engine.submit([make_request("r", [1], max_tokens=1000)])
-        with pytest.raises(QueueFull, match="at most 1"):
+        with pytest.raises(RequestRefused, match="at most 1"):
             harness.engine.submit([make_request("r", [1]), make_request("s", [1])])
+        harness.model.gate.clear()
+        running, waiting = make_request("running", [1]), make_request("waiting", [1])
+        harness.engine.submit([running])
+        while running.scheduled_len == 0:
+            harness.model.gate.wait(0.005)
+        harness.engine.submit([waiting])
+        with pytest.raises(QueueFull, match="at most 1"):
+            harness.engine.submit([make_request("late", [1])])
+        harness.model.gate.set()
+        harness.wait([running, waiting])
 
 
 def test_overlap_launches_before_the_last_token_is_known() -> None:
