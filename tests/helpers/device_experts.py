@@ -78,6 +78,9 @@ class DenseExperts:
         """Nothing fails."""
         return None
 
+    def interrupt(self) -> None:
+        """Nobody waits for it."""
+
     def wait_ready(self, timeout_s: float) -> None:
         """Ready at once."""
 
