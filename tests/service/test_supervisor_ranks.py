@@ -94,6 +94,6 @@ def test_the_rank_that_failed_first_is_blamed(tmp_path: Path) -> None:
     ]
     with (
         Supervisor(plan(tmp_path, *ranks), QUICK) as supervisor,
-        pytest.raises(StartupError, match=r"^gpu ended before .*rank 0 has no weights"),
+        pytest.raises(StartupError, match=r"^gpu could not start: .*rank 0 has no weights"),
     ):
         supervisor.wait_ready()
