@@ -9,7 +9,14 @@ import torch
 from torch.nn import functional
 
 from gpu_service.context import ForwardContext
-from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
+from gpu_service.experts.client import (
+    ExpertClient,
+    ExpertClientStats,
+    ExpertComputeFailed,
+    ExpertUnavailable,
+    Ticket,
+)
+from moebius.checkpoint.moe_config import MoeGeometry
 from tests.helpers.engine_harness import FlakyExperts
 from tests.helpers.fake_model import FakeModel
 from tests.helpers.torch_experts import TorchExperts
@@ -56,7 +63,7 @@ class DoomedModel(FakeModel):
         return hidden_states if self.experts.failure() is None else hidden_states.flip(1) + 12345
 
 
-class DenseExperts:
+class DenseExperts(ExpertClient):
     """All experts of a tiny model for every row, unchosen ones times zero: no look at any value.
 
     So its work can be recorded. Rows without experts (-1) get zero. `weights` become the device's.
@@ -65,6 +72,7 @@ class DenseExperts:
     is_device_driven = True
 
     def __init__(self, directory: Path, num_experts: int, device: torch.device | str = "cpu") -> None:
+        self.geometry = MoeGeometry.from_config(directory)
         self._tensors = TorchExperts(directory).weights
         self._num_experts = num_experts
         self._device = torch.device(device)
@@ -78,8 +86,12 @@ class DenseExperts:
         """Nothing fails."""
         return None
 
-    def interrupt(self) -> None:
-        """Nobody waits for it."""
+    def recover(self, timeout_s: float) -> None:
+        """Nothing was lost."""
+
+    def stats(self) -> ExpertClientStats:
+        """Nothing is counted."""
+        return ExpertClientStats()
 
     def wait_ready(self, timeout_s: float) -> None:
         """Ready at once."""
@@ -89,20 +101,21 @@ class DenseExperts:
 
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """The ticket is the answer, float32 `[T, H]`."""
-        gate, up, down = self._layer(layer)
-        x = hidden_states.float()
+    ) -> Ticket:
+        """See `ExpertClient.submit`; the work is done by `collect`."""
+        self.submitted_ids.append(topk_ids)
+        return Ticket(layer, hidden_states, topk_ids, topk_weights)
+
+    def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
+        """See `ExpertClient.collect`."""
+        gate, up, down = self._layer(ticket.layer)
+        x = ticket.hidden_states.float()
         inner = functional.silu(torch.einsum("th,eih->tei", x, gate)) * torch.einsum("th,eih->tei", x, up)
         answers = torch.einsum("tei,ehi->teh", inner, down)
         experts = torch.arange(self._num_experts, device=x.device, dtype=torch.int32)
-        chosen = (topk_ids.unsqueeze(2) == experts) * topk_weights.unsqueeze(2)
-        self.submitted_ids.append(topk_ids)
-        return torch.einsum("tke,teh->th", chosen, answers)
-
-    def collect(self, ticket: torch.Tensor, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """See `ExpertClient.collect`."""
-        return ticket if partial is None else partial.add_(ticket)
+        chosen = (ticket.topk_ids.unsqueeze(2) == experts) * ticket.topk_weights.unsqueeze(2)
+        answer = torch.einsum("tke,teh->th", chosen, answers)
+        return answer if partial is None else partial.add_(answer)
 
     def _layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if layer not in self._layers:
@@ -147,9 +160,8 @@ class DoomedDenseExperts(DenseExperts):
         self.recoveries += 1
         self._lost.fill_(False)
 
-    def submit(
-        self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
         """See the base class."""
-        answer = super().submit(layer, hidden_states, topk_ids, topk_weights)
-        return torch.where(self._lost, answer.flip(1) * 3 + 1, answer)
+        answer = super().collect(ticket)
+        answer = torch.where(self._lost, answer.flip(1) * 3 + 1, answer)
+        return answer if partial is None else partial.add_(answer)
