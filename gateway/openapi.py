@@ -36,6 +36,12 @@ class ErrorResponse(BaseModel):
     error: ErrorDetails
 
 
+def refuses(*statuses: int) -> dict[str, Any]:
+    """What a route's decorator says of these refusals."""
+    shapes = {status: {"model": ErrorResponse, "description": _REFUSALS[status]} for status in statuses}
+    return {"responses": shapes}
+
+
 def takes(schema: type[BaseModel]) -> dict[str, Any]:
     """What a route's decorator says of a body of this schema and of the refusals it can meet."""
     reference = {"$ref": f"{_SCHEMAS}{schema.__name__}"}

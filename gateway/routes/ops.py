@@ -5,23 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from gateway.draining import shutting_down
 from gateway.errors import ApiError
+from gateway.openapi import refuses
 from gateway.state import gateway_of
 from moebius import __version__
 
 router = APIRouter()
 
 
-@router.get("/health")
+@router.get("/health", response_class=Response)
 async def health() -> Response:
     """200 with an empty body while this process answers; says nothing of the engine."""
     return Response(status_code=200)
 
 
-@router.get("/ready")
+@router.get("/ready", **refuses(503))
 async def ready(request: Request) -> dict[str, Any]:
     """200 when a request sent now would be answered; 503 with the reason otherwise.
 
@@ -42,7 +44,7 @@ async def ready(request: Request) -> dict[str, Any]:
     return {"status": "ready", "model": model.name, "in_flight": gateway.admission.in_flight}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
     return Response(gateway_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.helpers.fake_engine import CONTEXT, MODEL, WAITING, FakeEngine, Script, serving
@@ -171,6 +172,22 @@ def test_templates_are_bounded_in_time_and_memory(setup: Setup, word: str) -> No
     assert setup.post("/v1/chat/completions", json.dumps(chat()).encode()).status_code == 200
 
 
+def prompt_processes() -> list[psutil.Process]:
+    """The processes that this one's gateway reads requests in."""
+    children = psutil.Process().children()
+    return [child for child in children if "gateway.prompts.worker" in " ".join(child.cmdline())]
+
+
+def test_a_prompt_process_that_is_killed_costs_no_request(setup: Setup) -> None:
+    """Whoever ends one, waiting or working, the request goes to the next one."""
+    large = json.dumps({**chat(), "user": "x" * 1000, "messages": chat()["messages"] * 4000}).encode()
+    for body, status in ((json.dumps(chat()).encode(), 200), (large, 400)):
+        for process in prompt_processes():
+            process.kill()
+        answer = setup.post("/v1/chat/completions", body)
+        assert answer.status_code == status, answer.text
+
+
 def hostile() -> dict[str, Callable[[], bytes]]:
     """Bodies that cost most: to parse, to validate, to tokenise, to render."""
     size = 2 * MIB - 200
@@ -237,6 +254,7 @@ def test_the_document_tells_which_answers_there_are(setup: Setup) -> None:
         reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         assert reference.rpartition("/")[2] in document["components"]["schemas"]
     text = json.dumps(document)
+    assert "404" in document["paths"]["/v1/models/{model_id}"]["get"]["responses"]
     missing = {
         part.split('"')[0]
         for part in text.split("#/components/schemas/")[1:]
