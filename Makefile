@@ -54,3 +54,4 @@ clean:
 -include tests/numa/numa.mk
 -include tests/newcomer/newcomer.mk
 -include kernels/fuzz/fuzz.mk
+-include tests/drills/drills.mk

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from tests.drills import crash, freeze, kill, replace
+from tests.drills import crash, freeze, kill, malformed, replace, soak
 from tests.drills.report import Report
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 Duration = Annotated[float, typer.Option(help="Seconds of faults (freeze: that each process is stopped)")]
 Period = Annotated[float, typer.Option(help="Seconds between two faults")]
 Streams = Annotated[int, typer.Option(min=1, help="Greedy streams at once")]
+Seed = Annotated[int, typer.Option(help="Of what is sent")]
 Output = Annotated[Path | None, typer.Option(help="File that the JSON row is appended to")]
 
 
@@ -59,6 +60,31 @@ def run_replace(
     """The checkpoint is replaced on disk, then an expert server is killed: refused by name, no wrong text."""
     report = Report("replace", {"duration": duration, "period": period, "streams": streams})
     replace.run(report, duration, period, streams)
+    raise typer.Exit(report.finish(output))
+
+
+@app.command("soak")
+def run_soak(
+    duration: Duration = 1800,
+    period: Annotated[float, typer.Option(help="Seconds between two quiet moments")] = 30,
+    seed: Seed = 1,
+    output: Output = None,
+) -> None:
+    """Mixed load with aborts and disconnects: memory, descriptors, threads, KV pages, shared memory flat."""
+    report = Report("soak", {"duration": duration, "period": period, "seed": seed})
+    soak.run(report, duration, period, seed)
+    raise typer.Exit(report.finish(output))
+
+
+@app.command("malformed")
+def run_malformed(
+    requests: Annotated[int, typer.Option(min=60, help="Malformed things to send")] = 100_000,
+    seed: Seed = 1,
+    output: Output = None,
+) -> None:
+    """HTTP bodies, broken HTTP, gRPC messages, headers of files: no 5xx, no hang, no growth, no crash."""
+    report = Report("malformed", {"requests": requests, "seed": seed})
+    malformed.run(report, requests, seed)
     raise typer.Exit(report.finish(output))
 
 

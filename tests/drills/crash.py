@@ -16,8 +16,8 @@ BACK_S = 60.0
 
 
 def run(report: Report, duration_s: float, period_s: float, streams: int) -> None:
-    """Kills the engine, the gateway and both in turn, then the supervisor, after which nothing may live."""
-    with served(report, stops_well=False) as session:
+    """Kills the engine, the gateway and both in turn."""
+    with served(report) as session:
         cases = undisturbed(session, streams, MAX_TOKENS)
         end = time.monotonic() + duration_s
         with GreedyLoad(session.stack.base_url, cases, streams, deadline_s=2 * BACK_S) as load:
@@ -29,11 +29,6 @@ def run(report: Report, duration_s: float, period_s: float, streams: int) -> Non
         report.outcomes = load.outcomes
         promise_right(report, report.outcomes)
         report.promise("ready at the end", wait_for(session.ready, BACK_S))
-        stopped = session.stack.process.poll()
-        report.promise("the supervisor runs to the end", stopped is None, stopped)
-        session.stack.process.terminate()
-        status = session.stack.process.wait(60)
-        report.promise("it stops with status 0", status == 0, status)
 
 
 def _crash(session: Session, load: GreedyLoad, victims: tuple[str, ...]) -> None:

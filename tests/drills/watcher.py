@@ -48,8 +48,9 @@ class Sample:
 
 def processes_of(stack: Stack) -> dict[str, list[psutil.Process]]:
     """Name -> live processes: supervisor, gateway, prompts (those that the gateway starts), gpu, expert-N."""
-    found: dict[str, list[psutil.Process]] = {"supervisor": [psutil.Process(stack.process.pid)]}
+    found: dict[str, list[psutil.Process]] = {}
     with contextlib.suppress(psutil.NoSuchProcess):
+        found["supervisor"] = [psutil.Process(stack.process.pid)]
         for child in found["supervisor"][0].children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 name = _name(child.cmdline())
@@ -127,10 +128,9 @@ class Watcher:
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval_s):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for members in processes_of(self.stack).values():
-                    self.seen.update(members)
-                self.samples.append(look(self.stack))
+            for members in processes_of(self.stack).values():
+                self.seen.update(members)
+            self.samples.append(look(self.stack))
 
 
 @dataclass(frozen=True)
