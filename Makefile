@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo serve test setup kernels lint types unit protos wheels-gpu clean
+.PHONY: demo serve test test-kernels-all setup kernels lint types unit protos wheels-gpu clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo    answer one chat request on this machine, GPU or not"
@@ -37,6 +37,13 @@ types: setup
 WORKERS ?= 2
 unit: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
+# All kernels at the sizes of all published models, for all architectures; docs/gpu-architectures.md has the table.
+test-kernels-all: setup
+	@mkdir -p build/triton
+	for arch in 80 86 89 90 100 120; do TRITON_CACHE_DIR=$(CURDIR)/build/triton \
+	  $(BIN)/python -m tests.helpers.compile_kernels all $$arch > build/triton/$$arch.jsonl || exit 1; done
+	$(BIN)/python -m tests.helpers.compile_kernels --table build/triton/*.jsonl
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/engine.proto protos/expert.proto protos/ranks.proto

@@ -22,10 +22,10 @@ from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limi
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.rank_plan import make_kv_memory
 from gpu_service.assembly.states import allocate_states, make_request_cache
-from gpu_service.assembly.steps import make_step_runner
+from gpu_service.assembly.steps import attention_that_runs, make_step_runner
 from gpu_service.assembly.vision import Vision, load_vision, vision_memory
 from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
-from gpu_service.attention.factory import make_attention
+from gpu_service.cache.fp8 import STORAGE_DTYPES
 from gpu_service.device.stream import DeviceStream, device_stream
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
@@ -40,8 +40,10 @@ from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.common import CausalLM
 from gpu_service.models.registry import build_model
 from gpu_service.ops import backends
+from gpu_service.ops.examples import sizes_of
 from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.join import join_group
+from gpu_service.parallel.partition import shard_config
 from gpu_service.recorder_calls import recorder_operations
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
@@ -65,7 +67,8 @@ def build_engine(
     overrides = ModelOverrides(chosen.top_k, chosen.max_model_len, chosen.dtype, chosen.language_model_only)
     model_config = ModelConfig.from_dir(chosen.model, overrides)
     group = join_group(config, device)
-    backends.install(device, config.gpu.attention_backend, model_config.torch_dtype)
+    sizes = sizes_of(shard_config(model_config, group.parallel), STORAGE_DTYPES[config.gpu.kv_cache_dtype])
+    backends.install(device, config.gpu.attention_backend, model_config.torch_dtype, sizes)
     stream = device_stream(device)
     with stream.active(), ExitStack() as undo:
         built = _assemble(config, model_config, group, stream, observer, on_output, undo)
@@ -105,7 +108,7 @@ def _assemble(
     runner = group.model_runner(
         model,
         kv_cache,
-        make_attention(model.rank_config, kv_cache, device, gpu.attention_backend),
+        attention_that_runs(gpu, model.rank_config, kv_cache, limits),
         experts,
         TokenPool(limits.max_num_seqs, limits.context_limit + 1, device),
         sampler,

@@ -46,3 +46,9 @@ class WrongIdentity(UserError):
     """A process does not fit those it has to work with; the message says which part differs."""
 
     exit_status = WRONG_IDENTITY_EXIT
+
+
+def brief(error: BaseException) -> str:
+    """Type and first line, for a log: compilers write pages."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

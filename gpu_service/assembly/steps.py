@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import structlog
-import torch
 
+from gpu_service.attention.factory import Attention, make_attention
 from gpu_service.attention.warm_up import warm_up_attention
+from gpu_service.cache.paged_cache import PagedCache
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, DeviceStream
 from gpu_service.device.transfer import Uploader
@@ -16,9 +17,10 @@ from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.engine.stream import CpuStream, InlineStream
 from gpu_service.engine.stream_runner import StreamRunner
+from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.context import ParallelContext
 from gpu_service.scheduler.limits import SchedulerLimits
-from moebius.config import MoebiusConfig
+from moebius.config import GpuConfig, MoebiusConfig
 
 _log = structlog.get_logger(__name__)
 
@@ -52,13 +54,27 @@ def make_step_runner(
         )
     steps = DeviceRunner(runner, stream, uploader=uploader, graphs=graphs, recovery_timeout_s=recovery_s)
     try:
-        with torch.inference_mode():
-            warm_up_attention(runner.attention, limits.context_limit)
+        warm_up_attention(runner.attention, limits.context_limit)
         steps.prepare()
     except BaseException:
         steps.close()
         raise
     return steps
+
+
+def attention_that_runs(
+    gpu: GpuConfig, rank_config: ModelConfig, cache: PagedCache, limits: SchedulerLimits
+) -> Attention:
+    """Of the backends that the configuration allows, the best whose kernels run on this device.
+
+    Every kind of step is tried, with sequences as long as the service takes. Raises UserError as
+    `attention.registry.make_attention`.
+    """
+
+    def try_out(attention: Attention) -> None:
+        warm_up_attention(attention, limits.context_limit)
+
+    return make_attention(rank_config, cache, cache.device, gpu.attention_backend, try_out)
 
 
 def graph_obstacle(config: MoebiusConfig, runner: ModelRunner) -> str:

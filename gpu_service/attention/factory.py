@@ -7,6 +7,7 @@ import torch
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.mla.registry import make_mla_attention, mla_dimensions
+from gpu_service.attention.registry import TryOut
 from gpu_service.attention.registry import make_attention as make_gqa_attention
 from gpu_service.cache.mla_cache import MlaCache
 from gpu_service.cache.paged_cache import PagedCache
@@ -16,9 +17,13 @@ Attention = AttentionBackend | MlaAttentionBackend
 
 
 def make_attention(
-    config: ModelConfig, cache: PagedCache, device: torch.device | str, name: str = "auto"
+    config: ModelConfig,
+    cache: PagedCache,
+    device: torch.device | str,
+    name: str = "auto",
+    try_out: TryOut | None = None,
 ) -> Attention:
     """The backend for a rank's own configuration and its cache; the rest is as in `registry`."""
     if isinstance(cache, MlaCache):
-        return make_mla_attention(mla_dimensions(config), cache, device, name)
-    return make_gqa_attention(config, cache, device, name)
+        return make_mla_attention(mla_dimensions(config), cache, device, name, try_out)
+    return make_gqa_attention(config, cache, device, name, try_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.model_config import ModelConfig
-from moebius.errors import UserError
+from moebius.errors import UserError, brief
 
 _log = structlog.get_logger(__name__)
 
@@ -27,6 +28,7 @@ class BackendEntry:
     package: str = ""  # must be importable; empty: nothing beyond torch
     install: str = ""  # how the user gets it
     needs_cuda: bool = False
+    cost: str = ""  # what is lost with those before it
 
     def load(self) -> Any:
         """The class. Raises ImportError (or what a broken package raises)."""
@@ -40,6 +42,9 @@ class BackendEntry:
             return f"package {self.package!r} is not installed; {self.install}"
         return ""
 
+
+# Runs a backend as the service will.
+TryOut = Callable[[Any], None]
 
 _FLASHINFER_INSTALL = "install flashinfer-python (pip install 'moebius[gpu]')"
 _TRITON_INSTALL = "install triton (it comes with torch's CUDA builds)"
@@ -59,20 +64,31 @@ ATTENTION_BACKENDS: dict[str, BackendEntry] = {
         "triton",
         _TRITON_INSTALL,
         needs_cuda=True,
+        cost="long prompts are slower",
     ),
-    "torch": BackendEntry("gpu_service.attention.torch_reference", "TorchReferenceAttention"),
+    "torch": BackendEntry(
+        "gpu_service.attention.torch_reference",
+        "TorchReferenceAttention",
+        cost="steps run without graphs and attend to one request after another: many times slower",
+    ),
 }
 
 
 def make_attention(
-    config: ModelConfig, kv_cache: KVCache, device: torch.device | str, name: str = "auto"
+    config: ModelConfig,
+    kv_cache: KVCache,
+    device: torch.device | str,
+    name: str = "auto",
+    try_out: TryOut | None = None,
 ) -> AttentionBackend:
     """The backend for a device; `name` is `attention_backend` of the configuration.
 
-    Raises UserError when a backend asked for by name is missing or can not serve this model.
+    `try_out` runs a candidate as the service will; one that it raises for is not taken. Raises UserError when
+    a backend asked for by name is missing or can not serve this model.
     """
-    backend = choose_backend(ATTENTION_BACKENDS, config, kv_cache, torch.device(device), name)
-    chosen: AttentionBackend = backend(config, kv_cache)
+    chosen: AttentionBackend = choose_backend(
+        ATTENTION_BACKENDS, config, kv_cache, torch.device(device), name, try_out
+    )
     return chosen
 
 
@@ -86,14 +102,19 @@ def check_attention_backend(name: str, device: torch.device | str) -> None:
 
 
 def choose_backend(
-    entries: dict[str, BackendEntry], config: Any, cache: Any, device: torch.device, name: str
+    entries: dict[str, BackendEntry],
+    config: Any,
+    cache: Any,
+    device: torch.device,
+    name: str,
+    try_out: TryOut | None = None,
 ) -> Any:
-    """The class to use. With `auto`, better ones that fell out on a GPU are named in one log line."""
+    """The backend to use. With `auto`, better ones that fell out on a GPU are named in one log line."""
     if name != "auto":
         _entry(entries, name)
     refused: dict[str, str] = {}
     for candidate in entries if name == "auto" else [name]:
-        backend, reason = _try_load(entries[candidate], config, cache, device)
+        backend, reason = _try_make(entries[candidate], config, cache, device, try_out)
         if backend is not None:
             _report(candidate, refused, entries, device)
             return backend
@@ -109,8 +130,10 @@ def _entry(entries: dict[str, BackendEntry], name: str) -> BackendEntry:
     return entries[name]
 
 
-def _try_load(entry: BackendEntry, config: Any, cache: Any, device: torch.device) -> tuple[Any, str]:
-    """The class, or None and why not."""
+def _try_make(
+    entry: BackendEntry, config: Any, cache: Any, device: torch.device, try_out: TryOut | None
+) -> tuple[Any, str]:
+    """The backend, or None and why not."""
     reason = entry.missing(device)
     if reason:
         return None, reason
@@ -119,7 +142,15 @@ def _try_load(entry: BackendEntry, config: Any, cache: Any, device: torch.device
     except Exception as error:  # a package that is installed but broken may raise anything
         return None, f"package {entry.package!r} can not be imported ({error}); {entry.install}"
     reason = backend.unsupported(config, cache)
-    return (None, reason) if reason else (backend, "")
+    if reason:
+        return None, reason
+    made = backend(config, cache)
+    if try_out is not None and entry.needs_cuda:
+        try:
+            try_out(made)
+        except Exception as error:  # a compiler, a driver or a kernel may raise anything
+            return None, f"its kernels do not run here ({brief(error)})"
+    return made, ""
 
 
 def _report(
@@ -130,7 +161,8 @@ def _report(
         return
     only_missing = all(entries[name].missing(device) for name in refused)
     say = _log.info if only_missing else _log.warning
-    say("a slower attention backend is used", backend=chosen, because=_sentence(refused))
+    because, cost = _sentence(refused), entries[chosen].cost
+    say("a slower attention backend is used", backend=chosen, because=because, cost=cost)
 
 
 def _sentence(refused: dict[str, str]) -> str:

@@ -47,6 +47,7 @@ def kinds_of_layers(
     return [(num_heads, AttentionLayer(window, sinks(num_heads))) for num_heads, window in kinds]
 
 
+@torch.inference_mode()
 def warm_up_attention(attention: Attention, capacity: int) -> None:
     """Plans and computes the steps above; call it with the forward's stream current.
 

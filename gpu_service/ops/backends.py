@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from gpu_service.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from gpu_service.ops.causal_conv import causal_conv_extend, causal_conv_update
 from gpu_service.ops.delta_rule import gated_delta_extend, gated_delta_update
-from gpu_service.ops.examples import EXAMPLES
+from gpu_service.ops.examples import SMALL, Sizes, example
 from gpu_service.ops.fp8_linear import fp8_linear
 from gpu_service.ops.gated_norm import gated_rms_norm
 from gpu_service.ops.implementation import Implementation
@@ -22,6 +23,7 @@ from gpu_service.ops.registry import Op
 from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.router import route
 from gpu_service.ops.sampling import argmax_and_finite, truncate_probabilities
+from moebius.errors import brief
 
 _log = structlog.get_logger(__name__)
 
@@ -53,6 +55,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "triton": ("triton",),
     "torch": (),
 }
+_SLOWER = "ops on torch take several launches in place of one: slower decode steps, the same results"
 _INSTALL = "pip install 'moebius[gpu]'"
 _TABLES = {"flashinfer": "gpu_service.ops.flashinfer.table", "triton": "gpu_service.ops.triton.table"}
 # FlashInfer's cache write and rotation take page tables and float32 tables, whose making costs more
@@ -63,32 +66,38 @@ Tables = Mapping[str, Mapping[str, Implementation]]
 
 
 def install(
-    device: torch.device, backend: str = "auto", dtype: torch.dtype = torch.bfloat16
+    device: torch.device,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    sizes: Sequence[Sizes] = (SMALL,),
 ) -> dict[str, str]:
     """Choose for a device and for activations of a dtype; afterwards every op dispatches there.
 
-    Every implementation is called once with small arguments (which also compiles it): one that fails, or
-    a library that is missing, costs a warning and leaves its ops to the next. Returns op name ->
+    Every implementation is called once with arguments of each of `sizes`, a model's own (which also compiles
+    it, and shows whether it fits on the device): one that fails, or a library that is missing, costs a
+    warning and leaves its ops to the next. Returns op name ->
     libraries in use, most wanted first. On a CPU nothing is to choose: the references stay, and nothing
     of a GPU is imported.
     """
     if device.type != "cuda":
         return {}
-    return install_tables(device, load_tables(BACKENDS[backend]), dtype)
+    return install_tables(device, load_tables(BACKENDS[backend]), dtype, sizes)
 
 
-def install_tables(device: torch.device, tables: Tables, dtype: torch.dtype) -> dict[str, str]:
+def install_tables(
+    device: torch.device, tables: Tables, dtype: torch.dtype, sizes: Sequence[Sizes] = (SMALL,)
+) -> dict[str, str]:
     """The same from tables already loaded, in order of preference, and for a device of any type."""
     chosen, failures = {}, _Failures()
     for op in OPS:
         op.use(device.type, None)
-        chain = _usable(op, tables, device, dtype, failures)
+        chain = _usable(op, tables, _TryOut(device, dtype, sizes), failures)
         if chain:
             op.use(device.type, _joined([implementation for _, implementation in chain], op.reference))
         names = [name for name, _ in chain]
         complete = bool(chain) and chain[-1][1].supports is None
         chosen[op.name] = " > ".join(names if complete else [*names, "torch"])
-    failures.report()
+    failures.report(chosen)
     _log.info("implementations of the ops are chosen", device=str(device), **chosen)
     return chosen
 
@@ -113,7 +122,7 @@ def load_tables(names: Sequence[str]) -> dict[str, Mapping[str, Implementation]]
             _log.warning(
                 "a library of GPU kernels can not be used",
                 library=name,
-                error=_brief(error),
+                error=brief(error),
                 install=_INSTALL,
             )
     return tables
@@ -123,25 +132,48 @@ class _Failures:
     """Collects what did not work, so that each library is complained about once."""
 
     def __init__(self) -> None:
-        self._ops: dict[str, list[str]] = {}
-        self._first: dict[str, str] = {}
+        self._reasons: dict[str, dict[str, str]] = {}
 
     def add(self, library: str, op: str, error: Exception) -> None:
-        self._ops.setdefault(library, []).append(op)
-        self._first.setdefault(library, _brief(error))
+        self._reasons.setdefault(library, {})[op] = brief(error)
 
-    def report(self) -> None:
-        for library, ops in self._ops.items():
+    def report(self, chosen: Mapping[str, str]) -> None:
+        """`chosen`: op name -> libraries in use instead."""
+        for library, reasons in self._reasons.items():
+            instead = {op: chosen[op] for op in reasons}
             _log.warning(
                 "a library of GPU kernels failed; these ops use the next one",
                 library=library,
-                ops=ops,
-                error=self._first[library],
+                ops=list(reasons),
+                error="; ".join(dict.fromkeys(reasons.values())),
+                instead=instead,
+                cost=_SLOWER if "torch" in instead.values() else "speed only: results stay the same",
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _TryOut:
+    """Calls implementations as a model will; filled by `install_tables`."""
+
+    device: torch.device
+    dtype: torch.dtype
+    sizes: Sequence[Sizes]
+
+    def works(self, op: Op[..., Any], implementation: Implementation) -> bool:
+        """False: not made for this dtype, or for any of the sizes. Raises what the library raises."""
+        called = False
+        for sizes in self.sizes:
+            arguments = example(op.name, self.device, self.dtype, sizes)
+            if implementation.supports is None or implementation.supports(*arguments):
+                implementation.function(*arguments)
+                called = True
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return called
+
+
 def _usable(
-    op: Op[..., Any], tables: Tables, device: torch.device, dtype: torch.dtype, failures: _Failures
+    op: Op[..., Any], tables: Tables, try_out: _TryOut, failures: _Failures
 ) -> list[tuple[str, Implementation]]:
     """This op's implementations that work, best first, up to one that takes everything."""
     names = list(tables)
@@ -153,7 +185,7 @@ def _usable(
         if implementation is None:
             continue
         try:
-            if not _works(op, implementation, device, dtype):
+            if not try_out.works(op, implementation):
                 continue
         # A compiler, a driver or a kernel may raise anything.
         except Exception as error:
@@ -163,19 +195,6 @@ def _usable(
         if implementation.supports is None:
             break
     return chain
-
-
-def _works(
-    op: Op[..., Any], implementation: Implementation, device: torch.device, dtype: torch.dtype
-) -> bool:
-    """False: not made for this dtype. Raises what the library raises."""
-    arguments = EXAMPLES[op.name](device, dtype)
-    if implementation.supports is not None and not implementation.supports(*arguments):
-        return False
-    implementation.function(*arguments)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return True
 
 
 def _joined(chain: Sequence[Implementation], reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,9 +209,3 @@ def _joined(chain: Sequence[Implementation], reference: Callable[..., Any]) -> C
         return (function if supports(*args, **kwargs) else otherwise)(*args, **kwargs)
 
     return call
-
-
-def _brief(error: Exception) -> str:
-    """Type and first line: compilers write pages."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

@@ -1,159 +1,242 @@
-"""Small arguments for every op: what a backend is tried with before it is trusted, and tests compare on."""
+"""Arguments for every op: what a backend is tried with before it is trusted, and tests compare on.
+
+Small ones, or of a model's own sizes, by which kernels are compiled and decide whether they fit on a device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from gpu_service.model_config import RouterConfig
+from gpu_service.model_config import LinearAttentionConfig, ModelConfig, RouterConfig
+from gpu_service.ops.fp8_linear import GROUP
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.sequences import Sequences, make_sequences
 
-_TOKENS, _QUERIES, _KEYS, _HEAD_DIM = 3, 4, 2, 64
-# A model's width, because libraries compile another kernel for a narrow one.
-_WIDTH = 2048
+_SMALL_LINEAR = LinearAttentionConfig(2, 4, 16, 64, 4, frozenset())
+_SMALL_ROUTER = RouterConfig(
+    16, 3, "sigmoid", correction_bias=True, num_groups=4, top_groups=2, post="renormalize", scale=2.5
+)
 
 
-def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(device, dtype)
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a model's tensors, in elements; filled by `sizes_of`, or by the defaults, which fill no block."""
+
+    tokens: int = 3
+    # A model's width, because libraries compile another kernel for a narrow one.
+    hidden: int = 2048
+    queries: int = 4
+    keys: int = 2
+    head_dim: int = 64
+    rotary_dim: int = 64
+    interleaved: bool = False
+    # Of a gated activation's output.
+    intermediate: int = 128
+    linear: LinearAttentionConfig = _SMALL_LINEAR
+    # Channels of the convolution; None: those of `linear`.
+    channels: int | None = 300
+    router: RouterConfig = _SMALL_ROUTER
+    # Columns of a weight in 8 bits, the first of them inside of a group.
+    fp8_columns: int = 200
+    fp8_first_column: int = 88
+    vocabulary: int = 5000
+    # What keys and values are stored as; None: as they come.
+    storage: torch.dtype | None = None
 
 
-def _frequencies(device: torch.device) -> torch.Tensor:
-    return inverse_frequencies(1e4, _HEAD_DIM, "default", {}).to(device)
+SMALL = Sizes()
+# A decode step and a chunk: kernels have tiles for either.
+_DECODE, _CHUNK = 3, 128
 
 
-def _table(device: torch.device, dtype: torch.dtype) -> RopeTable:
-    """Made by the op itself, because a backend may need its own kind of table."""
-    return rope_table(torch.arange(_TOKENS, device=device), _frequencies(device), dtype, False)
+def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[Sizes, ...]:
+    """Of a rank's own configuration: few tokens, many tokens; for each kind of its layers.
+
+    `storage`: `kv_cache_dtype`, None for the activations' own type.
+    """
+    sizes = Sizes(
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size or config.moe.intermediate_size,
+        router=config.moe.router,
+        fp8_columns=config.hidden_size,
+        fp8_first_column=0,
+        vocabulary=config.vocab_size,
+        storage=storage,
+    )
+    if config.linear is not None:
+        sizes = replace(sizes, linear=config.linear, channels=None)
+    ropes = config.layer_ropes or (config.rope,)
+    heads = config.layer_num_heads or (config.num_heads,)
+    if config.mla is None:
+        kinds = dict.fromkeys(
+            (num, config.head_dim, rope.rotary_dim, rope.interleaved) for num in heads for rope in ropes
+        )
+    else:
+        # Only the parts that carry a position are rotated, of all heads' queries and of one key.
+        rotated = config.mla.qk_rope_head_dim
+        kinds = dict.fromkeys([(config.num_heads, rotated, rotated, config.rope.interleaved)])
+    keys = 1 if config.mla is not None else config.num_kv_heads
+    return tuple(
+        replace(
+            sizes,
+            tokens=tokens,
+            queries=queries,
+            keys=keys,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            interleaved=interleaved,
+        )
+        for tokens in (_DECODE, _CHUNK)
+        for queries, head_dim, rotary_dim, interleaved in kinds
+    )
 
 
-def _norm(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    rows = _random(_TOKENS, _WIDTH, device=device, dtype=dtype)
-    return rows, _random(_WIDTH, device=device, dtype=dtype), 1e-6
+class _Maker:
+    """Makes arguments on a device, for activations of a dtype; random, the same every time."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> None:
+        self._device, self._dtype, self._sizes = device, dtype, sizes
+
+    def norm(self) -> tuple[Any, ...]:
+        width = self._sizes.hidden
+        return self._random(self._sizes.tokens, width), self._random(width), 1e-6
+
+    def fused_add(self) -> tuple[Any, ...]:
+        rows, weight, eps = self.norm()
+        return rows, rows.flip(0).contiguous(), weight, eps
+
+    def rope_table(self) -> tuple[Any, ...]:
+        positions = torch.arange(self._sizes.tokens, device=self._device) * 1001
+        frequencies = inverse_frequencies(1e4, self._sizes.rotary_dim, "default", {}).to(self._device)
+        return positions, frequencies, self._dtype, self._sizes.interleaved
+
+    def apply_rope(self) -> tuple[Any, ...]:
+        return self._heads(), self._table()
+
+    def qk_norm_rope(self) -> tuple[Any, ...]:
+        weight = self._random(self._sizes.head_dim)
+        return self._heads(), weight, weight.flip(0).contiguous(), 1e-6, self._sizes.queries, self._table()
+
+    def gate_up(self) -> tuple[Any, ...]:
+        return (self._random(self._sizes.tokens, 2 * self._sizes.intermediate),)
+
+    def append_kv(self) -> tuple[Any, ...]:
+        tokens, keys, head_dim = self._sizes.tokens, self._sizes.keys, self._sizes.head_dim
+        slots = torch.zeros(2 * tokens + 2, 2 * keys, head_dim, device=self._device, dtype=self._dtype)
+        rows = self._random(tokens, 2 * keys, head_dim)
+        mapping = 2 * torch.arange(tokens, device=self._device).flip(0) + 1
+        return slots.to(self._sizes.storage or self._dtype), rows[:, :keys], rows[:, keys:], mapping
+
+    def conv_update(self) -> tuple[Any, ...]:
+        return self._conv(3)
+
+    def conv_extend(self) -> tuple[Any, ...]:
+        sequences = self._sequences()
+        return *self._conv(sequences.neighbours[-1].rows.stop), sequences
+
+    def delta_update(self) -> tuple[Any, ...]:
+        return self._delta(3)
+
+    def delta_extend(self) -> tuple[Any, ...]:
+        sequences = self._sequences()
+        return *self._delta(sequences.neighbours[-1].rows.stop), sequences
+
+    def gated_norm(self) -> tuple[Any, ...]:
+        tokens, linear = self._sizes.tokens, self._sizes.linear
+        heads, size = linear.num_value_heads, linear.value_head_dim
+        gate = self._random(tokens, (heads + 1) * size)[:, size:]
+        return self._random(tokens, heads, size), gate, self._random(size), 1e-6
+
+    def route(self) -> tuple[Any, ...]:
+        router = self._sizes.router
+        bias = self._random(router.num_experts, dtype=torch.float32) if router.correction_bias else None
+        logits_dtype = torch.float32 if router.float32_gate else self._dtype
+        return self._random(self._sizes.tokens, router.num_experts, dtype=logits_dtype), bias, router
+
+    def fp8_linear(self) -> tuple[Any, ...]:
+        outputs, columns, first = 72, self._sizes.fp8_columns, self._sizes.fp8_first_column
+        weight = self._random(outputs, columns, dtype=torch.float32).to(torch.float8_e4m3fn)
+        scales = self._random(outputs, -(-(first + columns) // GROUP), dtype=torch.float32).abs()
+        return self._random(self._sizes.tokens, columns), weight, scales, first, self._random(outputs)
+
+    def logits(self) -> tuple[Any, ...]:
+        return (self._random(3, self._sizes.vocabulary, dtype=torch.float32),)
+
+    def truncate(self) -> tuple[Any, ...]:
+        probabilities = self._random(3, self._sizes.vocabulary, dtype=torch.float32).softmax(dim=-1)
+        top_k = torch.tensor([0, 50, 7], device=self._device)
+        top_p = torch.tensor([0.5, 1.0, 0.9], device=self._device, dtype=torch.float64)
+        return probabilities, top_k, top_p
+
+    def _random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(sum(shape))
+        return torch.randn(shape, generator=generator).to(self._device, dtype or self._dtype)
+
+    def _table(self) -> RopeTable:
+        """Made by the op itself, because a backend may need its own kind of table."""
+        _, frequencies, dtype, interleaved = self.rope_table()
+        return rope_table(
+            torch.arange(self._sizes.tokens, device=self._device), frequencies, dtype, interleaved
+        )
+
+    def _heads(self) -> torch.Tensor:
+        """Queries and keys, without the values that lie between rows."""
+        sizes = self._sizes
+        fused = self._random(sizes.tokens, sizes.queries + 2 * sizes.keys, sizes.head_dim)
+        return fused[:, : sizes.queries + sizes.keys]
+
+    def _slots(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read and written by each request: the first two start from zeros."""
+        return torch.tensor([0, 0, 2], device=self._device), torch.tensor([1, 3, 4], device=self._device)
+
+    def _sequences(self) -> Sequences:
+        """One token, then a chunk and a part of one, then less than a convolution remembers."""
+        starts = [0, 1, 70, 72]
+        return make_sequences(starts, torch.tensor(starts, dtype=torch.int32, device=self._device))
+
+    def _conv(self, tokens: int) -> tuple[Any, ...]:
+        width = self._sizes.linear.conv_width
+        channels = self._sizes.channels or self._sizes.linear.conv_size
+        rows = self._random(tokens, channels + 100)[:, :channels]
+        return rows, self._random(5, width - 1, channels), self._random(channels, width), *self._slots()
+
+    def _delta(self, tokens: int) -> tuple[Any, ...]:
+        linear = self._sizes.linear
+        heads = linear.num_value_heads
+        a, b = self._random(tokens, 2 * heads).chunk(2, dim=1)
+        a_log, dt_bias = self._random(2, heads, dtype=torch.float32)
+        state = heads, linear.key_head_dim, linear.value_head_dim
+        states = self._random(5, *state, dtype=torch.float32)
+        return self._random(tokens, linear.conv_size), a, b, a_log, dt_bias, states, *self._slots()
 
 
-def _fused_add(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    rows, weight, eps = _norm(device, dtype)
-    return rows, rows.flip(0).contiguous(), weight, eps
-
-
-def _rope_table(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    return torch.arange(_TOKENS, device=device) * 1001, _frequencies(device), dtype, False
-
-
-def _heads(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    fused = _random(_TOKENS, _QUERIES + 2 * _KEYS, _HEAD_DIM, device=device, dtype=dtype)
-    return fused[:, : _QUERIES + _KEYS]
-
-
-def _apply_rope(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    return _heads(device, dtype), _table(device, dtype)
-
-
-def _qk_norm_rope(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    weight = _random(_HEAD_DIM, device=device, dtype=dtype)
-    return _heads(device, dtype), weight, weight.flip(0).contiguous(), 1e-6, _QUERIES, _table(device, dtype)
-
-
-def _gate_up(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    return (_random(_TOKENS, 256, device=device, dtype=dtype),)
-
-
-def _append_kv(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    slots = torch.zeros(8, 2 * _KEYS, _HEAD_DIM, device=device, dtype=dtype)
-    rows = _random(_TOKENS, 2 * _KEYS, _HEAD_DIM, device=device, dtype=dtype)
-    return slots, rows[:, :_KEYS], rows[:, _KEYS:], torch.tensor([5, 0, 3], device=device)
-
-
-def _slots(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read and written by each token: the first two start from zeros."""
-    return torch.tensor([0, 0, 2], device=device), torch.tensor([1, 3, 4], device=device)
-
-
-def _sequences(device: torch.device) -> Sequences:
-    """One token, then a chunk and a part of one, then less than a convolution remembers."""
-    starts = [0, 1, 70, 72]
-    return make_sequences(starts, torch.tensor(starts, dtype=torch.int32, device=device))
-
-
-def _conv_update(device: torch.device, dtype: torch.dtype, tokens: int = _TOKENS) -> tuple[Any, ...]:
-    rows = _random(tokens, 400, device=device, dtype=dtype)[:, :300]
-    states = _random(5, 3, 300, device=device, dtype=dtype)
-    return rows, states, _random(300, 4, device=device, dtype=dtype), *_slots(device)
-
-
-def _conv_extend(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    sequences = _sequences(device)
-    return *_conv_update(device, dtype, sequences.neighbours[-1].rows.stop), sequences
-
-
-def _delta_update(device: torch.device, dtype: torch.dtype, tokens: int = _TOKENS) -> tuple[Any, ...]:
-    """Two key heads and four value heads."""
-    qkv = _random(tokens, 2 * 2 * 16 + 4 * _HEAD_DIM, device=device, dtype=dtype)
-    a, b = _random(tokens, 8, device=device, dtype=dtype).chunk(2, dim=1)
-    a_log, dt_bias = _random(2, 4, device=device, dtype=torch.float32)
-    states = _random(5, 4, 16, _HEAD_DIM, device=device, dtype=torch.float32)
-    return qkv, a, b, a_log, dt_bias, states, *_slots(device)
-
-
-def _delta_extend(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    sequences = _sequences(device)
-    return *_delta_update(device, dtype, sequences.neighbours[-1].rows.stop), sequences
-
-
-def _gated_norm(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    values = _random(_TOKENS, 4, _HEAD_DIM, device=device, dtype=dtype)
-    gate = _random(_TOKENS, 5 * _HEAD_DIM, device=device, dtype=dtype)[:, _HEAD_DIM:]
-    return values, gate, _random(_HEAD_DIM, device=device, dtype=dtype), 1e-6
-
-
-def _route(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    logits = _random(_TOKENS, 16, device=device, dtype=dtype)
-    bias = _random(16, device=device, dtype=torch.float32)
-    return logits, bias, RouterConfig(16, 3, "sigmoid", True, 4, 2, post="renormalize", scale=2.5)
-
-
-def _fp8_linear(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Columns that begin and end inside of groups."""
-    rows = _random(_TOKENS, 200, device=device, dtype=dtype)
-    weight = _random(72, 200, device=device, dtype=torch.float32).to(torch.float8_e4m3fn)
-    scales = _random(72, 3, device=device, dtype=torch.float32).abs()
-    return rows, weight, scales, 88, _random(72, device=device, dtype=dtype)
-
-
-def _logits(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    return (_random(_TOKENS, 5000, device=device, dtype=torch.float32),)
-
-
-def _truncate(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    probabilities = _random(_TOKENS, 5000, device=device, dtype=torch.float32).softmax(dim=-1)
-    top_k = torch.tensor([0, 50, 7], device=device)
-    top_p = torch.tensor([0.5, 1.0, 0.9], device=device, dtype=torch.float64)
-    return probabilities, top_k, top_p
-
-
-# Op name -> its arguments on a device, for activations of a dtype. Those of an op that writes are fresh.
-EXAMPLES: dict[str, Callable[[torch.device, torch.dtype], tuple[Any, ...]]] = {
-    "rms_norm": _norm,
-    "fused_add_rms_norm": _fused_add,
-    "rope_table": _rope_table,
-    "apply_rope": _apply_rope,
-    "qk_norm_rope": _qk_norm_rope,
-    "silu_and_mul": _gate_up,
-    "gelu_and_mul": _gate_up,
-    "gelu_tanh_and_mul": _gate_up,
-    "append_kv": _append_kv,
-    "causal_conv_update": _conv_update,
-    "causal_conv_extend": _conv_extend,
-    "gated_delta_update": _delta_update,
-    "gated_delta_extend": _delta_extend,
-    "gated_rms_norm": _gated_norm,
-    "route": _route,
-    "fp8_linear": _fp8_linear,
-    "argmax_and_finite": _logits,
-    "truncate_probabilities": _truncate,
+_MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
+    "rms_norm": _Maker.norm,
+    "fused_add_rms_norm": _Maker.fused_add,
+    "rope_table": _Maker.rope_table,
+    "apply_rope": _Maker.apply_rope,
+    "qk_norm_rope": _Maker.qk_norm_rope,
+    "silu_and_mul": _Maker.gate_up,
+    "gelu_and_mul": _Maker.gate_up,
+    "gelu_tanh_and_mul": _Maker.gate_up,
+    "append_kv": _Maker.append_kv,
+    "causal_conv_update": _Maker.conv_update,
+    "causal_conv_extend": _Maker.conv_extend,
+    "gated_delta_update": _Maker.delta_update,
+    "gated_delta_extend": _Maker.delta_extend,
+    "gated_rms_norm": _Maker.gated_norm,
+    "route": _Maker.route,
+    "fp8_linear": _Maker.fp8_linear,
+    "argmax_and_finite": _Maker.logits,
+    "truncate_probabilities": _Maker.truncate,
 }
+
+
+def example(name: str, device: torch.device, dtype: torch.dtype, sizes: Sizes = SMALL) -> tuple[Any, ...]:
+    """Fresh arguments of the op of that name, for activations of a dtype."""
+    return _MAKERS[name](_Maker(device, dtype, sizes))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpu_service.ops.examples import EXAMPLES
+from gpu_service.ops import examples
 from gpu_service.ops.registry import Op
 from tests.tolerances import OP_ROUNDINGS
 
@@ -54,4 +54,4 @@ def assert_same_op(
 
 def example(op: Op[..., Any], device: torch.device, dtype: torch.dtype) -> Callable[[], tuple[Any, ...]]:
     """Maker of the op's example arguments."""
-    return lambda: EXAMPLES[op.name](device, dtype)
+    return lambda: examples.example(op.name, device, dtype)

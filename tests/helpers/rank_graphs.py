@@ -90,4 +90,4 @@ def use_recordings() -> None:
     """From now on this process builds its engine so."""
     build: Any = gpu_service.build
     build.make_step_runner = _make_step_runner
-    build.make_attention = make_capturable_attention
+    build.attention_that_runs = lambda gpu, *arguments: make_capturable_attention(*arguments)

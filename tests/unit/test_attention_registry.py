@@ -27,13 +27,18 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 THIS = __name__
 
 
-class Able:
+class _Made:
+    def __init__(self, config: Any, cache: Any) -> None:
+        pass
+
+
+class Able(_Made):
     @classmethod
     def unsupported(cls, config: Any, cache: Any) -> str:
         return ""
 
 
-class Unable:
+class Unable(_Made):
     @classmethod
     def unsupported(cls, config: Any, cache: Any) -> str:
         return "head_dim 80 has no kernel"
@@ -44,7 +49,7 @@ LAST = BackendEntry(THIS, "Able")
 
 
 def choose(entries: dict[str, BackendEntry], name: str = "auto", device: torch.device = CUDA) -> Any:
-    return choose_backend(entries, None, None, device, name)
+    return type(choose_backend(entries, None, None, device, name))
 
 
 def test_the_first_installed_is_taken_without_a_word() -> None:
@@ -78,6 +83,24 @@ def test_what_falls_out_costs_one_line_or_an_error_by_name(
     assert "second: " in logs[0]["because"]
     with pytest.raises(UserError, match="attention_backend: 'first' can not be used"):
         choose(entries, "first")
+
+
+def test_what_does_not_run_here_is_left_to_the_next() -> None:
+    """Kernels that a device can not compile or hold show in a try-out, not at the first request."""
+
+    def try_out(made: Any) -> None:
+        raise RuntimeError("out of resource: shared memory, Required: 123392, Hardware limit: 101376\na page")
+
+    entries = {"first": FIRST, "last": replace(LAST, cost="it is slower")}
+    with structlog.testing.capture_logs() as logs:
+        chosen = choose_backend(entries, None, None, CUDA, "auto", try_out)
+    assert type(chosen) is Able
+    (log,) = logs
+    assert (log["log_level"], log["backend"], log["cost"]) == ("warning", "last", "it is slower")
+    assert "first: its kernels do not run here (RuntimeError: out of resource: shared" in log["because"]
+    assert "a page" not in log["because"]
+    with pytest.raises(UserError, match=r"'first' can not be used: its kernels do not run here"):
+        choose_backend(entries, None, None, CUDA, "first", try_out)
 
 
 def test_a_cpu_gets_the_reference_in_silence() -> None:
@@ -118,7 +141,7 @@ def test_without_flashinfer_a_gpu_is_told_what_to_install(monkeypatch: pytest.Mo
     case = make_case(Geometry(), [(3, 1)])
     with structlog.testing.capture_logs() as logs:
         chosen = choose_backend(ATTENTION_BACKENDS, case.geometry.config(), case.cache, CUDA, "auto")
-    assert chosen.__name__ == "TritonAttention"
+    assert type(chosen).__name__ == "TritonAttention"
     assert len(logs) == 1
     assert "pip install 'moebius[gpu]'" in logs[0]["because"]
 

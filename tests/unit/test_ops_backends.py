@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ import torch
 from structlog.testing import capture_logs
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.ops import backends
+from gpu_service.ops import backends, examples
 from gpu_service.ops.activation import silu_and_mul
 from gpu_service.ops.backends import OPS, install, install_tables, load_tables, uninstall
-from gpu_service.ops.examples import EXAMPLES
 from gpu_service.ops.implementation import Implementation
 from gpu_service.ops.kv import append_kv
 from gpu_service.ops.norm import rms_norm
+from tests.helpers.compile_cases import published
 from tests.helpers.fake_flashinfer import BUILT, install_fake_flashinfer
 from tests.helpers.ops import assert_same_op, example
 
@@ -51,7 +52,7 @@ def test_a_cpu_keeps_the_references_and_imports_no_gpu_library() -> None:
 def test_every_op_has_an_example_and_tables_name_ops_only() -> None:
     names = [op.name for op in OPS]
     assert len(set(names)) == len(names)
-    assert set(EXAMPLES) == set(names)
+    assert all(examples.example(name, CPU, torch.float32) for name in names)
     assert set(load_tables(["triton"])["triton"]) <= set(names)
 
 
@@ -145,6 +146,43 @@ def test_a_library_that_fails_is_named_once_and_the_next_takes_its_ops() -> None
     assert warning["error"] == "RuntimeError: no compiler"
     assert (chosen["rms_norm"], chosen["silu_and_mul"]) == ("triton", "torch")
     assert rms_norm(torch.zeros(1, 2), torch.zeros(2), 1e-6) == "next"
+
+
+def test_an_op_is_tried_with_the_sizes_of_the_model() -> None:
+    """What fits a small example may need more shared memory than the device has at a model's own sizes."""
+
+    def fits_when_narrow(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        if x.shape[1] > 4096:
+            raise RuntimeError("out of resource: shared memory, Required: 123392, Hardware limit: 101376")
+
+    tables = {"triton": {"rms_norm": Implementation(fits_when_narrow)}}
+    with capture_logs() as logs:
+        assert install_tables(CPU, tables, torch.float32)["rms_norm"] == "triton"
+        assert not _warnings(logs)
+        wide = [replace(examples.SMALL, hidden=2048), replace(examples.SMALL, hidden=7168)]
+        chosen = install_tables(CPU, tables, torch.float32, wide)
+    assert chosen["rms_norm"] == "torch"
+    (warning,) = _warnings(logs)
+    assert (warning["ops"], warning["instead"]) == (["rms_norm"], {"rms_norm": "torch"})
+    assert "shared memory" in warning["error"]
+    assert "slower" in warning["cost"]
+
+
+@pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "deepseek-v3", "step-3.5-flash", "gpt-oss-20b"])
+def test_sizes_of_a_model_are_its_own(name: str) -> None:
+    """The start-up try-out compiles what the service will: decode steps and chunks of every kind of layer."""
+    config = published(name)
+    sizes = examples.sizes_of(config)
+    assert {each.tokens > 16 for each in sizes} == {False, True}
+    heads = set(config.layer_num_heads or (config.num_heads,))
+    assert {each.queries for each in sizes} == heads
+    assert {each.hidden for each in sizes} == {config.hidden_size}
+    if config.linear is not None:
+        *_, states, _, _ = examples.example("gated_delta_update", CPU, torch.bfloat16, sizes[0])
+        linear = config.linear
+        assert states.shape[1:] == (linear.num_value_heads, linear.key_head_dim, linear.value_head_dim)
+    for op in OPS:
+        assert examples.example(op.name, CPU, torch.bfloat16, sizes[0])
 
 
 def test_installing_again_replaces_the_earlier_choice() -> None:

@@ -6,17 +6,17 @@ They run in Triton's interpreter here, in float32; tests/gpu repeats this on a d
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.experts.resident.kernels import ResidentKernels, TorchResidentKernels
+from gpu_service.experts.resident.make import warmed_up
 from gpu_service.experts.resident.slots import LayerSlots
 from gpu_service.experts.resident.triton_kernels import launch
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels, align
@@ -26,7 +26,6 @@ from moebius.weight_formats import WEIGHT_FORMATS
 from tests import tolerances
 from tests.helpers.resident_layers import ALL_FORMATS, Shape, resident_layer, routed
 
-ROOT = Path(__file__).resolve().parents[2]
 # Row kernels, then tiles.
 FEW, MANY = 100, 0
 
@@ -155,15 +154,28 @@ def test_reference_unpacks_bit_by_bit(weight_format: str) -> None:
             assert (found.bias is not None) == shape.has_bias
 
 
-def test_kernels_compile_for_sm_90(tmp_path: Path) -> None:
-    """In a process of its own: the interpreter is chosen when a kernel's module is imported."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    program = [sys.executable, "-m", "tests.helpers.compile_resident"]
-    run = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
-    names = {line.split()[0] for line in run.stdout.splitlines()}
-    assert names >= {"gate_up_rows", "down_rows", "gate_up_tiles", "down_tiles", "combine", "place_pairs"}
+class _DoNotFit(TritonResidentKernels):
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+
+def test_kernels_that_do_not_run_here_leave_experts_to_torch() -> None:
+    """One warning at start, with the reason and what it costs, and no crash at the first request."""
+    shape = Shape()
+    slots = {0: resident_layer(shape, "bfloat16", (0, 1))}
+    source: Any = SimpleNamespace(geometry=shape.geometry)
+    with capture_logs() as logs:
+        experts = warmed_up(source, slots, _DoNotFit(shape.geometry), 32, torch.float32)
+    (warning,) = logs
+    assert (warning["log_level"], warning["error"]) == (
+        "warning",
+        "RuntimeError: out of resource: shared memory",
+    )
+    assert "slower" in warning["cost"]
+    assert not experts.captures
+    hidden_states, ids, weights = routed(shape, 4)
+    expected = TorchResidentKernels(shape.geometry).forward(slots[0], hidden_states, ids, weights, None)
+    assert torch.equal(experts.forward(0, hidden_states, ids, weights), expected)
 
 
 @pytest.mark.parametrize("max_rows", [1, 8, 9, 100, 4096])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend, MlaDimensions
-from gpu_service.attention.registry import ATTENTION_BACKENDS, BackendEntry, choose_backend
+from gpu_service.attention.registry import ATTENTION_BACKENDS, BackendEntry, TryOut, choose_backend
 from gpu_service.cache.mla_cache import MlaCache
 from gpu_service.model_config import ModelConfig
 
@@ -14,7 +14,7 @@ def _entry(name: str, module: str, class_name: str) -> BackendEntry:
     """The same package is needed as for grouped-query attention."""
     base = ATTENTION_BACKENDS[name]
     path = f"gpu_service.attention.mla.{module}"
-    return BackendEntry(path, class_name, base.package, base.install, base.needs_cuda)
+    return BackendEntry(path, class_name, base.package, base.install, base.needs_cuda, base.cost)
 
 
 MLA_BACKENDS: dict[str, BackendEntry] = {
@@ -42,9 +42,14 @@ def mla_dimensions(config: ModelConfig) -> MlaDimensions:
 
 
 def make_mla_attention(
-    dimensions: MlaDimensions, cache: MlaCache, device: torch.device | str, name: str = "auto"
+    dimensions: MlaDimensions,
+    cache: MlaCache,
+    device: torch.device | str,
+    name: str = "auto",
+    try_out: TryOut | None = None,
 ) -> MlaAttentionBackend:
     """As `attention.registry.make_attention`."""
-    backend = choose_backend(MLA_BACKENDS, dimensions, cache, torch.device(device), name)
-    chosen: MlaAttentionBackend = backend(dimensions, cache)
+    chosen: MlaAttentionBackend = choose_backend(
+        MLA_BACKENDS, dimensions, cache, torch.device(device), name, try_out
+    )
     return chosen

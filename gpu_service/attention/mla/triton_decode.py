@@ -12,7 +12,9 @@ import torch
 import triton.language as tl
 
 from gpu_service.attention.triton_kernels.decode import LOG2_E, MIN_SPLIT, keys_per_split
-from gpu_service.attention.triton_kernels.shapes import MIN_ROWS, WANTED_PROGRAMS_PER_SM, Tile
+from gpu_service.attention.triton_kernels.shapes import MIN_ROWS, WANTED_PROGRAMS_PER_SM, Tile, with_smaller
+from gpu_service.ops.triton.e4m3 import as_loadable, widened
+from gpu_service.ops.triton.fitting import launch_fitting
 from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2
 
 # Heads of a program where there are rows enough.
@@ -78,7 +80,7 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
         at = cache + slot[:, None] * (LATENT + ROPE)
         latent = tl.load(at + at_latent[None, :], mask=seen[:, None] & in_latent[None, :], other=0.0)
         rotated = tl.load(at + LATENT + at_rope[None, :], mask=seen[:, None] & in_rope[None, :], other=0.0)
-        latent, rotated = latent.to(query.dtype), rotated.to(query.dtype)
+        latent, rotated = widened(latent, query.dtype), widened(rotated, query.dtype)
         scores = tl.dot(query, tl.trans(latent), input_precision=PRECISION)
         scores += tl.dot(rotated_query, tl.trans(rotated), input_precision=PRECISION)
         scores = tl.where(seen[None, :], scores * score_scale, float("-inf"))
@@ -154,25 +156,31 @@ def mla_attention(
 
     query_latent, query_rope as in `MlaAttentionBackend.forward`; pages `[num_pages, page_size, latent_dim +
     rope_dim]`; partial: float32 `[T, num_heads, num_splits, latent_dim]` and `[T, num_heads, num_splits]`,
-    or None for one split; tile: from `mla_tile`; selection as in `MlaAttentionBackend`, contiguous; the rest
-    int32 as in `ForwardInputs`.
+    or None for one split; tile: from `mla_tile`, or the next smaller one that fits on the device; selection
+    as in `MlaAttentionBackend`, contiguous; the rest int32 as in `ForwardInputs`.
     """
     num_rows, num_heads, latent_dim = query_latent.shape
     rope_dim, page_size = query_rope.shape[2], pages.shape[1]
     num_splits = partial[0].shape[2] if partial else 1
+    pages, top_k = as_loadable(pages), 0 if selection is None else selection.shape[1]
     output = torch.empty_like(query_latent, memory_format=torch.contiguous_format)
     partial_output, partial_lse = partial or (output, output)
-    _mla_kernel[(num_rows, -(-num_heads // tile.rows), num_splits)](
-        query_latent.contiguous(), query_rope.contiguous(), pages, output, partial_output, partial_lse,
-        block_table if selection is None else selection, block_table, seq_lens, query_starts,
-        seq_lens.shape[0], block_table.stride(0), num_splits,
-        score_scale * LOG2_E, value_scale,
-        NUM_HEADS=num_heads, LATENT=latent_dim, ROPE=rope_dim, PAGE_SIZE=page_size, BLOCK_H=tile.rows,
-        BLOCK_L=max(16, next_power_of_2(latent_dim)), BLOCK_R=max(16, next_power_of_2(rope_dim)),
-        BLOCK_N=tile.keys, MINIMUM=min_split, SINGLE_SPLIT=partial is None, PRECISION=tile.precision,
-        TOP_K=0 if selection is None else selection.shape[1],
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+
+    def launch(tile: Tile) -> None:
+        _mla_kernel[(num_rows, -(-num_heads // tile.rows), num_splits)](
+            query_latent.contiguous(), query_rope.contiguous(), pages, output, partial_output, partial_lse,
+            block_table if selection is None else selection, block_table, seq_lens, query_starts,
+            seq_lens.shape[0], block_table.stride(0), num_splits,
+            score_scale * LOG2_E, value_scale,
+            NUM_HEADS=num_heads, LATENT=latent_dim, ROPE=rope_dim, PAGE_SIZE=page_size, BLOCK_H=tile.rows,
+            BLOCK_L=max(16, next_power_of_2(latent_dim)), BLOCK_R=max(16, next_power_of_2(rope_dim)),
+            BLOCK_N=tile.keys, MINIMUM=min_split, SINGLE_SPLIT=partial is None, PRECISION=tile.precision,
+            TOP_K=top_k,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+    variant = tile, pages.shape[1:], pages.dtype, query_latent.dtype, num_heads, partial is None, top_k
+    launch_fitting("latent attention", variant, pages.device, with_smaller(tile, MIN_ROWS), launch)
     if partial is not None:
         _mla_combine_kernel[(num_rows * num_heads,)](
             output, partial_output, partial_lse, num_splits,

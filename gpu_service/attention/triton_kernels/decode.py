@@ -11,7 +11,9 @@ import torch
 import triton.language as tl
 
 from gpu_service.attention.base import PLAIN, AttentionLayer
-from gpu_service.attention.triton_kernels.shapes import Tile, decode_tile
+from gpu_service.attention.triton_kernels.shapes import Tile, decode_tile, with_smaller
+from gpu_service.ops.triton.e4m3 import as_loadable, widened
+from gpu_service.ops.triton.fitting import launch_fitting
 from gpu_service.ops.triton.jit import jit, jit_for_any
 
 # Fewer keys than this are not worth a program of their own.
@@ -86,8 +88,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
         slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
         at = cache + slot[:, None] * (2 * NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dim[None, :]
         wanted = seen[:, None] & in_head[None, :]
-        key = tl.load(at, mask=wanted, other=0.0).to(q.dtype)
-        value = tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=wanted, other=0.0).to(q.dtype)
+        key = widened(tl.load(at, mask=wanted, other=0.0), q.dtype)
+        value = widened(tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=wanted, other=0.0), q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * score_scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         highest = tl.maximum(maximum, tl.max(scores, 1))
@@ -166,24 +168,32 @@ def decode(
     """
     num_heads, head_dim = query.shape[1:]
     page_size, num_kv_heads = cache.shape[1], cache.shape[2] // 2
+    cache = as_loadable(cache)
     tile = tile or decode_tile(num_heads // num_kv_heads, head_dim, query.dtype)
     num_requests, num_splits = seq_lens.shape[0], partial[0].shape[2] if partial else 1
     partial_output, partial_lse = partial or (output, output)
     sinks, window = layer.sinks, layer.window or 0
-    _split_kernel[(num_requests, num_kv_heads, num_splits)](
-        query, cache, output, partial_output, partial_lse, query if sinks is None else sinks,
-        block_table, seq_lens, query_starts,
-        query.stride(0), query.stride(1), block_table.stride(0), num_splits,
-        score_scale * LOG2_E, value_scale, GROUP=num_heads // num_kv_heads,
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
-        BLOCK_G=tile.rows, BLOCK_D=tile.width, BLOCK_N=tile.keys, MINIMUM=min_split,
-        SINGLE_SPLIT=partial is None, PRECISION=tile.precision, WINDOW=window,
-        HAS_SINKS=sinks is not None, LOG2_E=LOG2_E,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
-    if partial is not None:
-        _combine_kernel[(num_requests, num_heads)](
-            output, partial_output, partial_lse, seq_lens, query_starts, num_splits,
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=tile.width, BLOCK_N=tile.keys, BLOCK_S=16,
-            MINIMUM=min_split, WINDOW=window,
+
+    def launch(tile: Tile) -> None:
+        _split_kernel[(num_requests, num_kv_heads, num_splits)](
+            query, cache, output, partial_output, partial_lse, query if sinks is None else sinks,
+            block_table, seq_lens, query_starts,
+            query.stride(0), query.stride(1), block_table.stride(0), num_splits,
+            score_scale * LOG2_E, value_scale, GROUP=num_heads // num_kv_heads,
+            NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
+            BLOCK_G=tile.rows, BLOCK_D=tile.width, BLOCK_N=tile.keys, MINIMUM=min_split,
+            SINGLE_SPLIT=partial is None, PRECISION=tile.precision, WINDOW=window,
+            HAS_SINKS=sinks is not None, LOG2_E=LOG2_E,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
+        if partial is not None:
+            _combine_kernel[(num_requests, num_heads)](
+                output, partial_output, partial_lse, seq_lens, query_starts, num_splits,
+                NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=tile.width, BLOCK_N=tile.keys, BLOCK_S=16,
+                MINIMUM=min_split, WINDOW=window,
+            )  # fmt: skip
+
+    variant = (
+        tile, cache.shape[1:], cache.dtype, query.dtype, num_heads, window, sinks is None, partial is None,
+    )  # fmt: skip
+    launch_fitting("decode", variant, query.device, with_smaller(tile, tile.rows), launch)

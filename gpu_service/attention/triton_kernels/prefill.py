@@ -12,8 +12,10 @@ import triton.language as tl
 
 from gpu_service.attention.base import PLAIN, AttentionLayer
 from gpu_service.attention.triton_kernels.decode import LOG2_E, empty_softmax, first_visible
-from gpu_service.attention.triton_kernels.shapes import Tile, prefill_tile
-from gpu_service.ops.triton.jit import jit, jit_for_any
+from gpu_service.attention.triton_kernels.shapes import MIN_ROWS, Tile, prefill_tile, with_smaller
+from gpu_service.ops.triton.e4m3 import as_loadable, widened
+from gpu_service.ops.triton.fitting import launch_fitting
+from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2
 from gpu_service.ops.triton.row_tiles import num_row_tiles, request_of_tile
 
 # A finite stand-in for the maximum of no scores.
@@ -66,8 +68,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
         at = cache + slot[:, None] * (2 * NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dim[None, :]
         wanted = seen[:, None] & in_head[None, :]
-        key = tl.load(at, mask=wanted, other=0.0).to(q.dtype)
-        value = tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=wanted, other=0.0).to(q.dtype)
+        key = widened(tl.load(at, mask=wanted, other=0.0), q.dtype)
+        value = widened(tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=wanted, other=0.0), q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * score_scale
         scores = _hide(scores, position[None, :], own[:, None], WINDOW)
         # With a window a row may see no key of its first tiles.
@@ -99,15 +101,22 @@ def prefill(
     (num_rows, num_heads, head_dim), num_requests = query.shape, seq_lens.shape[0]
     page_size, num_kv_heads = cache.shape[1], cache.shape[2] // 2
     group = num_heads // num_kv_heads
-    tile = tile or prefill_tile(group, head_dim, query.dtype)
-    queries_per_tile = tile.rows // group
+    cache = as_loadable(cache)
+    tile = tile or prefill_tile(group, head_dim, query.dtype, cache.dtype == torch.uint8)
     sinks = layer.sinks
-    _prefill_kernel[(num_row_tiles(num_rows, num_requests, queries_per_tile), num_kv_heads)](
-        query, cache, output, query if sinks is None else sinks,
-        block_table, seq_lens, query_starts, num_requests,
-        query.stride(0), query.stride(1), block_table.stride(0), score_scale * LOG2_E, value_scale,
-        GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
-        BLOCK_M=tile.rows, BLOCK_Q=queries_per_tile, BLOCK_D=tile.width, BLOCK_N=tile.keys,
-        PRECISION=tile.precision, WINDOW=layer.window or 0, HAS_SINKS=sinks is not None, LOG2_E=LOG2_E,
-        LOWEST=_LOWEST, num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+
+    def launch(tile: Tile) -> None:
+        queries_per_tile = tile.rows // group
+        _prefill_kernel[(num_row_tiles(num_rows, num_requests, queries_per_tile), num_kv_heads)](
+            query, cache, output, query if sinks is None else sinks,
+            block_table, seq_lens, query_starts, num_requests,
+            query.stride(0), query.stride(1), block_table.stride(0), score_scale * LOG2_E, value_scale,
+            GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
+            BLOCK_M=tile.rows, BLOCK_Q=queries_per_tile, BLOCK_D=tile.width, BLOCK_N=tile.keys,
+            PRECISION=tile.precision, WINDOW=layer.window or 0, HAS_SINKS=sinks is not None, LOG2_E=LOG2_E,
+            LOWEST=_LOWEST, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+    variant = tile, cache.shape[1:], cache.dtype, query.dtype, num_heads, layer.window, sinks is None
+    tiles = with_smaller(tile, max(MIN_ROWS, next_power_of_2(group)))
+    launch_fitting("prefill", variant, query.device, tiles, launch)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from gpu_service.device.limits import device_limits
 from gpu_service.ops.triton.jit import next_power_of_2
 
 # A product on tensor cores has at least this many rows.
 MIN_ROWS = 16
+# A tile of keys is at least one product deep.
+_FEWEST_KEYS = 16
 MAX_SPLITS = 64
 # Splits are handed out while there are fewer than two programs per multiprocessor; rounding up twice (to a
 # whole number, to a power of two) can make four times as many of them.
@@ -43,23 +46,43 @@ def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
     )
 
 
-def prefill_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
-    """Rows of consecutive queries times the heads of the group."""
+def prefill_tile(group: int, head_dim: int, dtype: torch.dtype, decodes: bool = False) -> Tile:
+    """Rows of consecutive queries times the heads of the group; `decodes`: keys are bytes of 8-bit floats."""
     width = next_power_of_2(max(head_dim, 16))
     if dtype == torch.float32:
         # No tensor cores: what a tile holds is in registers.
         rows, keys, num_warps = 2048 // width, 16, 4
+    elif decodes:
+        # Widened keys pass through registers.
+        rows, keys, num_warps = 128 if width <= 128 else 64, 32, 8
     else:
         rows, keys, num_warps = (128, 64, 8) if width <= 128 else (64, 32, 4)
     rows = max(MIN_ROWS, rows, next_power_of_2(group))
     return Tile(rows, keys, width, num_warps, _precision(dtype), num_stages=3)
 
 
+def with_smaller(tile: Tile, fewest_rows: int) -> tuple[Tile, ...]:
+    """The tile, then ones that take less shared memory, for devices with less of it than an H200.
+
+    First fewer keys in flight, then fewer keys at a time, then fewer rows, of which more are read again.
+    """
+    tiles, stages = [tile], (3, 2) if tile.num_stages > 3 else (2,)
+    rows, keys = tile.rows, tile.keys
+    while True:
+        tiles += [replace(tile, rows=rows, keys=keys, num_stages=each) for each in stages]
+        if keys > _FEWEST_KEYS:
+            keys //= 2
+        elif rows > fewest_rows:
+            rows //= 2
+        else:
+            break
+        tiles.append(replace(tile, rows=rows, keys=keys))
+    return *tiles, replace(tile, rows=rows, keys=keys, num_stages=1)
+
+
 def streaming_multiprocessors(device: torch.device) -> int:
     """Of a GPU; where there is none (Triton's interpreter), as many as an H200 has."""
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return device_limits(device).num_sms
 
 
 def num_splits(num_requests: int, num_kv_heads: int, max_length: int, min_split: int, num_sms: int) -> int:

@@ -15,14 +15,14 @@ import structlog
 import torch
 
 from gpu_service.experts.resident.experts import ResidentExperts
-from gpu_service.experts.resident.kernels import make_kernels
+from gpu_service.experts.resident.kernels import ResidentKernels, TorchResidentKernels, make_kernels
 from gpu_service.experts.resident.slots import LayerSlots, make_slots
 from gpu_service.experts.resident.source import PackedExpertSource
 from gpu_service.parallel.context import SOLO, ParallelContext
 from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
-from moebius.errors import UserError
+from moebius.errors import UserError, brief
 from moebius.placement.make import make_placement
 from moebius.placement.placement import Placement
 
@@ -55,8 +55,30 @@ def make_resident_experts(
         for layer, experts in chosen.items()
     }
     _load(source, slots, chosen, config.experts.max_requantise_error)
-    resident = ResidentExperts(source, slots, make_kernels(geometry, device))
-    resident.warm_up(config.gpu.max_num_batched_tokens, compute_dtype)
+    kernels, max_rows = make_kernels(geometry, device), config.gpu.max_num_batched_tokens
+    return warmed_up(source, slots, kernels, max_rows, compute_dtype)
+
+
+def warmed_up(
+    source: PackedExpertSource,
+    slots: dict[int, LayerSlots],
+    kernels: ResidentKernels,
+    max_rows: int,
+    dtype: torch.dtype,
+) -> ResidentExperts:
+    """With these kernels, or with torch's and a warning where they do not run on the device."""
+    resident = ResidentExperts(source, slots, kernels)
+    try:
+        resident.warm_up(max_rows, dtype)
+    except Exception as error:  # a compiler, a driver or a kernel may raise anything
+        if isinstance(kernels, TorchResidentKernels):
+            raise
+        _log.warning(
+            "kernels of resident experts do not run on this device; torch computes them",
+            error=brief(error),
+            cost="one expert after another, and steps without graphs: many times slower",
+        )
+        return ResidentExperts(source, slots, TorchResidentKernels(source.geometry))
     return resident
 
 

@@ -6,6 +6,7 @@ import torch
 import triton.language as tl
 
 from gpu_service.ops.fp8_linear import GROUP
+from gpu_service.ops.triton.e4m3 import as_loadable, widened
 from gpu_service.ops.triton.jit import jit, next_power_of_2
 
 # Rows of a product: tensor cores take at least 16; more than that many are multiplied in several programs.
@@ -44,8 +45,8 @@ def fp8_linear_kernel(
         column = group * GROUP - first_column + tl.arange(0, GROUP)
         inside = (column >= 0) & (column < num_columns)
         x = tl.load(x_rows + column[None, :], mask=has_row[:, None] & inside[None, :], other=0.0)
-        bits = tl.load(weight_rows + column[None, :], mask=has_output[:, None] & inside[None, :], other=0)
-        weight = bits.to(tl.float8e4nv, bitcast=True).to(x.dtype)
+        stored = tl.load(weight_rows + column[None, :], mask=has_output[:, None] & inside[None, :], other=0.0)
+        weight = widened(stored, x.dtype)
         scale = tl.load(scales_ptr + output * GROUPS + group, mask=has_output, other=0.0)
         total += tl.dot(x, tl.trans(weight), input_precision=PRECISION) * scale[None, :]
     if HAS_BIAS:
@@ -72,7 +73,7 @@ def fp8_linear(
     block_outputs = _NARROW if rows <= _FEWEST_ROWS else _WIDE
     fp8_linear_kernel[(-(-outputs // block_outputs), -(-rows // block_rows))](
         x,
-        weight.view(torch.uint8),
+        as_loadable(weight),
         scales,
         scales if bias is None else bias,
         result,

@@ -6,6 +6,7 @@ import torch
 import triton.language as tl
 
 from gpu_service.ops.kv import FP8_MAX
+from gpu_service.ops.triton.e4m3 import as_loadable, encode_e4m3
 from gpu_service.ops.triton.jit import jit, next_power_of_2, num_warps
 
 
@@ -16,7 +17,8 @@ def _stored(
     if SCALED:
         # Conversion to fp8 need not saturate, and an overflow would be read back as NaN; a real one stays.
         values = tl.maximum(values.to(tl.float32) / scale, -MAX, propagate_nan=tl.PropagateNan.ALL)
-        values = tl.minimum(values, MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+        values = tl.minimum(values, MAX, propagate_nan=tl.PropagateNan.ALL)
+        values = encode_e4m3(values) if dtype == tl.uint8 else values.to(dtype)
     return values
 
 
@@ -69,7 +71,7 @@ def append_kv(
     block = next_power_of_2(num_heads * head_dim)
     if tokens:
         append_kv_kernel[(tokens,)](
-            kv_slots,
+            as_loadable(kv_slots),
             key,
             value,
             slot_mapping,

@@ -12,6 +12,7 @@ import torch
 
 from gpu_service.assembly.process import prepare_process
 from gpu_service.ops import backends
+from gpu_service.ops.examples import sizes_of
 from gpu_service.verify.allowed import MEAN_KL, coarsest_bits
 from gpu_service.verify.errors import TokenScores, perplexity
 from moebius.app.verify.comparison import Comparison
@@ -56,7 +57,7 @@ def verify_model(
     device = prepare_process(config)
     ours = StagedModel.open(config, Path(config.model.model), device)
     reference = _reference(config, options.against, ours)
-    backends.install(device, config.gpu.attention_backend, ours.config.torch_dtype)
+    backends.install(device, config.gpu.attention_backend, ours.config.torch_dtype, sizes_of(ours.config))
     geometry = MoeGeometry.from_config(ours.directory, config.model.top_k)
     if not geometry.moe_layers:
         raise UserError(f"{ours.directory} has no mixture-of-experts layers: there is nothing to verify")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from gpu_service.experts.resident.kernels import ResidentKernels
 from gpu_service.experts.resident.slots import LayerSlots
 from gpu_service.experts.resident.triton_kernels import launch, routing, rows, tiles
+from gpu_service.ops.triton.fitting import launch_fitting
 from gpu_service.ops.triton.jit import next_power_of_2
 from moebius.checkpoint.moe_config import MoeGeometry
 
@@ -56,7 +59,14 @@ class TritonResidentKernels(ResidentKernels):
         if num_rows <= self._few_rows:
             self._by_rows(slots, hidden_states, topk_ids, neurons, outputs)
         else:
-            self._by_tiles(slots, hidden_states, topk_ids, neurons, outputs)
+            tile = launch.tile(pairs, self._geometry.num_experts)
+            launch_fitting(
+                "resident experts",
+                (tile, slots.kind, hidden_states.dtype),
+                hidden_states.device,
+                launch.with_smaller(tile),
+                functools.partial(self._by_tiles, slots, hidden_states, topk_ids, neurons, outputs),
+            )
         block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
         routing.combine[(num_rows, -(-hidden // block))](
             outputs,
@@ -126,6 +136,7 @@ class TritonResidentKernels(ResidentKernels):
             NEURON_COLUMNS=kind.neuron_columns,
             PANEL=kind.down,
             LINES=launch.lines(kind.down),
+            UNROLLED=launch.UNROLLED,
             num_warps=launch.warps(launch.lines(kind.down)),
         )
 
@@ -136,10 +147,10 @@ class TritonResidentKernels(ResidentKernels):
         topk_ids: torch.Tensor,
         neurons: torch.Tensor,
         outputs: torch.Tensor,
+        tile: launch.Tile,
     ) -> None:
         kind, count = slots.kind, topk_ids.numel()
         gate_up, down = slots.gate_up, slots.down
-        tile = launch.tile(count, self._geometry.num_experts)
         pairs, block_slots = align(slots, topk_ids, tile.rows)
         type_, precision = launch.multiplies_in(kind.gate_up, hidden_states.dtype)
         tiles.gate_up_tiles[(block_slots.shape[0], -(-kind.neuron_columns // tile.columns))](

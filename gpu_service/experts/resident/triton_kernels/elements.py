@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from gpu_service.ops.triton.e4m3 import decode_e4m3
 from gpu_service.ops.triton.jit import jit
 
 
@@ -15,14 +16,6 @@ from gpu_service.ops.triton.jit import jit
 def element_shift(i, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
     """First bit of element i of a word: nibbles alternate between the word's halves."""
     return (i % 2) * 16 + (i // 2) * 4 if PANEL.bits == 4 else i * PANEL.bits
-
-
-@jit
-def small_float(bits):  # type: ignore[no-untyped-def]
-    """float32 of e4m3fn, whose bits are the lowest eight: bias 7 becomes 127 by a factor of 2^120."""
-    placed = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
-    value = placed.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
 
 
 # What int4 elements stand above their value when the zero point is 8.
@@ -41,7 +34,7 @@ def element(words, shift, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
     elif PANEL.code == "float16":
         value = (words >> shift).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     elif PANEL.code == "float8":
-        value = small_float(words >> shift)
+        value = decode_e4m3(words >> shift)
     elif PANEL.code == "int8":
         value = ((words << (24 - shift)) >> 24).to(tl.float32)
     elif PANEL.code == "int4":
@@ -64,7 +57,7 @@ def load_scales(scales, index, mask, PANEL: tl.constexpr):  # type: ignore[no-un
         value = tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)
         value = tl.where(bits == 255, float("nan"), value)
     elif PANEL.scale == "e4m3":
-        value = small_float(raw.to(tl.int32))
+        value = decode_e4m3(raw.to(tl.int32))
     else:
         value = raw.to(tl.float32)
     return value

@@ -14,6 +14,9 @@ from gpu_service.experts.resident.panels import PanelFormat
 FEW_ROWS = 8
 # Lines of 64 bytes that a program of the row kernels loads at once.
 MAX_LINES = 128
+# Times that a program of the down product loads lines without a loop. Written out for the 45 times that 2880
+# neurons need, a kernel would take a minute to compile.
+UNROLLED = 8
 # Elements that tensor cores multiply exactly in bfloat16.
 _EXACT_IN_BFLOAT16 = frozenset({"bfloat16", "float8", "int8", "int4", "float4"})
 
@@ -38,14 +41,23 @@ def warps(lines_at_once: int) -> int:
     return max(1, lines_at_once // 16)
 
 
+# Highest first.
+_TILES = (Tile(128, 64, 8), Tile(64, 64, 4), Tile(32, 64, 4), Tile(16, 64, 4), Tile(16, 32, 4))
+
+
 def tile(pairs: int, num_experts: int) -> Tile:
     """About as high as an expert has pairs when routing is even."""
     mean = max(1, pairs // num_experts)
     if mean <= 16:
-        return Tile(16, 64, 4)
+        return _TILES[3]
     if mean <= 32:
-        return Tile(32, 64, 4)
-    return Tile(64, 64, 4) if mean <= 128 else Tile(128, 64, 8)
+        return _TILES[2]
+    return _TILES[1] if mean <= 128 else _TILES[0]
+
+
+def with_smaller(chosen: Tile) -> tuple[Tile, ...]:
+    """The tile, then those for devices that it does not fit on."""
+    return chosen, *(tile for tile in _TILES if tile.rows * tile.columns < chosen.rows * chosen.columns)
 
 
 def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int) -> list[int]:

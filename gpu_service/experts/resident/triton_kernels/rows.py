@@ -114,7 +114,7 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
 def down_rows(  # type: ignore[no-untyped-def]
     neurons, words, scales, bytes_, floats, ids, slot_of_expert, outputs,
     EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr, NEURON_COLUMNS: tl.constexpr,
-    PANEL: tl.constexpr, LINES: tl.constexpr,
+    PANEL: tl.constexpr, LINES: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, block of 16 columns): outputs float32 [pairs, HIDDEN], not yet weighted."""
     pair, block = tl.program_id(0), tl.program_id(1)
@@ -125,8 +125,12 @@ def down_rows(  # type: ignore[no-untyped-def]
     row = neurons + pair * NEURON_COLUMNS
     num_lines: tl.constexpr = PANEL.k_padded * PANEL.bits // 32
     total = tl.zeros([LINES, 16], tl.float32)
-    for begin in tl.static_range(0, num_lines, LINES):
-        total += line_products(row, words, scales, bytes_, panel, begin, PANEL, LINES)
+    if num_lines <= UNROLLED * LINES:
+        for begin in tl.static_range(0, num_lines, LINES):
+            total += line_products(row, words, scales, bytes_, panel, begin, PANEL, LINES)
+    else:
+        for begin in range(0, num_lines, LINES):
+            total += line_products(row, words, scales, bytes_, panel, begin, PANEL, LINES)
     value = finish(tl.sum(total, 0), floats, panel, PANEL)
     column = block * 16 + tl.arange(0, 16)
     tl.store(outputs + pair.to(tl.int64) * HIDDEN + column, value, mask=column < HIDDEN)

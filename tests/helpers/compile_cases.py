@@ -1,0 +1,162 @@
+"""Launches of every Triton kernel at the sizes of published models, to be compiled by `compile_triton`.
+
+Steps are planned and "run" as a service does it, so that tiles are chosen by the code under test.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from gpu_service.attention.flashinfer_backend.pages import list_pages
+from gpu_service.attention.mla.registry import mla_dimensions
+from gpu_service.attention.mla.triton_backend import TritonMlaAttention
+from gpu_service.attention.triton_kernels.backend import TritonAttention
+from gpu_service.cache.fp8 import E4M3
+from gpu_service.experts.resident.panels import layer_format
+from gpu_service.experts.resident.slots import make_slots
+from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
+from gpu_service.model_config import ModelConfig, RouterConfig
+from gpu_service.ops.examples import SMALL, Sizes, example, sizes_of
+from gpu_service.ops.triton.table import IMPLEMENTATIONS
+from tests.helpers.attention_cases import Geometry, make_case, run
+from tests.helpers.mla_cases import make_mla_case, run_absorbed
+from tests.helpers.published_checkpoints import FIXTURES
+from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed
+
+CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
+# Smallest and largest of each kind: linear attention and heads of 256, most heads of latents with and
+# without a choice, windows with sinks and experts with biases; what of that takes most of a device.
+MODELS = {
+    "key": ("qwen3.5-397b-a17b", "deepseek-v3.2"),
+    "covering": ("qwen3.5-397b-a17b", "deepseek-v3.2", "gpt-oss-120b"),
+    "all": tuple(sorted(path.stem for path in FIXTURES.glob("*.json"))),
+}
+FORMATS = {"key": ("fp8_block",), "covering": ("bfloat16", "mxfp4"), "all": ALL_FORMATS}
+LAYERS = {"key": ("qwen3.5-397b-a17b",), "covering": ("gpt-oss-120b",), "all": MODELS["all"]}
+# Rows that between them take every tile of the grouped products, with two experts of which one is chosen.
+_EXPERT_ROWS = (8, 20, 60, 200, 400)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some launches; filled by `cases`."""
+
+    name: str
+    launch: Callable[[], None]
+
+
+@cache
+def published(name: str) -> ModelConfig:
+    """The configuration of a published model."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = json.loads((FIXTURES / f"{name}.json").read_text())["config"]
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        return ModelConfig.from_dir(directory)
+
+
+def cases(extent: str) -> Iterator[Case]:
+    """`extent`: a key of `MODELS`."""
+    if extent != "key":
+        yield Case("ops small", _small_ops)
+        yield Case("pages", _pages)
+    for name in MODELS[extent]:
+        config = published(name)
+        for storage in (None, E4M3):
+            label = name if storage is None else f"{name} fp8 KV"
+            for sizes in sizes_of(config, storage):
+                yield Case(f"ops {label}", partial(_ops, sizes))
+            attend = _attend if config.mla is None else _attend_latents
+            yield Case(f"attention {label}", partial(attend, config, storage))
+    for shape in dict.fromkeys(_layer(published(name)) for name in LAYERS[extent]):
+        for weights in FORMATS[extent]:
+            label = f"experts {shape.hidden} x {shape.intermediate} {weights}"
+            yield Case(label, partial(_experts, shape, weights))
+
+
+def _ops(sizes: Sizes) -> None:
+    for name, implementation in IMPLEMENTATIONS.items():
+        arguments = example(name, CPU, BF16, sizes)
+        if implementation.supports is None or implementation.supports(*arguments):
+            implementation.function(*arguments)
+
+
+def _small_ops() -> None:
+    """What no published model has: one key head, one chunk of logits, updates wider than the residual."""
+    for dtype in (BF16, FP32):
+        for name, implementation in IMPLEMENTATIONS.items():
+            implementation.function(*example(name, CPU, dtype))
+    update, residual, weight, eps = example("fused_add_rms_norm", CPU, BF16)
+    IMPLEMENTATIONS["fused_add_rms_norm"].function(update.float(), residual, weight, eps)
+    slots, *rest = example("append_kv", CPU, FP32, replace(SMALL, storage=E4M3))
+    IMPLEMENTATIONS["append_kv"].function(slots, *rest, 0.5, 2.0)
+    table = IMPLEMENTATIONS["rope_table"].function(torch.arange(64), torch.rand(1), BF16, True)
+    by_pair = torch.zeros(32, 3, dtype=torch.int64).t()
+    IMPLEMENTATIONS["rope_table"].function(by_pair, torch.rand(32), BF16, False)
+    heads, weight = torch.zeros(64, 2, 4, dtype=BF16), torch.zeros(4, dtype=BF16)
+    IMPLEMENTATIONS["qk_norm_rope"].function(heads, weight, weight, 1e-6, 1, table)
+    IMPLEMENTATIONS["apply_rope"].function(heads[:, :1], table)
+    logits = torch.zeros(2, 128, dtype=BF16)
+    for score, post in (("softmax", "renormalize"), ("none", "softmax")):
+        router = RouterConfig(128, 8, score, post=post)
+        IMPLEMENTATIONS["route"].function(logits, None, router, logits[:, 0] > 0)
+    IMPLEMENTATIONS["argmax_and_finite"].function(torch.zeros(1, 7))
+
+
+def _pages() -> None:
+    inputs = make_case(Geometry(), [(900, 1), (3, 7)]).inputs
+    list_pages(inputs.block_table, inputs.seq_lens_tensor, torch.zeros(999, dtype=torch.int32), 4)
+
+
+def _attend(config: ModelConfig, storage: torch.dtype | None) -> None:
+    """Decodes in one piece and in splits, and a chunk, for each kind of the model's layers."""
+    windows = dict.fromkeys(config.attention_windows or (None,))
+    heads = dict.fromkeys(config.layer_num_heads or (config.num_heads,))
+    kinds = ((number, window) for number in heads for window in windows)
+    for num_heads, window in kinds:
+        geometry = Geometry(
+            num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            16,
+            BF16,
+            storage,
+            window=window,
+            sinks=config.attention_sinks,
+        )
+        for shape in ([(900, 1)], [(30, 1), (3, 7)]):
+            case = make_case(geometry, shape)
+            run(case, TritonAttention(geometry.config(), case.cache))
+
+
+def _attend_latents(config: ModelConfig, storage: torch.dtype | None) -> None:
+    """Few rows, whose keys are divided, and so many that a program has 64 heads; all tokens and a choice."""
+    dimensions = mla_dimensions(config)
+    choices = [None, dimensions.index] if dimensions.index is not None and storage is None else [None]
+    for index in choices:
+        chosen = replace(dimensions, index=None if index is None else replace(index, top_k=256))
+        for new in (1, 200):
+            case = make_mla_case(chosen, [(900, new)], 64, BF16, storage)
+            run_absorbed(case, TritonMlaAttention(chosen, case.cache))
+
+
+def _layer(config: ModelConfig) -> Shape:
+    """The routed experts of a model; of them two, because their number changes nothing."""
+    is_gpt_oss = config.model_type == "gpt_oss"
+    activation = "gpt_oss" if is_gpt_oss else "silu"
+    return Shape(config.hidden_size, config.moe.intermediate_size, 2, 1, activation, has_bias=is_gpt_oss)
+
+
+def _experts(shape: Shape, weights: str) -> None:
+    kind = layer_format(weights, weights, shape.hidden, shape.intermediate, shape.has_bias)
+    slots = make_slots(kind, 1, shape.experts, CPU, shape.limit)
+    kernels = TritonResidentKernels(shape.geometry)
+    for rows in _EXPERT_ROWS:
+        hidden_states, ids, factors = routed(shape, rows, dtype=BF16)
+        kernels.forward(slots, hidden_states, kernels.cpu_ids(slots, ids), factors, None)
