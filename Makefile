@@ -51,7 +51,7 @@ protos: setup
 # Everything that an install on a CUDA machine without a network needs (docs/install-gpu.md), about 3 GB.
 WHEELS ?= wheels
 wheels-gpu:
-	$(or $(PYTHON),python3) -m pip wheel --wheel-dir $(WHEELS) '.[gpu]'
+	$(or $(PYTHON),python3) -m pip wheel --wheel-dir $(WHEELS) '.[gpu,vision]'
 	@du -sh $(WHEELS)
 
 clean:

@@ -18,6 +18,7 @@ from expert_service.placement import Placement
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.expert_identity import checkpoint_fingerprint, expert_identity
 from moebius.expert_slices import ExpertSlice, SliceRequest, plan_slice
+from moebius.kernel_times import panel_times, this_host, times_file, write_times
 from moebius.kernels import ExpertEngine, FloatArray, float32_isa
 from moebius.placement.make import make_placement
 
@@ -45,11 +46,11 @@ class LoadSettings:
     # Measure which kernel is fastest for how many rows before serving.
     calibrate_kernels: bool = True
     # Compute every row with the kernels of float32 rows, alike in any batch.
-    exact_experts: bool = False
+    batch_invariant_experts: bool = False
 
 
 def make_engine(plan: LoadPlan, part: ExpertSlice, placement: Placement, exact: bool) -> ExpertEngine:
-    """An empty engine for a slice of the plan's experts; `exact` as `LoadSettings.exact_experts`."""
+    """An empty engine for a slice of the plan's experts; `exact`: `LoadSettings.batch_invariant_experts`."""
     model = plan.model
     return ExpertEngine(
         model.hidden_size,
@@ -151,9 +152,9 @@ class ExpertHost:
         for rounding in plan.roundings:
             log.warning("packing rounds", what=rounding, exact="--expert-dtype float32, at 32 bits a weight")
         part = plan_slice(model, request, plan.group)
-        engine = make_engine(plan, part, self.placement, self._settings.exact_experts)
+        engine = make_engine(plan, part, self.placement, self._settings.batch_invariant_experts)
         fingerprint = checkpoint_fingerprint(plan.checkpoint.layout.index)
-        identity = expert_identity(request, model, fingerprint, self._settings.exact_experts)
+        identity = expert_identity(request, model, fingerprint, self._settings.batch_invariant_experts)
         self._on_engine(engine, model, request, identity)
         threads, resident = self.placement.num_threads, make_placement(request.placement, model).resident
         layers = load_experts(
@@ -163,7 +164,7 @@ class ExpertHost:
         if self.placement.numa_node >= 0 and not engine.numa_bound:
             log.warning("memory could not be bound to the NUMA node", numa_node=self.placement.numa_node)
         if self._settings.calibrate_kernels:
-            self._calibrate(engine)
+            self._calibrate(engine, model.hidden_size, part.intermediate_size)
         seconds = time.monotonic() - begin
         return LoadedSlice(request, model, part, plan.weight_format, engine, seconds, errors, identity)
 
@@ -187,11 +188,17 @@ class ExpertHost:
             )
         return True
 
-    def _calibrate(self, engine: ExpertEngine) -> None:
+    def _calibrate(self, engine: ExpertEngine, hidden_size: int, intermediate_size: int) -> None:
         begin = time.monotonic()
         engine.calibrate()
         log.info("kernels calibrated", seconds=round(time.monotonic() - begin, 3))
-        for row in engine.plan():
+        plan = engine.plan()
+        on = this_host(engine.num_threads, engine.isa)
+        try:
+            write_times(times_file(), panel_times(on, plan, hidden_size, intermediate_size))
+        except OSError as error:
+            log.warning("kernel times are not kept for `moebius plan`", reason=str(error))
+        for row in plan:
             log.debug(
                 "kernel plan",
                 matrix=row.matrix,

@@ -57,7 +57,7 @@ class ExpertProcess:
         )
         self._mailbox = MailboxService(config, self._spans)
         settings = LoadSettings(
-            experts.max_requantise_error, experts.calibrate_kernels, experts.exact_experts
+            experts.max_requantise_error, experts.calibrate_kernels, experts.batch_invariant_experts
         )
         self._host = ExpertHost(
             place_process(experts), self._mailbox.attach, self._on_loaded, settings, self._mailbox.beat

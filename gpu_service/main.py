@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import grpc
 import structlog
+import uvloop
 
 from gpu_service.build import Built, WarmUpGate, build_engine, model_info
 from gpu_service.experts.client import ExpertUnavailable
@@ -75,7 +76,7 @@ def run(config: MoebiusConfig) -> int:
 def _run(config: MoebiusConfig) -> tuple[int, bool]:
     if config.parallel.rank > 0:
         return run_follower(config), True
-    return asyncio.run(_serve(config))
+    return uvloop.run(_serve(config))
 
 
 def _is_alone(config: MoebiusConfig) -> bool:

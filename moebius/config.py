@@ -221,9 +221,9 @@ class ExpertConfig(Section):
     calibrate_kernels: bool = Field(
         default=True, description="Measure at load which kernel is fastest for how many rows"
     )
-    exact_experts: bool = Field(
+    batch_invariant_experts: bool = Field(
         default=False,
-        description="Compute bfloat16 rows like float32 ones: slower, but no row depends on its batch",
+        description="Compute bfloat16 rows like float32 ones: slower, but a row depends on no other one",
     )
     expert_threads: int = Field(
         default=0, ge=0, description="Worker threads per expert process; 0: from the cores allowed"

@@ -19,6 +19,8 @@ from moebius.config import MoebiusConfig
 from moebius.config_leaves import Leaf, leaves, sections
 from moebius.errors import ConfigError
 
+# Leaves that had another name, by the old one.
+RENAMED_LEAVES = {"exact_experts": "batch_invariant_experts"}
 # Leaves whose value is never printed.
 SECRET_LEAVES = frozenset({"api_key"})
 
@@ -52,7 +54,7 @@ def load_config(yaml_path: str | Path | None = None, flags: Mapping[str, Any] | 
             origin[leaf.name] = f"{leaf.section}.{leaf.name} in {yaml_path}"
     for name, value in (flags or {}).items():
         if name not in known:
-            raise ConfigError(f"unknown setting {name!r}{_closest(name, known)}")
+            raise ConfigError(f"unknown setting {name!r}{_renamed(name) or _closest(name, known)}")
         if value is not None:
             leaf = known[name]
             tree[leaf.section][name] = leaf.parse(value) if isinstance(value, str) else value
@@ -78,7 +80,8 @@ def _yaml_values(path: Path, known: Mapping[str, Leaf]) -> Iterable[tuple[Leaf, 
             leaf = known.get(name)
             if leaf is None:
                 names = [leaf.name for leaf in known.values() if leaf.section == section]
-                raise ConfigError(f"{path}: unknown key '{section}.{name}'{_closest(name, names, known)}")
+                hint = _renamed(name) or _closest(name, names, known)
+                raise ConfigError(f"{path}: unknown key '{section}.{name}'{hint}")
             if leaf.section != section:
                 raise ConfigError(f"{path}: '{name}' belongs to section {leaf.section!r}, not {section!r}")
             yield leaf, tuple(value) if isinstance(value, list) else value
@@ -97,6 +100,12 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: expected a mapping of sections ({', '.join(sections())})")
     return document
+
+
+def _renamed(name: Any) -> str:
+    """Names the leaf that took the place of `name`; empty where none did."""
+    new = RENAMED_LEAVES.get(str(name))
+    return f"; it is called {new!r} now" if new else ""
 
 
 def _closest(name: Any, *candidates: Iterable[str]) -> str:

@@ -60,7 +60,7 @@ def _samples(file: Path, count: int) -> Iterator[bytes]:
 
 
 def expert_identity(request: SliceRequest, model: MoeGeometry, fingerprint: str, exact: bool) -> str:
-    """Lines "name=value" that all servers of one model have in common; `exact`: `exact_experts`.
+    """Lines "name=value" that all servers of one model have in common; `exact`: `batch_invariant_experts`.
 
     The names are those of the settings, so that a difference can be told to people as it stands.
     Raises ValueError or UserError for settings that do not fit the model.
@@ -72,7 +72,7 @@ def expert_identity(request: SliceRequest, model: MoeGeometry, fingerprint: str,
         "split_count": str(request.split_count),
         "split_shares": ",".join(map(str, shares)),
         "expert_dtype": request.weight_dtype,
-        "exact_experts": "yes" if exact else "no",
+        "batch_invariant_experts": "yes" if exact else "no",
         "top_k": str(request.top_k or model.top_k),
         "resident_experts": resident_fingerprint(request, model),
     }

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from moebius.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +22,20 @@ class VisionConfig:
     # Widths of the tower: its stream and the inner side of its MLPs.
     hidden_size: int
     intermediate_size: int
+
+
+@contextmanager
+def transformers_needed() -> Iterator[None]:
+    """Around imports of transformers, which only models that take images need.
+
+    Raises UserError, where it is not installed, with what to install and how to do without.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "transformers":
+            raise
+        raise UserError(
+            "the model's vision tower needs transformers, which is not installed: "
+            "pip install 'moebius[vision]'; or set language_model_only: true to serve text alone"
+        ) from error

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gpu_service.model_config import ModelConfig
+from gpu_service.vision.config import transformers_needed
 from gpu_service.vision.prompt import ImageError, PreparedImage
 from moebius.errors import UserError
 from moebius.image_files import ImageFileError, decode_image
@@ -109,7 +110,9 @@ class ImagePreparer:
         assert config.vision is not None
         self.image_token_id = config.vision.image_token_id
         family = _PROCESSORS[config.model_type]
-        self._processor = family.build(load_settings(directory))
+        settings = load_settings(directory)
+        with transformers_needed():
+            self._processor = family.build(settings)
         self._low_detail = family.low_detail(self._processor)
         self._max_megapixels = max_megapixels
         self._merge, patch = config.vision.merge_size, config.vision.patch_size

@@ -79,7 +79,7 @@ def test_bad_neighbour_stays_alone(isa: Isa) -> None:
 
 
 def test_exact_level_keeps_bfloat16_rows_apart() -> None:
-    """What `exact_experts` forces: bfloat16 rows, calibrated, are their float32 selves in any batch."""
+    """`batch_invariant_experts` forces: bfloat16 rows, calibrated, are their float32 selves in any batch."""
     engine = ExpertEngine(
         HIDDEN, INTERMEDIATE, EXPERTS, 1, weight_format="bfloat16", num_threads=2, isa=float32_isa()
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from moebius.app import cli
 from moebius.app.commands.serve import examples
 from moebius.app.commands.topology import cpu_ranges
+from moebius.config import MoebiusConfig
 from moebius.config_leaves import leaves
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +135,59 @@ def test_commands_without_torch(tmp_path: Path) -> None:
     errors = [line for line in lines if line.startswith("moebius: error:")]
     assert ["cannot reach" in error for error in errors] == [True] * len(alone) + [False] * len(needs)
     assert ["needs torch" in error for error in errors] == [False] * len(alone) + [True] * len(needs)
+
+
+WITHOUT_TRANSFORMERS = """
+import asyncio, json, sys
+from pathlib import Path
+class NoTransformers:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "transformers":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NoTransformers())
+import expert_service.main, gateway.main, gateway.prompts.worker
+from gateway.text.tokenizer import Tokenizer
+from gpu_service import main
+from gpu_service.vision.processor import ImagePreparer
+from moebius.app.cli import main as cli
+from moebius.config_loader import load_config
+from moebius.errors import UserError
+model = sys.argv[1]
+try:
+    cli(["models", "random", model, "--shape", "tiny", "--layers", "1"])
+except SystemExit as end:
+    assert not end.code
+Tokenizer.from_dir(Path(model), "")
+config = load_config(None, {"model": model, "device": "cpu", "expert_transport": "local", "num_pages": 64})
+built, _, _ = main._load(config)
+print("a step was computed")
+built.close()
+from gpu_service.models.vision.registry import build_tower
+try:
+    build_tower(built.model_config, model, "meta")
+except UserError as error:
+    print(error)
+"""
+
+
+def test_text_models_start_without_transformers(tmp_path: Path) -> None:
+    """Loading and warming up a text model never asks for it; a tower says what to install."""
+    command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, str(tmp_path / "model")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    lines = result.stdout.splitlines()
+    assert "a step was computed" in lines, result.stderr
+    assert "pip install 'moebius[vision]'; or set language_model_only: true" in lines[-1]
+
+
+def test_the_engines_loop_is_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpu_service serves gRPC on uvloop, as gateway serves HTTP."""
+    from gpu_service import main as gpu
+
+    async def serve(config: MoebiusConfig) -> tuple[int, bool]:
+        return 0, type(asyncio.get_running_loop()).__module__ == "uvloop"
+
+    monkeypatch.setattr(gpu, "_serve", serve)
+    assert gpu._run(MoebiusConfig()) == (0, True)
 
 
 def test_examples_name_the_real_server() -> None:

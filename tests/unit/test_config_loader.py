@@ -50,6 +50,10 @@ def test_flag_texts_become_values_of_their_type() -> None:
     [
         ("gatway: {port: 1}", "unknown section 'gatway'; did you mean 'gateway'"),
         ("gateway: {prot: 1}", "unknown key 'gateway.prot'; did you mean 'port'"),
+        (
+            "experts: {exact_experts: true}",
+            "exact_experts'; it is called 'batch_invariant_experts' now",
+        ),
         ("gateway: {dtype: float32}", "'dtype' belongs to section 'model', not 'gateway'"),
         ("port: 1", "unknown section 'port'; it belongs to section 'gateway'"),
         ("gateway: {port: '8000'}", "gateway.port in .*: '8000' is not allowed; allowed: an integer, >= 0"),

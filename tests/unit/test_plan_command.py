@@ -15,6 +15,8 @@ from moebius.app.planning.gpu_table import GPU_MODELS, parse_gpus
 from moebius.app.planning.hardware import HardwareOptions
 from moebius.app.random_model.shapes import parse_shape
 from moebius.errors import UserError
+from moebius.kernel_times import PanelTimes, this_host, times_file, write_times
+from moebius.kernels import isa_level
 from tests.helpers.plan_models import GIB, write_config
 
 HOST = ("--ram", "16", "--sockets", "1", "--cores", "8", "--bandwidth", "100", "--isa", "amx")
@@ -55,6 +57,35 @@ def test_a_plan_is_printed_and_written(
         assert f"{row['tokens_per_second']:.1f}" in out
     assert f"{document['totals']['RAM'] / GIB:.2f}" in out
     assert "serve with: --tensor-parallel-size 2 --gpu-experts 32" in out
+
+
+def test_a_plan_says_whether_kernels_were_measured(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a server of as many threads kept is used and named; else, or if unreadable, assumptions are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = ("plan", model, "--gpus", "none", "--kv-cache-gib", "0.1", "--expert-threads", "3")
+    file = tmp_path / "plan.json"
+
+    def experts_seconds(*options: str) -> tuple[float, str]:
+        status, out, err = run_cli(capsys, *arguments, *options, "--streams", "1", "--json", file)
+        assert (status, err) == (0, "")
+        return json.loads(file.read_text())["decode"][0]["seconds"]["cpu_experts"], " ".join(out.split())
+
+    assumed, out = experts_seconds()
+    assert "times of the expert kernels: assumed" in out
+    on, points = this_host(3, isa_level()), ((1, 1e9),)
+    times = [PanelTimes(on, "bfloat16", "bfloat16", k, points) for k in (64, 128)]
+    write_times(times_file(), times)
+    measured, out = experts_seconds("--expert-servers", "1")
+    assert "times of the expert kernels: measured on this host" in out
+    # Each panel takes a second and more.
+    assert measured > 100 > assumed
+    assert "kernels: assumed" in experts_seconds("--cores", "4")[1]
+    times_file().write_text("{")
+    again, out = experts_seconds()
+    assert again == assumed
+    assert "note: measured times of the expert kernels can not be read" in out
 
 
 def test_what_does_not_fit_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str], model: Path) -> None:

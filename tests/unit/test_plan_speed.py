@@ -1,34 +1,27 @@
-"""Guards predicted speeds: efficiencies are those of the document, formulas give what a hand computes."""
+"""Guards predicted speeds: formulas give what a hand computes, from measured times of kernels and without."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from moebius.app.planning.kernel_efficiency import (
-    AMX_RATIOS,
-    ROWS,
-    VECTOR_RATIOS,
-    VECTOR_ROWS,
-    kernel_efficiency,
-)
 from moebius.app.planning.speed import (
+    ASSUMED_EXPERT_BANDWIDTH_SHARE,
     GPU_BANDWIDTH_SHARE,
     GPU_LAYER_SECONDS,
     HAND_OFF_SECONDS,
     HAND_OFF_SERVER_SECONDS,
     LINK_SHARE,
+    ExpertTimes,
     Work,
     predict_decode,
     predict_prefill,
     step_seconds,
 )
+from moebius.kernel_times import MeasuredOn, PanelTimes
 from tests.helpers.plan_models import hardware
 
-BENCHMARKS = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text()
 # Qwen3-30B-A3B with int4 experts, one GPU and one server of 16 AMX cores.
 QWEN = Work(
     num_layers=48,
@@ -43,7 +36,7 @@ QWEN = Work(
     expert_bytes=2_654_208.0,
     resident_expert_bytes=2_654_208.0,
     expert_weights=3 * 2048 * 768,
-    weight_format="int4_g32",
+    expert_times=None,
     resident_share=0.0,
     servers=1,
     ranks=1,
@@ -53,55 +46,31 @@ QWEN = Work(
 HOST = hardware("h200", sockets=1, cores=16, bandwidth=210e9, cpu_flops=46e12)
 
 
-def ratios(section: str, heading: str, rows: tuple[int, ...], part: int) -> dict[str, tuple[float, ...]]:
-    """The first ratio of each cell in the columns `rows` of the table behind `heading`."""
-    table = BENCHMARKS.split(section)[1].split(heading)[1].split("\n\n")[1].splitlines()
-    columns = [re.sub(r"\D", "", cell) for cell in table[0].strip("|").split("|")]
-    places = [columns.index(str(count)) for count in rows]
-    found = {}
-    for line in table[2:]:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        parts = [cells[place].split("·")[part] for place in places]
-        found[cells[0]] = tuple(float(text.split("/")[0]) for text in parts)
-    return found
+# Nanoseconds of a panel with 2048 (gate, up) and 768 (down) input features, as 16 AMX cores gave them.
+GATE_UP = PanelTimes(
+    MeasuredOn("cpu", 16, "amx", "b"), "int4_g32", "bfloat16", 2048, ((1, 160.0), (4, 200.0))
+)
+DOWN = PanelTimes(MeasuredOn("cpu", 16, "amx", "b"), "int4_g32", "bfloat16", 768, ((1, 60.0), (8, 60.0)))
+MEASURED = ExpertTimes(GATE_UP, DOWN, 2 * 768 // 16, 2048 // 16, 2048, 768)
 
 
-@pytest.mark.parametrize("shape", sorted(AMX_RATIOS))
-def test_efficiencies_are_the_documents(shape: str) -> None:
-    """Every measured format and row count of host C, to the digit."""
-    found = ratios("## Expert kernels, one MoE layer, host C", f"\n{shape} (", ROWS, 1)
-    table = AMX_RATIOS[shape][1]
-    assert {name: found[name] for name in table} == table
+def test_a_panels_time_between_and_beyond_what_was_measured() -> None:
+    """Linear between numbers of rows, proportional beyond the last and to the input features."""
+    at = [GATE_UP.seconds(rows, 2048) * 1e9 for rows in (0.5, 1, 2, 4, 16)]
+    assert at == pytest.approx([160, 160, 160 + 40 / 3, 200, 800])
+    assert GATE_UP.seconds(1, 4096) == pytest.approx(2 * GATE_UP.seconds(1, 2048))
 
 
-def test_efficiencies_without_tiles_are_the_documents() -> None:
-    """Of host A, whose cells are milliseconds, GB/s, ratios."""
-    found = ratios("## Expert kernels, host A", "interleaved with the calls*", VECTOR_ROWS, 2)
-    assert {name: found[name] for name in VECTOR_RATIOS} == VECTOR_RATIOS
-
-
-def test_efficiency_of_what_was_not_measured() -> None:
-    """Between rows it is between, beyond the last as there; the nearest shape and format stand in."""
-    weights = 3 * 7168 * 2048
-    at = [kernel_efficiency("fp8_block", weights, rows, True) for rows in (0.5, 1, 2, 4, 1024, 9000)]
-    assert at[0] == at[1] == 0.86
-    assert at[1] > at[2] > at[3] == 0.85
-    assert at[4] == at[5] == 0.34
-    assert kernel_efficiency("fp8_channel", weights, 1, True) == 0.86
-    assert kernel_efficiency("int4_g64_zeros_f16", weights, 1, True) == 0.78
-    assert kernel_efficiency("int4_g128", weights, 1, True) == 0.78
-    assert kernel_efficiency("nvfp4", weights, 1, True) == 0.76
-    assert kernel_efficiency("float32", weights, 1, False) == 0.80
-
-
-@pytest.mark.parametrize(("rows", "milliseconds"), [(1, 0.163), (4, 0.545), (16, 1.81), (64, 3.55)])
-def test_a_layer_takes_what_was_measured(rows: int, milliseconds: float) -> None:
-    """int4_g32 of Qwen3-30B-A3B on host C: the document's own milliseconds, within 15 %.
-
-    Experts of that run were drawn at random, so different ones are as many as expected on average only.
-    """
-    seconds = step_seconds(QWEN, HOST, rows, 0).cpu_experts / QWEN.moe_layers
-    assert seconds == pytest.approx(milliseconds * 1e-3, rel=0.15)
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_layer_takes_its_experts_panels(rows: int) -> None:
+    """Different experts with their mean number of rows, panels times nanoseconds; two servers share them."""
+    work = replace(QWEN, expert_times=MEASURED)
+    distinct = 128 * (1 - (1 - 8 / 128) ** rows)
+    each = rows * 8 / distinct
+    expected = distinct * (96 * GATE_UP.seconds(each, 2048) + 128 * DOWN.seconds(each, 768))
+    assert step_seconds(work, HOST, rows, 0).cpu_experts == pytest.approx(48 * expected)
+    halves = step_seconds(replace(work, servers=2), HOST, rows, 0)
+    assert halves.cpu_experts == pytest.approx(24 * expected)
 
 
 def test_a_step_by_hand() -> None:
@@ -110,7 +79,7 @@ def test_a_step_by_hand() -> None:
     parts = row.seconds
     assert row.distinct_experts == pytest.approx(8)
     assert parts.dense == pytest.approx((2.46e9 + 1000 * 98304) / (4.8e12 * GPU_BANDWIDTH_SHARE))
-    assert parts.cpu_experts == pytest.approx(48 * 8 * 2654208 / 210e9 / 0.63)
+    assert parts.cpu_experts == pytest.approx(48 * 8 * 2654208 / 210e9 / ASSUMED_EXPERT_BANDWIDTH_SHARE)
     assert parts.gpu_experts == 0
     link = 2048 * (2 + 4) / (64e9 * LINK_SHARE)
     assert parts.hand_off == pytest.approx(48 * (HAND_OFF_SECONDS + HAND_OFF_SERVER_SECONDS + link))

@@ -13,6 +13,7 @@ import torch
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.vision.kimi_k25 import build_kimi_tower
 from gpu_service.models.vision.tower import GridTower, VisionTower
+from gpu_service.vision.config import transformers_needed
 
 TowerBuilder = Callable[[Mapping[str, Any], int, torch.dtype], VisionTower]
 
@@ -46,10 +47,10 @@ TOWER_BUILDERS: Mapping[str, TowerBuilder] = {
 def build_tower(config: ModelConfig, directory: str | Path, device: torch.device | str) -> VisionTower:
     """Compose the tower of a checkpoint on `device` ("meta": only its sizes); `load_tower` gives it values.
 
-    Raises ValueError when `vision_config` does not fit the model.
+    Raises ValueError when `vision_config` does not fit the model, UserError without transformers.
     """
     raw = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-    with _without_values(), torch.device(device):
+    with transformers_needed(), _without_values(), torch.device(device):
         tower = TOWER_BUILDERS[config.model_type](raw, config.hidden_size, config.torch_dtype)
     return tower.eval().requires_grad_(False)
 

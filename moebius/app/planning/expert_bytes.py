@@ -103,7 +103,16 @@ def _declared_bytes(scheme: WeightScheme, rows: int, columns: int, geometry: Moe
 def packed_expert(
     stored: StoredExperts, hidden_size: int, neurons: int, expert_dtype: str, widest: str = "float32"
 ) -> ExpertLayout:
-    """How `neurons` neurons of an expert are packed.
+    """How `neurons` intermediate channels of an expert are packed; the rest as `packed_formats`."""
+    gate_up, down = packed_formats(stored, expert_dtype, widest)
+    return ExpertLayout(
+        PanelLayout(weight_format(gate_up), hidden_size, stored.has_bias),
+        PanelLayout(weight_format(down), neurons, stored.has_bias),
+    )
+
+
+def packed_formats(stored: StoredExperts, expert_dtype: str, widest: str = "float32") -> tuple[str, str]:
+    """Of gate and up, and of down.
 
     `widest` "bfloat16" is that of a GPU that computes in it. Raises UserError when `expert_dtype` is "keep"
     and no packed format is the stored one.
@@ -117,11 +126,8 @@ def packed_expert(
         )
     if target is None:
         gate_up, down = (widest if name == "float32" else name for name in formats)
-        formats = (gate_up, down)
-    return ExpertLayout(
-        PanelLayout(weight_format(formats[0]), hidden_size, stored.has_bias),
-        PanelLayout(weight_format(formats[1]), neurons, stored.has_bias),
-    )
+        return gate_up, down
+    return formats
 
 
 def arena_bytes(nbytes: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moebius.app.planning.gpu_table import GpuModel
+from moebius.kernel_times import PanelTimes
 
 # Read bandwidth per usable core, and of a socket at most, where nobody measured: host C of docs/benchmarks.md
 # gives 13 GB/s to each of 16 cores, host A 18 to each of two.
@@ -39,13 +40,10 @@ class Hardware:
     cpu_flops: float
     # Instruction set of the kernels; a key of ASSUMED_CORE_FLOPS.
     isa: str
+    # What expert servers measured here; empty when they did not, or when options describe other processors.
+    kernel_times: tuple[PanelTimes, ...] = ()
     # Field -> "given", "detected", "measured", "table" or "assumed".
     origin: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def has_tiles(self) -> bool:
-        """Whether kernels use AMX, for which other efficiencies were measured."""
-        return self.isa == "amx"
 
 
 @dataclass(frozen=True, slots=True)

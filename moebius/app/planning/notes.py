@@ -19,6 +19,8 @@ def make_notes(
     assumed = [name for name, origin in hardware.origin.items() if origin == "assumed"]
     if assumed:
         notes.append(f"assumed: {', '.join(assumed)}; --measure measures here, options say otherwise")
+    if problem := hardware.origin.get("kernel_times"):
+        notes.append(f"measured times of the expert kernels {problem}")
     if config.experts.expert_addresses:
         notes.append("expert servers of expert_addresses are on other hosts: their memory is not counted")
     if kv.tokens < context:

@@ -7,7 +7,7 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moebius.app.planning.capacity import CapacityPlan, KvPool, Wish
+from moebius.app.planning.capacity import ASSUMED, MEASURED_HERE, CapacityPlan, KvPool, Wish
 from moebius.app.planning.components import (
     ENGINE_BYTES,
     GPU_ENGINE_BYTES,
@@ -86,6 +86,7 @@ class Planner:
             budgets=budgets,
             residency=residency,
             kv=kv,
+            expert_kernels=ASSUMED if work.expert_times is None else MEASURED_HERE,
             context=context,
             decode=predict_decode(work, hardware, wish.streams, context),
             prefill=predict_prefill(work, hardware, self.config.gpu.max_num_batched_tokens, context),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moebius.app.bench.engine.bounds import expected_distinct
 from moebius.app.planning.hardware import Hardware
-from moebius.app.planning.kernel_efficiency import kernel_efficiency
+from moebius.kernel_times import PanelTimes
 
 # Shares of the vendor's figures that dense products reach on a GPU: not measured here, see docs/plan.md.
 GPU_BANDWIDTH_SHARE = 0.8
@@ -19,13 +19,35 @@ LINK_SHARE = 0.85
 # Of bandwidth and peak, by torch's dense products on a CPU that expert servers compete for; chosen, as
 # CPU_LAYER_SECONDS, from "Decode over HTTP" of docs/benchmarks.md.
 CPU_DENSE_SHARE = 0.35
-# Between the products of a layer: kernels of a replayed graph, and torch's calls on a CPU. Seconds.
+# Of bandwidth and peak, by the expert kernels where no server has measured them: about what the hosts of
+# docs/benchmarks.md reach with few rows of a request, and with a thousand.
+ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE = 0.7, 0.3
+# Between the GEMMs of a layer: kernels of a replayed graph, and torch's calls on a CPU. Seconds.
 GPU_LAYER_SECONDS = 20e-6
 CPU_LAYER_SECONDS = 500e-6
 # Of an all-reduce of few rows; two a layer.
 ALL_REDUCE_SECONDS = 12e-6
 # "Mailbox round trip" of docs/benchmarks.md, host B: a request, a server, and bytes both ways.
 HAND_OFF_SECONDS, HAND_OFF_SERVER_SECONDS, HAND_OFF_BANDWIDTH = 2.2e-6, 1e-6, 13.5e9
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTimes:
+    """How long an expert server's kernels take, as measured on this host; filled by `make_work`."""
+
+    gate_up: PanelTimes
+    down: PanelTimes
+    # Of one expert, all its intermediate channels.
+    gate_up_panels: int
+    down_panels: int
+    hidden_size: int
+    intermediate_size: int
+
+    def seconds(self, rows: float) -> float:
+        """Of one expert with `rows` rows, all threads of one server at work."""
+        return self.gate_up_panels * self.gate_up.seconds(
+            rows, self.hidden_size
+        ) + self.down_panels * self.down.seconds(rows, self.intermediate_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +71,8 @@ class Work:
     expert_bytes: float
     resident_expert_bytes: float
     expert_weights: int
-    weight_format: str
+    # None: not measured on this host, or planned for another one.
+    expert_times: ExpertTimes | None
     # Of all experts; routing is taken to be even.
     resident_share: float
     servers: int
@@ -155,10 +178,15 @@ def _cpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
 
 def _request_seconds(work: Work, hardware: Hardware, rows: int) -> float:
     kept = 1.0 - work.resident_share
-    nbytes = kept * expected_distinct(work.num_experts, work.top_k, rows) * work.expert_bytes
+    distinct = expected_distinct(work.num_experts, work.top_k, rows)
+    if work.expert_times is not None:
+        return kept * distinct * work.expert_times.seconds(rows * work.top_k / distinct) / work.servers
+    nbytes = kept * distinct * work.expert_bytes
     operations = kept * rows * work.top_k * 2 * work.expert_weights
-    limit = max(nbytes / hardware.bandwidth, operations / hardware.cpu_flops)
-    return limit / kernel_efficiency(work.weight_format, work.expert_weights, rows, hardware.has_tiles)
+    return max(
+        nbytes / (hardware.bandwidth * ASSUMED_EXPERT_BANDWIDTH_SHARE),
+        operations / (hardware.cpu_flops * ASSUMED_EXPERT_PEAK_SHARE),
+    )
 
 
 def _gpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:

@@ -7,13 +7,14 @@ from rich.console import Console
 from rich.table import Table
 
 from moebius.app.planning.capacity import CapacityPlan
-from moebius.app.planning.speed import Speed
+from moebius.app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE, Speed
 
 GIB = 2**30
 FORMULA = (
     "step = (dense + KV bytes) / bandwidth + max(experts in RAM, experts on GPUs) + hand-offs + launches; "
-    "experts: E (1 - (1 - k/E)^n) different ones of n rows, bytes / bandwidth or operations / peak over the "
-    "measured efficiency of the format"
+    "experts: E (1 - (1 - k/E)^n) different ones of n rows, each as long as its kernels were measured to "
+    f"take or, where that is assumed, bytes / ({ASSUMED_EXPERT_BANDWIDTH_SHARE} bandwidth) or operations / "
+    f"({ASSUMED_EXPERT_PEAK_SHARE} peak)"
 )
 
 
@@ -58,6 +59,7 @@ def summary(plan: CapacityPlan) -> list[str]:
     everything = held.num_experts * len(held.by_layer)
     how = "as many as fit" if held.is_filled else "as set"
     lines.append(f"experts on GPUs: {held.count} of {everything} ({held.share:.1%}, {how})")
+    lines.append(f"times of the expert kernels: {plan.expert_kernels}")
     if plan.serve_flags:
         lines.append(f"serve with: {plan.serve_flags}")
     return lines

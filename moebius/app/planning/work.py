@@ -10,10 +10,14 @@ from moebius.app.planning.components import num_servers
 from moebius.app.planning.expert_bytes import StoredExperts
 from moebius.app.planning.hardware import Hardware
 from moebius.app.planning.residency import Residency
-from moebius.app.planning.speed import Work
+from moebius.app.planning.speed import ExpertTimes, Work
+from moebius.app.supervisor.cpus import place_experts, usable_cpus
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
+from moebius.kernel_times import find_times, this_host
+from moebius.kernels import float32_isa, isa_level
 from moebius.mailbox_plan import request_rows
+from moebius.packed_layout import PANEL_COLUMNS
 
 if TYPE_CHECKING:
     from gpu_service.assembly.forecast import Forecast, RankForecast
@@ -28,8 +32,8 @@ def make_work(
     residency: Residency,
     hardware: Hardware,
 ) -> Work:
-    """Experts of layers in several formats count with their mean size and the format of most."""
-    name, expert_bytes, weights = expert_format(config, geometry, stored)
+    """Experts of layers in several formats count with their mean size and the layout of most."""
+    formats, expert_bytes = expert_format(config, geometry, stored)
     ranks, model = config.parallel.tensor_parallel_size, forecast.model_config
     busiest = _busiest_of_stages(forecast)
     mailbox = config.experts.expert_transport == "mailbox"
@@ -45,14 +49,45 @@ def make_work(
         attention_width=_attention_width(model) // ranks,
         expert_bytes=expert_bytes,
         resident_expert_bytes=expert_bytes / ranks,
-        expert_weights=weights,
-        weight_format=name,
+        expert_weights=3 * geometry.hidden_size * geometry.moe_intermediate_size,
+        expert_times=measured_times(config, geometry, formats, model.dtype, hardware),
         resident_share=residency.share,
         servers=num_servers(config, hardware.sockets),
         ranks=ranks,
         request_rows=request_rows(config) if mailbox else config.gpu.max_num_batched_tokens,
         item_bytes=model.torch_dtype.itemsize,
     )
+
+
+def measured_times(
+    config: MoebiusConfig,
+    geometry: MoeGeometry,
+    formats: tuple[str, str] | None,
+    dtype: str,
+    hardware: Hardware,
+) -> ExpertTimes | None:
+    """From `hardware.kernel_times`; None: no server of as many threads has measured both matrices' formats.
+
+    `dtype`: of the model's activations.
+    """
+    experts = config.experts
+    if formats is None or not hardware.kernel_times or experts.expert_addresses:
+        return None
+    threads = experts.expert_threads
+    if not threads:
+        engines = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+        nodes, quota = usable_cpus()
+        count = num_servers(config, hardware.sockets)
+        threads = place_experts(nodes, count, quota, engines if hardware.gpu else 0)[0].threads
+    on = this_host(threads, float32_isa() if experts.batch_invariant_experts else isa_level())
+    rows = "bfloat16" if dtype == "bfloat16" else "float32"
+    hidden, inner = geometry.hidden_size, geometry.moe_intermediate_size
+    gate_up = find_times(hardware.kernel_times, on, formats[0], rows, hidden)
+    down = find_times(hardware.kernel_times, on, formats[1], rows, inner)
+    if gate_up is None or down is None:
+        return None
+    gate_up_panels, down_panels = 2 * -(-inner // PANEL_COLUMNS), -(-hidden // PANEL_COLUMNS)
+    return ExpertTimes(gate_up, down, gate_up_panels, down_panels, hidden, inner)
 
 
 def _busiest_of_stages(forecast: Forecast) -> list[RankForecast]:

@@ -100,7 +100,7 @@ class PackedExperts(ExpertClient):
         model = replace(self._plan.model, moe_layers=(layer,))
         plan = replace(self._plan, checkpoint=replace(self._plan.checkpoint, model=model))
         for part in self._parts:
-            engine = make_engine(plan, part, self._placement, self._config.exact_experts)
+            engine = make_engine(plan, part, self._placement, self._config.batch_invariant_experts)
             for done in load_experts(engine, plan, part, lambda: False, self._placement.num_threads):
                 self.weight_errors[layer] = max(self.weight_errors.get(layer, 0.0), done.relative_error)
             if self._config.calibrate_kernels:

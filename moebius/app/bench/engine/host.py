@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import platform
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moebius.kernel_times import cpu_name
 from moebius.topology import Topology
 
 if TYPE_CHECKING:
@@ -21,21 +21,16 @@ def facts(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[s
     """For the JSON files of benches on an engine."""
     import torch
 
-    names = [line.partition(":")[2].strip() for line in _lines(cpuinfo) if line.startswith("model name")]
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "command": ["moebius", *sys.argv[1:]],
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": cpu_name(cpuinfo),
         "cpus": len(Topology.detect().usable_cpus()),
         "gpu": gpu,
         "gpus": torch.cuda.device_count() if gpu else 0,
         "versions": {name: _version(name) for name in _PACKAGES},
     }
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
 def _version(package: str) -> str | None:
