@@ -12,7 +12,7 @@ from moebius.app.planning.hardware import Hardware
 from moebius.app.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
-from tests.tools.checkpoint_names.configs import CONFIGS
+from tests.helpers.published_checkpoints import Published
 
 GIB = 2**30
 # What their makers state, in parameters without layers of multi-token prediction.
@@ -20,7 +20,7 @@ _PARAMETERS = {"deepseek-v3": 671e9, "kimi-k2": 1.026e12, "glm-4.7": 355e9, "gpt
 # Name -> (config.json, parameters).
 PUBLISHED: Mapping[str, tuple[dict[str, Any], float]] = {
     "qwen3-30b-a3b": (parse_shape("qwen3-30b-a3b", 0).hf_config(None), 30.5e9),
-    **{name: (CONFIGS[name], parameters) for name, parameters in _PARAMETERS.items()},
+    **{name: (Published.load(name).config, parameters) for name, parameters in _PARAMETERS.items()},
 }
 
 

@@ -23,7 +23,7 @@ class Published:
     """One model; filled by `load`."""
 
     config: dict[str, Any]
-    # Name pattern, type, shape; see `tests/tools/checkpoint_names`.
+    # Name pattern, type, shape; see `tests/data/checkpoints/README.md`.
     tensors: list[tuple[str, str, tuple[int, ...]]]
 
     @staticmethod

@@ -1,1 +1,0 @@
-"""Writes `tests/data/checkpoints`: published models' tensors, by their configurations and naming rules."""
