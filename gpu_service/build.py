@@ -29,10 +29,9 @@ from gpu_service.cache.fp8 import STORAGE_DTYPES
 from gpu_service.device.stream import DeviceStream, device_stream
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.engine.outputs import EngineObserver, OutputDelta
+from gpu_service.engine.interface import EngineObserver, OutputDelta
+from gpu_service.engine.model_runner import ModelRunner, TokenPool
 from gpu_service.engine.step_runner import StepRunner
-from gpu_service.engine.token_pool import TokenPool
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.loader.load import load_weights, shape_weights
 from gpu_service.memory.plan import DENSE, GRAPHS, KV, RESIDENT, STATES, VISION

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from gpu_service.batch import ForwardInputs
 from gpu_service.cache.paged_cache import PagedCache
 from gpu_service.cache.state_cache import StateCache
+from gpu_service.engine.step import ForwardInputs
 
 if TYPE_CHECKING:
     from gpu_service.attention.factory import Attention
@@ -27,9 +25,6 @@ class ForwardContext:
     attention: Attention
     # None for models without MoE layers, and where every expert is resident.
     experts: ExpertClient | None
-    # bool [T]: False for rows that only pad a batch to the size of a captured graph; they choose no experts.
-    # None: all rows are a request's.
-    valid_rows: torch.Tensor | None = None
     # Experts whose weights are on this device; None: there are none.
     resident: ResidentExperts | None = None
     # None: nothing can be recorded of routing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpu_service.engine.outputs import OutputDelta
+from gpu_service.engine.interface import OutputDelta
 from gpu_service.request import FinishReason, Request, TokenLogprobs
 from protos import engine_pb2 as pb
 

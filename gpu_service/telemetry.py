@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
-from gpu_service.batch import Batch
-from gpu_service.engine.outputs import EngineLoad, OutputDelta
-from gpu_service.engine.row_results import NON_FINITE_LOGITS
-from gpu_service.engine.step_runner import StepResult
+from gpu_service.engine.interface import EngineLoad, OutputDelta
+from gpu_service.engine.results import NON_FINITE_LOGITS, StepResult
+from gpu_service.engine.step import Batch
 from gpu_service.metrics import EngineMetrics
 from gpu_service.request import Request
 

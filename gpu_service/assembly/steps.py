@@ -10,13 +10,11 @@ from gpu_service.cache.paged_cache import PagedCache
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, DeviceStream
 from gpu_service.device.transfer import Uploader
-from gpu_service.engine.decode_graphs import DecodeGraphs
-from gpu_service.engine.decode_rows import graph_sizes
+from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
 from gpu_service.engine.device_runner import DeviceRunner
+from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.step_runner import StepRunner
-from gpu_service.engine.stream import CpuStream, InlineStream
-from gpu_service.engine.stream_runner import StreamRunner
 from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.context import ParallelContext
 from gpu_service.scheduler.limits import SchedulerLimits
@@ -37,7 +35,7 @@ def make_step_runner(
     recovery_s = config.experts.expert_recovery_s
     if not isinstance(stream, CudaDeviceStream):
         host = CpuStream() if config.gpu.overlap_scheduling else InlineStream()
-        return StreamRunner(runner, host, recovery_s)
+        return HostRunner(runner, host, recovery_s)
     uploader = Uploader(stream)
     graphs = None
     obstacle = graph_obstacle(config, runner)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from gpu_service.engine.engine import Engine
-from gpu_service.engine.outputs import OutputDelta
+from gpu_service.engine.interface import OutputDelta
 from gpu_service.request import Request, SamplingParams
 from moebius.errors import UserError
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from gpu_service.attention.planning import PlannedAttention
-from gpu_service.batch import ForwardInputs
 from gpu_service.cache.kv_cache import KVCache
+from gpu_service.engine.step import ForwardInputs
 from gpu_service.model_config import ModelConfig
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from gpu_service.batch import ForwardInputs
+from gpu_service.engine.step import ForwardInputs
 
 
 class PlannedAttention(ABC):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_service.batch import ForwardInputs
+from gpu_service.engine.step import ForwardInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import torch
 from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer, check_step
 from gpu_service.attention.torch_plan import Chunk, DecodeGroup, StepPlan, plan_step
 from gpu_service.attention.torch_products import attend
-from gpu_service.batch import ForwardInputs
 from gpu_service.cache.fp8 import dequantise_into
 from gpu_service.cache.kv_cache import KVCache
+from gpu_service.engine.step import ForwardInputs
 from gpu_service.model_config import ModelConfig
 
 

@@ -13,7 +13,7 @@ import torch
 from gpu_service.attention.base import AttentionBackend, AttentionLayer
 from gpu_service.attention.factory import Attention
 from gpu_service.attention.mla.base import MlaAttentionBackend
-from gpu_service.batch import ForwardInputs
+from gpu_service.engine.step import ForwardInputs
 from gpu_service.model_config import ModelConfig
 
 # Tiles hold 16, 64 or 128 rows, a query times the heads of its group; these reach all of them.

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpu_service.batch import Batch
 from gpu_service.cache.state_cache import ZERO_SLOT, state_bytes
 from gpu_service.cache.state_pool import StatePool
+from gpu_service.engine.step import Batch
 from gpu_service.model_config import ModelConfig
 from gpu_service.request import Request
 from moebius.config import GpuConfig

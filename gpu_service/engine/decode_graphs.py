@@ -14,17 +14,22 @@ from dataclasses import dataclass, replace
 import structlog
 import torch
 
-from gpu_service.batch import ForwardInputs
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.transfer import Uploader, packed_offsets
-from gpu_service.engine.decode_rows import DecodeRows, empty_rows, padded_rows
-from gpu_service.engine.input_builder import StepPlan
 from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.engine.sampler import Sampled
+from gpu_service.engine.results import Sampled
+from gpu_service.engine.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows
 
 _log = structlog.get_logger(__name__)
 # Runs before a capture: the first compiles and loads, the second finds everything in place.
 _WARM_UP_RUNS = 2
+
+
+def graph_sizes(max_batch_size: int) -> list[int]:
+    """1, 2, 4, 8, then every 8 rows, and the limit itself."""
+    return sorted(
+        {size for size in (1, 2, 4, *range(8, max_batch_size, 8)) if size < max_batch_size} | {max_batch_size}
+    )
 
 
 @dataclass(slots=True)
@@ -32,7 +37,7 @@ class DecodeGraph:
     """One captured size; filled by `DecodeGraphs.capture_all`."""
 
     size: int
-    inputs: ForwardInputs  # its tensors are the graph's
+    inputs: StepPlan  # its tensors are the graph's
     captured: CapturedGraph | None = None
 
 
@@ -63,9 +68,14 @@ class DecodeGraphs:
         self._backend = backend
         self._uploader = uploader
         self._sizes = sorted(sizes)
-        self._dummies = runner.token_pool.dummy_slot, runner.states.dummy_slot if runner.states else 0
+        self._fields = captured_fields(runner.features)
+        self._dummies = {
+            Dummy.SLOT: runner.token_pool.dummy_slot,
+            Dummy.STATE: 0 if runner.states is None else runner.states.dummy_slot,
+        }
         device, largest = runner.token_pool.tokens.device, self._sizes[-1]
-        _, nbytes = packed_offsets(empty_rows(largest, max_pages, 0))
+        empty = graph_rows(self._fields, largest, self._dummies, num_pages=max_pages)
+        _, nbytes = packed_offsets(list(empty.values()))
         self._rows = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._block_table = torch.zeros((largest, max_pages), dtype=torch.int32, device=device)
         self._input_ids = torch.zeros(largest, dtype=torch.int64, device=device)
@@ -110,7 +120,7 @@ class DecodeGraphs:
     def replay(self, graph: DecodeGraph, plan: StepPlan) -> tuple[torch.Tensor, Sampled]:
         """Launches a step. Returns its logits float32 `[R, V]` and greedy tokens, valid until the next."""
         count, padding = plan.num_requests, graph.size - plan.num_requests
-        self._upload(padded_rows(plan, graph.size, *self._dummies))
+        self._upload(graph_rows(self._fields, graph.size, self._dummies, plan), graph.size)
         self._runner.attention.plan_replay(replace(graph.inputs, seq_lens=plan.seq_lens + [1] * padding))
         assert graph.captured is not None
         graph.captured.replay()
@@ -125,59 +135,42 @@ class DecodeGraphs:
         self._graphs = {}
 
     def _capture(self, size: int) -> DecodeGraph:
-        rows = self._upload(empty_rows(size, 1, *self._dummies))
-        graph = DecodeGraph(size, self._inputs(rows, size))
+        rows = self._upload(graph_rows(self._fields, size, self._dummies), size)
+        if not self._is_ever_padded(size):
+            del rows["valid_rows"]
+        graph = DecodeGraph(size, graph_plan(rows, size, self._input_ids[:size]))
         self._runner.attention.plan_capture(graph.inputs)
         for _ in range(_WARM_UP_RUNS):
             self._begin_step()
-            self._step(graph, rows)
-        graph.captured = self._backend.capture(lambda: self._step(graph, rows))
+            self._step(graph.inputs)
+        graph.captured = self._backend.capture(lambda: self._step(graph.inputs))
         # Once before any request depends on it.
         self._begin_step()
         self._runner.attention.plan_replay(graph.inputs)
         graph.captured.replay()
         return graph
 
-    def _upload(self, rows: DecodeRows) -> DecodeRows:
+    def _upload(self, rows: dict[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
         """Refills the memory that graphs of this size read; returns it."""
-        size, width = rows.block_table.shape
-        uploaded = DecodeRows(*self._uploader.upload(rows, self._rows))
+        uploaded = dict(zip(rows, self._uploader.upload(list(rows.values()), self._rows), strict=True))
         # As wide as the longest request that may come: most of it is zeros that need not travel.
-        table = self._block_table[:size]
-        table[:, :width].copy_(uploaded.block_table)
+        table, pages = self._block_table[:size], uploaded["block_table"]
+        width = pages.shape[1]
+        table[:, :width].copy_(pages)
         table[:, width:].zero_()
-        return uploaded._replace(block_table=table)
+        return uploaded | {"block_table": table}
 
     def _begin_step(self) -> None:
         if self._runner.experts is not None:
             self._runner.experts.begin_step()
 
-    def _inputs(self, rows: DecodeRows, size: int) -> ForwardInputs:
-        return ForwardInputs(
-            input_ids=self._input_ids[:size],
-            positions=rows.positions,
-            slot_mapping=rows.slot_mapping,
-            block_table=rows.block_table,
-            query_start_loc=list(range(size + 1)),
-            seq_lens=[1] * size,
-            logits_indices=torch.arange(size, device=rows.positions.device),
-            query_start_loc_tensor=rows.query_start_loc,
-            seq_lens_tensor=rows.seq_lens,
-            mrope_positions=rows.mrope_positions if self._runner.has_mrope else None,
-            state_reads=rows.state_reads,
-            state_writes=rows.state_writes,
-        )
-
-    def _step(self, graph: DecodeGraph, rows: DecodeRows) -> None:
+    def _step(self, plan: StepPlan) -> None:
         """The recorded work; reads and writes memory that stays."""
-        runner, out, size = self._runner, self._outputs, graph.size
-        self._input_ids[:size].copy_(runner.token_pool.gather(rows.token_slots, rows.positions))
-        context = runner.context(graph.inputs)
-        if self._is_ever_padded(size):
-            context = replace(context, valid_rows=rows.valid_rows)
-        logits = runner.model.compute_logits(runner.model.forward(context))
+        runner, out, size = self._runner, self._outputs, plan.num_requests
+        plan.input_ids.copy_(runner.token_pool.gather(plan.token_slots, plan.positions))
+        logits = runner.model.compute_logits(runner.model.forward(runner.context(plan)))
         sampled = runner.sampler.greedy(logits)
-        runner.token_pool.scatter(rows.sample_slots, rows.sample_positions, sampled.token_ids)
+        runner.token_pool.scatter(plan.sample_slots, plan.sample_positions, sampled.token_ids)
         out.logits[:size].copy_(logits)
         out.token_ids[:size].copy_(sampled.token_ids)
         out.finite[:size].copy_(sampled.finite)

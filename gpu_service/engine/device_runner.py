@@ -14,11 +14,10 @@ from gpu_service.device.stream import DeviceStream
 from gpu_service.device.transfer import Download, HostBuffers, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
 from gpu_service.engine.in_flight import StepsInFlight
-from gpu_service.engine.input_builder import StepPlan
 from gpu_service.engine.model_runner import ModelRunner, launching
-from gpu_service.engine.step_outputs import StepOutputs, to_result
-from gpu_service.engine.step_runner import DeviceLost, Pending, StepResult, StepRunner
-from gpu_service.engine.tensor_tree import tensors_of, with_tensors
+from gpu_service.engine.results import StepOutputs, StepResult, to_result
+from gpu_service.engine.step import StepPlan, tensors_of, with_tensors
+from gpu_service.engine.step_runner import DeviceLost, Pending, StepRunner
 
 
 class LaunchedStep:
@@ -35,7 +34,6 @@ class LaunchedStep:
         self._download = Download(runner.stream, runner.results, tensors_of(outputs))
 
     def finish(self) -> StepResult:
-        """See `in_flight.Launched`."""
         try:
             self._download.event.wait()
         except RuntimeError as error:
@@ -46,12 +44,11 @@ class LaunchedStep:
         return result
 
     def undo(self) -> None:
-        """See `in_flight.Launched`."""
         self._runner.retract(self._staged, self._outputs)
 
 
 class DeviceRunner(StepRunner):
-    """The twin of `StreamRunner`. Decode steps are replayed graphs where `graphs` has one for them."""
+    """The twin of `HostRunner`. Decode steps are replayed graphs where `graphs` has one for them."""
 
     def __init__(
         self,
@@ -72,11 +69,9 @@ class DeviceRunner(StepRunner):
 
     @property
     def is_recovering(self) -> bool:
-        """See the base class."""
         return self._steps.is_recovering
 
     def interrupt(self) -> None:
-        """See the base class."""
         if self._runner.experts is not None:
             self._runner.experts.interrupt()
 
@@ -92,15 +87,13 @@ class DeviceRunner(StepRunner):
             raise failure
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
-        """See the base class."""
         return self._steps.launch(plan)
 
     def zero_pages(self, pages: list[int]) -> None:
-        """See the base class."""
         self._steps.follow(lambda: self._zero_pages(pages))
 
     def close(self) -> None:
-        """See the base class. Graphs go first: they hold what process groups and clients free later."""
+        """Graphs go first: they hold what process groups and clients free later."""
         self.stream.synchronize()
         if self._graphs is not None:
             self._graphs.close()

@@ -1,6 +1,10 @@
 """The engine: inbox in, token deltas out, one thread in between.
 
-Knows no text, no gRPC and no kernels. The order of its steps is in `loop.py`.
+Knows no text, no gRPC and no kernels. The two loops at the end are the two orders in which it can do the
+same steps:
+
+host    | receive, schedule N+1, launch N+1 | wait N, commit N, emit | receive, schedule N+2 ...
+device  |---------- step N ----------|---------- step N+1 (ids from the token pool) ----------|
 
 Invariants of overlapping (`overlap_loop`), with step N+1 launched before step N is committed:
 (a) a request that ends by a stop token in step N also ran in N+1; that token is dropped;
@@ -20,13 +24,24 @@ from dataclasses import dataclass
 
 import structlog
 
-from gpu_service.batch import Batch
-from gpu_service.engine.inbox import Abort, Add, Call, Flush, Inbox, Message, Stop
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.loop import overlap_loop, synchronous_loop
-from gpu_service.engine.outputs import EngineLoad, EngineObserver, NullObserver, OutputDelta, delta_of
-from gpu_service.engine.row_results import row_results
-from gpu_service.engine.step_runner import DeviceLost, Pending, StepResult, StepRunner
+from gpu_service.engine.interface import (
+    Abort,
+    Add,
+    Call,
+    EngineLoad,
+    EngineObserver,
+    Flush,
+    Inbox,
+    Message,
+    NullObserver,
+    OutputDelta,
+    Stop,
+    delta_of,
+)
+from gpu_service.engine.results import StepResult
+from gpu_service.engine.step import Batch
+from gpu_service.engine.step_runner import DeviceLost, Pending, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.request import FinishReason, Request
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused, refuse_impossible
@@ -214,14 +229,13 @@ class Engine:
             self._end_all(FinishReason.ERROR, f"applying a step's results failed: {error!r}")
 
     def _apply_result(self, step: Step, result: StepResult) -> None:
-        rows = row_results(step.batch, result)
         poisoned = [
             request
-            for request, row in zip(step.batch.requests, rows, strict=True)
+            for request, row in zip(step.batch.requests, result.rows, strict=True)
             if row.error and request.slot >= 0 and not request.finished
         ]
         pages = [page for request in poisoned for page in self.scheduler.cache.exclusive_pages(request)]
-        told = self.scheduler.commit(step.batch, rows, replayed=result.num_replays > 0)
+        told = self.scheduler.commit(step.batch, result.rows, replayed=result.num_replays > 0)
         deltas = [delta_of(request) for request in told]
         if pages:
             self._runner.zero_pages(pages)
@@ -310,3 +324,23 @@ class Engine:
         except AssertionError as error:
             _log.error("integrity check failed at idle", error=str(error))
             self._observer.corrupted(error)
+
+
+def overlap_loop(engine: Engine) -> None:
+    """Step N+1 is scheduled and launched before the tokens of step N are known to the host."""
+    previous: Step | None = None
+    while engine.receive(wait=previous is None):
+        current = engine.launch_next()
+        if previous is not None:
+            engine.commit(previous)
+        previous = current
+    if previous is not None:
+        engine.commit(previous)
+
+
+def synchronous_loop(engine: Engine) -> None:
+    """The twin without overlap: what the overlap loop must be equal to, and simpler to debug."""
+    while engine.receive(wait=True):
+        current = engine.launch_next()
+        if current is not None:
+            engine.commit(current)

@@ -16,8 +16,9 @@ from typing import Protocol
 
 import structlog
 
-from gpu_service.engine.input_builder import StepPlan
-from gpu_service.engine.step_runner import Pending, StepResult
+from gpu_service.engine.results import StepResult
+from gpu_service.engine.step import StepPlan
+from gpu_service.engine.step_runner import Pending
 from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable
 
 _log = structlog.get_logger(__name__)
@@ -48,7 +49,6 @@ class StepInFlight(Pending[StepResult]):
         self._owner = owner
 
     def wait(self) -> StepResult:
-        """See the base class."""
         self._owner.settle(self)
         if self.error is not None:
             raise self.error

@@ -5,84 +5,47 @@ After `build` a step in flight looks at no request any more: the host is free to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+import numpy.typing as npt
 import torch
 from opentelemetry.context import Context
 
-from gpu_service.batch import Batch
-from gpu_service.engine.block_table import BlockTable
-from gpu_service.engine.image_plan import plan_axis_positions, plan_images
-from gpu_service.engine.sampling_plan import SamplingPlan, build_sampling_plan, has_penalties
+from gpu_service.engine.sampling_plan import build_sampling_plan, has_penalties
+from gpu_service.engine.step import NO_INPUT_IDS, Batch, PromptLogprobRows, SlotUpload, StepPlan
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits
-from gpu_service.vision.features import ImagePlan
+from gpu_service.vision.features import ImagePlan, ImageSlice
+from gpu_service.vision.prompt import NUM_AXES, Positions
 
 
-@dataclass(frozen=True, slots=True)
-class SlotUpload:
-    """Known tokens of a request that was given a slot in this step."""
+class BlockTable:
+    """Which pages each slot's request has: int32 `[num_slots, max_pages]`, padded with the dummy page 0.
 
-    slot: int
-    token_ids: torch.Tensor  # int32 [n], prompt then output
-    prompt_len: int
-    has_penalties: bool
+    Only changes are written.
+    """
 
+    def __init__(self, num_slots: int, max_pages: int) -> None:
+        self._table = np.zeros((num_slots, max_pages), dtype=np.int32)
+        # Per slot: the pages_epoch that the row was written for, and how many entries are written.
+        self._epoch = [0] * num_slots
+        self._written = [0] * num_slots
 
-@dataclass(frozen=True, slots=True)
-class PromptLogprobRows:
-    """Rows of one request whose logits score the next prompt token; filled by the input builder."""
+    def sync(self, request: Request) -> None:
+        """Brings the row of a running request up to date."""
+        slot, count = request.slot, len(request.pages)
+        start = self._written[slot]
+        if self._epoch[slot] != request.pages_epoch:
+            start = 0
+            self._table[slot] = 0
+            self._epoch[slot] = request.pages_epoch
+        if count > start:
+            self._table[slot, start:count] = request.pages[start:]
+        self._written[slot] = count
 
-    batch_index: int
-    rows: torch.Tensor  # int64 [n], rows of hidden_states
-    target_ids: torch.Tensor  # int64 [n]
-    start: int  # position of target_ids[0]
-    num_top: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """Host-side tensors of one step. T, R, L as in `ForwardInputs`; S = rows that sample (= L)."""
-
-    uploads: list[SlotUpload]
-    token_slots: torch.Tensor  # int64 [T], token pool row of each input token
-    positions: torch.Tensor  # int64 [T]
-    slot_mapping: torch.Tensor  # int64 [T]
-    block_table: torch.Tensor  # int32 [R, max_pages]
-    query_start_loc: list[int]
-    seq_lens: list[int]
-    logits_indices: torch.Tensor  # int64 [S]
-    # The two lists above again, for the device.
-    query_start_loc_tensor: torch.Tensor  # int32 [R + 1]
-    seq_lens_tensor: torch.Tensor  # int32 [R]
-    sample_batch_indices: list[int]  # [S], index into the batch
-    sample_slots: torch.Tensor  # int64 [S]
-    sample_positions: torch.Tensor  # int64 [S], where the sampled token goes in the token pool
-    sampling: SamplingPlan | None  # None when no row samples
-    # int64 [R], slots of states that each request's row reads and writes; zeros without linear attention.
-    state_reads: torch.Tensor
-    state_writes: torch.Tensor
-    prompt_logprobs: list[PromptLogprobRows]
-    num_top_logprobs: list[int]  # per logprob row
-    # The context that expert spans of this step hang under; None: no spans are recorded.
-    trace_context: Context | None
-    # int64 [3, T], of a model with mRoPE; else None.
-    mrope_positions: torch.Tensor | None = None
-    # None: no token of the step is part of an image.
-    images: ImagePlan | None = None
-
-    @property
-    def num_requests(self) -> int:
-        """R."""
-        return len(self.seq_lens)
-
-    @property
-    def is_sampling_decode(self) -> bool:
-        """Whether every request computes exactly one token, which is text, and samples the next."""
-        rows = len(self.seq_lens)
-        one_each = self.query_start_loc[-1] == len(self.sample_batch_indices) == rows
-        return one_each and not self.prompt_logprobs and self.images is None
+    def rows(self, requests: list[Request]) -> npt.NDArray[np.int32]:
+        """A copy `[R, longest]`: a step in flight must not see later changes."""
+        longest = max(len(request.pages) for request in requests)
+        return self._table[[request.slot for request in requests], :longest]
 
 
 class InputBuilder:
@@ -114,6 +77,7 @@ class InputBuilder:
         requests = [batch.requests[index] for index in sampling_rows]
         output_positions = [batch.output_positions[index] for index in sampling_rows]
         return StepPlan(
+            input_ids=NO_INPUT_IDS,
             uploads=[_upload(request) for request in batch.admitted],
             token_slots=torch.from_numpy(slots[owner]),
             positions=torch.from_numpy(positions),
@@ -128,13 +92,13 @@ class InputBuilder:
             sample_slots=torch.from_numpy(slots[sampling_rows]),
             sample_positions=torch.from_numpy(seq_lens[sampling_rows]),
             sampling=build_sampling_plan(requests, output_positions, self._limits) if requests else None,
-            state_reads=_state_slots(batch.state_reads, batch),
-            state_writes=_state_slots(batch.state_writes, batch),
+            state_reads=_state_slots(batch.state_reads),
+            state_writes=_state_slots(batch.state_writes),
             prompt_logprobs=_prompt_logprob_rows(batch),
             num_top_logprobs=[r.params.logprobs for r in requests if r.params.logprobs is not None],
             trace_context=trace_context,
-            mrope_positions=plan_axis_positions(batch, positions) if self._has_mrope else None,
-            images=plan_images(batch),
+            mrope_positions=_axis_positions(batch, positions) if self._has_mrope else None,
+            images=_plan_images(batch),
         )
 
 
@@ -143,8 +107,8 @@ def _upload(request: Request) -> SlotUpload:
     return SlotUpload(request.slot, tokens, request.prompt_len, has_penalties(request))
 
 
-def _state_slots(slots: list[int], batch: Batch) -> torch.Tensor:
-    return torch.tensor(slots or [0] * len(batch.requests))
+def _state_slots(slots: list[int]) -> torch.Tensor | None:
+    return torch.tensor(slots) if slots else None
 
 
 def _prompt_logprob_rows(batch: Batch) -> list[PromptLogprobRows]:
@@ -160,3 +124,33 @@ def _prompt_logprob_rows(batch: Batch) -> list[PromptLogprobRows]:
             wanted.append(PromptLogprobRows(index, rows, targets, start + 1, request.params.prompt_logprobs))
         row += count
     return wanted
+
+
+def _plan_images(batch: Batch) -> ImagePlan | None:
+    """Image tokens among the step's rows; None: there are none."""
+    slices: list[ImageSlice] = []
+    rows: list[Positions] = []
+    first_row = 0
+    for request, start, count in zip(
+        batch.requests, batch.start_positions, batch.num_new_tokens, strict=True
+    ):
+        for placed in () if request.vision is None else request.vision.images:
+            begin, end = max(start, placed.start), min(start + count, placed.end)
+            if begin < end:
+                slices.append(ImageSlice(placed.image, begin - placed.start, end - placed.start))
+                rows.append(np.arange(begin, end) - start + first_row)
+        first_row += count
+    return ImagePlan(torch.from_numpy(np.concatenate(rows)), tuple(slices)) if slices else None
+
+
+def _axis_positions(batch: Batch, positions: Positions) -> torch.Tensor:
+    """int64 `[3, T]`: of text `positions` `[T]` along all axes, of requests with images their own."""
+    by_axis = np.broadcast_to(positions, (NUM_AXES, len(positions))).copy()
+    row = 0
+    for request, start, count in zip(
+        batch.requests, batch.start_positions, batch.num_new_tokens, strict=True
+    ):
+        if request.vision is not None:
+            by_axis[:, row : row + count] = request.vision.axis_positions(start, start + count)
+        row += count
+    return torch.from_numpy(by_axis)

@@ -1,32 +1,30 @@
 """The device's work of one step: upload, gather, forward, sample.
 
 Runs in stream order, sees a `StepPlan` only, never a request, and waits for nothing: what the host wants to
-know is read from the returned tensors once the step has ended (`step_outputs.py`).
+know is read from the returned tensors once the step has ended (`results.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from opentelemetry import context as otel_context
 
 from gpu_service.attention.factory import Attention
-from gpu_service.batch import ForwardInputs
 from gpu_service.cache.paged_cache import PagedCache
 from gpu_service.cache.state_cache import StateCache
 from gpu_service.context import ForwardContext
-from gpu_service.engine.input_builder import PromptLogprobRows, SlotUpload, StepPlan
-from gpu_service.engine.logprobs import token_logprobs
-from gpu_service.engine.sampler import Sampled, Sampler
-from gpu_service.engine.step_outputs import Logprobs, StepOutputs
-from gpu_service.engine.token_pool import TokenPool
+from gpu_service.engine.results import Logprobs, Sampled, StepOutputs
+from gpu_service.engine.sampler import Sampler, token_logprobs
+from gpu_service.engine.step import Feature, ForwardInputs, PromptLogprobRows, SlotUpload, StepPlan
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.placement.recorder import ExpertRecorder
-from gpu_service.vision.features import ImageEncoder, ImageFeatures
+from gpu_service.vision.features import ImageEncoder
 
 # Rows of prompt logits alive at once: 64 rows of a 150 k vocabulary are 38 MB.
 _PROMPT_ROWS = 64
@@ -40,6 +38,34 @@ class Model(Protocol):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[L, H]` to float32 `[L, V]`."""
+
+
+class TokenPool:
+    """Token ids of running requests, on the device: the sampler writes, the next step's inputs gather.
+
+    Because of it the host never needs to know a token to launch the step that computes it.
+
+    int32 `[num_slots + 1, max_len]`; row = a request's slot, column = position in prompt + output. The last
+    row, `dummy_slot`, belongs to no request: rows of padding read and write it. All methods must run in
+    stream order (inside a launch).
+    """
+
+    def __init__(self, num_slots: int, max_len: int, device: torch.device) -> None:
+        self.tokens = torch.zeros((num_slots + 1, max_len), dtype=torch.int32, device=device)
+        self.dummy_slot = num_slots
+
+    def upload(self, slot: int, token_ids: torch.Tensor) -> None:
+        """Writes a request's known tokens, int32 `[n]`, when it is given the slot."""
+        self.tokens[slot, : token_ids.shape[0]] = token_ids.to(self.tokens.device)
+
+    def gather(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Token ids int64 `[T]` at `positions[t]` of `slots[t]` (both int64 `[T]`)."""
+        return self.tokens[slots, positions].long()
+
+    def scatter(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Writes sampled ids int64 `[R]`; each (slot, position) at most once,
+        but for the dummy slot's."""
+        self.tokens[slots, positions] = token_ids.to(torch.int32)
 
 
 class ModelRunner:
@@ -77,11 +103,17 @@ class ModelRunner:
         # None: the model has no linear attention.
         self.states = states
 
+    @property
+    def features(self) -> frozenset[Feature]:
+        """Which tensors only some models read are in its steps."""
+        present = {Feature.MROPE: self.has_mrope, Feature.LINEAR_ATTENTION: self.states is not None}
+        return frozenset(feature for feature, is_present in present.items() if is_present)
+
     def run(self, plan: StepPlan) -> StepOutputs:
         """Runs the step. Raises what the expert client raises."""
         self.begin_step()
         self.upload(plan.uploads)
-        hidden_states = self.forward(self._inputs(plan))
+        hidden_states = self.forward(self._on_device(plan))
         prompt_logprobs = [self._score_prompt(wanted, hidden_states) for wanted in plan.prompt_logprobs]
         sampled = None
         if plan.sampling is not None:
@@ -133,30 +165,14 @@ class ModelRunner:
         """Clears the KV of a request that failed with NaN before anyone else gets its pages."""
         self.kv_cache.zero_pages(pages)
 
-    def _inputs(self, plan: StepPlan) -> ForwardInputs:
-        return ForwardInputs(
-            input_ids=self.token_pool.gather(plan.token_slots, plan.positions),
-            positions=plan.positions,
-            slot_mapping=plan.slot_mapping,
-            block_table=plan.block_table,
-            query_start_loc=plan.query_start_loc,
-            seq_lens=plan.seq_lens,
-            logits_indices=plan.logits_indices,
-            query_start_loc_tensor=plan.query_start_loc_tensor,
-            seq_lens_tensor=plan.seq_lens_tensor,
-            mrope_positions=plan.mrope_positions,
-            state_reads=plan.state_reads,
-            state_writes=plan.state_writes,
-            trace_sampled=plan.trace_context is not None,
-            image_features=self._image_features(plan),
-        )
-
-    def _image_features(self, plan: StepPlan) -> ImageFeatures | None:
-        """Encodes images that no earlier step left behind."""
-        if plan.images is None:
-            return None
-        assert self.encoder is not None, "requests with images are refused where there is no tower"
-        return self.encoder.features_of(plan.images)
+    def _on_device(self, plan: StepPlan) -> StepPlan:
+        """The plan with what only the device knows; images that no earlier step left behind are encoded."""
+        features = None
+        if plan.images is not None:
+            assert self.encoder is not None, "requests with images are refused where there is no tower"
+            features = self.encoder.features_of(plan.images)
+        ids = self.token_pool.gather(plan.token_slots, plan.positions)
+        return replace(plan, input_ids=ids, image_features=features)
 
     def _score_prompt(self, wanted: PromptLogprobRows, hidden_states: torch.Tensor) -> list[Logprobs]:
         scored = []

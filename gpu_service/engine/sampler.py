@@ -7,24 +7,68 @@ which rows are treated how is in the plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from gpu_service.engine.logprobs import token_logprobs
-from gpu_service.engine.penalties import PenaltyCounts
-from gpu_service.engine.sampling_plan import SamplingPlan
+from gpu_service.engine.results import Logprobs, Sampled
+from gpu_service.engine.step import PenaltyRows, SamplingPlan
 from gpu_service.ops.sampling import argmax_and_finite, truncate_probabilities
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """R = rows; filled by `Sampler.sample`."""
+class PenaltyCounts:
+    """One row of counts per slot. Rows are allocated at first use, or at once for `num_slots` slots.
 
-    token_ids: torch.Tensor  # int64 [R]
-    finite: torch.Tensor  # bool [R]; False: the logits held NaN or Inf and the token means nothing
-    # For plan.logprob_rows: chosen [P], top ids [P, N], top values [P, N].
-    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    All methods must run in stream order, and none waits for the device. Meaning of the penalties as in
+    protos/engine.proto: repetition looks at prompt and output, presence and frequency at the output only.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device, num_slots: int = 0) -> None:
+        self._output_counts = torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros((num_slots, vocab_size), dtype=torch.bool, device=device)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows allocated so far."""
+        return self._output_counts.shape[0]
+
+    def assign(self, slot: int, token_ids: torch.Tensor, prompt_len: int) -> None:
+        """Rebuilds a slot's counts from all its known tokens, int `[n]`, prompt first."""
+        if slot >= self.num_rows:
+            self._enlarge(1 << slot.bit_length())
+        token_ids = token_ids.long().to(self._output_counts.device)
+        output = token_ids[prompt_len:]
+        self._in_prompt[slot].zero_().index_fill_(0, token_ids[:prompt_len], True)
+        counts = self._output_counts[slot].zero_()
+        counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def apply(self, logits: torch.Tensor, plan: PenaltyRows) -> None:
+        """Changes the planned rows of float32 `[R, V]` logits in place.
+
+        Repetition as in CTRL (Keskar et al. 2019): a seen token's logit is divided by the penalty when
+        positive and multiplied when negative. Presence and frequency as in the OpenAI API.
+        """
+        counts = self._output_counts[plan.slots]
+        occurred = counts > 0
+        chosen = logits[plan.rows]
+        seen = occurred | self._in_prompt[plan.slots]
+        scaled = torch.where(chosen > 0, chosen / plan.repetition, chosen * plan.repetition)
+        chosen = torch.where(seen, scaled, chosen)
+        chosen = chosen - plan.frequency * counts - plan.presence * occurred
+        logits[plan.rows] = chosen
+
+    def advance(self, plan: PenaltyRows, token_ids: torch.Tensor) -> None:
+        """Counts the sampled tokens, int64 `[R]`, of the planned rows."""
+        self._output_counts[plan.slots, token_ids[plan.rows]] += 1
+
+    def retract(self, plan: PenaltyRows, token_ids: torch.Tensor) -> None:
+        """Undoes `advance`, for a step that has to be run again. Steps are undone in reverse order."""
+        self._output_counts[plan.slots, token_ids[plan.rows]] -= 1
+
+    def _enlarge(self, num_rows: int) -> None:
+        for name in ("_output_counts", "_in_prompt"):
+            old = getattr(self, name)
+            new = old.new_zeros((num_rows, old.shape[1]))
+            new[: old.shape[0]] = old
+            setattr(self, name, new)
 
 
 class Sampler:
@@ -94,3 +138,17 @@ def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     target = uniform.unsqueeze(1) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     return index.clamp_(max=weights.shape[-1] - 1)
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
+    """From raw logits float32 `[L, V]`, before bias, penalties and temperature; chosen ids int64 `[L]`.
+
+    Returns the chosen tokens' natural log-probabilities `[L]`, and the `num_top` best ids and
+    log-probabilities `[L, num_top]`, best first.
+    """
+    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+    chosen = logits.gather(1, token_ids.unsqueeze(1)) - normaliser
+    top = min(num_top, logits.shape[-1])
+    # At least one: not every device takes an empty selection.
+    values, ids = torch.topk(logits, max(top, 1), dim=-1)
+    return chosen.squeeze(1), ids[:, :top], (values - normaliser)[:, :top]

@@ -1,63 +1,47 @@
-"""Sampling parameters of a step's rows, as tensors; built by the host before the step is launched."""
+"""Sampling parameters of a step's rows, as tensors; built by the host before the step is launched.
+
+Uniform numbers depend on (seed, output position) and nothing else, so a sampled token is the same in any
+batch, after a preemption and when a step is run again. The mixer is the finaliser of SplitMix64 (Steele,
+Lea, Flood: "Fast splittable pseudorandom number generators", 2014), applied twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from gpu_service.engine.random import uniform
+from gpu_service.engine.step import PenaltyRows, SamplingPlan, SparseBias
 from gpu_service.request import Entries, Request
 from gpu_service.scheduler.finish import stop_token_ids
 from gpu_service.scheduler.limits import SchedulerLimits
 
-
-@dataclass(frozen=True, slots=True)
-class PenaltyRows:
-    """Rows with any penalty. P = such rows; filled by `build_sampling_plan`."""
-
-    rows: torch.Tensor  # int64 [P], row of the logits
-    slots: torch.Tensor  # int64 [P], row of the counts
-    repetition: torch.Tensor  # float32 [P, 1]
-    presence: torch.Tensor  # float32 [P, 1]
-    frequency: torch.Tensor  # float32 [P, 1]
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True, slots=True)
-class SparseBias:
-    """B additions to single logits; filled by `build_sampling_plan`."""
+def mix64(value: int) -> int:
+    """A bijection of 64-bit integers whose output bits each depend on all input bits."""
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
 
-    rows: torch.Tensor  # int64 [B]
-    token_ids: torch.Tensor  # int64 [B]
-    values: torch.Tensor  # float32 [B]
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 24 random bits (exact in float32)."""
+    return (mix64(mix64(seed & _MASK) ^ mix64(position)) >> 40) / (1 << 24)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingPlan:
-    """R = rows that sample. None or an empty list: nobody in the batch asked for it."""
-
-    temperature: torch.Tensor  # float32 [R]; 0 marks greedy rows
-    random_rows: torch.Tensor  # int64 [N], rows that are not greedy
-    uniform: torch.Tensor  # float64 [N], in [0, 1)
-    top_k: torch.Tensor  # int64 [N]; 0 keeps all
-    top_p: torch.Tensor  # float64 [N]
-    min_p: torch.Tensor  # float32 [N]
-    # Which of the N rows have top-k or top-p; known to the host, so that no device need be asked.
-    truncated: torch.Tensor  # int64 [C]
-    bias: SparseBias | None
-    banned: SparseBias | None  # values are -inf
-    penalties: PenaltyRows | None
-    logprob_rows: list[int]
-    logprob_index: torch.Tensor  # int64, the same
-    num_top_logprobs: int
-
-    @property
-    def takes_argmax(self) -> bool:
-        """Whether every row's token is that of its largest logit, and nothing else is asked."""
-        changed = (self.bias, self.banned, self.penalties)
-        return self.random_rows.numel() == 0 and not self.logprob_rows and changed == (None, None, None)
+def derive_seed(seed: int, *parts: int | str) -> int:
+    """A seed in [0, 2^63) for a sub-stream, e.g. one of a request's outputs."""
+    state = mix64(seed & _MASK)
+    for part in parts:
+        for byte in str(part).encode():
+            state = mix64(state ^ byte)
+        state = mix64(state ^ 0x100)
+    return state >> 1
 
 
 def build_sampling_plan(

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from gpu_service.engine.input_builder import StepPlan
-from gpu_service.request import TokenLogprobs
+from gpu_service.engine.results import StepResult
+from gpu_service.engine.step import StepPlan
 
 Result = TypeVar("Result")
-
-
-@dataclass(slots=True)
-class StepResult:
-    """Host values of one step; S = rows that sampled, in the plan's order."""
-
-    token_ids: list[int] = field(default_factory=list)  # [S]
-    finite: list[bool] = field(default_factory=list)  # [S]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by sampled row
-    # By batch index: position of the first scored token, and the records.
-    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
-    num_replays: int = 0
-    seconds: float = 0.0
 
 
 class DeviceLost(RuntimeError):

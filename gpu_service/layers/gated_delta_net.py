@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gpu_service.batch import ForwardInputs
 from gpu_service.cache.state_cache import StateCache
 from gpu_service.context import ForwardContext
+from gpu_service.engine.step import ForwardInputs
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.layers.row_orders import channels_of, linear_attention_order

@@ -64,7 +64,7 @@ class MoE(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` to a new float32 `[T, H]`: who adds it to the residual stream rounds once."""
-        topk_weights, topk_ids = self.gate(hidden_states, context.valid_rows)
+        topk_weights, topk_ids = self.gate(hidden_states, context.inputs.valid_rows)
         if context.recorder is not None:
             context.recorder.record(self.layer_id, topk_ids)
         collect = start_experts(

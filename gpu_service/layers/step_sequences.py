@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_service.batch import ForwardInputs
+from gpu_service.engine.step import ForwardInputs
 from gpu_service.ops.sequences import Sequences, make_sequences
 
 

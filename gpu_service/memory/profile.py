@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from gpu_service.attention.factory import Attention
 from gpu_service.attention.mla.base import MlaAttentionBackend
-from gpu_service.batch import ForwardInputs
 from gpu_service.cache.paged_cache import PagedCache
 from gpu_service.cache.state_cache import ZERO_SLOT, StateCache
 from gpu_service.context import ForwardContext
+from gpu_service.engine.step import ForwardInputs
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.memory.device_memory import DeviceMemory
 from gpu_service.memory.estimate import StepSize
@@ -64,8 +65,7 @@ def profile_activations(
         for earlier in _earlier_tokens(attention, page_size):
             inputs = profile_inputs(size, cache, vocab_size, earlier)
             if states is not None:
-                inputs.state_reads = torch.tensor([ZERO_SLOT], device=cache.device)
-                inputs.state_writes = torch.tensor([states.dummy_slot], device=cache.device)
+                inputs = with_dummy_states(inputs, states)
             context = ForwardContext(inputs, cache, attention, experts, resident=resident, states=states)
             _run(model, context, sample)
     return max(0, memory.use().peak - before)
@@ -85,6 +85,16 @@ def _run(model: ProfiledModel, context: ForwardContext, sample: Callable[[torch.
     context.attention.plan(context.inputs)
     hidden_states = model.forward(context)
     sample(model.compute_logits(hidden_states[context.inputs.logits_indices]))
+
+
+def with_dummy_states(inputs: ForwardInputs, states: StateCache) -> ForwardInputs:
+    """The step of one request, from the state of zeros to the slot that no request has."""
+    device = inputs.positions.device
+    return replace(
+        inputs,
+        state_reads=torch.tensor([ZERO_SLOT], device=device),
+        state_writes=torch.tensor([states.dummy_slot], device=device),
+    )
 
 
 def profile_inputs(step: StepSize, cache: PagedCache, vocab_size: int, earlier: int = 0) -> ForwardInputs:

@@ -8,7 +8,7 @@ from types import FrameType
 import structlog
 
 from gpu_service.build import build_engine
-from gpu_service.engine.outputs import NullObserver
+from gpu_service.engine.interface import NullObserver
 from moebius.config import MoebiusConfig
 
 _log = structlog.get_logger(__name__)

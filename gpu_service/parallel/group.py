@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from gpu_service.engine.inbox import Inbox
+from gpu_service.engine.interface import Inbox
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step_runner import StepRunner

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpu_service.engine.in_flight import StepInFlight
-from gpu_service.engine.input_builder import StepPlan
-from gpu_service.engine.step_runner import Pending, StepResult, StepRunner
+from gpu_service.engine.results import StepResult
+from gpu_service.engine.step import StepPlan
+from gpu_service.engine.step_runner import Pending, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 
 # All ranks raise these alike (`RankExperts.failure`), so their engines go on alike.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu_service.engine.inbox import Abort, Add, Call, Flush, Message, Stop
+from gpu_service.engine.interface import Abort, Add, Call, Flush, Message, Stop
 from gpu_service.request import Request, SamplingParams
 from gpu_service.vision.prompt import PreparedImage, PromptImage, locate
 from protos import engine_pb2, ranks_pb2

@@ -6,9 +6,9 @@ from typing import cast
 
 import torch
 
-from gpu_service.engine.input_builder import PromptLogprobRows, StepPlan
 from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.engine.step_outputs import Logprobs, StepOutputs
+from gpu_service.engine.results import Logprobs, StepOutputs
+from gpu_service.engine.step import PromptLogprobRows, StepPlan
 from gpu_service.parallel.sampler import RankSampler
 
 

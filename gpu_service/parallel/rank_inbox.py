@@ -7,7 +7,7 @@ of the steps bound that.
 
 from __future__ import annotations
 
-from gpu_service.engine.inbox import Inbox, Message, Stop
+from gpu_service.engine.interface import Inbox, Message, Stop
 from gpu_service.parallel.control import RankControl
 from gpu_service.parallel.messages import decode_messages, encode_messages
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from gpu_service.engine.sampler import Sampled, Sampler
-from gpu_service.engine.sampling_plan import SamplingPlan
+from gpu_service.engine.results import Sampled
+from gpu_service.engine.sampler import Sampler
+from gpu_service.engine.step import SamplingPlan
 from gpu_service.parallel.context import ParallelContext
 
 Logprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -11,9 +11,9 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpu_service.batch import Batch
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
+from gpu_service.engine.step import Batch
 from gpu_service.request import FinishReason, Request, TokenLogprobs
 from gpu_service.scheduler.admission import (
     Division,

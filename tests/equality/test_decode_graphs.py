@@ -14,9 +14,8 @@ import torch
 
 from gpu_service.device.host_graphs import RecordedOperations
 from gpu_service.device.stream import HostDeviceStream
-from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
-from gpu_service.engine.decode_rows import graph_sizes
-from gpu_service.engine.input_builder import StepPlan
+from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
+from gpu_service.engine.step import StepPlan
 from gpu_service.models.common import CausalLM
 from gpu_service.request import Request, SamplingParams
 from tests.helpers.capturable_attention import CapturableAttention

@@ -11,7 +11,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from gpu_service.build import WarmUpGate, build_engine, model_info
-from gpu_service.engine.outputs import OutputDelta
+from gpu_service.engine.interface import OutputDelta
 from gpu_service.metrics import EngineMetrics
 from gpu_service.request import Request, SamplingParams
 from gpu_service.telemetry import EngineTelemetry

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gpu_service.build import build_engine
-from gpu_service.engine.outputs import NullObserver, OutputDelta
+from gpu_service.engine.interface import NullObserver, OutputDelta
 from gpu_service.request import Request, SamplingParams
 from moebius.config import MoebiusConfig
 from tests.helpers.model_formats import MODEL_FORMATS

@@ -11,10 +11,9 @@ import torch
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream
 from gpu_service.device.transfer import Download, HostBuffers, Uploader
-from gpu_service.engine.penalties import PenaltyCounts
-from gpu_service.engine.sampler import Sampler
+from gpu_service.engine.sampler import PenaltyCounts, Sampler
 from gpu_service.engine.sampling_plan import build_sampling_plan
-from gpu_service.engine.tensor_tree import tensors_of, with_tensors
+from gpu_service.engine.step import tensors_of, with_tensors
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
 

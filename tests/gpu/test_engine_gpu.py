@@ -22,7 +22,7 @@ from gpu_service.cache.kv_cache import KVCache
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
-from gpu_service.engine.input_builder import StepPlan
+from gpu_service.engine.step import StepPlan
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops import backends
 from gpu_service.request import Request, SamplingParams

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gpu_service.build import Built, WarmUpGate, build_engine
-from gpu_service.engine.outputs import NullObserver, OutputDelta
+from gpu_service.engine.interface import NullObserver, OutputDelta
 from gpu_service.ops import backends
 from gpu_service.request import Request
 from moebius.config import MoebiusConfig

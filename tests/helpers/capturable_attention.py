@@ -6,7 +6,7 @@ import torch
 
 from gpu_service.attention.base import PLAIN, AttentionLayer
 from gpu_service.attention.torch_reference import TorchReferenceAttention
-from gpu_service.batch import ForwardInputs
+from gpu_service.engine.step import ForwardInputs
 
 
 class CapturableAttention(TorchReferenceAttention):

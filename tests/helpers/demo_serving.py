@@ -16,13 +16,11 @@ from gpu_service.cache.page_pool import PagePool
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import RequestCache
 from gpu_service.engine.engine import Engine
+from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.engine.outputs import OutputDelta
+from gpu_service.engine.interface import OutputDelta
+from gpu_service.engine.model_runner import ModelRunner, TokenPool
 from gpu_service.engine.sampler import Sampler
-from gpu_service.engine.stream import CpuStream, InlineStream
-from gpu_service.engine.stream_runner import StreamRunner
-from gpu_service.engine.token_pool import TokenPool
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
@@ -96,7 +94,7 @@ def demo_engine(experts: Any, serving: Serving) -> Iterator[tuple[Engine, Collec
     collector = Collector()
     stream = CpuStream() if serving.overlap else InlineStream()
     builder = InputBuilder(limits, serving.page_size)
-    steps = StreamRunner(runner, stream)
+    steps = HostRunner(runner, stream)
     engine = Engine(scheduler, builder, steps, collector.on_output, overlap=serving.overlap)
     engine.start()
     try:

@@ -16,14 +16,12 @@ from gpu_service.cache.request_cache import RequestCache
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.engine import Engine
+from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.engine.outputs import EngineObserver, OutputDelta
+from gpu_service.engine.interface import EngineObserver, OutputDelta
+from gpu_service.engine.model_runner import ModelRunner, TokenPool
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step_runner import StepRunner
-from gpu_service.engine.stream import CpuStream, InlineStream
-from gpu_service.engine.stream_runner import StreamRunner
-from gpu_service.engine.token_pool import TokenPool
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
@@ -151,7 +149,7 @@ def build_scheduler(knobs: Knobs) -> Scheduler:
 def _step_runner(runner: ModelRunner, knobs: Knobs) -> StepRunner:
     if knobs.device_runner:
         return DeviceRunner(runner, HostDeviceStream(), recovery_timeout_s=5)
-    return StreamRunner(runner, CpuStream() if knobs.overlap else InlineStream(), recovery_timeout_s=5)
+    return HostRunner(runner, CpuStream() if knobs.overlap else InlineStream(), recovery_timeout_s=5)
 
 
 @contextmanager

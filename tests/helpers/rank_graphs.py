@@ -12,8 +12,7 @@ from gpu_service.device import host_graphs
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.stream import DeviceStream
 from gpu_service.device.transfer import Uploader
-from gpu_service.engine.decode_graphs import DecodeGraphs
-from gpu_service.engine.decode_rows import graph_sizes
+from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.step_runner import StepRunner

@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from gpu_service.build import Built, WarmUpGate, build_engine
-from gpu_service.engine.outputs import OutputDelta
+from gpu_service.engine.interface import OutputDelta
 from gpu_service.metrics import EngineMetrics
 from gpu_service.parallel.follower import run_follower
 from gpu_service.recorder_calls import START, STOP

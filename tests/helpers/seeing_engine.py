@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from gpu_service.build import Built, build_engine
-from gpu_service.engine.outputs import OutputDelta
+from gpu_service.engine.interface import OutputDelta
 from gpu_service.metrics import EngineMetrics
 from gpu_service.request import Request
 from gpu_service.telemetry import EngineTelemetry

@@ -17,15 +17,13 @@ from gpu_service.cache.paged_cache import PagedCache, make_cache
 from gpu_service.device.graphs import GraphBackend
 from gpu_service.device.stream import DeviceStream
 from gpu_service.device.transfer import Uploader
-from gpu_service.engine.decode_graphs import DecodeGraphs
-from gpu_service.engine.decode_rows import graph_sizes
+from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.engine.outputs import OutputDelta
+from gpu_service.engine.interface import OutputDelta
+from gpu_service.engine.model_runner import ModelRunner, TokenPool
 from gpu_service.engine.sampler import Sampler
-from gpu_service.engine.token_pool import TokenPool
 from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.common import CausalLM

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from gpu_service.assembly import experts as expert_assembly
 from gpu_service.build import build_engine
 from gpu_service.device.stream import HostDeviceStream
-from gpu_service.engine.outputs import NullObserver
+from gpu_service.engine.interface import NullObserver
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.verify.report import SelfTestFailed
 from gpu_service.verify.self_test import ExpertsUnderTest, run_self_test

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from gpu_service.engine.block_table import BlockTable
+from gpu_service.engine.input_builder import BlockTable
 from gpu_service.scheduler.scheduler import RowResult, Scheduler
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
 

@@ -9,7 +9,7 @@ from gpu_service.device.host_graphs import RecordedOperations
 from gpu_service.device.stream import DeviceEvent, HostDeviceStream
 from gpu_service.device.transfer import Download, HostBuffers, Uploader, packed_offsets, packed_views
 from gpu_service.engine.sampling_plan import build_sampling_plan
-from gpu_service.engine.tensor_tree import tensors_of, with_tensors
+from gpu_service.engine.step import tensors_of, with_tensors
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
 

@@ -20,8 +20,8 @@ from gpu_service.attention.flashinfer_backend.staging import PlanStaging
 from gpu_service.attention.flashinfer_backend.support import unsupported_device, unsupported_types
 from gpu_service.attention.mla import flashinfer_backend as latent_backend
 from gpu_service.attention.mla.flashinfer_backend import FlashInferMlaAttention
-from gpu_service.batch import ForwardInputs
 from gpu_service.cache.fp8 import E4M3
+from gpu_service.engine.step import ForwardInputs
 from tests.helpers import fake_attention_library
 from tests.helpers.attention_cases import (
     LAYER,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -39,8 +40,8 @@ class RecordingExperts:
 
 
 def _context(experts: RecordingExperts | None) -> ForwardContext:
-    unused = cast(Any, None)
-    return ForwardContext(inputs=unused, kv_cache=unused, attention=unused, experts=cast(Any, experts))
+    unused, inputs = cast(Any, None), cast(Any, SimpleNamespace(valid_rows=None))
+    return ForwardContext(inputs=inputs, kv_cache=unused, attention=unused, experts=cast(Any, experts))
 
 
 def _block(shared: int, dtype: torch.dtype) -> MoE:
@@ -141,7 +142,10 @@ def test_padding_chooses_no_experts_and_is_recorded_as_none() -> None:
     experts, resident = RecordingExperts([]), RecordingResidents([], Share.SOME)
     valid = torch.tensor([True, False, True, False])
     context = replace(
-        _context(experts), resident=cast(Any, resident), recorder=cast(Any, Recorder()), valid_rows=valid
+        _context(experts),
+        inputs=cast(Any, SimpleNamespace(valid_rows=valid)),
+        resident=cast(Any, resident),
+        recorder=cast(Any, Recorder()),
     )
     _block(0, torch.float32)(torch.randn(4, HIDDEN), context)
     for ids in (seen[0], experts.submitted[2], resident.computed[1]):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_service.engine.inbox import Abort, Add, Call, Flush, Message, Stop
+from gpu_service.engine.interface import Abort, Add, Call, Flush, Message, Stop
 from gpu_service.parallel.messages import decode_messages, encode_messages
 from gpu_service.request import Request, SamplingParams
 from gpu_service.vision.prompt import PreparedImage, place_images

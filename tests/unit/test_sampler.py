@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_service.engine.logprobs import token_logprobs
-from gpu_service.engine.random import derive_seed, uniform
-from gpu_service.engine.sampler import Sampled, Sampler
-from gpu_service.engine.sampling_plan import build_sampling_plan
+from gpu_service.engine.results import Sampled
+from gpu_service.engine.sampler import Sampler, token_logprobs
+from gpu_service.engine.sampling_plan import build_sampling_plan, derive_seed, uniform
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.finish import mark_finish
 from gpu_service.scheduler.limits import SchedulerLimits

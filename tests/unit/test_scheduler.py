@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gpu_service.batch import Batch
+from gpu_service.engine.step import Batch
 from gpu_service.request import FinishReason, Request
 from gpu_service.scheduler.admission import chunk_size
 from gpu_service.scheduler.limits import RequestRefused

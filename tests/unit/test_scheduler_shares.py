@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_service.batch import Batch
+from gpu_service.engine.step import Batch
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import RowResult, Scheduler

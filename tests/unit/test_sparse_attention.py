@@ -132,7 +132,7 @@ def test_equal_scores_go_to_the_earliest_tokens(name: str) -> None:
     for row in (9, 12, 13):
         single = make_mla_case(TINY_SPARSE, [(row, 1)])
         single.cache.index_keys = case.cache.index_keys
-        single.inputs.block_table = case.inputs.block_table
+        single.inputs = replace(single.inputs, block_table=case.inputs.block_table)
         backend = backend_for(single, name)
         backend.plan(single.inputs)
         rows = slice(row, row + 1)

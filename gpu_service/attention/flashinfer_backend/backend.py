@@ -27,8 +27,8 @@ from gpu_service.attention.flashinfer_backend.support import (
     unsupported_layers,
     unsupported_types,
 )
-from gpu_service.batch import ForwardInputs
 from gpu_service.cache.kv_cache import KVCache
+from gpu_service.engine.step import ForwardInputs
 from gpu_service.model_config import ModelConfig
 
 # FlashInfer's kernels for Ampere serve decode, paged and ragged steps from one compiled module; those for

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from gpu_service.attention.planning import PlannedAttention
-from gpu_service.batch import ForwardInputs
 from gpu_service.cache.mla_cache import MlaCache
+from gpu_service.engine.step import ForwardInputs
 
 
 @dataclass(frozen=True, slots=True)

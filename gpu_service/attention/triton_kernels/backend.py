@@ -11,8 +11,8 @@ from gpu_service.attention.triton_kernels.decode import MIN_SPLIT, decode
 from gpu_service.attention.triton_kernels.partial import Partial, PartialResults
 from gpu_service.attention.triton_kernels.prefill import prefill
 from gpu_service.attention.triton_kernels.shapes import num_splits, streaming_multiprocessors
-from gpu_service.batch import ForwardInputs
 from gpu_service.cache.kv_cache import KVCache
+from gpu_service.engine.step import ForwardInputs
 from gpu_service.model_config import ModelConfig
 
 

@@ -9,13 +9,13 @@ import torch
 
 from gpu_service.assembly.kv_memory import cache_shape
 from gpu_service.attention.factory import make_attention
-from gpu_service.cache.state_cache import ZERO_SLOT, make_states
+from gpu_service.cache.state_cache import make_states
 from gpu_service.context import ForwardContext
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.estimate import StepSize
-from gpu_service.memory.profile import profile_inputs
+from gpu_service.memory.profile import profile_inputs, with_dummy_states
 from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.common import CausalLM
 from gpu_service.models.registry import build_model
@@ -104,8 +104,7 @@ class LoadedStage:
         inputs = replace(step, input_ids=token_ids.to(self.of.device))
         states = make_states(shape.config, 2, shape.dtype, self.of.device)
         if states is not None:
-            inputs.state_reads = torch.tensor([ZERO_SLOT], device=self.of.device)
-            inputs.state_writes = torch.tensor([states.dummy_slot], device=self.of.device)
+            inputs = with_dummy_states(inputs, states)
         attention.plan(inputs)
         self.hand_over.hidden_states = hidden_states
         context = ForwardContext(inputs, cache, attention, experts, resident=resident, states=states)

@@ -15,7 +15,7 @@ from moebius.errors import UserError
 
 if TYPE_CHECKING:
     from gpu_service.build import Built
-    from gpu_service.engine.outputs import OutputDelta
+    from gpu_service.engine.interface import OutputDelta
 
 STEP_TIMEOUT_S = 600.0
 
@@ -106,7 +106,7 @@ class EngineUnderTest:
 def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
     """Loads, warms up, and closes at the end. Raises what `moebius gpu` would end with."""
     from gpu_service.build import WarmUpGate, build_engine
-    from gpu_service.engine.outputs import NullObserver
+    from gpu_service.engine.interface import NullObserver
 
     forget_predecessor()
     gate = WarmUpGate()

@@ -1,15 +1,82 @@
-"""What the engine tells the outside: token deltas, load, and an observer of its life."""
+"""What goes into the engine and what comes out: messages to its thread, token deltas, load, its observer."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from opentelemetry.context import Context
 
-from gpu_service.batch import Batch
-from gpu_service.engine.step_runner import StepResult
+from gpu_service.engine.results import StepResult
+from gpu_service.engine.step import Batch
 from gpu_service.request import FinishReason, Request, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Queue the outputs of one request."""
+
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End all outputs of a request."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Drop unheld prefixes; the future gets the number of pages freed."""
+
+    done: Future[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run a named operation between two steps, on every rank; the future gets its end on the caller's."""
+
+    operation: str
+    argument: str
+    done: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the engine thread."""
+
+
+Message = Add | Abort | Flush | Call | Stop
+
+
+class Inbox:
+    """Any thread posts, the engine thread drains; order is kept."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._messages: list[Message] = []
+        # Outputs posted but not drained.
+        self.num_added = 0
+
+    def post(self, message: Message) -> None:
+        """Appends a message and wakes the engine thread."""
+        with self._condition:
+            self._messages.append(message)
+            if isinstance(message, Add):
+                self.num_added += len(message.requests)
+            self._condition.notify()
+
+    def drain(self, wait: bool) -> list[Message]:
+        """All messages so far; with `wait`, blocks until there is one."""
+        with self._condition:
+            while wait and not self._messages:
+                self._condition.wait()
+            messages, self._messages = self._messages, []
+            self.num_added = 0
+            return messages
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,164 @@
+"""Steps on a machine without a GPU: the host computes them, on a thread of their own or in place.
+
+`CpuStream` is a worker thread, so that scheduling really overlaps with computing. `InlineStream` does the
+work before `launch` returns.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
+
+import structlog
+import torch
+
+from gpu_service.engine.model_runner import ModelRunner, launching
+from gpu_service.engine.results import StepResult, to_result
+from gpu_service.engine.step import StepPlan
+from gpu_service.engine.step_runner import Pending, StepRunner
+from gpu_service.experts.client import ExpertClient, ExpertUnavailable
+
+_log = structlog.get_logger(__name__)
+Result = TypeVar("Result")
+
+
+class Event(Pending[Result]):
+    """The end of one launch, and what it returned or raised."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+
+    def run(self, work: Callable[[], Result]) -> None:
+        """Does the work here and now and records how it ended. Called by streams only."""
+        try:
+            self._result = work()
+        except BaseException as error:  # it is raised again in whoever waits
+            self._error = error
+        self._done.set()
+
+    def query(self) -> bool:
+        """Whether the work has ended."""
+        return self._done.is_set()
+
+    def wait(self) -> Result:
+        """Blocks until the work has ended; returns its result or raises its exception."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+
+class Stream(ABC):
+    """Launches run one after another in launch order; later launches see all effects of earlier ones.
+
+    A launch that raises does not stop later ones: the exception is delivered by its event.
+    """
+
+    @abstractmethod
+    def launch(self, work: Callable[[], Result]) -> Event[Result]:
+        """Queues work and returns at once (or, for the null object, when the work is done)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finishes what was launched; nothing may be launched afterwards."""
+
+
+class InlineStream(Stream):
+    """The null object: every launch has ended when it returns."""
+
+    def launch(self, work: Callable[[], Result]) -> Event[Result]:
+        event = Event[Result]()
+        event.run(work)
+        return event
+
+    def close(self) -> None:
+        """Nothing is pending, ever."""
+
+
+class CpuStream(Stream):
+    """One worker thread that runs launches in order."""
+
+    def __init__(self, name: str = "forward-stream") -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def launch(self, work: Callable[[], Result]) -> Event[Result]:
+        event = Event[Result]()
+        self._queue.put(lambda: event.run(work))
+        return event
+
+    def close(self) -> None:
+        """Runs what is queued, then ends the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task()
+
+
+class HostRunner(StepRunner):
+    """The twin of `DeviceRunner`: expert clients block and raise inside the step."""
+
+    def __init__(self, runner: ModelRunner, stream: Stream, recovery_timeout_s: float = 300.0) -> None:
+        self._runner = runner
+        self._stream = stream
+        self._recovery_timeout_s = recovery_timeout_s
+        self._is_recovering = False
+
+    @property
+    def is_recovering(self) -> bool:
+        return self._is_recovering
+
+    def interrupt(self) -> None:
+        if self._runner.experts is not None:
+            self._runner.experts.interrupt()
+
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        return self._stream.launch(lambda: self._run(plan))
+
+    def zero_pages(self, pages: list[int]) -> None:
+        self._stream.launch(lambda: self._zero_pages(pages))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _zero_pages(self, pages: list[int]) -> None:
+        with torch.inference_mode():
+            self._runner.zero_pages(pages)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        """Runs the step; again, to the same KV slots, after a lost expert server came back."""
+        started = time.monotonic()
+        num_replays = 0
+        while True:
+            try:
+                with launching(plan):
+                    result = to_result(plan, self._runner.run(plan))
+                break
+            except ExpertUnavailable as error:
+                # Experts are asked before anything is sampled, so the penalties' counts are untouched.
+                remaining = started + self._recovery_timeout_s - time.monotonic()
+                if self._runner.experts is None or remaining <= 0:
+                    raise
+                _log.warning("expert server lost, waiting for it to return", error=str(error))
+                self._recover(self._runner.experts, remaining)
+                num_replays += 1
+                _log.info("expert servers are back, the step is run again")
+        result.num_replays = num_replays
+        result.seconds = time.monotonic() - started
+        return result
+
+    def _recover(self, experts: ExpertClient, timeout_s: float) -> None:
+        self._is_recovering = True
+        try:
+            experts.recover(timeout_s)
+        finally:
+            self._is_recovering = False

@@ -1,0 +1,88 @@
+"""What comes of a step: tensors on the device, then host values, one row for each request of its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from torch import Tensor, int64
+from torch import bool as boolean
+
+from gpu_service.engine.step import StepPlan, TensorField
+from gpu_service.request import TokenLogprobs
+from gpu_service.scheduler.scheduler import RowResult
+
+NON_FINITE_LOGITS = "the model produced NaN or Inf logits for this request"
+# Of N rows: the chosen tokens' log-probabilities [N], the best ids [N, top] and their values [N, top].
+Logprobs = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token for each of R rows; filled by `Sampler`."""
+
+    token_ids: Annotated[Tensor, TensorField("R", int64)]
+    # False: the logits held NaN or Inf and the token means nothing.
+    finite: Annotated[Tensor, TensorField("R", boolean)]
+    logprobs: Logprobs | None  # of the plan's logprob_rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What a step leaves on the device for the host; filled by `ModelRunner.run`."""
+
+    sampled: Sampled | None  # None when no row samples
+    # For each of the plan's prompt_logprobs: its rows in order, in pieces.
+    prompt_logprobs: list[list[Logprobs]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Host values of one step; filled by `to_result`, the last two by the step runner."""
+
+    # In batch order.
+    rows: list[RowResult] = field(default_factory=list)
+    num_replays: int = 0
+    seconds: float = 0.0
+
+
+def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
+    """Host values; `plan` and `outputs` hold host tensors.
+
+    Rows whose logits are not finite become errors; their token means nothing.
+    """
+    rows = [RowResult() for _ in plan.seq_lens]
+    for wanted, pieces in zip(plan.prompt_logprobs, outputs.prompt_logprobs, strict=True):
+        records: list[TokenLogprobs] = []
+        for scored in pieces:
+            targets = wanted.target_ids[len(records) : len(records) + scored[0].shape[0]].tolist()
+            records += _to_records(targets, scored, [wanted.num_top] * len(targets))
+        row = rows[wanted.batch_index]
+        row.prompt_logprobs_start, row.prompt_logprobs = wanted.start, records
+    if outputs.sampled is not None:
+        _add_sampled(plan, outputs.sampled, rows)
+    return StepResult(rows)
+
+
+def _add_sampled(plan: StepPlan, sampled: Sampled, rows: list[RowResult]) -> None:
+    token_ids, finite = sampled.token_ids.tolist(), sampled.finite.tolist()
+    sampling = [rows[index] for index in plan.sample_batch_indices]
+    for row, token_id, is_finite in zip(sampling, token_ids, finite, strict=True):
+        if is_finite:
+            row.token_id = token_id
+        else:
+            row.error = NON_FINITE_LOGITS
+    if plan.sampling is not None and sampled.logprobs is not None:
+        scored = plan.sampling.logprob_rows
+        records = _to_records([token_ids[row] for row in scored], sampled.logprobs, plan.num_top_logprobs)
+        for index, record in zip(scored, records, strict=True):
+            sampling[index].logprobs = record if finite[index] else None
+
+
+def _to_records(token_ids: list[int], computed: Logprobs, num_top: list[int]) -> list[TokenLogprobs]:
+    """Host records; row l keeps its own `num_top[l]` alternatives."""
+    chosen, ids, values = (tensor.tolist() for tensor in computed)
+    return [
+        TokenLogprobs(token_id, chosen[row], tuple(ids[row][:top]), tuple(values[row][:top]))
+        for row, (token_id, top) in enumerate(zip(token_ids, num_top, strict=True))
+    ]

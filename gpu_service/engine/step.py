@@ -1,0 +1,377 @@
+"""The record of a step, from the scheduler's choice to what the layers of a model read.
+
+`Batch` (the scheduler: which tokens of which requests) becomes a `StepPlan` (the input builder: every tensor
+of the step, on the host), which is staged on the device and run. A `StepPlan` is the `ForwardInputs` that
+layers and attention read, and what the model runner and the sampler need besides: no record is copied into
+another one on the way. `results.py` has the way back.
+
+To add a tensor to every step, declare it here, fill it in `InputBuilder.build`, and read it where it is used
+(`context.inputs.<name>` in a layer). The declaration is what all else is derived from:
+
+    class ForwardInputs:
+        token_types: Annotated[Tensor | None, TensorField("T", int32, captured=True)] = None
+
+staging (`tensors_of`, `with_tensors`), the memory that captured graphs read it from and the padding of it
+(`captured_fields`, `graph_rows`), and the test that compares shapes and dtypes of built steps with what is
+declared (`tests/unit/test_step.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+from opentelemetry.context import Context
+from torch import Tensor, float32, float64, int32, int64
+from torch import bool as boolean
+
+from gpu_service.request import Request
+from gpu_service.vision.features import ImageFeatures, ImagePlan
+
+Tree = TypeVar("Tree")
+
+
+@dataclass(slots=True)
+class Batch:
+    """Filled by the scheduler; read by the input builder, the sampler and the commit."""
+
+    requests: list[Request]
+    # Tokens computed for each request: positions [start, start + num_new_tokens).
+    start_positions: list[int]
+    num_new_tokens: list[int]
+    # Whether the step reaches the request's last known token, so that a next one is sampled.
+    samples: list[bool]
+    # Requests given a slot in this step; their known tokens must be uploaded before it runs.
+    admitted: list[Request] = field(default_factory=list)
+    # Which output token (from 0) each request samples; meaningless where `samples` is False.
+    output_positions: list[int] = field(default_factory=list)
+    step: int = 0
+    # Of models with linear attention: the slots that each request's state is read from and written to.
+    state_reads: list[int] = field(default_factory=list)
+    state_writes: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the forward pass."""
+        return sum(self.num_new_tokens)
+
+    @property
+    def is_uniform_decode(self) -> bool:
+        """True when every request computes exactly one token (what a captured graph needs)."""
+        return all(n == 1 for n in self.num_new_tokens)
+
+
+class Dummy(enum.Enum):
+    """What rows of padding point at; the engine that captures graphs knows which slots these are."""
+
+    SLOT = "the row of the token pool that no request has"
+    STATE = "the slot of linear-attention states that no request has"
+
+
+class Feature(enum.Enum):
+    """What only some models have; steps of the others leave its tensors out."""
+
+    MROPE = "rotary embedding of positions in time, height and width"
+    LINEAR_ATTENTION = "layers with a state per request"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorField:
+    """Declares a tensor of a record.
+
+    `shape`: its axes, a letter or a number each. T = tokens, R = requests, S = rows that are sampled from,
+    P = pages of the longest request; in a captured graph T = R = S. Other letters are the record's own.
+    """
+
+    shape: str
+    dtype: torch.dtype
+    # It differs between two replays of a captured graph, which reads it from memory that stays.
+    captured: bool = False
+    # Captured: what rows of padding hold,
+    padding: int | Dummy = 0
+    # and a constant that rows of requests hold; None: what the plan has for them.
+    valid: int | None = None
+    # Which models' graphs read it; None: all.
+    feature: Feature | None = None
+    # Computed on the device by the model runner; in a plan of the host it is empty.
+    on_device: bool = False
+
+    def sizes(self, axes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape with sizes instead of letters."""
+        return tuple(axes[axis] if axis in axes else int(axis) for axis in self.shape.split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ForwardInputs:
+    """What the layers of a model read. Row order: requests in batch order, each one's tokens by position."""
+
+    # Gathered from the token pool, so that the host need not know the token that an earlier step samples.
+    input_ids: Annotated[Tensor, TensorField("T", int64, on_device=True)]
+    positions: Annotated[Tensor, TensorField("T", int64, captured=True)]
+    # page * page_size + offset of each new token's KV.
+    slot_mapping: Annotated[Tensor, TensorField("T", int64, captured=True)]
+    # Padded with the dummy page 0.
+    block_table: Annotated[Tensor, TensorField("R P", int32, captured=True)]
+    # [R + 1], first row of each request.
+    query_start_loc: list[int]
+    # [R], KV length after this step (start + new).
+    seq_lens: list[int]
+    # Rows of hidden_states that go through the head.
+    logits_indices: Annotated[Tensor, TensorField("S", int64)]
+    # The two lists above, for kernels.
+    query_start_loc_tensor: Annotated[Tensor, TensorField("R+1", int32)]
+    seq_lens_tensor: Annotated[Tensor, TensorField("R", int32, captured=True, padding=1)]
+    # Positions in time, height and width; None: the model has no mRoPE.
+    mrope_positions: Annotated[
+        Tensor | None, TensorField("3 T", int64, captured=True, feature=Feature.MROPE)
+    ] = None
+    # What image tokens of the step are in the residual stream; None: there are none.
+    image_features: ImageFeatures | None = None
+    # Slots of `StateCache`, no slot both read and written; None: the model has no linear attention.
+    # Padding starts from the state of zeros, slot 0.
+    state_reads: Annotated[
+        Tensor | None, TensorField("R", int64, captured=True, feature=Feature.LINEAR_ATTENTION)
+    ] = None
+    state_writes: Annotated[
+        Tensor | None,
+        TensorField("R", int64, captured=True, padding=Dummy.STATE, feature=Feature.LINEAR_ATTENTION),
+    ] = None
+    # False for rows that only pad a batch to a graph's size; they choose no experts. None: no such rows.
+    valid_rows: Annotated[Tensor | None, TensorField("T", boolean, captured=True, valid=1)] = None
+
+    @property
+    def is_uniform_decode(self) -> bool:
+        """True when every request computes exactly one token."""
+        return self.query_start_loc[-1] == len(self.seq_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUpload:
+    """Known tokens of a request that was given a slot in this step."""
+
+    slot: int
+    token_ids: Annotated[Tensor, TensorField("N", int32)]  # prompt, then output
+    prompt_len: int
+    has_penalties: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobRows:
+    """Rows of one request whose logits score the next prompt token."""
+
+    batch_index: int
+    rows: Annotated[Tensor, TensorField("N", int64)]  # rows of hidden_states
+    target_ids: Annotated[Tensor, TensorField("N", int64)]
+    start: int  # position of target_ids[0]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyRows:
+    """Rows with any penalty."""
+
+    rows: Annotated[Tensor, TensorField("N", int64)]  # rows of the logits
+    slots: Annotated[Tensor, TensorField("N", int64)]  # rows of the counts
+    repetition: Annotated[Tensor, TensorField("N 1", float32)]
+    presence: Annotated[Tensor, TensorField("N 1", float32)]
+    frequency: Annotated[Tensor, TensorField("N 1", float32)]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseBias:
+    """Additions to single logits."""
+
+    rows: Annotated[Tensor, TensorField("N", int64)]
+    token_ids: Annotated[Tensor, TensorField("N", int64)]
+    values: Annotated[Tensor, TensorField("N", float32)]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """Filled by `build_sampling_plan`. None or an empty list: nobody in the batch asked for it."""
+
+    temperature: Annotated[Tensor, TensorField("S", float32)]  # 0 marks greedy rows
+    random_rows: Annotated[Tensor, TensorField("N", int64)]  # rows that are not greedy
+    uniform: Annotated[Tensor, TensorField("N", float64)]  # in [0, 1)
+    top_k: Annotated[Tensor, TensorField("N", int64)]  # 0 keeps all
+    top_p: Annotated[Tensor, TensorField("N", float64)]
+    min_p: Annotated[Tensor, TensorField("N", float32)]
+    # Which of the N rows have top-k or top-p; known to the host, so that no device need be asked.
+    truncated: Annotated[Tensor, TensorField("C", int64)]
+    bias: SparseBias | None
+    banned: SparseBias | None  # values are -inf
+    penalties: PenaltyRows | None
+    logprob_rows: list[int]
+    logprob_index: Annotated[Tensor, TensorField("L", int64)]  # the same
+    num_top_logprobs: int
+
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether every row's token is that of its largest logit, and nothing else is asked."""
+        changed = (self.bias, self.banned, self.penalties)
+        return self.random_rows.numel() == 0 and not self.logprob_rows and changed == (None, None, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPlan(ForwardInputs):
+    """A whole step, filled by the input builder; a launched step looks at no request any more.
+
+    Immutable, so that a step whose experts were lost can be run again from the same plan.
+    """
+
+    uploads: list[SlotUpload]
+    # Row of the token pool of each input token.
+    token_slots: Annotated[Tensor, TensorField("T", int64, captured=True, padding=Dummy.SLOT)]
+    # [S], index into the batch.
+    sample_batch_indices: list[int]
+    # Where the sampled tokens go in the token pool.
+    sample_slots: Annotated[Tensor, TensorField("S", int64, captured=True, padding=Dummy.SLOT)]
+    sample_positions: Annotated[Tensor, TensorField("S", int64, captured=True)]
+    # None: no row is sampled from.
+    sampling: SamplingPlan | None = None
+    prompt_logprobs: list[PromptLogprobRows] = field(default_factory=list)
+    # Per logprob row.
+    num_top_logprobs: list[int] = field(default_factory=list)
+    # The parent of this step's expert spans; None: no spans are recorded.
+    trace_context: Context | None = None
+    # None: no token of the step is part of an image.
+    images: ImagePlan | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """R."""
+        return len(self.seq_lens)
+
+    @property
+    def is_sampling_decode(self) -> bool:
+        """Whether every request computes exactly one token, which is text, and samples the next."""
+        rows = len(self.seq_lens)
+        one_each = self.query_start_loc[-1] == len(self.sample_batch_indices) == rows
+        return one_each and not self.prompt_logprobs and self.images is None
+
+
+# In a plan of the host, which does not know the ids.
+NO_INPUT_IDS = torch.empty(0, dtype=int64)
+
+
+@functools.cache
+def tensor_fields(record: type) -> dict[str, TensorField]:
+    """The declared tensors of a dataclass by name, in order; nested records' are not among them."""
+    hints = get_type_hints(record, include_extras=True)
+    return {
+        name: declared
+        for name in (entry.name for entry in dataclasses.fields(record))
+        for declared in getattr(hints[name], "__metadata__", ())
+        if isinstance(declared, TensorField)
+    }
+
+
+def captured_fields(features: Collection[Feature]) -> dict[str, TensorField]:
+    """What differs between two replays of a graph of a model with these features.
+
+    Tensors as wide as the step's block table come last, so that the others keep their places in a packed
+    buffer.
+    """
+    chosen = {
+        name: declared
+        for name, declared in tensor_fields(StepPlan).items()
+        if declared.captured and (declared.feature is None or declared.feature in features)
+    }
+    return dict(sorted(chosen.items(), key=lambda item: "P" in item[1].shape.split()))
+
+
+def graph_rows(
+    fields: Mapping[str, TensorField],
+    size: int,
+    dummies: Mapping[Dummy, int],
+    plan: StepPlan | None = None,
+    num_pages: int = 1,
+) -> dict[str, Tensor]:
+    """Host tensors of `captured_fields` for a graph of `size` rows: the plan's, then padding.
+
+    Without a plan all rows are padding, with `num_pages` columns of pages.
+    """
+    count = 0 if plan is None else plan.num_requests
+    columns = num_pages if plan is None else plan.block_table.shape[1]
+    axes = {"T": size, "R": size, "S": size, "P": columns}
+    rows = {}
+    for name, declared in fields.items():
+        if plan is not None and count == size and declared.valid is None:
+            rows[name] = getattr(plan, name)
+            continue
+        padding = declared.padding
+        value = dummies[padding] if isinstance(padding, Dummy) else padding
+        full = torch.full(declared.sizes(axes), value, dtype=declared.dtype)
+        if declared.valid is not None:
+            full[..., :count] = declared.valid
+        elif plan is not None:
+            own: Tensor = getattr(plan, name)
+            full[tuple(map(slice, own.shape))] = own
+        rows[name] = full
+    return rows
+
+
+def graph_plan(rows: Mapping[str, Tensor], size: int, input_ids: Tensor) -> StepPlan:
+    """The step that a graph of `size` requests computes, on the memory of `graph_rows` on the device."""
+    device = input_ids.device
+    return StepPlan(
+        input_ids=input_ids,
+        query_start_loc=list(range(size + 1)),
+        seq_lens=[1] * size,
+        logits_indices=torch.arange(size, device=device),
+        query_start_loc_tensor=torch.arange(size + 1, dtype=int32, device=device),
+        uploads=[],
+        sample_batch_indices=list(range(size)),
+        **dict[str, Any](rows),
+    )
+
+
+def tensors_of(tree: object) -> list[Tensor]:
+    """All tensors of a record, a list or a tuple of them, in the order of fields and elements."""
+    return list(_walk(tree))
+
+
+def with_tensors(tree: Tree, tensors: list[Tensor]) -> Tree:
+    """The same tree with other tensors, as many as `tensors_of` returns; everything else is shared."""
+    replacements = iter(tensors)
+    rebuilt: Tree = _map(tree, lambda _: next(replacements))
+    return rebuilt
+
+
+@functools.cache
+def _holders(record: Any) -> tuple[str, ...]:
+    """Names of the fields whose declared types hold tensors that travel between host and device."""
+    hints = get_type_hints(record)
+    stays = {name for name, declared in tensor_fields(record).items() if declared.on_device}
+    return tuple(f.name for f in dataclasses.fields(record) if f.name not in stays and _holds(hints[f.name]))
+
+
+def _holds(hint: Any) -> bool:
+    if get_origin(hint) is None and isinstance(hint, type):
+        return issubclass(hint, Tensor) or (dataclasses.is_dataclass(hint) and bool(_holders(hint)))
+    return any(_holds(argument) for argument in get_args(hint))
+
+
+def _walk(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for element in tree:
+            yield from _walk(element)
+    elif tree is not None:
+        for name in _holders(type(tree)):
+            yield from _walk(getattr(tree, name))
+
+
+def _map(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    if tree is None or isinstance(tree, Tensor):
+        return tree if tree is None else replace(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([_map(element, replace) for element in tree])
+    changes = {name: _map(getattr(tree, name), replace) for name in _holders(type(tree))}
+    return dataclasses.replace(tree, **changes)
