@@ -79,10 +79,12 @@ def _compiled() -> None:
     """FlashInfer's modules, side by side: one after another they take minutes."""
     if ATTENTION_BACKENDS["flashinfer"].missing(torch.device("cuda")):
         return
-    from flashinfer.jit import build_jit_specs, gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
+
+    from gpu_service.ops.flashinfer.table import compile_modules
 
     flags = (0, False, False)  # no rotary embedding, no window, no cap of logits
-    build_jit_specs(
+    compile_modules(
         [
             gen_batch_prefill_module("fa2", BF16, BF16, BF16, torch.int32, 128, 128, *flags, False),
             gen_batch_prefill_module("fa2", BF16, E4M3, BF16, torch.int32, 128, 128, *flags, False),

@@ -45,11 +45,12 @@ def tables() -> dict[str, Any]:
     """With what FlashInfer's second choices need compiled beforehand, side by side."""
     tables = load_tables(LIBRARIES)
     if "flashinfer" in tables:
-        from flashinfer.jit import build_jit_specs
         from flashinfer.jit.page import gen_page_module
         from flashinfer.jit.rope import gen_rope_module
 
-        build_jit_specs([gen_page_module(), gen_rope_module()])
+        from gpu_service.ops.flashinfer.table import compile_modules
+
+        compile_modules([gen_page_module(), gen_rope_module()])
     return tables
 
 

@@ -116,23 +116,29 @@ def top_p_renorm_probs(
     return kept / kept.sum(-1, keepdim=True).clamp_min(1e-8)
 
 
-def gen_norm_module() -> str:
-    return "norm"
+class FakeSpec:
+    """A module that could be compiled; notes in BUILT that it was."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def build(self, verbose: bool, need_lock: bool = True) -> None:
+        BUILT.append(self.name)
 
 
-def gen_sampling_module() -> str:
-    return "sampling"
+def gen_norm_module() -> FakeSpec:
+    return FakeSpec("norm")
 
 
-def gen_act_and_mul_module(act_func_name: str) -> str:
-    return act_func_name
+def gen_sampling_module() -> FakeSpec:
+    return FakeSpec("sampling")
+
+
+def gen_act_and_mul_module(act_func_name: str) -> FakeSpec:
+    return FakeSpec(act_func_name)
 
 
 BUILT: list[str] = []
-
-
-def build_jit_specs(specs: list[str], verbose: bool = False, skip_prebuilt: bool = True) -> None:
-    BUILT.extend(specs)
 
 
 _MODULES = {
@@ -141,7 +147,7 @@ _MODULES = {
     "rope": (apply_rope_with_cos_sin_cache_inplace,),
     "page": (append_paged_kv_cache,),
     "sampling": (top_k_renorm_probs, top_p_renorm_probs),
-    "jit": (build_jit_specs,),
+    "jit": (),
     "jit.norm": (gen_norm_module,),
     "jit.activation": (gen_act_and_mul_module,),
     "jit.sampling": (gen_sampling_module,),

@@ -79,7 +79,7 @@ def test_flashinfer_adapters_pass_what_flashinfer_documents(
     assert not _warnings(logs)
     assert chosen["rms_norm"].startswith("flashinfer > ")
     assert chosen["append_kv"].startswith(order[-1])
-    assert BUILT == ["silu", "sampling", "norm"], "compiled together, and before the first call"
+    assert sorted(BUILT) == ["norm", "sampling", "silu"], "compiled together, and before the first call"
     for op in OPS:
         assert_same_op(op, op, example(op, CPU, torch.float16), torch.float16)
 

@@ -7,9 +7,12 @@ family has it and it would be compiled for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import torch
 from flashinfer import activation, norm
-from flashinfer.jit import build_jit_specs
 from flashinfer.jit.activation import gen_act_and_mul_module
 from flashinfer.jit.norm import gen_norm_module
 from flashinfer.jit.sampling import gen_sampling_module
@@ -90,7 +93,18 @@ def prepare() -> None:
     # With its Python compiler installed the norms come from there, each in a second.
     if getattr(norm, "_USE_CUDA_NORM", True):
         specs.append(gen_norm_module())
-    build_jit_specs(specs)
+    compile_modules(specs)
+
+
+def compile_modules(specs: Sequence[Any]) -> None:
+    """Builds FlashInfer's modules (`JitSpec`s) side by side, each in its own directory, as loading it does.
+
+    FlashInfer's joint build (`build_jit_specs`) keeps a ninja log of its own: either build then finds the
+    other's outputs stale, and every start compiles everything twice.
+    """
+    with ThreadPoolExecutor(len(specs), "flashinfer-jit") as pool:
+        for built in [pool.submit(spec.build, verbose=False) for spec in specs]:
+            built.result()
 
 
 IMPLEMENTATIONS = {
