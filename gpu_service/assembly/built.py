@@ -11,7 +11,7 @@ from gpu_service.experts.client import ExpertClient
 from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.group import RankGroup
 from gpu_service.placement.recorder import ExpertRecorder
-from gpu_service.verify.report import SelfTestReport
+from gpu_service.verify.self_test import SelfTestReport
 
 
 @dataclass(frozen=True, slots=True)

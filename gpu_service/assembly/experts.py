@@ -10,17 +10,16 @@ import torch
 
 from gpu_service.device.resolve import resolve_device
 from gpu_service.device.stream import DeviceStream
-from gpu_service.experts.checked import CheckedExperts
 from gpu_service.experts.factory import make_expert_client
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
+from gpu_service.experts.servers import CheckedExperts
 from gpu_service.memory.plan import ExpertMemory
 from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.partition import stage_layers
 from gpu_service.placement.recorder import ExpertRecorder
-from gpu_service.verify.report import SelfTestReport
-from gpu_service.verify.self_test import ExpertsUnderTest, check_again, run_self_test
+from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestReport, check_again, run_self_test
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.placement.make import make_placement

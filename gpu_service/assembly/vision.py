@@ -9,7 +9,7 @@ import structlog
 import torch
 from PIL import Image
 
-from gpu_service.loader.tower import load_tower
+from gpu_service.loader.load import load_tower
 from gpu_service.memory.estimate import parameter_bytes
 from gpu_service.memory.plan import VisionMemory
 from gpu_service.model_config import ModelConfig

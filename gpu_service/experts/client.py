@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from opentelemetry import trace
+from opentelemetry.trace import SpanContext
 
 from moebius.checkpoint.moe_config import MoeGeometry
 
@@ -194,3 +196,15 @@ def _check(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch
         raise ValueError(f"{name} has shape {list(tensor.shape)}; {list(shape)} expected")
     if tensor.dtype != dtype and (dtype is not None or not tensor.dtype.is_floating_point):
         raise ValueError(f"{name} has dtype {tensor.dtype}; {dtype or 'a floating type'} expected")
+
+
+def sampled_span_context() -> SpanContext | None:
+    """The current span's ids, or None when nothing is to be recorded."""
+    context = trace.get_current_span().get_span_context()
+    return context if context.is_valid and context.trace_flags.sampled else None
+
+
+def traceparent(context: SpanContext) -> str:
+    """W3C trace context, version 00."""
+    ids = f"{trace.format_trace_id(context.trace_id)}-{trace.format_span_id(context.span_id)}"
+    return f"00-{ids}-{context.trace_flags:02x}"

@@ -1,20 +1,15 @@
-"""The reference: experts computed in this process by torch in float32, straight from the checkpoint.
-
-Slow and memory-hungry on purpose: it is what the expert servers are compared with, and it lets the engine
-run without any.
-"""
+"""What experts compute between their products, by the names of `MoeGeometry.activation`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.nn import functional
 
-from gpu_service.experts.activation import EXPERT_ACTIVATIONS
 from gpu_service.experts.client import (
     ExpertClient,
     ExpertClientStats,
@@ -28,6 +23,29 @@ from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
+
+
+def _silu(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    return functional.silu(gate) * up
+
+
+def _silu_clamped(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+def _gpt_oss(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+# Of gate and up, float32 of one shape, `MoeGeometry.alpha`, and the layer's `MoeGeometry.limit_of`.
+EXPERT_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]] = {
+    "silu": _silu,
+    "silu_clamped": _silu_clamped,
+    "gpt_oss": _gpt_oss,
+}
+
 
 WeightDtype = Literal["keep", "float32", "bfloat16", "int8", "int4"]
 # Packed formats whose rounding the reference repeats; "keep" and "float32" lose nothing.

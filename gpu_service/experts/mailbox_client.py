@@ -17,9 +17,9 @@ from gpu_service.experts.client import (
     Ticket,
     add_to,
     make_ticket,
+    sampled_span_context,
 )
-from gpu_service.experts.mailbox_servers import MailboxServers
-from gpu_service.experts.trace_context import sampled_span_context
+from gpu_service.experts.servers import MailboxServers
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.mailbox import ExpertComputeError, Mailbox, MailboxError, ServerLost, ShutDown, StaleEpoch
 from moebius.mailbox_layout import MAX_SERVERS

@@ -9,10 +9,14 @@ from torch import nn
 
 from gpu_service.attention.base import AttentionBackend, AttentionLayer
 from gpu_service.context import ForwardContext
-from gpu_service.layers.full_width_norm import FullWidthNorm, norm_full_width
-from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
-from gpu_service.layers.norm import RMSNorm, make_norm
-from gpu_service.layers.row_orders import gated_query_order
+from gpu_service.layers.linear import (
+    CheckpointPart,
+    FusedLinear,
+    RowParallelLinear,
+    empty_parameter,
+    gated_query_order,
+)
+from gpu_service.layers.norm import FullWidthNorm, RMSNorm, make_norm, norm_full_width
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope
 from gpu_service.parallel.context import SOLO, ParallelContext

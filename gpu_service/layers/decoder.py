@@ -1,14 +1,110 @@
-"""The pre-norm decoder layer, and the stream of sums that layers add to."""
+"""Token embedding and output head, divided over tensor-parallel ranks by vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
+from torch.nn import functional
 
 from gpu_service.context import ForwardContext
+from gpu_service.layers.linear import CheckpointPart, Linear, empty_parameter
 from gpu_service.layers.norm import RMSNorm, make_norm
-from gpu_service.model_config import ModelConfig
-from gpu_service.ops.rope import RopeTable
+from gpu_service.model_config import ModelConfig, RopeConfig
+from gpu_service.ops.rope import RopeTable, rope_table
+from gpu_service.ops.rope_frequencies import inverse_frequencies
+from gpu_service.ops.rope_sections import section_axes
+from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import Span, padded_vocab, vocab_span
+
+
+class Embedding(nn.Module):
+    """Row look-up; a rank holds the rows of its part of the vocabulary, padded with zeros to equal parts."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
+    ) -> None:
+        super().__init__()
+        self.weight = empty_parameter(padded_vocab(vocab_size, parallel), hidden_size, dtype=dtype)
+        self._span = vocab_span(vocab_size, parallel)
+        self._hidden_size = hidden_size
+        self._parallel = parallel
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 `[T]` to `[T, hidden_size]`: each id's row from the rank that has it, zeros from others."""
+        if self._parallel.tp_size == 1:
+            return functional.embedding(input_ids, self.weight)
+        rows = input_ids - self._span.begin
+        elsewhere = (rows < 0) | (rows >= self._span.size)
+        embedded = functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self._parallel.tensor_group.all_reduce(embedded.masked_fill_(elsewhere.unsqueeze(1), 0.0))
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """See `layers.linear.Divided`."""
+        yield CheckpointPart("", "weight", self._span, Span.whole(self._hidden_size))
+
+
+class Head(Linear):
+    """The output projection; a rank computes the logits of its part of the vocabulary."""
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
+    ) -> None:
+        super().__init__(hidden_size, padded_vocab(vocab_size, parallel), bias=False, dtype=dtype)
+        self._span = vocab_span(vocab_size, parallel)
+        self._hidden_size = hidden_size
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """See `layers.linear.Divided`."""
+        yield CheckpointPart("", "weight", self._span, Span.whole(self._hidden_size))
+
+
+def gather_logits(logits: torch.Tensor, vocab_size: int, parallel: ParallelContext) -> torch.Tensor:
+    """Each rank's `[L, padded part]` to all ranks' `[L, vocab_size]`."""
+    if parallel.tp_size == 1:
+        return logits
+    return parallel.tensor_group.all_gather(logits)[:, :vocab_size]
+
+
+class RotaryEmbedding:
+    """Not a module: it holds no checkpoint tensor, so nothing of it may wait for the loader."""
+
+    def __init__(
+        self, config: RopeConfig, max_model_len: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`max_model_len`: tokens of the longest sequence that is served.
+
+        It alone chooses between LongRoPE's two sets of factors: keys stay in the cache as they were rotated,
+        and one step holds sequences of all lengths, so that a set for each length would have none agree.
+        """
+        scaling, factors = dict(config.scaling), config.pair_factors
+        is_long = bool(factors) and max_model_len > scaling["original_max_position_embeddings"]
+        frequencies = inverse_frequencies(
+            config.theta, config.rotary_dim, config.scaling_kind, scaling, factors[is_long] if factors else ()
+        )
+        # float32 [rotary_dim / 2], radians per token.
+        self.frequencies = frequencies.to(device)
+        self._dtype = dtype
+        self._interleaved = config.interleaved
+        self._attention_factor = config.attention_factor
+        # int64 [rotary_dim / 2]; None: the model has one position a token.
+        self._axes: torch.Tensor | None = None
+        if config.mrope_sections:
+            self._axes = section_axes(config.mrope_sections, config.mrope_interleaved).to(device)
+
+    def table(self, positions: torch.Tensor) -> RopeTable:
+        """Factors for all layers of the step.
+
+        positions: int64 `[T]`; of a model with mRoPE also `[3, T]`, rows of time, height and width. Where
+        these are equal, as in text, both give the same table bit by bit. Raises ValueError for `[3, T]`
+        and a model without mRoPE.
+        """
+        if positions.dim() == 2:
+            if self._axes is None:
+                raise ValueError(f"positions {tuple(positions.shape)} need a model with mRoPE")
+            positions = positions.index_select(0, self._axes).t()
+        return rope_table(positions, self.frequencies, self._dtype, self._interleaved, self._attention_factor)
 
 
 class ResidualStream:

@@ -1,4 +1,4 @@
-"""Linear attention by the gated delta rule. Source: Gated DeltaNet (arXiv:2412.06464), as in Qwen3-Next."""
+"""Which requests of a step compute one token and which several: found once, for all layers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,36 @@ from torch import nn
 from gpu_service.cache.state_cache import StateCache
 from gpu_service.context import ForwardContext
 from gpu_service.engine.step import ForwardInputs
-from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
+from gpu_service.layers.linear import (
+    CheckpointPart,
+    FusedLinear,
+    RowParallelLinear,
+    channels_of,
+    empty_parameter,
+    linear_attention_order,
+)
 from gpu_service.layers.norm import RMSNorm
-from gpu_service.layers.row_orders import channels_of, linear_attention_order
-from gpu_service.layers.step_sequences import StepSequences
 from gpu_service.model_config import LinearAttentionConfig, ModelConfig
 from gpu_service.ops.causal_conv import causal_conv_extend, causal_conv_update
 from gpu_service.ops.delta_rule import gated_delta_extend, gated_delta_update
 from gpu_service.ops.gated_norm import gated_rms_norm
 from gpu_service.ops.rope import RopeTable
+from gpu_service.ops.sequences import Sequences, make_sequences
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import Span, key_heads, own_heads
+
+
+class StepSequences:
+    """Shared by the layers of a model, which all ask about the same step."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[ForwardInputs, Sequences] | None = None
+
+    def of(self, inputs: ForwardInputs) -> Sequences:
+        """All requests of the step, in order."""
+        if self._latest is None or self._latest[0] is not inputs:
+            self._latest = inputs, make_sequences(inputs.query_start_loc, inputs.query_start_loc_tensor)
+        return self._latest[1]
 
 
 class Projected(NamedTuple):

@@ -1,21 +1,86 @@
-"""The mixture-of-experts block: routes, and adds up what expert servers and the device itself compute."""
+"""The gated MLP: dense layers and shared experts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from gpu_service.context import ForwardContext
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts, Share
-from gpu_service.layers.linear import Linear
-from gpu_service.layers.mlp import GatedMLP
-from gpu_service.layers.router import Router
-from gpu_service.model_config import MoeConfig
+from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, empty_parameter
+from gpu_service.model_config import MoeConfig, RouterConfig
+from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS
+from gpu_service.ops.router import route
 from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.partition import even_span
+
+
+class GatedMLP(nn.Module):
+    """`down(act(gate(x)) * up(x))`; every rank holds a part of the intermediate dimension."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        *,
+        limit: float = math.inf,
+        dtype: torch.dtype,
+        parallel: ParallelContext = SOLO,
+        reduce: bool = True,
+    ) -> None:
+        """`intermediate_size` is the model's. `reduce=False` leaves the sum over ranks to the caller.
+
+        `limit`: where the activated gate is cut off above, and `up` on both sides.
+        """
+        super().__init__()
+        neurons = even_span(intermediate_size, parallel.tp_rank, parallel.tp_size)
+        parts = {"gate_proj": neurons, "up_proj": neurons}
+        self.gate_up_proj = FusedLinear(hidden_size, parts, bias=False, dtype=dtype)
+        self.down_proj = RowParallelLinear(
+            neurons, hidden_size, bias=False, dtype=dtype, parallel=parallel, reduce=reduce
+        )
+        self._activation: Callable[[torch.Tensor], torch.Tensor] = GATED_ACTIVATIONS[activation]
+        if limit != math.inf:
+            self._activation = partial(CLAMPED_ACTIVATIONS[activation], limit=limit)
+
+    def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """`[T, H]` to a new `[T, H]`; the context is part of the signature that MLP and MoE share."""
+        output: torch.Tensor = self.down_proj(self._activation(self.gate_up_proj(hidden_states)))
+        return output
+
+
+class Router(nn.Module):
+    """Gate matmul followed by `ops.router.route`.
+
+    The weight is kept in the dtype the product runs in: with a float32 gate a bfloat16 checkpoint is
+    widened once at load instead of at every step. The correction bias is always float32.
+    """
+
+    def __init__(self, hidden_size: int, config: RouterConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        gate_dtype = torch.float32 if config.float32_gate else dtype
+        self.weight = empty_parameter(config.num_experts, hidden_size, dtype=gate_dtype)
+        shape = (1, config.num_experts) if config.correction_bias_is_row else (config.num_experts,)
+        self.e_score_correction_bias = (
+            empty_parameter(*shape, dtype=torch.float32) if config.correction_bias else None
+        )
+        self.bias = empty_parameter(config.num_experts, dtype=gate_dtype) if config.gate_bias else None
+        self._config = config
+
+    def forward(
+        self, hidden_states: torch.Tensor, valid_rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`; -1 where not valid."""
+        logits = functional.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
+        bias = self.e_score_correction_bias
+        return route(logits, None if bias is None else bias.flatten(), self._config, valid_rows)
 
 
 class MoE(nn.Module):

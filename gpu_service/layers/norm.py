@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
+from torch.nn import functional
 
-from gpu_service.layers.linear import empty_parameter
+from gpu_service.layers.linear import CheckpointPart, empty_parameter
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
+from gpu_service.parallel.context import Collectives
+from gpu_service.parallel.partition import Span
 
 
 class RMSNorm(nn.Module):
@@ -47,3 +52,63 @@ def make_norm(config: ModelConfig, size: int, *, dtype: torch.dtype) -> RMSNorm:
     """The norm that the model's layers and heads have, over `size` elements."""
     kind = CenteredRMSNorm if config.centered_norms else RMSNorm
     return kind(size, config.rms_norm_eps, dtype=dtype)
+
+
+class FullWidthNorm(nn.Module):
+    """The weights of a rank's heads, of a root-mean-square norm over the whole projection."""
+
+    def __init__(self, rows: Span, num_ranks: int, eps: float, *, dtype: torch.dtype) -> None:
+        """`rows` are the rank's of the projection; of `num_ranks`, several may hold the same ones."""
+        super().__init__()
+        self.weight = empty_parameter(rows.size, dtype=dtype)
+        self.rows, self.eps = rows, eps
+        # Elements that the squares of all ranks are of, those that several hold counted as often.
+        self.counted = rows.size * num_ranks
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """See `Divided`."""
+        yield CheckpointPart("", "weight", self.rows, None)
+
+    def apply_statistics(self, values: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+        """Norm float32 `[T, rows]` by the sum `[T, 1]` of all ranks' squares; rounded before the weight."""
+        normalized = values * torch.rsqrt(squares / self.counted + self.eps)
+        return normalized.to(self.weight.dtype) * self.weight
+
+
+def norm_full_width(
+    heads: torch.Tensor, q_norm: FullWidthNorm, k_norm: FullWidthNorm, group: Collectives
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm the queries and the keys that one product made side by side.
+
+    heads `[T, num_heads + num_kv_heads, head_dim]`, queries first, rows of a token contiguous. Returns new
+    queries `[T, num_heads, head_dim]` and keys `[T, num_kv_heads, head_dim]`. One all-reduce of two numbers
+    a token where there are several ranks.
+    """
+    rows = heads.flatten(1)
+    query, key = rows[:, : q_norm.rows.size], rows[:, q_norm.rows.size :]
+    if q_norm.rows.is_whole:
+        query, key = rms_norm(query, q_norm.weight, q_norm.eps), rms_norm(key, k_norm.weight, k_norm.eps)
+    else:
+        query, key = query.float(), key.float()
+        squares = torch.stack((query.square().sum(dim=-1), key.square().sum(dim=-1)), dim=-1)
+        squares = group.all_reduce(squares)
+        query = q_norm.apply_statistics(query, squares[:, :1])
+        key = k_norm.apply_statistics(key, squares[:, 1:])
+    head_dim = heads.shape[2]
+    return query.view(-1, q_norm.rows.size // head_dim, head_dim), key.view(
+        -1, k_norm.rows.size // head_dim, head_dim
+    )
+
+
+class LayerNorm(nn.Module):
+    """With a learned weight and bias `[size]`; computed in float32, whatever the type of the rows."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype)
+        self.bias = empty_parameter(size, dtype=dtype)
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension; returns a new tensor."""
+        return functional.layer_norm(hidden_states, self.weight.shape, self.weight, self.bias, self.eps)

@@ -1,34 +1,207 @@
-"""Fills a model from a checkpoint, tensor by tensor, and proves that nothing is missing or left over.
-
-Which rows a name fills comes from the modules (`loader/names.py`), which tensors hold them from the
-checkpoint (`loader/find_sources.py`). Peak memory is the model plus one tensor: nothing is mapped, and
-routed experts are never read. A rank of several reads its rows and columns only; what is left over is proven
-by all stages together.
-"""
+"""Which tensors of a checkpoint every parameter is read from, and proof that none is missing or left over."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from gpu_service.loader.find_sources import find_sources, listed
-from gpu_service.loader.fp8_source import keep_stored_fp8
 from gpu_service.loader.names import Target, expected_names, wanted_name
-from gpu_service.loader.sources import Means, WeightSource
+from gpu_service.loader.sources import Means, PlainSource, QuantisedSource, WeightSource, keep_stored_fp8
 from gpu_service.loader.tied_head import is_stored_as_head
-from gpu_service.loader.tower import check_tower
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
 from gpu_service.models.registry import build_model
 from gpu_service.models.vision.registry import build_tower
+from gpu_service.models.vision.tower import VisionTower
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
+from moebius.checkpoint.matrix_finder import MatrixFinder, is_ignored, side_name
 from moebius.checkpoint.quantisation import read_schemes
-from moebius.checkpoint.reader import SliceReader
+from moebius.checkpoint.reader import Array, SliceReader, read_slice
 from moebius.checkpoint.rules import check_prediction_layers
+from moebius.checkpoint.stored_values import check_values
+from moebius.checkpoint.tower_rules import tower_name
+from moebius.checkpoint.weight_schemes import FLOATS, WeightScheme
 from moebius.config import ModelConfigSection
+
+# How many names an error lists before it only counts the rest.
+_MAX_LISTED = 20
+
+
+def find_sources(
+    directory: Path,
+    present: Mapping[str, TensorInfo],
+    expected: Mapping[str, Target],
+    schemes: tuple[WeightScheme, ...],
+) -> dict[str, WeightSource]:
+    """A source for every expected name; `present` has the checkpoint's tensors by canonical name.
+
+    What is stored decides: floats under the expected name are taken as they are, anything else must fit one
+    of `schemes`. Raises CheckpointError listing every name that is missing, unused, mis-shaped, of a wrong
+    type, or quantised in a way that can not be read.
+    """
+    search = _Search(MatrixFinder(present, directory, schemes), expected)
+    for name, target in expected.items():
+        search.locate(name, target)
+    search.check_unused()
+    lines = [f"{len(names)} {kind}: {listed(names)}" for kind, names in search.problems.items() if names]
+    if lines:
+        raise CheckpointError(f"{directory} does not fit its config.json: {'; '.join(lines)}")
+    return search.sources
+
+
+def listed(items: Iterable[str]) -> str:
+    """For messages: the first names in order, and how many more there are."""
+    names = sorted(items)
+    more = f", and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
+
+
+def _no_problems() -> dict[str, list[str]]:
+    return {kind: [] for kind in ("missing", "unused", "mis-shaped", "mis-typed", "unreadable")}
+
+
+@dataclass
+class _Search:
+    finder: MatrixFinder
+    expected: Mapping[str, Target]
+    # Filled by `locate`.
+    sources: dict[str, WeightSource] = field(default_factory=dict)
+    problems: dict[str, list[str]] = field(default_factory=_no_problems)
+    # The checkpoint's own names of tensors that a source reads.
+    used: set[str] = field(default_factory=set)
+
+    def locate(self, name: str, target: Target) -> None:
+        """Find the source of one expected name, or note what is wrong with it."""
+        info = self.finder.tensors.get(name)
+        if info is not None and info.dtype in FLOATS:
+            self._take_plain(name, info, target)
+        elif len(target.shape) == 2 and self._is_quantised(name):
+            self._take_quantised(name, target)
+        elif info is None:
+            self.problems["missing"].append(name)
+        else:
+            self.used.add(info.name)
+            self.problems["mis-typed"].append(f"{info.name} {info.dtype} (allowed {', '.join(FLOATS)})")
+
+    def _take_plain(self, name: str, info: TensorInfo, target: Target) -> None:
+        self.used.add(info.name)
+        if info.shape != target.shape:
+            self.problems["mis-shaped"].append(
+                f"{info.name} {list(info.shape)} (expected {list(target.shape)})"
+            )
+        self.sources[name] = PlainSource(info)
+
+    def _is_quantised(self, name: str) -> bool:
+        return name in self.finder.tensors or any(self._side_tensors(name))
+
+    def _take_quantised(self, name: str, target: Target) -> None:
+        rows, cols = target.shape
+        try:
+            # A bias is a parameter of its own.
+            matrix = replace(self.finder.find(name, (rows, cols)), bias=None)
+        except CheckpointError as error:
+            self.problems["unreadable"].append(str(error))
+            self.used.update(info.name for info in self._side_tensors(name))
+            return
+        self.used.update(matrix.tensor_names)
+        self.sources[name] = QuantisedSource(matrix)
+
+    def _side_tensors(self, name: str) -> Iterator[TensorInfo]:
+        """Tensors that some scheme would read for the matrix."""
+        for scheme in self.finder.schemes:
+            for stored in scheme.roles:
+                info = self.finder.tensors.get(side_name(name, stored.suffix))
+                if info is not None:
+                    yield info
+
+    def check_unused(self) -> None:
+        """Note every tensor that no source reads, but for those that quantisers leave behind."""
+        for name, info in self.finder.tensors.items():
+            if info.name in self.used or (self.finder.schemes and is_ignored(name)):
+                continue
+            if not self._is_empty_bias(name, info):
+                self.problems["unused"].append(info.name)
+
+    def _is_empty_bias(self, name: str, info: TensorInfo) -> bool:
+        """GPTQ quantisers write zeros beside matrices that never had a bias."""
+        matrix = name.removesuffix(".bias") + ".weight"
+        is_bias = name.endswith(".bias") and isinstance(self.sources.get(matrix), QuantisedSource)
+        return is_bias and info.dtype in FLOATS and not read_slice(info).any()
+
+
+_FLOAT_DTYPES = ("F32", "F16", "BF16")
+
+
+def load_tower(tower: VisionTower, directory: str | Path, model_type: str) -> None:
+    """Give every parameter its values, converted to its dtype.
+
+    Raises CheckpointError as `check_tower` does, and naming a tensor that holds NaN or infinity.
+    """
+    located = check_tower(tower, directory, model_type)
+    tensors = tower.state_dict(keep_vars=True)
+    with SliceReader() as reader:
+        for name, info in located:
+            array = reader.read(info)
+            for parameter, values in tower.parts(name, _as_torch(array, info.dtype)):
+                rounded = tensors[parameter].dtype == torch.bfloat16
+                check_values(array, info.dtype, info.name, rounded)
+                tensors[parameter].data.copy_(values)
+
+
+def check_tower(
+    tower: VisionTower, directory: str | Path, model_type: str
+) -> tuple[tuple[str, TensorInfo], ...]:
+    """What fills a tower, which may be without memory, from headers alone; names are the tower's.
+
+    Raises CheckpointError naming the tensors that are missing, unknown, mis-shaped or not floating-point.
+    """
+    index = CheckpointIndex.open(directory)
+    shapes = {name: tensor.shape for name, tensor in tower.state_dict().items()}
+    missing = set(shapes)
+    located: list[tuple[str, TensorInfo]] = []
+    for info in index.tensors.values():
+        name = tower_name(model_type, info.name)
+        if name is None:
+            continue
+        if info.dtype not in _FLOAT_DTYPES:
+            allowed = ", ".join(_FLOAT_DTYPES)
+            raise CheckpointError(f"vision tensor {info.name} is {info.dtype}; allowed: {allowed}")
+        for parameter, values in _parts(tower, name, info, directory):
+            if parameter not in missing:
+                raise CheckpointError(f"{directory}: the vision tower has no use for {info.name}")
+            if shapes[parameter] != values.shape:
+                found = f"{list(values.shape)}, expected {list(shapes[parameter])}"
+                raise CheckpointError(f"{directory}: vision tensor {info.name} gives {found}")
+            missing.remove(parameter)
+        located.append((name, info))
+    if missing:
+        raise CheckpointError(f"{directory}: the vision tower lacks {', '.join(sorted(missing)[:20])}")
+    return tuple(located)
+
+
+def _parts(
+    tower: VisionTower, name: str, info: TensorInfo, directory: str | Path
+) -> list[tuple[str, torch.Tensor]]:
+    """Without memory."""
+    try:
+        return list(tower.parts(name, torch.empty(info.shape, device="meta")))
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory}: vision tensor {info.name} of shape {list(info.shape)} can not be divided: {error}"
+        ) from error
+
+
+def _as_torch(array: Array, dtype: str) -> torch.Tensor:
+    if dtype == "BF16":
+        # torch reinterprets signed integers; numpy has no bfloat16.
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def load_weights(model: CausalLM, directory: str | Path, *, keep_fp8: bool = False) -> None:

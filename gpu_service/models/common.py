@@ -9,13 +9,17 @@ import torch
 from torch import nn
 
 from gpu_service.context import ForwardContext
-from gpu_service.layers.decoder import DecoderLayer, ResidualStream
-from gpu_service.layers.embedding import Embedding, Head, gather_logits
+from gpu_service.layers.decoder import (
+    DecoderLayer,
+    Embedding,
+    Head,
+    ResidualStream,
+    RotaryEmbedding,
+    gather_logits,
+)
 from gpu_service.layers.linear import Packed
-from gpu_service.layers.mlp import GatedMLP
-from gpu_service.layers.moe import MoE
+from gpu_service.layers.moe import GatedMLP, MoE
 from gpu_service.layers.norm import make_norm
-from gpu_service.layers.rope import RotaryEmbedding
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.parallel.context import SOLO, ParallelContext

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_service.layers.indexer import Indexer, StepSelection
-from gpu_service.layers.mla import MLAttention
+from gpu_service.layers.mla import Indexer, MLAttention, StepSelection
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM, build_causal_lm
 from gpu_service.parallel.context import SOLO, ParallelContext

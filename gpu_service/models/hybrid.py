@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from gpu_service.layers.attention import GQAttention
-from gpu_service.layers.gated_delta_net import GatedDeltaNet
-from gpu_service.layers.step_sequences import StepSequences
+from gpu_service.layers.gated_delta_net import GatedDeltaNet, StepSequences
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM, build_causal_lm
 from gpu_service.parallel.context import ParallelContext

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import grpc
+import structlog
 import torch
 
+from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
+from gpu_service.experts.grpc_client import GrpcExpertClient
+from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.verify.errors import relative_error
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.checkpoint.split import equal_shares, split_bounds
+from moebius.config import ExpertConfig, MoebiusConfig
+from protos import expert_pb2, expert_pb2_grpc
 
 # Rows that choose one expert alone, and rows that choose all of a probe's experts together.
 ROWS_EACH = 4
@@ -75,3 +85,98 @@ def spread(items: Sequence[int], count: int) -> tuple[int, ...]:
         return tuple(items[:count])
     last = len(items) - 1
     return tuple(dict.fromkeys(items[round(i * last / (count - 1))] for i in range(count)))
+
+
+def place_of(
+    config: MoebiusConfig, geometry: MoeGeometry, experts: Sequence[int], on_device: Collection[int]
+) -> str:
+    """The device, this process, or the expert servers that hold a part of any of the experts."""
+    served = [expert for expert in experts if expert not in on_device]
+    places = [] if len(served) == len(experts) else ["the engine's device"]
+    if served:
+        places.append(_servers(config.experts, geometry, served))
+    return " and ".join(places)
+
+
+def shares_experts(config: ExpertConfig) -> bool:
+    """Whether several servers hold a part of every expert each."""
+    return config.expert_split == "tensor" and _count(config) > 1
+
+
+def _count(config: ExpertConfig) -> int:
+    return len(config.expert_addresses) if config.expert_transport == "grpc" else config.split_count
+
+
+def _servers(config: ExpertConfig, geometry: MoeGeometry, experts: Sequence[int]) -> str:
+    if config.expert_transport == "local":
+        return "the engine's own process"
+    count = _count(config)
+    holders = list(range(count))
+    if config.expert_split == "expert":
+        bounds = split_bounds(geometry.num_experts, equal_shares(count, config.split_shares))
+        holders = [i for i, (begin, end) in enumerate(bounds) if any(begin <= e < end for e in experts)]
+    names = [f"{i} ({config.expert_addresses[i]})" if config.expert_addresses else str(i) for i in holders]
+    if len(names) == 1:
+        return f"expert server {names[0]}"
+    return f"expert servers {', '.join(names)}, each of which holds a part"
+
+
+_log = structlog.get_logger(__name__)
+_TIMEOUT_S = 5.0
+
+
+def wrong_servers(
+    config: MoebiusConfig,
+    geometry: MoeGeometry,
+    dtype: torch.dtype,
+    layer: int,
+    expert: int,
+    allowed: float,
+) -> list[str] | None:
+    """In words, those whose part of the expert is off by more than `allowed`, and how far.
+
+    Empty: asked by gRPC each gives the right part, so that the fault lies between them and here. None: they
+    can not be asked.
+    """
+    addresses = config.experts.expert_addresses
+    if config.experts.expert_transport == "local" or not addresses:
+        return None
+    found: list[str] = []
+    try:
+        for index, address in enumerate(addresses):
+            error = _error(config, geometry, dtype, layer, expert, address)
+            if not error <= allowed:
+                found.append(f"{index} ({address}), its own part off by {error:.3g}")
+    except (grpc.RpcError, ExpertUnavailable, ExpertComputeFailed) as error:
+        _log.warning("expert servers can not be asked one by one", error=str(error))
+        return None
+    return found
+
+
+def _error(
+    config: MoebiusConfig,
+    geometry: MoeGeometry,
+    dtype: torch.dtype,
+    layer: int,
+    expert: int,
+    address: str,
+) -> float:
+    """Of one server's part."""
+    neurons = _neurons(address)
+    probe = make_probe(layer, (expert,), geometry.hidden_size, geometry.top_k, dtype)
+    arguments = (layer, probe.hidden_states, probe.topk_ids, probe.topk_weights)
+    reference = LocalExpertClient(config.model.model, geometry, dtype, keeps=False, neurons=neurons)
+    client = GrpcExpertClient([address], geometry, dtype, config.experts.mailbox_deadline_ms)
+    try:
+        answer = client.collect(client.submit(*arguments))
+    finally:
+        client.close()
+    return relative_error(answer, reference.collect(reference.submit(*arguments)))
+
+
+def _neurons(address: str) -> tuple[int, int]:
+    """What the server says it holds of every expert."""
+    make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub
+    with grpc.insecure_channel(address) as channel:
+        info = make_stub(channel).Info(expert_pb2.InfoRequest(), timeout=_TIMEOUT_S)
+    return info.intermediate_begin, info.intermediate_end

@@ -17,7 +17,7 @@ from gpu_service.device.host_graphs import RecordedOperations
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
 from gpu_service.engine.step import StepPlan
-from gpu_service.loader.tower import load_tower
+from gpu_service.loader.load import load_tower
 from gpu_service.models.common import CausalLM
 from gpu_service.models.vision.registry import build_tower
 from gpu_service.request import Request, SamplingParams

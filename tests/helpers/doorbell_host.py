@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from gpu_service.experts.doorbell.client import DoorbellExpertClient
-from gpu_service.experts.doorbell.interface import (
+from gpu_service.experts.doorbell.client import DoorbellExpertClient, DoorbellLauncher
+from gpu_service.experts.doorbell.program import (
     PACK_CLEAR,
     PACK_HIDDEN,
     PACK_RING,
@@ -26,7 +26,6 @@ from gpu_service.experts.doorbell.interface import (
     make_box,
     program,
 )
-from gpu_service.experts.doorbell.launcher import DoorbellLauncher
 from gpu_service.experts.doorbell.watch import Watch
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.mailbox import Mailbox

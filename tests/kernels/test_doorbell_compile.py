@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpu_service.experts.doorbell import compile as doorbell_compile
+from gpu_service.experts.doorbell import program as doorbell_program
 from gpu_service.experts.doorbell.crossover import Crossover, crossing
-from gpu_service.experts.doorbell.interface import ClientFailure, program
+from gpu_service.experts.doorbell.program import ClientFailure, program
 from moebius.errors import UserError
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -35,7 +35,7 @@ def test_nvcc_compiles_the_kernels_for_every_architecture(tmp_path: Path) -> Non
 def test_nvrtc_compiles_the_kernels(arch: str) -> None:
     """Both kernels are in the machine code."""
     pytest.importorskip("cuda.core")
-    code = doorbell_compile.compile_source(program(), arch)
+    code = doorbell_program.compile_source(program(), arch)
     assert b"pack_and_ring" in code
     assert b"wait_and_add" in code
 
@@ -48,28 +48,28 @@ def test_compiled_code_is_kept_by_its_source(tmp_path: Path, monkeypatch: pytest
         compiled.append(arch)
         return f"code of {arch} {len(compiled)}".encode()
 
-    monkeypatch.setattr(doorbell_compile, "compile_source", fake)
-    first = doorbell_compile.compiled("sm_90", str(tmp_path))
-    assert doorbell_compile.compiled("sm_90", str(tmp_path)) == first
-    assert doorbell_compile.compiled("sm_80", str(tmp_path)) != first
+    monkeypatch.setattr(doorbell_program, "compile_source", fake)
+    first = doorbell_program.compiled("sm_90", str(tmp_path))
+    assert doorbell_program.compiled("sm_90", str(tmp_path)) == first
+    assert doorbell_program.compiled("sm_80", str(tmp_path)) != first
     assert compiled == ["sm_90", "sm_80"]
-    monkeypatch.setattr(doorbell_compile, "program", lambda: "another source")
-    assert doorbell_compile.compiled("sm_90", str(tmp_path)) != first
+    monkeypatch.setattr(doorbell_program, "program", lambda: "another source")
+    assert doorbell_program.compiled("sm_90", str(tmp_path)) != first
     assert len(list(tmp_path.rglob("*.cubin"))) == 3
 
 
 def test_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The setting and the place are in the message."""
-    monkeypatch.setattr(doorbell_compile, "compile_source", lambda *_: b"code")
+    monkeypatch.setattr(doorbell_program, "compile_source", lambda *_: b"code")
     occupied = tmp_path / "file"
     occupied.write_text("")
     with pytest.raises(UserError, match=r"jit_cache_dir.*file"):
-        doorbell_compile.compiled("sm_90", str(occupied))
+        doorbell_program.compiled("sm_90", str(occupied))
 
 
 def test_failures_have_the_numbers_of_the_layout() -> None:
     """`ClientFailure` of layout.h, which is what the preamble gives the kernels."""
-    layout = (Path(doorbell_compile.__file__).parents[3] / "kernels/mailbox/layout.h").read_text()
+    layout = (Path(doorbell_program.__file__).parents[3] / "kernels/mailbox/layout.h").read_text()
     names = {
         "NONE": "kNone",
         "DEADLINE": "kDeadline",

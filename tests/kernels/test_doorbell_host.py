@@ -15,7 +15,7 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
-from gpu_service.experts.doorbell.interface import Box, State
+from gpu_service.experts.doorbell.program import Box, State
 from moebius import _kernels
 from moebius.mailbox import EchoBackend, MailboxServer
 from moebius.mailbox_layout import offsets

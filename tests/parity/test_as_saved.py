@@ -13,7 +13,7 @@ import torch
 
 from expert_service.load_plan import plan_load
 from gpu_service.experts.local_client import LocalExpertClient
-from gpu_service.loader.tower import load_tower
+from gpu_service.loader.load import load_tower
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.vision.registry import build_tower
 from moebius.checkpoint.moe_config import MoeGeometry

@@ -15,7 +15,7 @@ from gpu_service.attention.mla.triton_backend import TritonMlaAttention
 from gpu_service.cache.mla_cache import MlaCache
 from gpu_service.cache.paged_cache import make_cache, page_bytes
 from gpu_service.context import ForwardContext
-from gpu_service.layers.rope import RotaryEmbedding
+from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model

@@ -15,8 +15,7 @@ from gpu_service.build import build_engine
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.interface import NullObserver
 from gpu_service.experts.local_client import LocalExpertClient
-from gpu_service.verify.report import SelfTestFailed
-from gpu_service.verify.self_test import ExpertsUnderTest, run_self_test
+from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestFailed, run_self_test
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from tests.helpers.checkpoints import TinyMoe

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from gpu_service.device.stream import HostDeviceStream
-from gpu_service.experts.checked import CheckedExperts
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.local_client import LocalExpertClient
-from gpu_service.experts.newcomers import Newcomers
+from gpu_service.experts.servers import CheckedExperts, Newcomers
 from gpu_service.verify.self_test import ExpertsUnderTest, check_again, run_self_test
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig

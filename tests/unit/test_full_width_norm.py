@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 import torch
 
-from gpu_service.layers.full_width_norm import FullWidthNorm, norm_full_width
+from gpu_service.layers.norm import FullWidthNorm, norm_full_width
 from gpu_service.ops.norm import rms_norm
 from gpu_service.parallel.context import Collectives
 from gpu_service.parallel.partition import Span, even_span

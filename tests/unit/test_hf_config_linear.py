@@ -12,7 +12,7 @@ import torch
 
 from gpu_service.cache.kv_cache import bytes_per_page
 from gpu_service.cache.state_cache import state_bytes
-from gpu_service.layers.row_orders import gated_query_order, linear_attention_order
+from gpu_service.layers.linear import gated_query_order, linear_attention_order
 from gpu_service.model_config import LinearAttentionConfig, ModelConfig, ModelConfigError
 from gpu_service.models.registry import build_model
 from gpu_service.parallel.context import ParallelContext

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpu_service.loader.find_sources import find_sources
+from gpu_service.loader.load import find_sources
 from gpu_service.loader.names import expected_names, wanted_name
 from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.registry import MODEL_BUILDERS, build_model

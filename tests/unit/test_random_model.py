@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpu_service.experts.local_client import LocalExpertClient
-from gpu_service.layers.router import Router
+from gpu_service.layers.moe import Router
 from moebius.app.random_model import RandomModelOptions, write_random_model
 from moebius.app.random_model.draws import (
     FLOAT8_STD,

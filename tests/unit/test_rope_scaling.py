@@ -9,7 +9,7 @@ import torch
 
 from gpu_service.hf_config.keys import HfKeys
 from gpu_service.hf_config.rope import read_rope
-from gpu_service.layers.rope import RotaryEmbedding
+from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.model_config import ModelConfigError
 from gpu_service.ops.rope import rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies

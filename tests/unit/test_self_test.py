@@ -14,10 +14,9 @@ from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable, Ticket
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.resident.make import make_resident_experts
-from gpu_service.verify.allowed import ROWS, allowed_error
+from gpu_service.verify.errors import ROWS, allowed_error
 from gpu_service.verify.probe import spread
-from gpu_service.verify.report import SelfTestFailed
-from gpu_service.verify.self_test import ExpertsUnderTest, run_self_test
+from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestFailed, run_self_test
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import ExpertConfig, ModelConfigSection, MoebiusConfig, PlacementConfig
 from tests.helpers.checkpoints import TinyMoe

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from gpu_service.assembly.vision import encoding_bytes, vision_memory
 from gpu_service.cache.kv_cache import bytes_per_page
-from gpu_service.loader.tower import load_tower
+from gpu_service.loader.load import load_tower
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.kv_pool import size_kv_pool
 from gpu_service.memory.plan import IMAGES, VISION, plan_memory
@@ -23,8 +23,7 @@ from gpu_service.model_config import ModelConfig, ModelConfigError, ModelOverrid
 from gpu_service.models.registry import build_model
 from gpu_service.models.vision.registry import TOWER_BUILDERS, build_tower
 from gpu_service.vision.config import VisionConfig
-from gpu_service.vision.kimi_processor import KimiImageProcessor
-from gpu_service.vision.processor import ImagePreparer
+from gpu_service.vision.processor import ImagePreparer, KimiImageProcessor
 from gpu_service.vision.prompt import ImageError
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.tower_rules import TOWER_RULES, tower_name

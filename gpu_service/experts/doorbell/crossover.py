@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 
-from gpu_service.experts.doorbell.interface import PACK_HIDDEN, WAIT_ADD
+from gpu_service.experts.doorbell.program import PACK_HIDDEN, WAIT_ADD
 
 if TYPE_CHECKING:
     from gpu_service.experts.doorbell.cuda_launcher import CudaLauncher

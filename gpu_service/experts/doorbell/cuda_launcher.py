@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 
 from gpu_service.experts.doorbell import driver
-from gpu_service.experts.doorbell.compile import compiled
+from gpu_service.experts.doorbell.client import DoorbellLauncher
 from gpu_service.experts.doorbell.crossover import Crossover, measured_crossover
-from gpu_service.experts.doorbell.interface import (
+from gpu_service.experts.doorbell.program import (
     PACK_CLEAR,
     PACK_HIDDEN,
     PACK_RING,
@@ -19,9 +19,9 @@ from gpu_service.experts.doorbell.interface import (
     WAIT_ANSWERS,
     Box,
     State,
+    compiled,
     make_box,
 )
-from gpu_service.experts.doorbell.launcher import DoorbellLauncher
 from moebius.mailbox import Mailbox
 from moebius.mailbox_layout import offsets, row_begin
 

@@ -8,7 +8,7 @@ import structlog
 import torch
 from torch.nn import functional
 
-from gpu_service.experts.activation import EXPERT_ACTIVATIONS
+from gpu_service.experts.local_client import EXPERT_ACTIVATIONS
 from gpu_service.experts.resident.slots import LayerSlots
 from gpu_service.experts.resident.unpack import UnpackedMatrix, unpack_expert
 from moebius.checkpoint.moe_config import MoeGeometry

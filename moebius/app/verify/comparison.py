@@ -10,8 +10,14 @@ import torch
 from gpu_service.device.resolve import resolve_device
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts
-from gpu_service.verify.allowed import RowsDtype, allowed_against_other, allowed_error
-from gpu_service.verify.errors import TokenScores, relative_error, score
+from gpu_service.verify.errors import (
+    RowsDtype,
+    TokenScores,
+    allowed_against_other,
+    allowed_error,
+    relative_error,
+    score,
+)
 from moebius.app.verify.layer_errors import LayerExperts, compare_experts, routing_agreement
 from moebius.app.verify.packed_experts import PackedExperts
 from moebius.app.verify.references import ReferenceExperts

@@ -19,7 +19,7 @@ from gpu_service.experts.client import (
     add_to,
     make_ticket,
 )
-from gpu_service.verify.allowed import rounded_to
+from gpu_service.verify.errors import rounded_to
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.expert_dtype import ExpertDtype

@@ -13,8 +13,7 @@ import torch
 from gpu_service.assembly.process import prepare_process
 from gpu_service.ops import backends
 from gpu_service.ops.examples import sizes_of
-from gpu_service.verify.allowed import MEAN_KL, coarsest_bits
-from gpu_service.verify.errors import TokenScores, perplexity
+from gpu_service.verify.errors import MEAN_KL, TokenScores, coarsest_bits, perplexity
 from moebius.app.verify.comparison import Comparison
 from moebius.app.verify.result import OutputResult, Thresholds, VerifyResult
 from moebius.app.verify.same_shape import check_same_shape

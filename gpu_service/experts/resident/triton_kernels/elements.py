@@ -77,7 +77,7 @@ def scale_index(section, group, column, PANEL: tl.constexpr):  # type: ignore[no
 
 @jit
 def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What `gpu_service.experts.activation` says, in float32."""
+    """What `gpu_service.experts.local_client` says, in float32."""
     if ACTIVATION == "silu":
         value = gate * tl.sigmoid(gate) * up
     elif ACTIVATION == "silu_clamped":

@@ -23,7 +23,7 @@ DEADLINE_NS = 30_000_000_000
 def pci_round_trip_us(jit_cache_dir: str) -> float:
     """Mean of some thousand rounds. Raises UserError when the other process keeps silent."""
     from gpu_service.experts.doorbell import driver
-    from gpu_service.experts.doorbell.compile import compiled
+    from gpu_service.experts.doorbell.program import compiled
 
     nanoseconds = torch.zeros(1, dtype=torch.int64, device="cuda")
     major, minor = torch.cuda.get_device_capability()

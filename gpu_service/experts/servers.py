@@ -1,0 +1,231 @@
+"""Which processes serve the experts: are they ready, which are new, do these compute as before."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+import torch
+
+from gpu_service.experts.client import (
+    ExpertClient,
+    ExpertClientStats,
+    ExpertComputeFailed,
+    ExpertUnavailable,
+    Ticket,
+)
+from moebius import _kernels
+from moebius.errors import WrongIdentity
+from moebius.expert_identity import CHECKPOINT, identity_part
+from moebius.mailbox import Mailbox, ServerLost, ShutDown
+
+
+class Newcomers:
+    """Processes by server, each known by a number (generation, instance) that no successor has."""
+
+    def __init__(self, num_servers: int, fingerprint: str) -> None:
+        """`fingerprint` of the engine's own checkpoint; empty: not compared."""
+        self._fingerprint = fingerprint
+        self._present = [0] * num_servers
+        self._confirmed = [0] * num_servers
+
+    def problem_of(self, identity: str) -> str:
+        """What of a server's identity does not fit this engine, in words; empty: nothing, or it has none."""
+        theirs = identity_part(identity, CHECKPOINT)
+        if not theirs or not self._fingerprint or theirs == self._fingerprint:
+            return ""
+        return (
+            f"{CHECKPOINT} is {theirs}, this engine has {self._fingerprint}: other files, or files that have "
+            "changed since the servers or the engine started"
+        )
+
+    def arrived(self, present: Sequence[int]) -> None:
+        """These processes are ready now."""
+        self._present = list(present)
+
+    def unconfirmed(self) -> tuple[int, ...]:
+        """Servers that have been started since they were last confirmed."""
+        pairs = enumerate(zip(self._present, self._confirmed, strict=True))
+        return tuple(server for server, (now, then) in pairs if now != then)
+
+    def confirm(self) -> None:
+        """All that are present compute what they should."""
+        self._confirmed = list(self._present)
+
+    def process(self, server: int) -> int:
+        """The number of the process that is present."""
+        return self._present[server]
+
+
+def difference(expected: str, found: str) -> str:
+    """What of two identities differs, in words; empty: nothing."""
+    return _kernels.mailbox_identity_difference(expected, found)
+
+
+# How soon a wait notices that it was interrupted.
+_SLICE_S = 0.1
+
+
+class MailboxServers:
+    """`problem` and `interrupt` may be called by any thread."""
+
+    def __init__(self, mailbox: Mailbox, deadline_ms: int, fingerprint: str = "") -> None:
+        """`deadline_ms`: the longest wait for one answer; a server that is silent for longer is lost.
+
+        `fingerprint`: see `Newcomers`.
+        """
+        self.newcomers = Newcomers(mailbox.geometry.num_servers, fingerprint)
+        self._mailbox = mailbox
+        self._deadline_ms = deadline_ms
+        self._interrupted = threading.Event()
+
+    def wait_ready(self, timeout_s: float) -> list[int]:
+        """Generations of the servers, all of them ready; the mailbox takes answers of no others then.
+
+        Raises ExpertUnavailable naming the first that is not ready and why a replacement was refused, or
+        WrongIdentity when the servers serve another checkpoint than this engine.
+        """
+        generations = self._wait(timeout_s)
+        problem = self.newcomers.problem_of(self._mailbox.identity)
+        if problem:
+            name = self._mailbox.name
+            raise WrongIdentity(f"the expert servers of mailbox '{name}' do not fit this engine: {problem}")
+        self._mailbox.accept_generations(generations)
+        self.newcomers.arrived(generations)
+        return generations
+
+    def _wait(self, timeout_s: float) -> list[int]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._interrupted.is_set():
+                raise ExpertUnavailable(-1, "the wait for expert servers was given up: the engine stops")
+            remaining = deadline - time.monotonic()
+            try:
+                return self._mailbox.wait_servers_ready(min(max(remaining, 0.0), _SLICE_S))
+            except ServerLost as error:
+                if remaining <= _SLICE_S:
+                    raise ExpertUnavailable(error.server_index, str(error)) from error
+            except ShutDown as error:
+                raise ExpertUnavailable(error.server_index, str(error)) from error
+
+    def reject_newcomers(self, reason: str) -> None:
+        """Tells the unconfirmed servers to leave."""
+        for server in self.newcomers.unconfirmed():
+            self._mailbox.reject(server, self.newcomers.process(server), reason)
+
+    def interrupt(self) -> None:
+        """See `ExpertClient.interrupt`."""
+        self._interrupted.set()
+
+    def problem(self) -> str:
+        """See `ExpertClient.problem`."""
+        for index in range(self._mailbox.geometry.num_servers):
+            server = self._mailbox.server_state(index)
+            if server.state != "ready":
+                why = f": {server.refusal}" if server.refusal else ""
+                return f"expert server {index} is {server.state}{why}"
+            if server.heartbeat_age_s * 1000 > self._deadline_ms:
+                return f"expert server {index} has been silent for {server.heartbeat_age_s:.0f} s"
+        return ""
+
+
+_log = structlog.get_logger(__name__)
+Check = Callable[[], str]
+"""Asks all servers for what they computed before: the difference in words, empty when there is none.
+
+Raises ExpertUnavailable when one is lost meanwhile."""
+
+
+class CheckedExperts(ExpertClient):
+    """A client whose `recover` also checks the servers that were started anew.
+
+    One that fails is sent away, and its successor is waited for until the time is up. Everything else is the
+    client's own.
+    """
+
+    def __init__(self, inner: ExpertClient) -> None:
+        self.geometry = inner.geometry
+        self.is_device_driven = inner.is_device_driven
+        self._inner = inner
+        self._check: Check | None = None
+
+    def check_with(self, check: Check | None) -> None:
+        """Servers that are present have passed the self-test; later ones have to pass `check`. None: none."""
+        self._check = check
+        self._inner.confirm()
+
+    def recover(self, timeout_s: float) -> None:
+        """See `ExpertClient.recover`. The error names what the last server was sent away for."""
+        deadline = time.monotonic() + timeout_s
+        problem = ""
+        while True:
+            try:
+                self._inner.recover(max(0.0, deadline - time.monotonic()))
+                found = self._problem()
+            except ExpertUnavailable as error:
+                if not problem:
+                    raise
+                text = f"{error.reason} (a server that had returned was refused: {problem})"
+                raise ExpertUnavailable(error.server_index, text) from error
+            if not found:
+                return
+            problem = found
+            _log.error("an expert server that returned computes something else and is sent away", why=found)
+            self._inner.reject(found)
+
+    def _problem(self) -> str:
+        """What is wrong with the newcomers; every rank comes to the same verdict."""
+        newcomers = self._inner.newcomers()
+        if not self._inner.agree_on(bool(newcomers)):
+            return ""
+        found = "" if self._check is None else self._check()
+        if self._inner.agree_on(bool(found)):
+            return found or "another rank found it to compute something else"
+        self._inner.confirm()
+        if newcomers:
+            _log.info("expert servers that returned compute as before", servers=list(newcomers))
+        return ""
+
+    def agree_with_ranks(self, agree: Callable[[int], int]) -> None:
+        """See `ExpertClient.agree_with_ranks`."""
+        self._inner.agree_with_ranks(agree)
+
+    def submit(
+        self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> Ticket:
+        """See `ExpertClient.submit`."""
+        return self._inner.submit(layer, hidden_states, topk_ids, topk_weights)
+
+    def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
+        """See `ExpertClient.collect`."""
+        return self._inner.collect(ticket, partial)
+
+    def begin_step(self) -> None:
+        """See `ExpertClient.begin_step`."""
+        self._inner.begin_step()
+
+    def failure(self) -> ExpertUnavailable | ExpertComputeFailed | None:
+        """See `ExpertClient.failure`."""
+        return self._inner.failure()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """See `ExpertClient.wait_ready`."""
+        self._inner.wait_ready(timeout_s)
+
+    def problem(self) -> str:
+        """See `ExpertClient.problem`."""
+        return self._inner.problem()
+
+    def interrupt(self) -> None:
+        """See `ExpertClient.interrupt`."""
+        self._inner.interrupt()
+
+    def stats(self) -> ExpertClientStats:
+        """See `ExpertClient.stats`."""
+        return self._inner.stats()
+
+    def close(self) -> None:
+        """See `ExpertClient.close`."""
+        self._inner.close()
