@@ -16,6 +16,9 @@ from typing import Any
 from tests.helpers.compile_cases import Case, cases
 from tests.helpers.compile_triton import ARCHITECTURES, launches_compile, usage
 
+# Bytes of shared memory from which a kernel is in the table.
+_LARGE = 8192
+
 
 def rows(architecture: int, chosen: list[Case]) -> Iterator[dict[str, Any]]:
     """Each kernel once: the case that needed it first, and what it takes; or why a case failed."""
@@ -41,17 +44,18 @@ def rows(architecture: int, chosen: list[Case]) -> Iterator[dict[str, Any]]:
 
 
 def table(found: list[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: of each kernel the most that any of its variants takes."""
+    """Markdown: of each kernel with a tile in shared memory, the most that any of its variants takes."""
     most: dict[str, dict[int, list[int]]] = {}
     for row in found:
         if "error" not in row:
-            cell = most.setdefault(row["kernel"], {}).setdefault(row["architecture"], [0, 0, 0, 0])
+            cell = most.setdefault(row["kernel"], {}).setdefault(row["architecture"], [0, 0, 0])
             taken = row["shared"], row["registers"], row["stack"]
-            cell[:3] = [max(pair) for pair in zip(cell[:3], taken, strict=True)]
-            cell[3] += 1
+            cell[:] = [max(pair) for pair in zip(cell, taken, strict=True)]
     yield "| kernel | " + " | ".join(f"sm_{architecture}" for architecture in ARCHITECTURES) + " |"
     yield "|---|" + "---|" * len(ARCHITECTURES)
     for name, by_architecture in sorted(most.items()):
+        if max(cell[0] for cell in by_architecture.values()) < _LARGE:
+            continue
         cells = (by_architecture.get(architecture) for architecture in ARCHITECTURES)
         written = [f"{c[0] / 1024:.0f} / {c[1]} / {c[2]}" if c else "" for c in cells]
         yield f"| `{name}` | " + " | ".join(written) + " |"
