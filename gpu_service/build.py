@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import torch
 
-from gpu_service.assembly.built import Built
+from gpu_service.assembly.built import Built, model_info
 from gpu_service.assembly.experts import (
     RankMoe,
     check_experts,
@@ -17,21 +17,22 @@ from gpu_service.assembly.experts import (
     make_recorder,
     rank_moe,
 )
-from gpu_service.assembly.info import model_info
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.rank_plan import make_kv_memory
-from gpu_service.assembly.states import allocate_states, make_request_cache
 from gpu_service.assembly.steps import attention_that_runs, make_step_runner
 from gpu_service.assembly.vision import Vision, load_vision, vision_memory
 from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
 from gpu_service.cache.fp8 import STORAGE_DTYPES
+from gpu_service.cache.request_cache import make_request_cache
+from gpu_service.cache.request_states import allocate_states
 from gpu_service.device.stream import DeviceStream, device_stream
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.interface import EngineObserver, OutputDelta
 from gpu_service.engine.model_runner import ModelRunner, TokenPool
 from gpu_service.engine.step_runner import StepRunner
+from gpu_service.expert_recorder import recorder_operations
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.loader.load import load_weights, shape_weights
 from gpu_service.memory.plan import DENSE, GRAPHS, KV, RESIDENT, STATES, VISION
@@ -43,7 +44,6 @@ from gpu_service.ops.examples import sizes_of
 from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.join import join_group
 from gpu_service.parallel.partition import shard_config
-from gpu_service.recorder_calls import recorder_operations
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
 from moebius.config import MoebiusConfig
@@ -88,8 +88,8 @@ def _assemble(
     model = build_model(model_config, device=device, parallel=group.parallel)
     shape_weights(model, config.model)
     moe = rank_moe(config, model_config, group)
-    held, seeing = expert_memory(config, moe, dtype, group), vision_memory(config, model_config)
-    memory, config = make_kv_memory(config, model, held, group, device, seeing)
+    held, vision_bytes = expert_memory(config, moe, dtype, group), vision_memory(config, model_config)
+    memory, config = make_kv_memory(config, model, held, group, device, vision_bytes)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.rank_config, device)
     vision, resident = _load(config, model, model_config, moe, group, memory)
     # Before the pool is sized: a CPU allocates counts at first use, a GPU all of them now.

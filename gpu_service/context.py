@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpu_service.cache.paged_cache import PagedCache
+from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.state_cache import StateCache
 from gpu_service.engine.step import ForwardInputs
 
 if TYPE_CHECKING:
     from gpu_service.attention.factory import Attention
+    from gpu_service.expert_recorder import ExpertRecorder
     from gpu_service.experts.client import ExpertClient
     from gpu_service.experts.resident.experts import ResidentExperts
-    from gpu_service.placement.recorder import ExpertRecorder
 
 
 @dataclass(frozen=True, slots=True)

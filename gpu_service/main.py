@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import grpc
@@ -18,14 +19,13 @@ import structlog
 import uvloop
 
 from gpu_service.build import Built, WarmUpGate, build_engine, model_info
+from gpu_service.engine.interface import NullObserver
 from gpu_service.experts.client import ExpertUnavailable
-from gpu_service.memory.metrics import export
-from gpu_service.metrics import EngineMetrics
-from gpu_service.output_router import OutputRouter
-from gpu_service.parallel.follower import run_follower
+from gpu_service.memory.ledger import export
 from gpu_service.readiness import SERVICE_NAME, HealthReport, Readiness
+from gpu_service.responses import OutputRouter
 from gpu_service.server import EngineServicer, Service
-from gpu_service.telemetry import EngineTelemetry
+from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from gpu_service.validation import Bounds
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig
@@ -271,3 +271,27 @@ def _warm_up(
     built.memory.seal()
     if built.memory.ledger is not None:
         export(built.memory.ledger, name)
+
+
+def run_follower(config: MoebiusConfig) -> int:
+    """The process of a rank that serves nobody: it repeats what rank 0 does until rank 0 ends.
+
+    Loads this rank's part and runs it to the end; returns the exit status.
+
+    A group that is lost ends the process from within (`parallel.join.end_process`).
+    """
+    rank = config.parallel.rank
+    built = build_engine(config, NullObserver(), lambda deltas: None)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        # Alone it can not leave in order: the others would wait for it.
+        built.group.fail(f"stopped by {signal.Signals(number).name}")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    built.engine.start()
+    _log.info("ready", rank=rank)
+    # Returns when rank 0 has sent the end.
+    built.engine.join()
+    built.close()
+    return 0

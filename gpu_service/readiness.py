@@ -1,4 +1,4 @@
-"""Whether a request sent now would be answered, as the health service tells it."""
+"""Whether a request sent now would be answered, as the health service reports it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HealthReport:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set(self, serving: bool, works: bool = True) -> None:
-        """Answers whoever asks from now on, and tells whoever watches."""
+        """What whoever asks from now on, and whoever watches, gets as an answer."""
         await self._servicer.set("", _SERVING if works else _NOT_SERVING)
         await self._servicer.set(SERVICE_NAME, _SERVING if serving else _NOT_SERVING)
 
@@ -56,7 +56,7 @@ class Readiness:
         self.lost = asyncio.Event()
 
     async def watch(self) -> None:
-        """Never returns; until it is cancelled, health follows what it sees."""
+        """Never returns; until it is cancelled, health follows what it finds."""
         await self._tell()
         while True:
             problem = await asyncio.to_thread(self._look)

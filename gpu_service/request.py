@@ -104,7 +104,7 @@ class Request:
     pages_epoch: int = 0
     prefix_handle: PrefixHandle | None = None
 
-    # Filled by the request cache, of models with linear attention: the slot of the state behind
+    # Filled by the request cache, of models with linear attention: the slot of the state after
     # `scheduled_len` tokens, and those of states kept for the prefix tree, (tokens, slot) ascending.
     state_slot: int = 0
     snapshots: list[tuple[int, int]] = field(default_factory=list)

@@ -20,10 +20,9 @@ from opentelemetry.context import Context
 
 from gpu_service import responses
 from gpu_service.engine.engine import Engine
-from gpu_service.output_router import CallBuffer, CallEnded, OutputRouter
-from gpu_service.placement.recorder import ExpertRecorder
-from gpu_service.recorder_calls import START, STOP, dumped, recorder_errors
+from gpu_service.expert_recorder import START, STOP, ExpertRecorder, dumped, recorder_errors
 from gpu_service.request import Request
+from gpu_service.responses import CallBuffer, CallEnded, OutputRouter
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused
 from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds, InvalidField, make_requests
@@ -48,7 +47,7 @@ class Service:
     page_size: int
     # None: the model has no MoE layers.
     recorder: ExpertRecorder | None = None
-    # None: the model does not see.
+    # None: the model is text-only.
     preparer: ImagePreparer | None = None
 
 

@@ -35,7 +35,7 @@ def make_requests(
 ) -> list[Request]:
     """One engine request per output; prepares images, which takes a while. Raises InvalidField.
 
-    `preparer` None: the model does not see.
+    `preparer` None: the model is text-only.
     """
     if not 1 <= len(message.request_id) <= 256:
         raise InvalidField("request_id", message.request_id[:300], "1 to 256 characters")

@@ -1,17 +1,23 @@
-"""What an assembled engine process holds."""
+"""What an assembled engine process holds, and what clients may know of the served model."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpu_service.assembly.kv_memory import KvMemory
 from gpu_service.assembly.vision import Vision
 from gpu_service.engine.engine import Engine
+from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.client import ExpertClient
 from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.group import RankGroup
-from gpu_service.placement.recorder import ExpertRecorder
 from gpu_service.verify.self_test import SelfTestReport
+from moebius.checkpoint.gguf.files import companion_directory, served_name
+from moebius.checkpoint.moe_config import read_config
+from moebius.config import MoebiusConfig
+from protos import engine_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,7 @@ class Built:
     warm_up_tokens: int
     # What was measured of this rank's experts before anything was served; None: switched off, or no experts.
     self_test: SelfTestReport | None = None
-    # None: the model does not see, or is served without its tower.
+    # None: the model is text-only, or is served without its tower.
     vision: Vision | None = None
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -44,3 +50,33 @@ class Built:
             self.experts.close()
         self.group.close()
         return True
+
+
+def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
+    """Static facts for clients."""
+    directory = Path(config.model.model)
+    model = built.model_config
+    raw = read_config(directory)
+    defaults = companion_directory(directory) / "generation_config.json"
+    generation = json.loads(defaults.read_text()) if defaults.exists() else {}
+    kept = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    sampling = {key: generation[key] for key in kept if generation.get(key) is not None}
+    pad = raw.get("pad_token_id")
+    return pb.GetModelInfoResponse(
+        model_path=str(directory),
+        is_generation=True,
+        max_context_length=built.context_limit,
+        vocab_size=model.vocab_size,
+        served_model_name=config.model.served_model_name or served_name(directory.resolve()),
+        tokenizer_path=str(directory),
+        model_type=model.model_type,
+        architectures=raw.get("architectures") or [],
+        eos_token_ids=model.eos_token_ids,
+        pad_token_id=-1 if pad is None else pad,
+        bos_token_id=-1 if model.bos_token_id is None else model.bos_token_id,
+        max_req_input_len=built.context_limit - 1,
+        default_sampling_params_json=json.dumps(sampling),
+        supports_vision=model.vision is not None,
+        max_waiting_requests=config.gpu.max_waiting_requests,
+        image_token_id=-1 if model.vision is None else model.vision.image_token_id,
+    )

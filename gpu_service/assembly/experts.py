@@ -8,8 +8,9 @@ from functools import partial
 
 import torch
 
-from gpu_service.device.resolve import resolve_device
+from gpu_service.assembly.process import resolve_device
 from gpu_service.device.stream import DeviceStream
+from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.factory import make_expert_client
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
@@ -18,7 +19,6 @@ from gpu_service.memory.plan import ExpertMemory
 from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.partition import stage_layers
-from gpu_service.placement.recorder import ExpertRecorder
 from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestReport, check_again, run_self_test
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
@@ -27,7 +27,7 @@ from moebius.placement.make import make_placement
 
 @dataclass(frozen=True, slots=True)
 class RankMoe:
-    """Routed experts as this rank sees them; filled by `rank_moe`."""
+    """The routed experts of this rank's layers; filled by `rank_moe`."""
 
     geometry: MoeGeometry
     layers: tuple[int, ...]  # the rank's decoder layers that have routed experts

@@ -1,4 +1,4 @@
-"""How many KV pages an engine gets: planned and measured on a GPU, a fixed size beside expert servers."""
+"""How many KV pages an engine gets: planned and measured on a GPU, a fixed size on a CPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from gpu_service.attention.factory import make_attention
 from gpu_service.cache.fp8 import E4M3
-from gpu_service.cache.paged_cache import PagedCache, make_cache, page_bytes
+from gpu_service.cache.kv_cache import PagedCache, make_cache, page_bytes
 from gpu_service.cache.state_cache import StateCache
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.memory.device_memory import make_device_memory
 from gpu_service.memory.estimate import StepSize
-from gpu_service.memory.kv_pool import size_kv_pool, useful_pages
 from gpu_service.memory.ledger import MemoryLedger
+from gpu_service.memory.plan import size_kv_pool, useful_pages
 from gpu_service.memory.profile import profile_activations
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
@@ -83,7 +83,7 @@ class KvMemory(ABC):
         resident: ResidentExperts | None,
         states: StateCache | None = None,
     ) -> int:
-        """Pages of the pool, beside what is on the device already. UserError: there is no room for two."""
+        """Pages of the pool, after what is on the device already. UserError: there is no room for two."""
 
 
 class SharedKvMemory(KvMemory):
@@ -100,7 +100,6 @@ class SharedKvMemory(KvMemory):
         resident: ResidentExperts | None,
         states: StateCache | None = None,
     ) -> int:
-        """See the base class."""
         gpu = self._config.gpu
         if gpu.num_pages is not None:
             return gpu.num_pages
@@ -127,7 +126,7 @@ class DeviceKvMemory(KvMemory):
         resident: ResidentExperts | None,
         states: StateCache | None = None,
     ) -> int:
-        """See the base class. Runs the largest step."""
+        """Runs the largest step."""
         config, shape = self._config, self._shape
         memory = make_device_memory(shape.device)
         assert memory is not None
@@ -171,7 +170,7 @@ def scored_token_cost(model: ModelConfig) -> int:
     """Tokens without log-probabilities that take about as long as a prompt token with them; 2 to 8.
 
     The head's product, and about as much again for reading its logits four times (normaliser, chosen, best
-    ones, their conversion), beside the weights that a token meets in the layers.
+    ones, their conversion), against the weights that a token meets in the layers.
     """
     hidden, moe = model.hidden_size, model.moe
     attention = 2 * hidden * (model.q_size + model.kv_size)

@@ -1,16 +1,64 @@
-"""What has to be set for the whole process before anything of the model exists."""
+"""What has to be set for the whole process before anything of the model exists: device, threads, and where
+libraries keep the GPU kernels they compile at run time.
+
+Both libraries take that place from a variable of the process's environment, which Triton reads at every
+compilation (`triton.knobs.cache.dir`) and FlashInfer once, when it is imported (`flashinfer.jit.env`).
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
 from gpu_service.attention.registry import check_attention_backend
-from gpu_service.device.jit_cache import use_jit_cache
-from gpu_service.device.resolve import resolve_device
 from moebius.config import GpuConfig, MoebiusConfig
+from moebius.errors import UserError
+
+_log = structlog.get_logger(__name__)
+
+
+def use_jit_cache(directory: str) -> None:
+    """Keeps compiled kernels under `directory`, which is made; empty: the libraries' own places.
+
+    Must be called before FlashInfer is imported. Raises UserError when nothing can be written there.
+    """
+    if not directory:
+        return
+    root = Path(directory).expanduser().resolve()
+    try:
+        for part in ("triton", "flashinfer"):
+            (root / part).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"jit_cache_dir: can not write to {directory!r}: {error}") from error
+    if not os.access(root / "triton", os.W_OK):
+        raise UserError(f"jit_cache_dir: can not write to {directory!r}; a writable directory is needed")
+    if "flashinfer" in sys.modules:
+        _log.warning("FlashInfer is imported already, its kernels stay where they were", directory=directory)
+    os.environ["TRITON_CACHE_DIR"] = str(root / "triton")
+    os.environ["FLASHINFER_WORKSPACE_BASE"] = str(root / "flashinfer")
+
+
+def resolve_device(gpu: GpuConfig, local_rank: int = 0) -> torch.device:
+    """The device of this rank; `auto` takes a GPU where torch sees one.
+
+    Raises UserError when `device: cuda` is set and there is none, or fewer than the ranks of this host.
+    """
+    if gpu.device == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        if gpu.device == "auto":
+            return torch.device("cpu")
+        raise UserError("device: 'cuda' is set, but torch sees no CUDA device; allowed here: auto, cpu")
+    if local_rank >= count:
+        raise UserError(f"rank {local_rank} of this host needs GPU {local_rank}; torch sees {count}")
+    return torch.device("cuda", local_rank)
+
 
 # torch leaves these untyped.
 _cuda: Any = torch.cuda

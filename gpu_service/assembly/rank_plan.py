@@ -5,7 +5,10 @@ An engine asks before it loads, `moebius plan` on a GPU that need not be there; 
 
 from __future__ import annotations
 
-from dataclasses import replace
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import structlog
 import torch
@@ -13,7 +16,6 @@ import torch
 from gpu_service.assembly.kv_memory import DeviceKvMemory, KvMemory, SharedKvMemory, cache_shape
 from gpu_service.loader.load import shape_weights
 from gpu_service.memory.device_memory import MemoryUse, gib, make_device_memory
-from gpu_service.memory.fitting import Trial, chosen_num_seqs, smallest_change
 from gpu_service.memory.ledger import MemoryLedger
 from gpu_service.memory.plan import ExpertMemory, MemoryPlan, MemoryShort, VisionMemory, plan_memory
 from gpu_service.models.common import CausalLM
@@ -22,6 +24,183 @@ from gpu_service.parallel.group import RankGroup
 from moebius.checkpoint.index import has_weights
 from moebius.config import DEFAULT_NUM_SEQS, MoebiusConfig
 from moebius.errors import UserError
+
+_NUM_SEQS = (DEFAULT_NUM_SEQS, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
+# Fewer tokens in a step make prompts slow; a context shorter than this serves nobody.
+_LEAST_BATCHED_TOKENS, _LEAST_CONTEXT = 64, 4096
+# Of the KV cache, besides the state of the outputs, where no size is set: room for so many requests of the
+# longest kind, of at most so many tokens. `moebius plan` leaves as much when it fills a GPU with experts.
+_ROOMS, _ROOM_TOKENS = (4, 1), 8192
+# Tokens that a proposal leaves room for, the best last; the first: what one step needs.
+_LEAST_ROOMS = (0, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Settings, and experts on the GPU over all layers."""
+
+    config: MoebiusConfig
+    num_experts: int
+
+
+Fits = Callable[[Trial], bool]
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """One that can be lowered; `values` from the mildest on, all below what is set."""
+
+    values: Sequence[Any]
+    change: Callable[[Trial, Any], Trial]
+    words: Callable[[Any], str]
+
+    def mildest(self, trial: Trial, fits: Fits) -> int | None:
+        """Index of the mildest value that fits; what fits with one is taken to fit with all after it."""
+        index = bisect.bisect_left(self.values, True, key=lambda value: fits(self.change(trial, value)))
+        return index if index < len(self.values) else None
+
+
+def smallest_change(config: MoebiusConfig, num_experts: int, longest: int, fits: Fits) -> str | None:
+    """The settings to change, as options of the command line; None: no change of these settings is enough.
+
+    One setting alone where one is enough, and of several that are the first in the order of `_settings`; else
+    as few as possible. Of equally few, those that leave the KV cache most room for a request. `longest`:
+    tokens of the longest request now.
+    """
+    found: list[list[str]] = []
+    for tokens in (min(longest, room) for room in _LEAST_ROOMS):
+
+        def fits_with_room(trial: Trial, tokens: int = tokens) -> bool:
+            return fits(_with_room(trial, tokens))
+
+        change = _smallest(Trial(config, num_experts), longest, fits_with_room)
+        if change is None:
+            break
+        found.append(change)
+    if not found:
+        return None
+    # The last of equals.
+    fewest = min(reversed(found), key=len)
+    return " ".join(fewest)
+
+
+def _smallest(trial: Trial, longest: int, fits: Fits) -> list[str] | None:
+    """As options."""
+    settings = [setting for setting in _settings(trial, longest) if setting.values]
+    for setting in settings:
+        index = setting.mildest(trial, fits)
+        if index is not None:
+            return [setting.words(setting.values[index])]
+    changed = {number: len(setting.values) - 1 for number, setting in enumerate(settings)}
+    if not fits(_apply(trial, settings, changed)):
+        return None
+    # What is given up most reluctantly is taken back first.
+    for number in reversed(range(len(settings))):
+        without = {other: index for other, index in changed.items() if other != number}
+        rest = _apply(trial, settings, without)
+        if fits(rest):
+            changed = without
+        else:
+            index = settings[number].mildest(rest, fits)
+            assert index is not None, "the last value fits"
+            changed[number] = index
+    chosen = [(settings[number], changed[number]) for number in sorted(changed)]
+    return [setting.words(setting.values[index]) for setting, index in chosen]
+
+
+def chosen_num_seqs(config: MoebiusConfig, fits: Fits, num_experts: int, longest: int) -> int:
+    """Outputs per step where nobody says how many: the most that fit with room for requests in the KV cache.
+
+    1 where there is no room for one; the default where not even that fits, so that the refusal is about it.
+    """
+    if config.gpu.max_num_seqs is not None:
+        return config.gpu.max_num_seqs
+    for tokens in _room_tokens(longest):
+        for count in _NUM_SEQS:
+            trial = Trial(_with_gpu(config, max_num_seqs=count), num_experts)
+            if fits(_with_room(trial, tokens)):
+                return count
+    alone = Trial(_with_gpu(config, max_num_seqs=1), num_experts)
+    return 1 if fits(alone) else DEFAULT_NUM_SEQS
+
+
+def _room_tokens(longest: int) -> list[int]:
+    return [count * min(longest, _ROOM_TOKENS) for count in _ROOMS]
+
+
+def _with_room(trial: Trial, tokens: int) -> Trial:
+    """The same with a KV cache of so many tokens; 0, or a size that is set: as it is."""
+    gpu = trial.config.gpu
+    if not tokens or gpu.num_pages is not None or gpu.kv_cache_gib is not None:
+        return trial
+    pages = 1 + -(-max(tokens, gpu.max_num_batched_tokens) // gpu.page_size)
+    return replace(trial, config=_with_gpu(trial.config, num_pages=pages))
+
+
+def _apply(trial: Trial, settings: Sequence[_Setting], changed: dict[int, int]) -> Trial:
+    for number, index in changed.items():
+        trial = settings[number].change(trial, settings[number].values[index])
+    return trial
+
+
+def _settings(trial: Trial, longest: int) -> list[_Setting]:
+    """In the order in which they are proposed."""
+    config, gpu = trial.config, trial.config.gpu
+    tokens = gpu.max_num_batched_tokens
+    kinds: list[tuple[str, Sequence[Any]]] = [
+        ("max_num_seqs", [count for count in _NUM_SEQS if count < gpu.num_seqs]),
+        ("max_num_batched_tokens", _halves(tokens, min(tokens, _LEAST_BATCHED_TOKENS), 16)),
+        ("kv_cache_dtype", ["fp8_e4m3"] if gpu.kv_cache_dtype == "auto" else []),
+    ]
+    found = [_gpu_setting(name, values) for name, values in kinds]
+    found.append(_model_setting("dense_weights", ["keep"] if config.model.dense_weights != "keep" else []))
+    found.append(_model_setting("max_model_len", _halves(longest, min(longest, _LEAST_CONTEXT), 1)))
+    if gpu.kv_cache_gib is not None:
+        whole = gpu.kv_cache_gib
+        found.append(_gpu_setting("kv_cache_gib", [round(whole * part / 64, 3) for part in range(63, 0, -1)]))
+    found.append(
+        _Setting(
+            range(trial.num_experts - 1, -1, -1),
+            lambda before, count: replace(before, num_experts=count),
+            lambda count: f"at most {count} of the {trial.num_experts} experts on the GPU",
+        )
+    )
+    if gpu.cuda_graphs:
+        largest = min(gpu.cuda_graph_max_batch_size, gpu.num_seqs)
+        sizes = [size for size in (32, 16, 8, 4, 2, 1) if size < largest]
+        found.append(_gpu_setting("cuda_graph_max_batch_size", sizes))
+    return found
+
+
+def _halves(whole: int, least: int, unit: int) -> list[int]:
+    """3/4, 1/2, 3/8, 1/4, ... of it, whole units."""
+    values: list[int] = []
+    size = whole
+    while size >= least:
+        values += [size * 3 // 4 // unit * unit, size // 2 // unit * unit]
+        size //= 2
+    return [value for value in values if least <= value < whole]
+
+
+def _gpu_setting(name: str, values: Sequence[Any]) -> _Setting:
+    return _Setting(
+        values,
+        lambda trial, value: replace(trial, config=_with_gpu(trial.config, **{name: value})),
+        lambda value: f"--{name.replace('_', '-')} {value}",
+    )
+
+
+def _model_setting(name: str, values: Sequence[Any]) -> _Setting:
+    def change(trial: Trial, value: Any) -> Trial:
+        model = trial.config.model.model_copy(update={name: value})
+        return replace(trial, config=trial.config.model_copy(update={"model": model}))
+
+    return _Setting(values, change, lambda value: f"--{name.replace('_', '-')} {value}")
+
+
+def _with_gpu(config: MoebiusConfig, **changes: Any) -> MoebiusConfig:
+    return config.model_copy(update={"gpu": config.gpu.model_copy(update=changes)})
+
 
 _log = structlog.get_logger(__name__)
 

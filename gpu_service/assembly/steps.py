@@ -6,7 +6,7 @@ import structlog
 
 from gpu_service.attention.factory import Attention, make_attention
 from gpu_service.attention.warm_up import warm_up_attention
-from gpu_service.cache.paged_cache import PagedCache
+from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, DeviceStream
 from gpu_service.device.transfer import Uploader

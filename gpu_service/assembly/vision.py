@@ -1,4 +1,4 @@
-"""What lets a model see: its tower on the device, and what prepares images for it."""
+"""A model's vision: its tower on the device, and what prepares images for it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _TRIAL_SIZE = (32, 32)
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """Of a model that sees; filled by `load_vision`."""
+    """Of a model with vision; filled by `load_vision`."""
 
     encoder: ImageEncoder
     preparer: ImagePreparer
 
 
 def load_vision(config: MoebiusConfig, model: ModelConfig, device: torch.device) -> Vision | None:
-    """The tower with its values; None: the model does not see.
+    """The tower with its values; None: the model is text-only.
 
     Raises UserError when the checkpoint does not say how images are prepared, CheckpointError when tensors
     of the tower are missing.

@@ -9,8 +9,7 @@ from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.mla.registry import make_mla_attention, mla_dimensions
 from gpu_service.attention.registry import TryOut
 from gpu_service.attention.registry import make_attention as make_gqa_attention
-from gpu_service.cache.mla_cache import MlaCache
-from gpu_service.cache.paged_cache import PagedCache
+from gpu_service.cache.kv_cache import MlaCache, PagedCache
 from gpu_service.model_config import ModelConfig
 
 Attention = AttentionBackend | MlaAttentionBackend

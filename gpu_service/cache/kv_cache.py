@@ -1,12 +1,85 @@
-"""The device tensors that hold keys and values, in pages; who owns a page, `cache/page_pool.py` knows."""
+"""The device tensors of paged attention: keys and values of heads, or latents with an indexer's keys.
+
+One tensor of pages per layer. `page_pool.py` knows who owns a page, `radix_cache.py` whose tokens are cached.
+Latents: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from gpu_service.cache.layer_pages import LayerPages
+from gpu_service.cache.fp8 import E4M3, quantise_e4m3
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.kv import append_kv
+
+
+class LayerPages:
+    """Tensors `[num_pages, page_size, *row]`, one per layer.
+
+    Token `t` of a request lives in slot `page * page_size + t % page_size`. Page 0 is the dummy page: padding
+    reads and writes it, no request owns it. Pages start as zeros, because a masked-out NaN would still poison
+    a sum it is multiplied into.
+
+    `dtype` is what attention computes in; `storage_dtype` is what pages hold: the same, or e4m3.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        row: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        storage_dtype: torch.dtype | None,
+    ) -> None:
+        """`name` is for messages. Raises ValueError naming what is not allowed."""
+        if num_pages < 2 or page_size < 1:
+            raise ValueError(
+                f"{name} cache needs num_pages >= 2 (page 0 is the dummy) and page_size >= 1, "
+                f"got {num_pages} pages of {page_size}"
+            )
+        if storage_dtype not in (None, dtype, E4M3):
+            raise ValueError(f"{name} pages of {storage_dtype} are not supported; allowed: {dtype}, {E4M3}")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.dtype = dtype
+        self.storage_dtype = storage_dtype or dtype
+        self.device = torch.device(device)
+        shape = (num_pages, page_size, *row)
+        self._layers = [
+            torch.zeros(shape, dtype=self.storage_dtype, device=self.device) for _ in range(num_layers)
+        ]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have pages here."""
+        return len(self._layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(layer.nbytes for layer in self._layers)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether readers must convert what they gather."""
+        return self.storage_dtype != self.dtype
+
+    def pages(self, layer_id: int) -> torch.Tensor:
+        """A layer, `[num_pages, page_size, *row]`."""
+        return self._layers[layer_id]
+
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """Clear pages that may hold NaN or Inf (a failed request's), before anyone else is given them."""
+        if not pages:
+            return
+        index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
+        for layer in self._layers:
+            layer.view(torch.uint8).index_fill_(0, index, 0)
 
 
 def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -60,3 +133,163 @@ class KVCache(LayerPages):
         """Store new keys and values, `[T, num_kv_heads, head_dim]`, in slots int64 `[T]` of a layer."""
         scales = self.key_scales[layer_id], self.value_scales[layer_id]
         append_kv(self._slots[layer_id], key, value, slot_mapping, *scales)
+
+
+class IndexKeys(LayerPages):
+    """Keys of all layers that choose for themselves, counted among those.
+
+    One tensor `[num_pages, page_size, head_dim]` per such layer, in the same pages as the latents and
+    always in the type of the activations: 8-bit keys would choose other tokens.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        head_dim: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__("index key", num_layers, num_pages, page_size, (head_dim,), dtype, device, None)
+        self.head_dim = head_dim
+
+    def append(self, index_layer: int, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Store keys `[T, head_dim]` in slots int64 `[T]`."""
+        self._layers[index_layer].flatten(0, 1).index_copy_(0, slot_mapping, keys)
+
+    def gather(self, index_layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Pages side by side, `[len(pages) * page_size, head_dim]`."""
+        return self._layers[index_layer].index_select(0, pages).flatten(0, 1)
+
+
+def index_bytes_per_page(num_layers: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes one page takes over all layers that choose for themselves."""
+    return num_layers * page_size * head_dim * dtype.itemsize
+
+
+class MlaCache(LayerPages):
+    """Latents of all layers.
+
+    One tensor `[num_pages, page_size, latent_dim + rope_dim]` per layer: a token's compressed keys and
+    values, then its rotated key part, which all heads share. The scales are those of `KVCache`, but one per
+    layer, set by a loader that finds one in the checkpoint. Of a model with sparse attention, the same pages
+    hold the indexer's keys.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        latent_dim: int,
+        rope_dim: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        storage_dtype: torch.dtype | None = None,
+        index_layers: int = 0,
+        index_dim: int = 0,
+    ) -> None:
+        """`index_layers` choose what they attend to, by keys of `index_dim` elements."""
+        row = (latent_dim + rope_dim,)
+        super().__init__("MLA", num_layers, num_pages, page_size, row, dtype, device, storage_dtype)
+        self.latent_dim = latent_dim
+        self.rope_dim = rope_dim
+        self.scales = [1.0] * num_layers
+        # None: attention is dense.
+        self.index_keys: IndexKeys | None = None
+        if index_layers:
+            self.index_keys = IndexKeys(index_layers, index_dim, num_pages, page_size, dtype, device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers, the indexer's keys included."""
+        return super().nbytes + (self.index_keys.nbytes if self.index_keys else 0)
+
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """Clears the indexer's keys as well."""
+        super().zero_pages(pages)
+        if self.index_keys is not None:
+            self.index_keys.zero_pages(pages)
+
+    def latents(self, layer_id: int) -> torch.Tensor:
+        """View of the compressed part, `[num_pages, page_size, latent_dim]`."""
+        return self._layers[layer_id][..., : self.latent_dim]
+
+    def rotated(self, layer_id: int) -> torch.Tensor:
+        """View of the rotated part, `[num_pages, page_size, rope_dim]`."""
+        return self._layers[layer_id][..., self.latent_dim :]
+
+    def append(
+        self, layer_id: int, latent: torch.Tensor, key_rope: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Store latents `[T, latent_dim]` and rotated keys `[T, rope_dim]` in slots int64 `[T]`."""
+        slots = self._layers[layer_id].flatten(0, 1)
+        rows = torch.cat((latent, key_rope), dim=1)
+        if self.is_quantised:
+            # Copied as bytes: torch indexes no 8-bit floats.
+            rows = quantise_e4m3(rows, self.scales[layer_id]).view(torch.uint8)
+            slots = slots.view(torch.uint8)
+        slots.index_copy_(0, slot_mapping, rows)
+
+    def gather(self, layer_id: int, pages: torch.Tensor) -> torch.Tensor:
+        """Pages side by side in `dtype`, `[len(pages) * page_size, latent_dim + rope_dim]`."""
+        return self._select(layer_id, self._layers[layer_id], pages).flatten(0, 1)
+
+    def gather_slots(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
+        """Single tokens in `dtype`, `[len(slots), latent_dim + rope_dim]`."""
+        return self._select(layer_id, self._layers[layer_id].flatten(0, 1), slots)
+
+    def _select(self, layer_id: int, stored: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        if not self.is_quantised:
+            return stored.index_select(0, index)
+        gathered = stored.view(torch.uint8).index_select(0, index).view(self.storage_dtype)
+        return gathered.to(self.dtype).mul_(self.scales[layer_id])
+
+
+def mla_bytes_per_page(
+    num_layers: int, latent_dim: int, rope_dim: int, page_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes one page takes over all layers."""
+    return num_layers * page_size * (latent_dim + rope_dim) * dtype.itemsize
+
+
+PagedCache = KVCache | MlaCache
+
+
+def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes one page takes over all layers; `dtype` is what pages hold of latents, keys and values."""
+    if config.mla is None:
+        return bytes_per_page(config, page_size, dtype)
+    mla, indexer = config.mla, config.mla.indexer
+    latents = mla_bytes_per_page(config.num_layers, mla.kv_lora_rank, mla.qk_rope_head_dim, page_size, dtype)
+    if indexer is None:
+        return latents
+    activations = config.torch_dtype
+    return latents + index_bytes_per_page(len(indexer.layers), indexer.head_dim, page_size, activations)
+
+
+def make_cache(
+    config: ModelConfig,
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    storage_dtype: torch.dtype | None = None,
+) -> PagedCache:
+    """The cache of a rank whose own configuration is `config`; the rest is as in the classes."""
+    if config.mla is None:
+        return KVCache(config, num_pages, page_size, dtype, device, storage_dtype=storage_dtype)
+    indexer = config.mla.indexer
+    return MlaCache(
+        config.num_layers,
+        config.mla.kv_lora_rank,
+        config.mla.qk_rope_head_dim,
+        num_pages,
+        page_size,
+        dtype,
+        device,
+        storage_dtype,
+        index_layers=len(indexer.layers) if indexer else 0,
+        index_dim=indexer.head_dim if indexer else 0,
+    )

@@ -29,7 +29,7 @@ class Node:
     # Running requests whose prefix ends in or below this node. A locked node's ancestors are locked.
     locks: int = 0
     last_access: int = 0
-    # Where the state of linear attention behind the node's last token is kept; 0: nowhere.
+    # Where the state of linear attention after the node's last token is kept; 0: nowhere.
     state_slot: int = 0
 
 
@@ -40,7 +40,7 @@ class PrefixHandle:
     node: Node
     num_tokens: int
     pages: tuple[int, ...]
-    # Where the state behind the prefix is kept, until the next `evict` or `evict_state`; 0: there is none.
+    # Where the state after the prefix is kept, until the next `evict` or `evict_state`; 0: there is none.
     state_slot: int = 0
 
 
@@ -57,12 +57,12 @@ class InsertResult:
 class RadixCache:
     """Page-aligned prefix tree with one root per namespace, lock counts and LRU eviction of leaves.
 
-    For models with linear attention, a prefix is only as good as the state behind it: nodes may have one at
+    For models with linear attention, a prefix is only as good as the state after it: nodes may have one at
     their end, and a match ends at the deepest node that does. States go with their node, or before it.
     """
 
     def __init__(self, page_size: int, drop_state: Callable[[int], None] | None = None) -> None:
-        """`drop_state` is told each slot that the tree no longer keeps; None: prefixes need no states."""
+        """`drop_state` gets each slot that the tree no longer keeps; None: prefixes need no states."""
         self.page_size = page_size
         self._drop_state = drop_state
         self._roots: dict[str, Node] = {}
@@ -95,7 +95,7 @@ class RadixCache:
             pages    |  duplicates: caller frees   |  now the tree's   |
                      0                       already_cached       len(tokens)
 
-        `state_slot`: where the state behind the run is; the tree keeps it unless it has one.
+        `state_slot`: where the state after the run is; the tree keeps it unless it has one.
         Raises ValueError unless len(tokens) == len(pages) * page_size.
         """
         if len(tokens) != len(pages) * self.page_size:

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 
 from gpu_service.cache.page_pool import PagePool
 from gpu_service.cache.radix_cache import PrefixHandle, RadixCache
-from gpu_service.cache.request_states import RequestStates
+from gpu_service.cache.request_states import RequestStates, StatePool, num_snapshots
+from gpu_service.cache.state_cache import StateCache
 from gpu_service.request import Request
+from moebius.config import GpuConfig
 
 
 class RequestCache:
@@ -24,7 +26,7 @@ class RequestCache:
     def __init__(
         self, pool: PagePool, tree: RadixCache, prefix_caching: bool, states: RequestStates | None = None
     ) -> None:
-        """`states`: of a model with linear attention; the tree tells them which ones it gives up."""
+        """`states`: of a model with linear attention; the tree reports which ones it gives up."""
         self.pool = pool
         self.tree = tree
         self.states = states
@@ -95,7 +97,7 @@ class RequestCache:
         return self.prefix_caching and self.states is not None and self.states.max_snapshots > 0
 
     def keep_state(self, request: Request, slot: int) -> None:
-        """The state behind `computed_len` tokens is in a slot: a snapshot of it, if prefixes can end there.
+        """The state after `computed_len` tokens is in a slot: a snapshot of it, if prefixes can end there.
 
             |------- prompt -------|------ output ------|
                              ^ whole pages of it   ^ latest whole pages: the two that a request keeps
@@ -128,7 +130,7 @@ class RequestCache:
                 self.states.forget(slot)
 
     def _store_pages(self, request: Request, whole: int, state_slot: int = 0) -> bool:
-        """The first `whole` pages, and the state behind them; whether the tree keeps the state.
+        """The first `whole` pages, and the state after them; whether the tree keeps the state.
 
         |-- locked --|-- duplicates of the tree's --|-- new to the tree --|-- last, partial page --|
         0         locked                         already                whole             computed_len
@@ -190,3 +192,12 @@ class RequestCache:
             assert tuple(request.pages[: len(locked)]) == locked, f"{request.key} lost its prefix pages"
             owned.extend(request.pages[len(locked) :])
         self.pool.check_integrity(owned, (page for node in self.tree.nodes() for page in node.pages))
+
+
+def make_request_cache(gpu: GpuConfig, states: StateCache | None, num_pages: int) -> RequestCache:
+    """The books on pages, prefixes and, where there are some, states."""
+    pool = PagePool(num_pages)
+    if states is None:
+        return RequestCache(pool, RadixCache(gpu.page_size), gpu.prefix_caching)
+    held = RequestStates(StatePool(states.num_slots), num_snapshots(gpu))
+    return RequestCache(pool, RadixCache(gpu.page_size, held.forget), gpu.prefix_caching, held)

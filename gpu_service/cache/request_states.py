@@ -3,20 +3,78 @@
 steps of a request   ... N reads a, writes b | N+1 reads b, writes c | N+2 reads c, writes d ...
 
 A step holds what it reads and writes until its results are committed, so whatever happens to the request,
-the step can be run again. A request holds the state behind its last scheduled token, and snapshots: states
-behind whole pages that were computed, for the prefix tree. Nothing is ever copied.
+the step can be run again. A request holds the state after its last scheduled token, and snapshots: states
+after whole pages that were computed, for the prefix tree. Nothing is ever copied.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from gpu_service.cache.state_cache import ZERO_SLOT, state_bytes
-from gpu_service.cache.state_pool import StatePool
+import torch
+
+from gpu_service.cache.state_cache import ZERO_SLOT, StateCache, make_states, state_bytes
 from gpu_service.engine.step import Batch
 from gpu_service.model_config import ModelConfig
 from gpu_service.request import Request
 from moebius.config import GpuConfig
+
+
+class OutOfStates(RuntimeError):
+    """A slot was asked for and none is free; the caller must wait for a step's commit first."""
+
+
+class StatePool:
+    """Slots with counts of holders. The last slot freed is the first handed out again."""
+
+    def __init__(self, num_slots: int) -> None:
+        """`num_slots` includes slot 0, as in `StateCache`."""
+        if num_slots < 2:
+            raise ValueError(f"num_slots must be at least 2 (slot 0 is all zeros), got {num_slots}")
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, 0, -1))
+        self._holders = [0] * num_slots
+
+    @property
+    def available(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    def alloc(self) -> int:
+        """A slot that nobody holds, held once now. Raises OutOfStates when there is none."""
+        if not self._free:
+            raise OutOfStates(f"all {self.num_slots - 1} slots of states are held")
+        slot = self._free.pop()
+        self._holders[slot] = 1
+        return slot
+
+    def hold(self, slot: int) -> None:
+        """One holder more. Raises ValueError for a slot that is free."""
+        if slot == ZERO_SLOT:
+            return
+        if self._holders[slot] < 1:
+            raise ValueError(f"slot {slot} is free: its state may be overwritten")
+        self._holders[slot] += 1
+
+    def drop(self, slot: int) -> None:
+        """One holder less; the last one frees the slot. Raises ValueError when there was none."""
+        if slot == ZERO_SLOT:
+            return
+        if self._holders[slot] < 1:
+            raise ValueError(f"slot {slot} is held by nobody")
+        self._holders[slot] -= 1
+        if self._holders[slot] == 0:
+            self._free.append(slot)
+
+    def check_integrity(self, held: Iterable[int]) -> None:
+        """Raises AssertionError unless `held`, once for each holder, is what was counted."""
+        counts = Counter(slot for slot in held if slot != ZERO_SLOT)
+        seen = [counts[slot] for slot in range(self.num_slots)]
+        assert seen == self._holders, f"holders of states {seen}, counted {self._holders}"
+        free = sorted(slot for slot in range(1, self.num_slots) if self._holders[slot] == 0)
+        assert sorted(self._free) == free, f"free slots {sorted(self._free)}, expected {free}"
+
 
 # Slots of a request that runs in two steps in flight: what each reads, and what the later one writes.
 SLOTS_PER_REQUEST = 3
@@ -37,6 +95,11 @@ def num_state_slots(gpu: GpuConfig) -> int:
 def all_states_bytes(gpu: GpuConfig, rank_config: ModelConfig) -> int:
     """Bytes of all slots, that of padding included; 0 without linear attention."""
     return (num_state_slots(gpu) + 1) * state_bytes(rank_config)
+
+
+def allocate_states(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> StateCache | None:
+    """All slots that the settings ask for; None where no layer has a state."""
+    return make_states(rank_config, num_state_slots(gpu), rank_config.torch_dtype, device)
 
 
 class RequestStates:
@@ -81,7 +144,7 @@ class RequestStates:
         return self.num_snapshots >= self.max_snapshots
 
     def snapshot(self, request: Request, slot: int, length: int) -> None:
-        """Keeps the state behind the first `length` tokens of a request; not `is_full`."""
+        """Keeps the state after the first `length` tokens of a request; not `is_full`."""
         self.pool.hold(slot)
         self.num_snapshots += 1
         request.snapshots.append((length, slot))

@@ -1,4 +1,4 @@
-"""Work recorded once and launched again as one: the interface, and CUDA graphs behind it."""
+"""Work recorded once and launched again as one: the interface, and its implementation by CUDA graphs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ class CudaGraphs(GraphBackend):
         self._open = 0
 
     def capture(self, work: Callable[[], None]) -> CapturedGraph:
-        """See the base class."""
         if self._open == 0:
             # With its last graph, or its first one's failure, the allocator forgets a pool.
             self._pool = torch.cuda.graph_pool_handle()

@@ -68,7 +68,6 @@ class RecordedOperations(GraphBackend):
     """Records by running once: unlike on a GPU, what is recorded also happens."""
 
     def capture(self, work: Callable[[], None]) -> CapturedGraph:
-        """See the base class."""
         recorder = _Recorder()
         with recorder:
             work()

@@ -1,7 +1,7 @@
 """Ordered work on a device, as an engine that launches without waiting needs it.
 
-The CUDA implementation is a thin face of torch's streams; the host's is its twin for machines without one,
-on which everything has ended when it was launched.
+The CUDA implementation is a thin face of torch's streams. On the host's, for machines without a GPU,
+everything has ended when it was launched.
 """
 
 from __future__ import annotations
@@ -66,19 +66,16 @@ class HostDeviceStream(DeviceStream):
         self.device = torch.device("cpu")
 
     def active(self) -> AbstractContextManager[None]:
-        """See the base class."""
         return nullcontext()
 
     def record(self) -> DeviceEvent:
-        """See the base class."""
         return _Ended()
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """See the base class."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def synchronize(self) -> None:
-        """See the base class."""
+        """Nothing is pending, ever."""
 
 
 class _CudaEvent(DeviceEvent):
@@ -103,7 +100,7 @@ class CudaDeviceStream(DeviceStream):
         self.stream.wait_stream(torch.cuda.default_stream(device))
 
     def active(self) -> AbstractContextManager[None]:
-        """See the base class; also makes the GPU the thread's current one."""
+        """Also makes the GPU the thread's current one."""
         return self._active()
 
     @contextmanager
@@ -112,15 +109,13 @@ class CudaDeviceStream(DeviceStream):
             yield
 
     def record(self) -> DeviceEvent:
-        """See the base class."""
         return _CudaEvent(self.stream)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """See the base class: page-locked memory."""
+        """Page-locked memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self) -> None:
-        """See the base class."""
         self.stream.synchronize()
 
 

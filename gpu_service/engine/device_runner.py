@@ -48,7 +48,7 @@ class LaunchedStep:
 
 
 class DeviceRunner(StepRunner):
-    """The twin of `HostRunner`. Decode steps are replayed graphs where `graphs` has one for them."""
+    """Runs steps on a GPU; decode steps are replayed graphs where `graphs` has one for them."""
 
     def __init__(
         self,

@@ -164,7 +164,7 @@ class Engine:
     # ---- used by the loops, in the engine thread ----
 
     def _run(self, loop: Callable[[Engine], None]) -> None:
-        """A defect of the loop itself ends the engine: whoever waits is told, nobody waits for ever."""
+        """A defect of the loop itself ends the engine: whoever waits gets the error."""
         try:
             loop(self)
         except Exception as error:
@@ -235,12 +235,12 @@ class Engine:
             if row.error and request.slot >= 0 and not request.finished
         ]
         pages = [page for request in poisoned for page in self.scheduler.cache.exclusive_pages(request)]
-        told = self.scheduler.commit(step.batch, result.rows, replayed=result.num_replays > 0)
-        deltas = [delta_of(request) for request in told]
+        reported = self.scheduler.commit(step.batch, result.rows, replayed=result.num_replays > 0)
+        deltas = [delta_of(request) for request in reported]
         if pages:
             self._runner.zero_pages(pages)
         self._observer.committed(step.batch, result, deltas)
-        self._tell(deltas)
+        self._emit(deltas)
 
     def _apply(self, message: Message) -> None:
         match message:
@@ -273,7 +273,7 @@ class Engine:
         self.scheduler.ended(batch)
         deltas = [delta_of(request) for request in failed]
         self._observer.committed(batch, None, deltas)
-        self._tell(deltas)
+        self._emit(deltas)
 
     def _lose(self, reason: str) -> None:
         """Ends the engine, unless it has ended already."""
@@ -296,9 +296,9 @@ class Engine:
     def _end(self, deltas: list[OutputDelta]) -> None:
         if deltas:
             self._observer.ended(deltas)
-            self._tell(deltas)
+            self._emit(deltas)
 
-    def _tell(self, deltas: list[OutputDelta]) -> None:
+    def _emit(self, deltas: list[OutputDelta]) -> None:
         self._snapshot()
         if deltas:
             self._on_output(deltas)
@@ -339,7 +339,7 @@ def overlap_loop(engine: Engine) -> None:
 
 
 def synchronous_loop(engine: Engine) -> None:
-    """The twin without overlap: what the overlap loop must be equal to, and simpler to debug."""
+    """Without overlap: what the overlap loop must be equal to, and simpler to debug."""
     while engine.receive(wait=True):
         current = engine.launch_next()
         if current is not None:

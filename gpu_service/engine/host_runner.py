@@ -105,7 +105,7 @@ class CpuStream(Stream):
 
 
 class HostRunner(StepRunner):
-    """The twin of `DeviceRunner`: expert clients block and raise inside the step."""
+    """Runs steps on a CPU: expert clients block and raise inside the step."""
 
     def __init__(self, runner: ModelRunner, stream: Stream, recovery_timeout_s: float = 300.0) -> None:
         self._runner = runner

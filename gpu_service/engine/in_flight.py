@@ -1,7 +1,7 @@
 """Steps launched and not ended, and what happens to them when an expert server is lost.
 
 A device that drives its own expert client finds out when a step has ended, and by then the next one may
-have been launched behind it, with inputs that mean nothing. So: wait until everything launched has ended,
+have been launched after it, with inputs that mean nothing. So: wait until everything launched has ended,
 undo what is not idempotent from the last step to the first, bring the servers back, and run the same plans
 again, one after another. Plans are immutable, and KV and token-pool writes of a second run hit the same
 places.
@@ -44,7 +44,7 @@ class StepInFlight(Pending[StepResult]):
         self.result: StepResult | None = None
         self.error: Exception | None = None
         self.settled = False
-        # What was launched behind the step and belongs to it: done again whenever the step is.
+        # What was launched after the step and belongs to it: done again whenever the step is.
         self.followers: list[Callable[[], None]] = []
         self._owner = owner
 
@@ -65,7 +65,7 @@ class StepInFlight(Pending[StepResult]):
             self.error = error
 
     def undo(self) -> None:
-        """Forgets the run."""
+        """Takes back what the run changed, as if the step had not been launched yet."""
         if self.launched is not None:
             self.launched.undo()
         self.launched = self.result = self.error = None
@@ -93,7 +93,7 @@ class StepsInFlight:
         self._broken_off = False
 
     def launch(self, plan: StepPlan) -> StepInFlight:
-        """Starts a plan; behind a step that has lost its experts, only when that one is run again."""
+        """Starts a plan; after a step that has lost its experts, only when that one is run again."""
         step = StepInFlight(plan, self)
         if not any(isinstance(earlier.error, ExpertUnavailable) for earlier in self._steps):
             self._run(step)
@@ -101,7 +101,7 @@ class StepsInFlight:
         return step
 
     def follow(self, work: Callable[[], None]) -> None:
-        """Launches more work behind the steps in flight."""
+        """Launches more work after the steps in flight."""
         work()
         if self._steps:
             self._steps[-1].followers.append(work)
@@ -160,7 +160,7 @@ class StepsInFlight:
                 step.error, step.settled = error, True
 
     def _run_alone(self, step: StepInFlight) -> None:
-        """Runs a step with nothing behind it until its outcome is final."""
+        """Runs a step with nothing launched after it until its outcome is final."""
         deadline = time.monotonic() + self._recovery_timeout_s
         replays = 0
         while True:

@@ -88,7 +88,7 @@ class OutputDelta:
     logprobs: tuple[TokenLogprobs, ...]
     # All of the prompt's, with the first token of the output; else empty.
     prompt_logprobs: tuple[TokenLogprobs, ...]
-    # Output tokens told up to and with this delta.
+    # Output tokens emitted up to and with this delta.
     num_output_tokens: int
     cached_tokens: int
     finish_reason: FinishReason | None

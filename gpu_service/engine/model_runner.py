@@ -1,6 +1,6 @@
 """The device's work of one step: upload, gather, forward, sample.
 
-Runs in stream order, sees a `StepPlan` only, never a request, and waits for nothing: what the host wants to
+Runs in stream order, reads a `StepPlan` only, never a request, and waits for nothing: what the host wants to
 know is read from the returned tensors once the step has ended (`results.py`).
 """
 
@@ -15,15 +15,15 @@ import torch
 from opentelemetry import context as otel_context
 
 from gpu_service.attention.factory import Attention
-from gpu_service.cache.paged_cache import PagedCache
+from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.state_cache import StateCache
 from gpu_service.context import ForwardContext
 from gpu_service.engine.results import Logprobs, Sampled, StepOutputs
 from gpu_service.engine.sampler import Sampler, token_logprobs
 from gpu_service.engine.step import Feature, ForwardInputs, PromptLogprobRows, SlotUpload, StepPlan
+from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
-from gpu_service.placement.recorder import ExpertRecorder
 from gpu_service.vision.features import ImageEncoder
 
 # Rows of prompt logits alive at once: 64 rows of a 150 k vocabulary are 38 MB.
@@ -89,7 +89,7 @@ class ModelRunner:
         has_mrope: bool = False,
         states: StateCache | None = None,
     ) -> None:
-        """`encoder`: of a model that sees; `has_mrope`: its plans bring positions by axis."""
+        """`encoder`: of a model with vision; `has_mrope`: its plans bring positions by axis."""
         self.model = model
         self.kv_cache = kv_cache
         self.attention = attention
@@ -166,7 +166,7 @@ class ModelRunner:
         self.kv_cache.zero_pages(pages)
 
     def _on_device(self, plan: StepPlan) -> StepPlan:
-        """The plan with what only the device knows; images that no earlier step left behind are encoded."""
+        """The plan with what only the device knows; images that no earlier step has encoded are encoded."""
         features = None
         if plan.images is not None:
             assert self.encoder is not None, "requests with images are refused where there is no tower"

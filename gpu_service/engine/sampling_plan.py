@@ -14,8 +14,7 @@ import torch
 
 from gpu_service.engine.step import PenaltyRows, SamplingPlan, SparseBias
 from gpu_service.request import Entries, Request
-from gpu_service.scheduler.finish import stop_token_ids
-from gpu_service.scheduler.limits import SchedulerLimits
+from gpu_service.scheduler.limits import SchedulerLimits, stop_token_ids
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

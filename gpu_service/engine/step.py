@@ -364,7 +364,7 @@ def _walk(tree: Any) -> Iterator[Tensor]:
         for element in tree:
             yield from _walk(element)
     elif tree is not None:
-        for name in _holders(type(tree)):
+        for name in _holders(tree.__class__):
             yield from _walk(getattr(tree, name))
 
 
@@ -373,5 +373,5 @@ def _map(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
         return tree if tree is None else replace(tree)
     if isinstance(tree, (list, tuple)):
         return type(tree)([_map(element, replace) for element in tree])
-    changes = {name: _map(getattr(tree, name), replace) for name in _holders(type(tree))}
+    changes = {name: _map(getattr(tree, name), replace) for name in _holders(tree.__class__)}
     return dataclasses.replace(tree, **changes)

@@ -27,14 +27,14 @@ class StepRunner(ABC):
     """Runs steps one after another in launch order; later ones see all effects of earlier ones.
 
     At most two steps are launched and not waited for. A step that fails does not stop later ones: the
-    exception is delivered by its `Pending`. After ExpertUnavailable a step, and those launched behind it,
+    exception is delivered by its `Pending`. After ExpertUnavailable a step, and those launched after it,
     are run again inside `wait`, so the engine never sees it unless recovery fails. After DeviceLost nothing
     can be launched.
     """
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
-        """Starts a step and returns without waiting for it (or, for the inline twin, when it is done)."""
+        """Starts a step and returns without waiting for it (or, for `InlineStream`, when it is done)."""
 
     @abstractmethod
     def zero_pages(self, pages: list[int]) -> None:

@@ -65,7 +65,6 @@ class CudaMemory(DeviceMemory):
         self._device = device
 
     def use(self) -> MemoryUse:
-        """See the base class."""
         torch.cuda.synchronize(self._device)
         free, total = _cuda.mem_get_info(self._device)
         statistics = _cuda.memory_stats(self._device)
@@ -79,15 +78,12 @@ class CudaMemory(DeviceMemory):
         )
 
     def device_allocations(self) -> int:
-        """See the base class."""
         return int(_cuda.memory_stats(self._device).get("num_device_alloc", 0))
 
     def reset_peak(self) -> None:
-        """See the base class."""
         _cuda.reset_peak_memory_stats(self._device)
 
     def release_cache(self) -> None:
-        """See the base class."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 

@@ -1,17 +1,36 @@
-"""Keeps the plan beside what each phase really took, and watches that nothing is allocated afterwards."""
+"""The plan and what each phase really took, as a table and as metrics; watches that nothing follows."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 import structlog
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from gpu_service.memory.device_memory import DeviceMemory, MemoryUse, gib
 from gpu_service.memory.estimate import ALLOCATOR_SLACK
 from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, GIB, MemoryPlan
-from gpu_service.memory.table import render
 from moebius.errors import UserError
+
+
+def render(plan: MemoryPlan, measured: Mapping[str, int] | None = None) -> str:
+    """A table of planned and, where known, measured GiB per part, its last line the sum."""
+    measured = measured or {}
+    rows = [("part", "planned GiB", "measured GiB" if measured else "")]
+    for line in plan.lines:
+        rows.append((line.part, gib(line.nbytes), gib(measured[line.part]) if line.part in measured else ""))
+    planned = sum(line.nbytes for line in plan.lines)
+    rows.append(("sum", gib(planned), gib(sum(measured.values())) if measured else ""))
+    rows.append(("planned with", gib(plan.budget), f"of {gib(plan.total)}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        f"{part:<{widths[0]}}  {first:>{widths[1]}}  {second:>{widths[2]}}".rstrip()
+        for part, first, second in rows
+    )
+
 
 _log = structlog.get_logger(__name__)
 
@@ -87,3 +106,36 @@ class MemoryLedger:
         if self._sealed is None:
             return 0
         return self._memory.device_allocations() - self._sealed.device_allocations
+
+
+class MemoryCollector(Collector):
+    """`moebius:gpu_memory_*`, bytes, with the labels of the engine's other metrics."""
+
+    def __init__(self, ledger: MemoryLedger, model_name: str, engine: str = "0") -> None:
+        self._ledger = ledger
+        self._labels = {"model_name": model_name, "engine": engine}
+
+    def collect(self) -> Iterator[Metric]:
+        """One scrape."""
+        names = [*self._labels, "part"]
+        values = list(self._labels.values())
+        planned = GaugeMetricFamily(
+            "moebius:gpu_memory_planned_bytes", "Planned before loading", labels=names
+        )
+        for line in self._ledger.plan.lines:
+            planned.add_metric([*values, line.part], line.nbytes)
+        measured = GaugeMetricFamily("moebius:gpu_memory_bytes", "Measured while loading", labels=names)
+        for part, nbytes in self._ledger.measured.items():
+            measured.add_metric([*values, part], nbytes)
+        late = GaugeMetricFamily(
+            "moebius:gpu_memory_late_allocations",
+            "Times memory was asked of the device while serving; 0 unless a step exceeded the plan",
+            labels=list(self._labels),
+        )
+        late.add_metric(values, self._ledger.late_allocations())
+        yield from (planned, measured, late)
+
+
+def export(ledger: MemoryLedger, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+    """Adds the ledger to a registry."""
+    registry.register(MemoryCollector(ledger, model_name))

@@ -10,15 +10,47 @@ import torch
 
 from gpu_service.attention.factory import Attention
 from gpu_service.attention.mla.base import MlaAttentionBackend
-from gpu_service.cache.paged_cache import PagedCache
+from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.state_cache import ZERO_SLOT, StateCache
 from gpu_service.context import ForwardContext
 from gpu_service.engine.step import ForwardInputs
+from gpu_service.experts.client import ExpertClient, ExpertClientStats, Ticket, add_to
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.memory.device_memory import DeviceMemory
 from gpu_service.memory.estimate import StepSize
-from gpu_service.memory.null_experts import NullExpertClient
 from moebius.checkpoint.moe_config import MoeGeometry
+
+
+class NullExpertClient(ExpertClient):
+    """For profiling: capturable, never fails, always ready."""
+
+    is_device_driven = True
+
+    def __init__(self, geometry: MoeGeometry) -> None:
+        self.geometry = geometry
+
+    def submit(
+        self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> Ticket:
+        """Holds the tensors as a real client does."""
+        return Ticket(layer, hidden_states, topk_ids, topk_weights)
+
+    def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
+        """Zeros `[T, H]`, or `partial` unchanged."""
+        return add_to(partial, torch.zeros_like(ticket.hidden_states, dtype=torch.float32))
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Ready at once."""
+
+    def recover(self, timeout_s: float) -> None:
+        """Nothing was lost."""
+
+    def stats(self) -> ExpertClientStats:
+        """Nothing is counted."""
+        return ExpertClientStats()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class ProfiledModel(Protocol):
@@ -47,7 +79,7 @@ def profile_activations(
     """Most bytes of tensors alive during one step of `step.tokens` tokens, weights and cache not counted.
 
     The step is a prefill of one request on a cache of its own (`make_cache(pages)`); of latent attention,
-    which computes otherwise behind earlier tokens, also one behind as many as it takes. Experts of servers
+    which computes otherwise after earlier tokens, also one after as many as it takes. Experts of servers
     answer zeros, those in `resident` are computed, `states` are there already, and `sample` is given
     `step.sequences` rows of logits. Its blocks stay reserved by the allocator, so that steps in service find
     them. 0 without a `memory`.

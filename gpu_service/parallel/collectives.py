@@ -3,6 +3,11 @@
 All calls are made in stream order by one thread. On CUDA they run on the current stream, so a graph captures
 them (capture with `capture_error_mode="thread_local"`: NCCL's watchdog queries events from its own thread).
 Every collective must have run once before it is captured, because communicators are made at first use.
+
+Small tensors of the GPUs of one host are added without NCCL: at the sizes of a decode step an all-reduce is
+all latency, and one kernel that writes its part to memory the other GPUs can read, waits for them once and
+adds has the least of it; above some hundred KiB it reads too much. torch's symmetric memory does it; no
+multicast is used.
 """
 
 from __future__ import annotations
@@ -14,7 +19,51 @@ import torch
 import torch.distributed as dist
 
 from gpu_service.parallel.context import Collectives
-from gpu_service.parallel.one_shot import OneShotAllReduce, takes_one_shot
+
+# Larger tensors are NCCL's.
+MAX_BYTES = 256 * 1024
+# Elements are moved in words of this many bytes.
+_WORD_BYTES = 16
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def takes_one_shot(tensor: torch.Tensor) -> bool:
+    """Whether the kernel takes a tensor of this size, type and place."""
+    return (
+        tensor.dtype in _DTYPES
+        and 0 < tensor.nbytes <= MAX_BYTES
+        and tensor.nbytes % _WORD_BYTES == 0
+        and tensor.data_ptr() % _WORD_BYTES == 0
+        and tensor.is_contiguous()
+    )
+
+
+class OneShotAllReduce:
+    """Owns the memory that the other GPUs read. Made by all ranks of a group at once; capturable afterwards.
+
+    They have read it when a call's kernel has ended, so that calls may follow one another on one stream.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Raises RuntimeError where GPUs can not reach each other's memory."""
+        # Only here: not every build of torch has it.
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        module: Any = symmetric_memory
+        self._name = group.group_name
+        self._buffers = {
+            dtype: module.empty(MAX_BYTES // dtype.itemsize, dtype=dtype, device=device) for dtype in _DTYPES
+        }
+        for buffer in self._buffers.values():
+            module.rendezvous(buffer, self._name)
+        self._add: Callable[..., torch.Tensor] = torch.ops.symm_mem.one_shot_all_reduce_copy_out
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums over the group, in place; returns it. For tensors that `takes_one_shot`."""
+        buffer = self._buffers[tensor.dtype][: tensor.numel()].view(tensor.shape)
+        self._add(buffer, tensor, "sum", self._name, tensor)
+        return tensor
+
 
 # Renamed in torch 2.13; the former name warns there, the new one is missing before.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,28 +79,24 @@ class TorchCollectives(Collectives):
         self._one_shot = one_shot
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See the base class. Ring and tree reductions give all ranks the bits that one of them computed."""
+        """Ring and tree reductions give all ranks the bits that one of them computed."""
         if self._one_shot is not None and takes_one_shot(tensor):
             return self._one_shot.add(tensor)
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         gathered = tensor.new_empty((self._size, *tensor.shape))
         _all_gather(gathered.flatten(0, 1), tensor.contiguous(), group=self._group)
         return gathered.movedim(0, -2).flatten(-2)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """See the base class."""
         dist.broadcast(tensor, group=self._group, group_src=source)
         return tensor
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
-        """See the base class."""
         dist.send(tensor.contiguous(), group=self._group, group_dst=destination)
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """See the base class."""
         dist.recv(tensor, group=self._group, group_src=source)
         return tensor

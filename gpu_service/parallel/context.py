@@ -36,15 +36,12 @@ class SoloCollectives(Collectives):
     """The null object: a group of one."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """See the base class."""
         return tensor
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:

@@ -1,29 +1,117 @@
-"""The connections between rank 0 and every other rank, beside the tensors' own.
+"""The connections between rank 0 and every other rank, apart from those of the collectives.
 
-They carry the messages to the engine, agree on numbers at start, and notice that a rank is gone: at once
-when its connection closes (the kernel closes it whatever a process dies of), and after `timeout_s` when it
-is stopped or stuck so hard that its heartbeat ends.
+Frames of `protos/ranks.proto` over `multiprocessing.connection`. They carry the messages to the engine, agree
+on numbers at start, and notice that a rank is gone: at once when its connection closes (the kernel closes
+it whatever a process dies of), and after `timeout_s` when it is stopped or so stuck that its heartbeat ends.
 
     rank 1 ──┐
-    rank 2 ──┼── rank 0        rank 0 tells all others what it learns from one of them
+    rank 2 ──┼── rank 0        rank 0 sends all others what it learns from one of them
     rank 3 ──┘
 """
 
 from __future__ import annotations
 
+import os
 import queue
+import socket
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 
-from gpu_service.parallel.connection import ConnectionLost, RankConnection
+from google.protobuf.message import DecodeError
+
 from protos import ranks_pb2
+
+# A prompt of a million tokens takes 4 MB, a large image some 50 MB.
+MAX_FRAME_BYTES = 1 << 30
+# What a stranger may make us read before it has said who it is.
+_MAX_HELLO_BYTES = 4096
+
+
+class ConnectionLost(OSError):
+    """The other end closed the connection, was silent for too long, or is not one of ours."""
+
+
+class RankConnection:
+    """A connected TCP socket that carries frames: any thread sends, one thread receives.
+
+    Bytes only: nothing that arrives is unpickled.
+    """
+
+    def __init__(self, connected: socket.socket, timeout_s: float) -> None:
+        """`timeout_s`: longest silence before `receive` gives up, and longest wait of `send`."""
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setblocking(True)
+        self._socket = connected
+        # A descriptor of its own: `close` ends the connection while another thread may still read from it.
+        self._frames = Connection(os.dup(connected.fileno()))
+        self._sending = threading.Lock()
+        self.set_timeout(timeout_s)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """By the kernel: `Connection` has no timeouts, and they must also end a frame that stops half-way."""
+        seconds = int(timeout_s)
+        value = struct.pack("ll", seconds, int((timeout_s - seconds) * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+
+    def send(self, frame: ranks_pb2.Frame) -> None:
+        """Raises ConnectionLost."""
+        try:
+            with self._sending:
+                self._frames.send_bytes(frame.SerializeToString())
+        except OSError as error:
+            raise ConnectionLost(_reason(error)) from error
+
+    def try_send(self, frame: ranks_pb2.Frame) -> None:
+        """Sends unless the other end is gone: whoever receives from it notices that."""
+        try:
+            self.send(frame)
+        except ConnectionLost:
+            return
+
+    def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> ranks_pb2.Frame:
+        """The next frame. Raises ConnectionLost when none begins, or one does not end, within the timeout."""
+        try:
+            return ranks_pb2.Frame.FromString(self._frames.recv_bytes(max_bytes))
+        except DecodeError as error:
+            raise ConnectionLost(f"what arrived is no frame: {error}") from error
+        except EOFError as error:
+            raise ConnectionLost("the connection was closed") from error
+        except OSError as error:
+            raise ConnectionLost(_reason(error)) from error
+
+    def receive_hello(self) -> ranks_pb2.Hello:
+        """The first frame of a rank. Raises ConnectionLost when something else arrives."""
+        frame = self.receive(_MAX_HELLO_BYTES)
+        if frame.WhichOneof("content") != "hello":
+            raise ConnectionLost("what arrived is no rank's first frame")
+        return frame.hello
+
+    def close(self) -> None:
+        """Ends both directions; whoever receives gets ConnectionLost."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            # The other end was faster.
+            self._socket.close()
+            return
+        self._socket.close()
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, BlockingIOError):
+        return "silent for too long (rank_timeout_s)"
+    return f"the connection was lost ({error.strerror or error})"
+
 
 _HEARTBEAT = ranks_pb2.Frame(heartbeat=ranks_pb2.Heartbeat())
 _GOODBYE = ranks_pb2.Frame(goodbye=ranks_pb2.Goodbye())
 
 # Heartbeats in the time after which a silent rank is given up.
 _BEATS = 4
-# An error may be the echo of another rank's death, which is told within this time.
+# An error may be the echo of another rank's death, which is reported within this time.
 _ECHO_S = 1.0
 
 
@@ -93,12 +181,15 @@ class RankControl:
         return values
 
     def fail(self, reason: str) -> None:
-        """This rank can not go on: tells all others, then `on_lost`; unless another rank was first."""
+        """Ends the group because of this rank: sends all others the reason, then calls `on_lost`.
+
+        Does nothing if another rank was first.
+        """
         self._ended.wait(_ECHO_S)
         self._lose(f"rank {self.rank}: {reason}", own=True)
 
     def close(self) -> None:
-        """Leaves in order: the others see no death in it, and nothing that follows is this rank's failure."""
+        """Leaves in order: the others do not take it for a death, nor what follows for a failure."""
         self._lost = self._lost or f"rank {self.rank} has left"
         self._closing.set()
         for connection in self._connections.values():
@@ -162,7 +253,7 @@ class RankControl:
     def _left(self, peer: int) -> None:
         """A rank ended in order. Whoever still waits for something of it waits in vain.
 
-        For rank 0 that is no loss: it may still be telling the others to end, too.
+        For rank 0 that is no loss: it may still be sending the others the end, too.
         """
         if peer == 0:
             self._lost = self._lost or "rank 0 has left"

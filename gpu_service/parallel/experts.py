@@ -50,12 +50,12 @@ class RankExperts(ExpertClient):
         inner.agree_with_ranks(agree)
 
     def agree_with_ranks(self, agree: Agree) -> None:
-        """See `ExpertClient.agree_with_ranks`; this face has told the client already."""
+        """Nothing: `__init__` has given the client the function already."""
 
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
-        """See `ExpertClient.submit`; rows are divided here or by the client."""
+        """Rows are divided here or by the client."""
         whole = Ticket(layer, hidden_states, topk_ids, topk_weights)
         if self._raised is not None:
             return whole
@@ -73,7 +73,7 @@ class RankExperts(ExpertClient):
             return whole
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """See `ExpertClient.collect`; only this rank's rows are added."""
+        """Only this rank's rows are added."""
         if partial is None:
             partial = torch.zeros_like(ticket.hidden_states, dtype=torch.float32)
         if self._raised is not None or not isinstance(ticket, _RankTicket):
@@ -85,7 +85,6 @@ class RankExperts(ExpertClient):
         return partial
 
     def begin_step(self) -> None:
-        """See `ExpertClient.begin_step`."""
         self._inner.begin_step()
 
     def failure(self) -> Failure | None:
@@ -101,11 +100,10 @@ class RankExperts(ExpertClient):
         return ExpertUnavailable(-1, text) if worst == _LOST else ExpertComputeFailed(text)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """See `ExpertClient.wait_ready`."""
         self._inner.wait_ready(timeout_s)
 
     def recover(self, timeout_s: float) -> None:
-        """See `ExpertClient.recover`; returns, or raises, on all ranks alike."""
+        """Returns, or raises, on all ranks alike."""
         error: ExpertUnavailable | None = None
         try:
             self._inner.recover(timeout_s)
@@ -115,35 +113,30 @@ class RankExperts(ExpertClient):
             raise error or ExpertUnavailable(-1, "another rank's experts did not return in time")
 
     def problem(self) -> str:
-        """See `ExpertClient.problem`."""
         return self._inner.problem()
 
     def interrupt(self) -> None:
-        """See `ExpertClient.interrupt`; of this rank. It goes on when all ranks' waits have ended."""
+        """Interrupts this rank's waits. The step goes on when all ranks' waits have ended."""
         self._inner.interrupt()
 
     def newcomers(self) -> tuple[int, ...]:
-        """See `ExpertClient.newcomers`; as this rank sees them."""
+        """Those that this rank's client has found."""
         return self._inner.newcomers()
 
     def confirm(self) -> None:
-        """See `ExpertClient.confirm`."""
         self._inner.confirm()
 
     def reject(self, reason: str) -> None:
-        """See `ExpertClient.reject`."""
         self._inner.reject(reason)
 
     def agree_on(self, answer: bool) -> bool:
-        """See `ExpertClient.agree_on`."""
         return self._agree(int(answer)) != 0
 
     def stats(self) -> ExpertClientStats:
-        """See `ExpertClient.stats`; of this rank."""
+        """What this rank's client counted."""
         return self._inner.stats()
 
     def close(self) -> None:
-        """See `ExpertClient.close`."""
         self._inner.close()
 
     def _own_rows(self, rows: int) -> slice:

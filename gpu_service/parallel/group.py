@@ -29,15 +29,12 @@ from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.client import ExpertClient
-from gpu_service.parallel.collectives import TorchCollectives
+from gpu_service.parallel.collectives import OneShotAllReduce, TorchCollectives
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.control import RankControl
 from gpu_service.parallel.experts import RankExperts
-from gpu_service.parallel.guard import GuardedRunner
-from gpu_service.parallel.model_runner import RankModelRunner
-from gpu_service.parallel.one_shot import OneShotAllReduce
-from gpu_service.parallel.rank_inbox import FollowerInbox, LeaderInbox
-from gpu_service.parallel.sampler import RankSampler
+from gpu_service.parallel.inbox import FollowerInbox, LeaderInbox
+from gpu_service.parallel.steps import GuardedRunner, RankModelRunner, RankSampler
 
 
 class RankGroup(ABC):
@@ -82,23 +79,18 @@ class SoloGroup(RankGroup):
     parallel = SOLO
 
     def inbox(self) -> Inbox:
-        """See the base class."""
         return Inbox()
 
     def sampler(self, vocab_size: int, device: torch.device, num_slots: int = 0) -> Sampler:
-        """See the base class."""
         return Sampler(vocab_size, device, num_slots)
 
     def experts(self, client: ExpertClient | None, divides_rows: bool) -> ExpertClient | None:
-        """See the base class."""
         return client
 
     def guard(self, runner: StepRunner) -> StepRunner:
-        """See the base class."""
         return runner
 
     def minimum(self, what: str, value: int) -> int:
-        """See the base class."""
         return value
 
     def fail(self, reason: str) -> None:
@@ -121,33 +113,27 @@ class ProcessRankGroup(RankGroup):
         self._agreement = agreement
 
     def inbox(self) -> Inbox:
-        """See the base class."""
         return LeaderInbox(self._control) if self.parallel.rank == 0 else FollowerInbox(self._control)
 
     def sampler(self, vocab_size: int, device: torch.device, num_slots: int = 0) -> Sampler:
-        """See the base class."""
         return RankSampler(vocab_size, device, num_slots, self.parallel)
 
     def experts(self, client: ExpertClient | None, divides_rows: bool) -> ExpertClient | None:
-        """See the base class."""
         if client is None:
             return None
         return RankExperts(client, self.parallel, self._largest, divides_rows)
 
     def guard(self, runner: StepRunner) -> StepRunner:
-        """See the base class."""
         return GuardedRunner(runner, self.fail)
 
     def minimum(self, what: str, value: int) -> int:
-        """See the base class. Waits for the slowest rank: loading takes as long as it takes."""
+        """Waits for the slowest rank: loading takes as long as it takes."""
         return min(self._control.exchange(what, value))
 
     def fail(self, reason: str) -> None:
-        """See the base class."""
         self._control.fail(reason)
 
     def close(self) -> None:
-        """See the base class."""
         self._control.close()
         dist.destroy_process_group()
 

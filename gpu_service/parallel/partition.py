@@ -142,9 +142,9 @@ def _own_choices(config: ModelConfig, layers: range) -> MlaConfig | None:
 
 
 def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
-    """What attention, KV cache and memory planning of this rank see: its own heads, layers and widths.
+    """What attention, KV cache and memory planning of this rank work with: its own heads, layers and widths.
 
-    Layers count from the stage's first one. The vocabulary stays whole: every rank's sampler sees all of
+    Layers count from the stage's first one. The vocabulary stays whole: every rank's sampler needs all of
     it. Raises ConfigError as `check_divisible`.
     """
     check_divisible(config, parallel)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
 from gpu_service.request import Request
-from gpu_service.scheduler.finish import ends_by_length
-from gpu_service.scheduler.limits import SchedulerLimits
+from gpu_service.scheduler.limits import SchedulerLimits, ends_by_length
 
 
 def seniority(request: Request) -> tuple[int, int, int]:

@@ -26,8 +26,7 @@ from gpu_service.scheduler.admission import (
     token_cost,
     turn,
 )
-from gpu_service.scheduler.finish import mark_finish
-from gpu_service.scheduler.limits import SchedulerLimits, refuse_impossible
+from gpu_service.scheduler.limits import SchedulerLimits, mark_finish, refuse_impossible
 
 
 @dataclass(slots=True)
@@ -104,13 +103,13 @@ class Scheduler:
         return batch
 
     def commit(self, batch: Batch, results: Sequence[RowResult], *, replayed: bool = False) -> list[Request]:
-        """Applies a step's results; returns the requests that have something to tell, in batch order.
+        """Applies a step's results; returns the requests that have something new to report, in batch order.
 
         A request that ended after the step was launched (abort, or a stop token found one step late) is
         skipped: its extra token is dropped. One that was preempted meanwhile keeps the token, unless the
-        step was `replayed`: the step behind it may already have written to the pages that it gave up.
+        step was `replayed`: the step after it may already have written to the pages that it gave up.
         """
-        told: list[Request] = []
+        reported: list[Request] = []
         for index, (request, result) in enumerate(zip(batch.requests, results, strict=True)):
             if request.finished:
                 continue
@@ -119,7 +118,7 @@ class Scheduler:
                 continue
             if result.error:
                 self.finish(request, FinishReason.ERROR, result.error, keep=False)
-                told.append(request)
+                reported.append(request)
                 continue
             if request.slot >= 0:
                 request.computed_len = batch.start_positions[index] + batch.num_new_tokens[index]
@@ -128,9 +127,9 @@ class Scheduler:
             self._append_prompt_logprobs(request, result)
             if batch.samples[index]:
                 self._append_token(request, result)
-                told.append(request)
+                reported.append(request)
         self.ended(batch)
-        return told
+        return reported
 
     def ended(self, batch: Batch) -> None:
         """The step will not be run again, whether it came to anything; `commit` calls it."""
@@ -257,7 +256,7 @@ class Scheduler:
         self.cache.release(request, keep)
 
     def _append_prompt_logprobs(self, request: Request, result: RowResult) -> None:
-        """Adds what is new; a prompt recomputed after a preemption tells some of it twice."""
+        """Adds what is new; a prompt recomputed after a preemption brings some of it twice."""
         if request.params.prompt_logprobs is not None and not request.prompt_logprobs:
             request.prompt_logprobs.append(TokenLogprobs(request.prompt_token_ids[0], None))
         known = len(request.prompt_logprobs) - result.prompt_logprobs_start

@@ -7,8 +7,7 @@ import torch
 from gpu_service.attention.mla.registry import mla_dimensions
 from gpu_service.attention.mla.selection import index_scores, select_tokens
 from gpu_service.attention.mla.torch_reference import TorchMlaAttention
-from gpu_service.cache.mla_cache import MlaCache
-from gpu_service.cache.paged_cache import PagedCache
+from gpu_service.cache.kv_cache import MlaCache, PagedCache
 from gpu_service.engine.step import ForwardInputs
 from gpu_service.model_config import ModelConfig
 from tests.helpers.capturable_attention import CapturableAttention

@@ -9,7 +9,7 @@ import torch
 
 from gpu_service.attention.mla.absorption import absorb_query, expand, project_values
 from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend, MlaDimensions
-from gpu_service.cache.mla_cache import MlaCache
+from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.engine.step import ForwardInputs
 from tests.helpers.attention_cases import Shape, make_inputs
 

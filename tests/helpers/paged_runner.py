@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gpu_service.attention.factory import make_attention
-from gpu_service.cache.paged_cache import make_cache
+from gpu_service.cache.kv_cache import make_cache
 from gpu_service.cache.state_cache import make_states
 from gpu_service.context import ForwardContext
 from gpu_service.engine.step import ForwardInputs

@@ -15,8 +15,8 @@ import torch
 
 from gpu_service.experts.client import ExpertUnavailable, Ticket
 from gpu_service.experts.local_client import LocalExpertClient
+from gpu_service.main import run_follower
 from gpu_service.models.common import CausalLM
-from gpu_service.parallel.follower import run_follower
 from moebius.config import MoebiusConfig, TelemetryConfig
 from moebius.telemetry import configure_logging
 from tests.helpers.rank_group import CONTEXT, WAIT_S, Script, rank_config, with_rank

@@ -16,11 +16,10 @@ from prometheus_client import CollectorRegistry
 
 from gpu_service.build import Built, WarmUpGate, build_engine
 from gpu_service.engine.interface import OutputDelta
-from gpu_service.metrics import EngineMetrics
-from gpu_service.parallel.follower import run_follower
-from gpu_service.recorder_calls import START, STOP
+from gpu_service.expert_recorder import START, STOP
+from gpu_service.main import run_follower
 from gpu_service.request import Request, SamplingParams
-from gpu_service.telemetry import EngineTelemetry
+from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from gpu_service.vision.prompt import VisionPrompt
 from moebius.config import (
     ExpertConfig,

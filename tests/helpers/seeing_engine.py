@@ -12,9 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from gpu_service.build import Built, build_engine
 from gpu_service.engine.interface import OutputDelta
-from gpu_service.metrics import EngineMetrics
 from gpu_service.request import Request
-from gpu_service.telemetry import EngineTelemetry
+from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from gpu_service.validation import Bounds, make_requests
 from moebius.config import (
     ExpertConfig,

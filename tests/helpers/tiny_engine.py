@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from gpu_service.assembly.states import allocate_states, make_request_cache
 from gpu_service.attention.factory import Attention
-from gpu_service.cache.paged_cache import PagedCache, make_cache
+from gpu_service.cache.kv_cache import PagedCache, make_cache
+from gpu_service.cache.request_cache import make_request_cache
+from gpu_service.cache.request_states import allocate_states
 from gpu_service.device.graphs import GraphBackend
 from gpu_service.device.stream import DeviceStream
 from gpu_service.device.transfer import Uploader

@@ -12,8 +12,7 @@ from gpu_service.attention.factory import make_attention
 from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.mla.registry import mla_dimensions
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
-from gpu_service.cache.mla_cache import MlaCache
-from gpu_service.cache.paged_cache import make_cache, page_bytes
+from gpu_service.cache.kv_cache import MlaCache, make_cache, page_bytes
 from gpu_service.context import ForwardContext
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.loader.load import load_weights

@@ -13,9 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from gpu_service.build import build_engine
 from gpu_service.engine.interface import OutputDelta
-from gpu_service.metrics import EngineMetrics
 from gpu_service.request import Request, SamplingParams
-from gpu_service.telemetry import EngineTelemetry
+from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
 from tests.helpers.tiny_models import TINY_MODELS, greedy_answer, make_tiny_model
 

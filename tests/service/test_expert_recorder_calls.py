@@ -19,10 +19,9 @@ from prometheus_client import CollectorRegistry
 from gpu_service.build import build_engine
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.main import make_server
-from gpu_service.metrics import EngineMetrics
-from gpu_service.output_router import OutputRouter
+from gpu_service.responses import OutputRouter
 from gpu_service.server import EngineServicer, Service
-from gpu_service.telemetry import EngineTelemetry
+from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from gpu_service.validation import Bounds
 from moebius.app import cli
 from moebius.placement.statistics import ExpertStatistics

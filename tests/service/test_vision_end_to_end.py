@@ -19,10 +19,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from gpu_service.build import build_engine, model_info
 from gpu_service.main import make_server
-from gpu_service.metrics import EngineMetrics
-from gpu_service.output_router import OutputRouter
+from gpu_service.responses import OutputRouter
 from gpu_service.server import EngineServicer, Service
-from gpu_service.telemetry import EngineTelemetry
+from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from gpu_service.validation import Bounds
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
 from tests.helpers.gateway_server import gateway_config, running_gateway

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from gpu_service.assembly.kv_memory import cache_shape, scheduler_limits, scored_token_cost
+from gpu_service.assembly.process import use_jit_cache
 from gpu_service.assembly.steps import graph_obstacle
 from gpu_service.assembly.warm_up import warm_up_requests, warm_up_tokens
 from gpu_service.cache.fp8 import E4M3
-from gpu_service.device.jit_cache import use_jit_cache
 from gpu_service.model_config import ModelConfig
 from gpu_service.scheduler.limits import refuse_impossible
 from moebius.config import GpuConfig, MoebiusConfig

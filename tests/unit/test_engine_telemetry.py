@@ -10,8 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 import gpu_service.telemetry as telemetry_module
-from gpu_service.metrics import EngineMetrics
-from gpu_service.telemetry import EngineTelemetry
+from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from tests.helpers.engine_harness import make_request, prompt_of, running_engine
 from tests.helpers.fake_model import VOCAB
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_service.device.stream import HostDeviceStream
-from gpu_service.placement.recorder import ExpertRecorder
+from gpu_service.expert_recorder import ExpertRecorder
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
 from moebius.placement.statistics import ExpertStatistics

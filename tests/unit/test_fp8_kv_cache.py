@@ -14,8 +14,7 @@ import torch
 from gpu_service.attention.factory import make_attention
 from gpu_service.attention.torch_reference import TorchReferenceAttention
 from gpu_service.cache.fp8 import E4M3, E4M3_MAX, quantise_e4m3
-from gpu_service.cache.kv_cache import KVCache, bytes_per_page
-from gpu_service.cache.paged_cache import make_cache
+from gpu_service.cache.kv_cache import KVCache, bytes_per_page, make_cache
 from tests.helpers.attention_cases import LAYER, MIXTURES, Geometry, make_case, naive, run
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import TINY_MODELS, attending_to_all, write_tiny_model

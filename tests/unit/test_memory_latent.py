@@ -9,7 +9,7 @@ import torch
 
 from gpu_service.attention.factory import make_attention
 from gpu_service.attention.mla.base import MlaAttentionBackend
-from gpu_service.cache.paged_cache import make_cache
+from gpu_service.cache.kv_cache import make_cache
 from gpu_service.engine.step import ForwardInputs
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.estimate import StepSize

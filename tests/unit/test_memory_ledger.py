@@ -17,8 +17,7 @@ from gpu_service.cache.kv_cache import KVCache
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.device_memory import make_device_memory
 from gpu_service.memory.estimate import StepSize
-from gpu_service.memory.ledger import MemoryLedger
-from gpu_service.memory.metrics import export
+from gpu_service.memory.ledger import MemoryLedger, export
 from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, DENSE, KV, MemoryLine, MemoryPlan
 from gpu_service.memory.profile import profile_activations
 from gpu_service.model_config import ModelConfig

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_service.assembly.rank_plan import Trial, smallest_change
 from gpu_service.cache.kv_cache import bytes_per_page
 from gpu_service.cache.request_states import num_state_slots
 from gpu_service.cache.state_cache import StateCache, state_bytes
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.estimate import StepSize, activation_bytes, graph_bytes, parameter_bytes
-from gpu_service.memory.fitting import Trial, smallest_change
-from gpu_service.memory.kv_pool import size_kv_pool, useful_pages
 from gpu_service.memory.plan import (
     ACTIVATIONS,
     DENSE,
@@ -28,6 +27,8 @@ from gpu_service.memory.plan import (
     MemoryPlan,
     MemoryShort,
     plan_memory,
+    size_kv_pool,
+    useful_pages,
 )
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM

@@ -13,7 +13,7 @@ from gpu_service.attention.mla.registry import make_mla_attention
 from gpu_service.attention.mla.torch_reference import TorchMlaAttention
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
 from gpu_service.cache.fp8 import E4M3
-from gpu_service.cache.mla_cache import MlaCache, mla_bytes_per_page
+from gpu_service.cache.kv_cache import MlaCache, mla_bytes_per_page
 from tests.helpers.attention_cases import MIXTURES, as_capturable, refill
 from tests.helpers.mla_cases import (
     DEEPSEEK,

@@ -13,7 +13,7 @@ from gpu_service.engine.results import StepResult
 from gpu_service.engine.step import StepPlan
 from gpu_service.engine.step_runner import Pending, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed
-from gpu_service.parallel.guard import GuardedRunner
+from gpu_service.parallel.steps import GuardedRunner
 
 PLAN = cast(StepPlan, None)
 

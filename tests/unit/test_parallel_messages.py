@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_service.engine.interface import Abort, Add, Call, Flush, Message, Stop
-from gpu_service.parallel.messages import decode_messages, encode_messages
+from gpu_service.parallel.inbox import decode_messages, encode_messages
 from gpu_service.request import Request, SamplingParams
 from gpu_service.vision.prompt import PreparedImage, place_images
 from protos import ranks_pb2

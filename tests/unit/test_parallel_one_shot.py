@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_service.parallel.one_shot import MAX_BYTES, takes_one_shot
+from gpu_service.parallel.collectives import MAX_BYTES, takes_one_shot
 
 
 def test_only_what_the_kernel_takes() -> None:

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 import gpu_service.parallel.control
-from gpu_service.parallel.connection import ConnectionLost, RankConnection
-from gpu_service.parallel.control import GroupLost, RankControl
-from gpu_service.parallel.rendezvous import Rendezvous, meet
+from gpu_service.parallel.control import ConnectionLost, GroupLost, RankConnection, RankControl
+from gpu_service.parallel.join import Rendezvous, meet
 from moebius.errors import ConfigError, UserError
 from protos import ranks_pb2
 from tests.helpers.rank_group import free_port

@@ -12,8 +12,7 @@ import pytest
 from gpu_service.cache.page_pool import PagePool
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import RequestCache
-from gpu_service.cache.request_states import SLOTS_PER_REQUEST, RequestStates
-from gpu_service.cache.state_pool import OutOfStates, StatePool
+from gpu_service.cache.request_states import SLOTS_PER_REQUEST, OutOfStates, RequestStates, StatePool
 from gpu_service.engine.step import Batch
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits

@@ -14,8 +14,7 @@ from gpu_service.engine.results import Sampled
 from gpu_service.engine.sampler import Sampler, token_logprobs
 from gpu_service.engine.sampling_plan import build_sampling_plan, derive_seed, uniform
 from gpu_service.request import Request, SamplingParams
-from gpu_service.scheduler.finish import mark_finish
-from gpu_service.scheduler.limits import SchedulerLimits
+from gpu_service.scheduler.limits import SchedulerLimits, mark_finish
 
 VOCAB = 40
 LIMITS = SchedulerLimits(8, 64, 128, 0, frozenset({7}))

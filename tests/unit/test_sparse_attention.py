@@ -23,8 +23,7 @@ from gpu_service.attention.mla.triton_decode import mla_tile
 from gpu_service.attention.triton_kernels.shapes import num_splits
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.fp8 import E4M3
-from gpu_service.cache.index_keys import index_bytes_per_page
-from gpu_service.cache.mla_cache import MlaCache, mla_bytes_per_page
+from gpu_service.cache.kv_cache import MlaCache, index_bytes_per_page, mla_bytes_per_page
 from gpu_service.ops.rope import apply_rope, rope_table
 from gpu_service.ops.rope_pairing import half_split
 from tests.helpers.attention_cases import Shape, as_capturable, refill

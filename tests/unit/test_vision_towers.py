@@ -17,8 +17,7 @@ from gpu_service.assembly.vision import encoding_bytes, vision_memory
 from gpu_service.cache.kv_cache import bytes_per_page
 from gpu_service.loader.load import load_tower
 from gpu_service.memory.device_memory import MemoryUse
-from gpu_service.memory.kv_pool import size_kv_pool
-from gpu_service.memory.plan import IMAGES, VISION, plan_memory
+from gpu_service.memory.plan import IMAGES, VISION, plan_memory, size_kv_pool
 from gpu_service.model_config import ModelConfig, ModelConfigError, ModelOverrides
 from gpu_service.models.registry import build_model
 from gpu_service.models.vision.registry import TOWER_BUILDERS, build_tower

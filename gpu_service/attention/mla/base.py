@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gpu_service.attention.planning import PlannedAttention
-from gpu_service.cache.mla_cache import MlaCache
+from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.engine.step import ForwardInputs
 
 

@@ -18,7 +18,7 @@ from gpu_service.attention.flashinfer_backend.sizes import eager_bytes
 from gpu_service.attention.flashinfer_backend.staging import PlanStaging, host_int32
 from gpu_service.attention.flashinfer_backend.support import HALF_TYPES, unsupported_device
 from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions, has_only_first_chunks
-from gpu_service.cache.mla_cache import MlaCache
+from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.engine.step import ForwardInputs
 
 # The one geometry of latents that FlashInfer's kernels have: that of all published families.

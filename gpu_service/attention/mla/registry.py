@@ -6,7 +6,7 @@ import torch
 
 from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend, MlaDimensions
 from gpu_service.attention.registry import ATTENTION_BACKENDS, BackendEntry, TryOut, choose_backend
-from gpu_service.cache.mla_cache import MlaCache
+from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.model_config import ModelConfig
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gpu_service.attention.base import check_step
 from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions, has_only_first_chunks
 from gpu_service.attention.mla.selection import index_scores, select_tokens
-from gpu_service.cache.mla_cache import MlaCache
+from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.engine.step import ForwardInputs
 
 

@@ -12,7 +12,7 @@ from gpu_service.attention.mla.triton_index import MAX_SCORES, choose_tokens
 from gpu_service.attention.triton_kernels.decode import MIN_SPLIT
 from gpu_service.attention.triton_kernels.partial import Partial, PartialResults
 from gpu_service.attention.triton_kernels.shapes import num_splits, streaming_multiprocessors
-from gpu_service.cache.mla_cache import MlaCache
+from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.engine.step import ForwardInputs
 
 

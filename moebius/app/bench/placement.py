@@ -51,7 +51,7 @@ def run(config: MoebiusConfig, options: PlacementOptions, json_file: Path | None
     At 0 and 100 % every strategy places the same experts, so one engine stands for all. Raises UserError.
     """
     check(options)
-    from gpu_service.device.resolve import resolve_device
+    from gpu_service.assembly.process import resolve_device
 
     config = with_room(config, options.engine)
     device, ranks = resolve_device(config.gpu), config.parallel.tensor_parallel_size

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from gpu_service.device.resolve import resolve_device
+from gpu_service.assembly.process import resolve_device
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.verify.errors import (

@@ -83,7 +83,7 @@ def run(config: MoebiusConfig, options: EngineBenchOptions, json_file: Path | No
 
     Raises UserError, and what `moebius serve` would refuse.
     """
-    from gpu_service.device.resolve import resolve_device
+    from gpu_service.assembly.process import resolve_device
 
     config = with_room(config, options)
     device = resolve_device(config.gpu)

@@ -35,7 +35,7 @@ class StepsOptions:
 
 def run(config: MoebiusConfig, options: StepsOptions, json_file: Path | None = None) -> StepsReport:
     """Raises UserError on a machine without a GPU, and what `moebius serve` would refuse."""
-    from gpu_service.device.resolve import resolve_device
+    from gpu_service.assembly.process import resolve_device
 
     device = resolve_device(config.gpu)
     if device.type != "cuda":

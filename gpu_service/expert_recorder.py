@@ -1,4 +1,4 @@
-"""Counts which experts are chosen, on the device, without waiting for it.
+"""Counts which experts are chosen, on the device, without waiting for it; answers the gRPC calls about it.
 
 A step's choices gather in scratch tensors, layer by layer, and are added to the totals by the last layer: a
 step that was run again after a lost expert server counts once, and totals never hold half a step. All
@@ -9,17 +9,20 @@ the device then says whether replays count.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import grpc
 import numpy as np
 import torch
 
 from gpu_service.device.stream import DeviceStream
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
-from moebius.placement.statistics import ExpertStatistics
+from moebius.placement.statistics import ExpertStatistics, FileFormat
+from protos import engine_pb2 as pb
 
 RecorderMode = Literal["stat", "per_pass", "per_token"]
 # Memory for details (modes per_pass and per_token); what comes once it is full is counted only.
@@ -193,3 +196,44 @@ class ExpertRecorder:
             buffers.token_ids = zeros(capacity + 1, layers, top_k, dtype=torch.int16)
             buffers.row_ids = zeros(self._max_rows, layers, top_k, dtype=torch.int16)
         return buffers
+
+
+START, STOP = "start recorder", "stop recorder"
+
+
+def recorder_operations(recorder: ExpertRecorder) -> dict[str, Callable[[str], None]]:
+    """For `Engine.call`: recording may make steps run eagerly, which all ranks must do alike."""
+    return {START: recorder.start, STOP: lambda argument: recorder.stop()}
+
+
+def dumped(recorder: ExpertRecorder, file_format: str) -> pb.DumpExpertRecorderResponse:
+    """What was recorded, as a file of that format. Raises UserError."""
+    chosen: FileFormat = "safetensors"
+    if file_format and file_format not in get_args(FileFormat):
+        allowed = ", ".join(get_args(FileFormat))
+        raise UserError(f"file_format {file_format!r} is not allowed; allowed: {allowed}")
+    if file_format == "json":
+        chosen = "json"
+    statistics = recorder.dump()
+    layers = [
+        pb.LayerExperts(layer=layer, distinct_per_step=distinct)
+        for layer, distinct in statistics.distinct_per_step().items()
+    ]
+    return pb.DumpExpertRecorderResponse(
+        content=statistics.encode(chosen),
+        mode=statistics.mode,
+        steps=statistics.steps,
+        tokens=statistics.tokens,
+        layers=layers,
+    )
+
+
+@asynccontextmanager
+async def recorder_errors(
+    context: grpc.aio.ServicerContext[Any, Any], status: grpc.StatusCode
+) -> AsyncIterator[None]:
+    """What the caller did wrong ends the call with `status` and the message."""
+    try:
+        yield
+    except UserError as error:
+        await context.abort(status, str(error))

@@ -1,0 +1,152 @@
+"""A rank's part of a step: its sampler, its model runner, and the end of the group when it fails alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from gpu_service.engine.in_flight import StepInFlight
+from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.results import Logprobs, Sampled, StepOutputs, StepResult
+from gpu_service.engine.sampler import Sampler
+from gpu_service.engine.step import PromptLogprobRows, SamplingPlan, StepPlan
+from gpu_service.engine.step_runner import Pending, StepRunner
+from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
+from gpu_service.parallel.context import ParallelContext
+
+
+class RankSampler(Sampler):
+    """Samples on the last stage's ranks, and spreads the first one's tokens.
+
+    All ranks of that stage have the same gathered logits, but a parallel prefix sum on a GPU may add in
+    another order each time; a token that differed between ranks would never be noticed again.
+    """
+
+    def __init__(
+        self, vocab_size: int, device: torch.device, num_slots: int, parallel: ParallelContext
+    ) -> None:
+        super().__init__(vocab_size, device, num_slots)
+        self._vocab_size = vocab_size
+        self._device = device
+        self.parallel = parallel
+
+    def greedy(self, logits: torch.Tensor) -> Sampled:
+        own = super().greedy(logits) if self.parallel.is_last_stage else None
+        return Sampled(*self._share(own, logits.shape[0]), None)
+
+    def sample(self, logits: torch.Tensor, plan: SamplingPlan) -> Sampled:
+        """`logits` is `[R, 0]` on stages without a head."""
+        own = super().sample(logits, plan) if self.parallel.is_last_stage else None
+        token_ids, finite = self._share(own, logits.shape[0])
+        if plan.penalties is not None and self.parallel.rank != self.parallel.sampling_rank:
+            if own is not None:
+                self.penalties.retract(plan.penalties, own.token_ids)
+            self.penalties.advance(plan.penalties, token_ids)
+        logprobs = None
+        if plan.logprob_rows:
+            mine = None if own is None else own.logprobs
+            logprobs = self.share_logprobs(mine, len(plan.logprob_rows), plan.num_top_logprobs)
+        return Sampled(token_ids, finite, logprobs)
+
+    def _share(self, own: Sampled | None, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sampling rank's token ids int64 `[R]`, and whether their logits were finite, bool `[R]`."""
+        shared = torch.zeros((2, rows), dtype=torch.int64, device=self._device)
+        if own is not None:
+            shared[0] = own.token_ids
+            shared[1] = own.finite
+        self.parallel.world_group.broadcast(shared, self.parallel.sampling_rank)
+        return shared[0], shared[1].bool()
+
+    def share_logprobs(self, own: Logprobs | None, rows: int, num_top: int) -> Logprobs:
+        """Log-probabilities of `rows` rows from the sampling rank; `own` is None on stages without a head."""
+        if self.parallel.num_stages == 1:
+            assert own is not None
+            return own
+        top = min(num_top, self._vocab_size)
+        # float64 holds ids and float32 values exactly.
+        shared = torch.zeros((rows, 1 + 2 * top), dtype=torch.float64, device=self._device)
+        if own is not None:
+            chosen, ids, values = own
+            shared = torch.cat((chosen.unsqueeze(1).double(), ids.double(), values.double()), dim=1)
+        self.parallel.world_group.broadcast(shared, self.parallel.sampling_rank)
+        ids, values = shared[:, 1 : 1 + top], shared[:, 1 + top :]
+        return shared[:, 0].float(), ids.long(), values.float()
+
+
+class RankModelRunner(ModelRunner):
+    """A `ModelRunner` among others: its sampler is a `RankSampler`, its experts are `RankExperts` or None."""
+
+    def run(self, plan: StepPlan) -> StepOutputs:
+        """A client that raises does it here, at the end, on all ranks alike."""
+        outputs = super().run(plan)
+        if self.experts is not None and not self.experts.is_device_driven:
+            failure = self.experts.failure()
+            if failure is not None:
+                self.retract(plan, outputs)
+                raise failure
+        return outputs
+
+    def _score_prompt(self, wanted: PromptLogprobRows, hidden_states: torch.Tensor) -> list[Logprobs]:
+        """The sampling rank's scores, in one piece."""
+        sampler = cast(RankSampler, self.sampler)
+        own: Logprobs | None = None
+        if sampler.parallel.is_last_stage:
+            pieces = super()._score_prompt(wanted, hidden_states)
+            chosen, ids, values = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+            own = (chosen, ids, values)
+        return [sampler.share_logprobs(own, len(wanted.rows), wanted.num_top)]
+
+
+# All ranks raise these alike (`RankExperts.failure`), so their engines go on alike.
+_AGREED = (ExpertUnavailable, ExpertComputeFailed)
+
+
+class GuardedRunner(StepRunner):
+    """Passes steps on; an error that is this rank's own ends the group through `fail`."""
+
+    def __init__(self, inner: StepRunner, fail: Callable[[str], None]) -> None:
+        self._inner = inner
+        self._fail = fail
+
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        try:
+            pending = self._inner.launch(plan)
+        except Exception as error:
+            self._fail(f"launching a step failed: {error!r}")
+            raise
+        # Not only when somebody waits for it: before that, a launch may wait for the other ranks.
+        if isinstance(pending, StepInFlight) and isinstance(pending.error, Exception):
+            self._judge(pending.error)
+        return _GuardedPending(pending, self._judge)
+
+    def _judge(self, error: Exception) -> None:
+        if not isinstance(error, _AGREED):
+            self._fail(f"a step failed: {error!r}")
+
+    def zero_pages(self, pages: list[int]) -> None:
+        self._inner.zero_pages(pages)
+
+    @property
+    def is_recovering(self) -> bool:
+        return self._inner.is_recovering
+
+    def interrupt(self) -> None:
+        self._inner.interrupt()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _GuardedPending(Pending[StepResult]):
+    def __init__(self, inner: Pending[StepResult], judge: Callable[[Exception], None]) -> None:
+        self._inner = inner
+        self._judge = judge
+
+    def wait(self) -> StepResult:
+        try:
+            return self._inner.wait()
+        except Exception as error:
+            self._judge(error)
+            raise

@@ -1,1 +1,0 @@
-"""Counts, on the device, which routed experts are chosen."""
