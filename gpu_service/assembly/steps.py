@@ -38,9 +38,9 @@ def make_step_runner(
         return HostRunner(runner, host, recovery_s)
     uploader = Uploader(stream)
     graphs = None
-    obstacle = graph_obstacle(config, runner)
-    if obstacle:
-        _log.warning("decode steps are not captured in graphs", because=obstacle)
+    reason = graphs_unsupported_reason(config, runner)
+    if reason:
+        _log.warning("decode steps are not captured in graphs", because=reason)
     else:
         graphs = DecodeGraphs(
             runner,
@@ -75,7 +75,7 @@ def attention_that_runs(
     return make_attention(rank_config, cache, cache.device, gpu.attention_backend, try_out)
 
 
-def graph_obstacle(config: MoebiusConfig, runner: ModelRunner) -> str:
+def graphs_unsupported_reason(config: MoebiusConfig, runner: ModelRunner) -> str:
     """Why decode steps can not be captured; empty: they can."""
     if not config.gpu.cuda_graphs:
         return "cuda_graphs is off"

@@ -16,7 +16,7 @@ from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.rope_sections import section_axes
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import Span, padded_vocab, vocab_span
+from gpu_service.parallel.partition import ShardRange, padded_vocab, vocab_shard
 
 
 class Embedding(nn.Module):
@@ -27,7 +27,7 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = empty_parameter(padded_vocab(vocab_size, parallel), hidden_size, dtype=dtype)
-        self._span = vocab_span(vocab_size, parallel)
+        self._shard = vocab_shard(vocab_size, parallel)
         self._hidden_size = hidden_size
         self._parallel = parallel
 
@@ -35,14 +35,14 @@ class Embedding(nn.Module):
         """int64 `[T]` to `[T, hidden_size]`: each id's row from the rank that has it, zeros from others."""
         if self._parallel.tp_size == 1:
             return functional.embedding(input_ids, self.weight)
-        rows = input_ids - self._span.begin
-        elsewhere = (rows < 0) | (rows >= self._span.size)
+        rows = input_ids - self._shard.begin
+        elsewhere = (rows < 0) | (rows >= self._shard.size)
         embedded = functional.embedding(rows.masked_fill(elsewhere, 0), self.weight)
         return self._parallel.tensor_group.all_reduce(embedded.masked_fill_(elsewhere.unsqueeze(1), 0.0))
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """See `layers.linear.Divided`."""
-        yield CheckpointPart("", "weight", self._span, Span.whole(self._hidden_size))
+        yield CheckpointPart("", "weight", self._shard, ShardRange.whole(self._hidden_size))
 
 
 class Head(Linear):
@@ -52,12 +52,12 @@ class Head(Linear):
         self, hidden_size: int, vocab_size: int, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
     ) -> None:
         super().__init__(hidden_size, padded_vocab(vocab_size, parallel), bias=False, dtype=dtype)
-        self._span = vocab_span(vocab_size, parallel)
+        self._shard = vocab_shard(vocab_size, parallel)
         self._hidden_size = hidden_size
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """See `layers.linear.Divided`."""
-        yield CheckpointPart("", "weight", self._span, Span.whole(self._hidden_size))
+        yield CheckpointPart("", "weight", self._shard, ShardRange.whole(self._hidden_size))
 
 
 def gather_logits(logits: torch.Tensor, vocab_size: int, parallel: ParallelContext) -> torch.Tensor:

@@ -28,7 +28,7 @@ from gpu_service.ops.gated_norm import gated_rms_norm
 from gpu_service.ops.rope import RopeTable
 from gpu_service.ops.sequences import Sequences, make_sequences
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import Span, key_heads, own_heads
+from gpu_service.parallel.partition import ShardRange, key_heads, own_heads
 
 
 class StepSequences:
@@ -132,7 +132,7 @@ class GatedDeltaNet(nn.Module):
 class ConvWeight(nn.Module):
     """Weights of a causal convolution; loaded whole, because a rank's channels do not lie together."""
 
-    def __init__(self, linear: LinearAttentionConfig, keys: Span, *, dtype: torch.dtype) -> None:
+    def __init__(self, linear: LinearAttentionConfig, keys: ShardRange, *, dtype: torch.dtype) -> None:
         """Of the channels of these key heads."""
         super().__init__()
         self.weight = empty_parameter(linear.conv_size, 1, linear.conv_width, dtype=dtype)
@@ -149,8 +149,8 @@ class ConvWeight(nn.Module):
 
 
 def _projections(
-    linear: LinearAttentionConfig, keys: Span, interleaved: bool
-) -> tuple[dict[str, Span], list[int] | None]:
+    linear: LinearAttentionConfig, keys: ShardRange, interleaved: bool
+) -> tuple[dict[str, ShardRange], list[int] | None]:
     """What a rank with these key heads loads, and which rows of it, in which order, it keeps."""
     repeats = linear.num_value_heads // linear.num_key_heads
     if interleaved:
@@ -160,8 +160,8 @@ def _projections(
         return parts, linear_attention_order(own)
     heads = keys.scaled(repeats)
     apart = {"in_proj_z": heads.scaled(linear.value_head_dim), "in_proj_b": heads, "in_proj_a": heads}
-    parts = {"in_proj_qkv": Span.whole(linear.conv_size)} | apart
+    parts = {"in_proj_qkv": ShardRange.whole(linear.conv_size)} | apart
     if keys.is_whole:
         return parts, None
-    rest = range(linear.conv_size, linear.conv_size + sum(span.size for span in apart.values()))
+    rest = range(linear.conv_size, linear.conv_size + sum(shard.size for shard in apart.values()))
     return parts, [*channels_of(linear, keys), *rest]

@@ -17,7 +17,7 @@ from gpu_service.model_config import LinearAttentionConfig
 from gpu_service.ops.fp8_linear import GROUP, fp8_linear
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import Span
+from gpu_service.parallel.partition import ShardRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class CheckpointPart:
     # Name of the sibling module the checkpoint stores it under; empty: this module's own.
     sibling: str
     parameter: str
-    rows: Span
+    rows: ShardRange
     # None: all columns, or a tensor of one dimension.
-    cols: Span | None
+    cols: ShardRange | None
     # First row of the parameter that it fills.
     begin: int = 0
     # Dimensions behind rows and columns, of which nothing is left out (a convolution's).
@@ -80,9 +80,9 @@ class Linear(nn.Module):
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """See `Divided`: scales of a weight kept in 8 bits have no name of their own."""
         rows, columns = self.weight.shape
-        yield CheckpointPart("", "weight", Span.whole(rows), Span.whole(columns))
+        yield CheckpointPart("", "weight", ShardRange.whole(rows), ShardRange.whole(columns))
         if self.bias is not None:
-            yield CheckpointPart("", "bias", Span.whole(rows), None)
+            yield CheckpointPart("", "bias", ShardRange.whole(rows), None)
 
     def keep_fp8(self, first_column: int) -> None:
         """Hold the weight as `ops.fp8_linear` takes it; called by the loader before values are there."""
@@ -102,7 +102,7 @@ class FusedLinear(Linear):
     """Several projections of one input as one matrix product; their rows lie in the order of `parts`.
 
     The checkpoint stores each part under its own name beside this module's: `q_proj.weight`, .... A rank
-    holds the rows of each part that its span says (column parallel): what it computes needs no exchange.
+    holds the rows of each part that its shard says (column parallel): what it computes needs no exchange.
 
     `order`: where the checkpoint mixes what is to lie apart, the loaded rows in the order that they are
     computed in; of a part that is loaded whole, those that the rank keeps.
@@ -111,13 +111,13 @@ class FusedLinear(Linear):
     def __init__(
         self,
         in_features: int,
-        parts: Mapping[str, Span],
+        parts: Mapping[str, ShardRange],
         *,
         bias: bool,
         dtype: torch.dtype,
         order: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(in_features, sum(span.size for span in parts.values()), bias=bias, dtype=dtype)
+        super().__init__(in_features, sum(shard.size for shard in parts.values()), bias=bias, dtype=dtype)
         self.in_features = in_features
         self.parts = dict(parts)
         self._order = None if order is None else list(order)
@@ -135,11 +135,11 @@ class FusedLinear(Linear):
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """See `Divided`."""
         begin = 0
-        for sibling, span in self.parts.items():
-            yield CheckpointPart(sibling, "weight", span, Span.whole(self.in_features), begin)
+        for sibling, shard in self.parts.items():
+            yield CheckpointPart(sibling, "weight", shard, ShardRange.whole(self.in_features), begin)
             if self.bias is not None:
-                yield CheckpointPart(sibling, "bias", span, None, begin)
-            begin += span.size
+                yield CheckpointPart(sibling, "bias", shard, None, begin)
+            begin += shard.size
 
 
 class RowParallelLinear(Linear):
@@ -151,7 +151,7 @@ class RowParallelLinear(Linear):
 
     def __init__(
         self,
-        in_features: Span,
+        in_features: ShardRange,
         out_features: int,
         *,
         bias: bool,
@@ -171,7 +171,7 @@ class RowParallelLinear(Linear):
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """See `Divided`."""
-        rows = Span.whole(self.out_features)
+        rows = ShardRange.whole(self.out_features)
         yield CheckpointPart("", "weight", rows, self.in_features)
         if self.bias is not None:
             yield CheckpointPart("", "bias", rows, None)
@@ -207,7 +207,7 @@ def linear_attention_order(config: LinearAttentionConfig) -> list[int]:
     return [row for part in parts for row in part]
 
 
-def channels_of(config: LinearAttentionConfig, heads: Span) -> list[int]:
+def channels_of(config: LinearAttentionConfig, heads: ShardRange) -> list[int]:
     """Of the queries, keys and values of all heads, one kind after the other, those of some key heads."""
     values = config.num_value_heads // config.num_key_heads * config.value_head_dim
     channels, begin = list[int](), 0

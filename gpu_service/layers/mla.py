@@ -20,7 +20,7 @@ from gpu_service.model_config import MlaConfig, ModelConfig
 from gpu_service.ops.rope import RopeTable, apply_rope
 from gpu_service.ops.rope_pairing import half_split
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import Span, query_heads
+from gpu_service.parallel.partition import ShardRange, query_heads
 
 # Of the keys' norm, whatever `rms_norm_eps` says: so were all families trained.
 _KEY_EPS = 1e-6
@@ -102,7 +102,7 @@ class LatentProjection(nn.Module):
     No `Linear`: absorbed, the rows are used head by head, so they keep their plain layout.
     """
 
-    def __init__(self, config: MlaConfig, heads: Span, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: MlaConfig, heads: ShardRange, *, dtype: torch.dtype) -> None:
         super().__init__()
         self._num_heads, self._latent_dim = heads.size, config.kv_lora_rank
         self._rows = heads.scaled(config.qk_nope_head_dim + config.v_head_dim)
@@ -114,7 +114,7 @@ class LatentProjection(nn.Module):
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """See `layers.linear.Divided`."""
-        yield CheckpointPart("", "weight", self._rows, Span.whole(self._latent_dim))
+        yield CheckpointPart("", "weight", self._rows, ShardRange.whole(self._latent_dim))
 
 
 class MLAttention(nn.Module):
@@ -148,13 +148,13 @@ class MLAttention(nn.Module):
         self._selection = selection
         size, heads = config.hidden_size, query_heads(config, parallel)
         query_rows = heads.scaled(mla.qk_head_dim)
-        latent_rows = {"kv_a_proj_with_mqa": Span.whole(mla.cached_dim)}
+        latent_rows = {"kv_a_proj_with_mqa": ShardRange.whole(mla.cached_dim)}
         if mla.q_lora_rank is None:
             # Never biased, so that it can not share the product of the latents.
             self.q_proj = FusedLinear(size, {"q_proj": query_rows}, bias=False, dtype=dtype)
             self.a_proj = FusedLinear(size, latent_rows, bias=bias, dtype=dtype)
         else:
-            rows = {"q_a_proj": Span.whole(mla.q_lora_rank)} | latent_rows
+            rows = {"q_a_proj": ShardRange.whole(mla.q_lora_rank)} | latent_rows
             self.a_proj = FusedLinear(size, rows, bias=bias, dtype=dtype)
             self.q_a_layernorm = RMSNorm(mla.q_lora_rank, _LATENT_EPS, dtype=dtype)
             self.q_b_proj = FusedLinear(mla.q_lora_rank, {"q_b_proj": query_rows}, bias=False, dtype=dtype)

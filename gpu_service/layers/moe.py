@@ -18,7 +18,7 @@ from gpu_service.model_config import MoeConfig, RouterConfig
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS
 from gpu_service.ops.router import route
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import even_span
+from gpu_service.parallel.partition import even_shard
 
 
 class GatedMLP(nn.Module):
@@ -40,7 +40,7 @@ class GatedMLP(nn.Module):
         `limit`: where the activated gate is cut off above, and `up` on both sides.
         """
         super().__init__()
-        neurons = even_span(intermediate_size, parallel.tp_rank, parallel.tp_size)
+        neurons = even_shard(intermediate_size, parallel.tp_rank, parallel.tp_size)
         parts = {"gate_proj": neurons, "up_proj": neurons}
         self.gate_up_proj = FusedLinear(hidden_size, parts, bias=False, dtype=dtype)
         self.down_proj = RowParallelLinear(

@@ -12,7 +12,7 @@ from gpu_service.layers.linear import CheckpointPart, empty_parameter
 from gpu_service.model_config import ModelConfig
 from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
 from gpu_service.parallel.context import Collectives
-from gpu_service.parallel.partition import Span
+from gpu_service.parallel.partition import ShardRange
 
 
 class RMSNorm(nn.Module):
@@ -57,7 +57,7 @@ def make_norm(config: ModelConfig, size: int, *, dtype: torch.dtype) -> RMSNorm:
 class FullWidthNorm(nn.Module):
     """The weights of a rank's heads, of a root-mean-square norm over the whole projection."""
 
-    def __init__(self, rows: Span, num_ranks: int, eps: float, *, dtype: torch.dtype) -> None:
+    def __init__(self, rows: ShardRange, num_ranks: int, eps: float, *, dtype: torch.dtype) -> None:
         """`rows` are the rank's of the projection; of `num_ranks`, several may hold the same ones."""
         super().__init__()
         self.weight = empty_parameter(rows.size, dtype=dtype)

@@ -16,7 +16,7 @@ from gpu_service.loader.tied_head import EMBEDDING, HEAD
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import Span, stage_layers
+from gpu_service.parallel.partition import ShardRange, stage_layers
 from moebius.checkpoint.rules import FAMILY_RULES, is_routed_expert
 
 
@@ -29,8 +29,8 @@ class Target:
     # Of the checkpoint's tensor.
     shape: tuple[int, ...]
     # The part of it that is read; None: all columns, or a tensor of one dimension.
-    rows: Span
-    cols: Span | None
+    rows: ShardRange
+    cols: ShardRange | None
     # Rows of the parameter that it fills: [begin, begin + rows.size).
     begin: int
 
@@ -98,5 +98,5 @@ def _parts(module: nn.Module) -> Iterator[CheckpointPart]:
         return
     for name, parameter in module.named_parameters(recurse=False):
         rows, *cols = parameter.shape
-        whole = Span.whole(cols[0]) if cols else None
-        yield CheckpointPart("", name, Span.whole(rows), whole, rest=tuple(cols[1:]))
+        whole = ShardRange.whole(cols[0]) if cols else None
+        yield CheckpointPart("", name, ShardRange.whole(rows), whole, rest=tuple(cols[1:]))

@@ -20,7 +20,7 @@ from torch import nn
 from gpu_service.layers.linear import Linear
 from gpu_service.loader.names import Target
 from gpu_service.ops.fp8_linear import GROUP
-from gpu_service.parallel.partition import Span
+from gpu_service.parallel.partition import ShardRange
 from moebius import _kernels
 from moebius.checkpoint.index import TensorInfo
 from moebius.checkpoint.reader import Array, SliceReader
@@ -122,16 +122,16 @@ class QuantisedSource:
 
 def read_part(matrix: StoredMatrix, target: Target, reader: SliceReader) -> tuple[SourceMatrix, int, int]:
     """What of a matrix holds the target's part, in whole words and groups; row and column it begins at."""
-    rows, cols = target.rows, target.cols or Span.whole(matrix.shape[1])
+    rows, cols = target.rows, target.cols or ShardRange.whole(matrix.shape[1])
     row_range, col_range = _outwards(rows, matrix.row_multiple), _outwards(cols, matrix.col_multiple)
     source = matrix.read(reader, rows=row_range, cols=col_range)
     return source, rows.begin - row_range.start, cols.begin - col_range.start
 
 
-def _outwards(span: Span, multiple: int) -> slice:
-    """The smallest range around the span that begins and ends at multiples, or at the end."""
-    begin = span.begin // multiple * multiple
-    return slice(begin, min(-(-span.end // multiple) * multiple, span.total))
+def _outwards(shard: ShardRange, multiple: int) -> slice:
+    """The smallest range around the shard that begins and ends at multiples, or at the end."""
+    begin = shard.begin // multiple * multiple
+    return slice(begin, min(-(-shard.end // multiple) * multiple, shard.total))
 
 
 def _dequantised(source: SourceMatrix, means: Means) -> Iterator[tuple[int, np.typing.NDArray[np.float32]]]:

@@ -19,7 +19,7 @@ from gpu_service.experts.client import (
     Ticket,
 )
 from gpu_service.parallel.context import ParallelContext
-from gpu_service.parallel.partition import even_span
+from gpu_service.parallel.partition import even_shard
 
 Failure = ExpertUnavailable | ExpertComputeFailed
 Agree = Callable[[int], int]
@@ -142,7 +142,7 @@ class RankExperts(ExpertClient):
     def _own_rows(self, rows: int) -> slice:
         if not self._divides:
             return slice(0, rows)
-        return even_span(rows, self._parallel.tp_rank, self._parallel.tp_size).slice
+        return even_shard(rows, self._parallel.tp_rank, self._parallel.tp_size).slice
 
 
 class _RankTicket(Ticket):

@@ -16,7 +16,7 @@ _VOCAB_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ShardRange:
     """Elements [begin, end) of a dimension of `total` elements."""
 
     begin: int
@@ -24,9 +24,9 @@ class Span:
     total: int
 
     @staticmethod
-    def whole(total: int) -> Span:
+    def whole(total: int) -> ShardRange:
         """All of it."""
-        return Span(0, total, total)
+        return ShardRange(0, total, total)
 
     @property
     def size(self) -> int:
@@ -38,9 +38,9 @@ class Span:
         """Whether nothing is left out."""
         return self.size == self.total
 
-    def scaled(self, factor: int) -> Span:
+    def scaled(self, factor: int) -> ShardRange:
         """The same part of a dimension whose every element is `factor` wide."""
-        return Span(self.begin * factor, self.end * factor, self.total * factor)
+        return ShardRange(self.begin * factor, self.end * factor, self.total * factor)
 
     @property
     def slice(self) -> slice:
@@ -48,19 +48,19 @@ class Span:
         return slice(self.begin, self.end)
 
 
-def even_span(total: int, rank: int, count: int) -> Span:
+def even_shard(total: int, rank: int, count: int) -> ShardRange:
     """The rank-th of `count` nearly equal parts."""
-    return Span(rank * total // count, (rank + 1) * total // count, total)
+    return ShardRange(rank * total // count, (rank + 1) * total // count, total)
 
 
-def vocab_span(vocab_size: int, parallel: ParallelContext) -> Span:
+def vocab_shard(vocab_size: int, parallel: ParallelContext) -> ShardRange:
     """Token ids a rank holds embedding and head rows of; later ranks may have fewer, or none.
 
     All ranks have `padded_vocab` rows in memory, so that gathered logits have equal parts.
     """
     rows = padded_vocab(vocab_size, parallel)
     begin = min(parallel.tp_rank * rows, vocab_size)
-    return Span(begin, min(begin + rows, vocab_size), vocab_size)
+    return ShardRange(begin, min(begin + rows, vocab_size), vocab_size)
 
 
 def padded_vocab(vocab_size: int, parallel: ParallelContext) -> int:
@@ -71,12 +71,12 @@ def padded_vocab(vocab_size: int, parallel: ParallelContext) -> int:
     return -(-rows // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
 
 
-def query_heads(config: ModelConfig, parallel: ParallelContext, num_heads: int | None = None) -> Span:
+def query_heads(config: ModelConfig, parallel: ParallelContext, num_heads: int | None = None) -> ShardRange:
     """Query heads of a rank; `num_heads`: the layer's, where layers differ."""
-    return even_span(num_heads or config.num_heads, parallel.tp_rank, parallel.tp_size)
+    return even_shard(num_heads or config.num_heads, parallel.tp_rank, parallel.tp_size)
 
 
-def kv_heads(config: ModelConfig, parallel: ParallelContext) -> Span:
+def kv_heads(config: ModelConfig, parallel: ParallelContext) -> ShardRange:
     """Key and value heads of a rank: a share of them, or, with more ranks than heads, one, held by several.
 
     query heads  | 0 1 | 2 3 | 4 5 | 6 7 |      8 query heads, 2 KV heads, 4 ranks
@@ -84,15 +84,15 @@ def kv_heads(config: ModelConfig, parallel: ParallelContext) -> Span:
     """
     heads, rank, size = config.num_kv_heads, parallel.tp_rank, parallel.tp_size
     if heads >= size:
-        return even_span(heads, rank, size)
+        return even_shard(heads, rank, size)
     head = rank * heads // size
-    return Span(head, head + 1, heads)
+    return ShardRange(head, head + 1, heads)
 
 
 def stage_layers(config: ModelConfig, parallel: ParallelContext) -> range:
     """Decoder layers of a pipeline stage, by their index in the checkpoint."""
-    span = even_span(config.num_layers, parallel.stage, parallel.num_stages)
-    return range(span.begin, span.end)
+    shard = even_shard(config.num_layers, parallel.stage, parallel.num_stages)
+    return range(shard.begin, shard.end)
 
 
 def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
@@ -153,7 +153,7 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
     layers, rank, size = stage_layers(config, parallel), parallel.tp_rank, parallel.tp_size
     moe = replace(
         config.moe,
-        shared_intermediate_size=even_span(_shared_size(config), rank, size).size,
+        shared_intermediate_size=even_shard(_shared_size(config), rank, size).size,
         layers=frozenset(layer - layers.start for layer in config.moe.layers if layer in layers),
     )
     return replace(
@@ -169,15 +169,15 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
         layer_ropes=config.layer_ropes[layers.start : layers.stop],
         mlp_limits=config.mlp_limits[layers.start : layers.stop],
         num_kv_heads=kv_heads(config, parallel).size,
-        intermediate_size=even_span(config.intermediate_size, rank, size).size,
+        intermediate_size=even_shard(config.intermediate_size, rank, size).size,
         moe=moe,
         mla=_own_choices(config, layers),
     )
 
 
-def key_heads(linear: LinearAttentionConfig, parallel: ParallelContext) -> Span:
+def key_heads(linear: LinearAttentionConfig, parallel: ParallelContext) -> ShardRange:
     """Key heads of linear attention of a rank; it has the value heads that they serve."""
-    return even_span(linear.num_key_heads, parallel.tp_rank, parallel.tp_size)
+    return even_shard(linear.num_key_heads, parallel.tp_rank, parallel.tp_size)
 
 
 def own_heads(linear: LinearAttentionConfig, parallel: ParallelContext) -> LinearAttentionConfig:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moebius.config import GpuConfig
-from tests.helpers.seeing_engine import seeing_engine
 from tests.helpers.tiny_vision_models import VISION_MODELS, write_vision_model
+from tests.helpers.vision_engine import vision_engine
 from tests.parity.test_vision import PROMPTS
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +24,6 @@ def test_a_gpu_sees_what_a_cpu_sees(name: str, tmp_path: Path) -> None:
     answers = []
     for device in ("cpu", "cuda"):
         gpu = GpuConfig.model_validate({**SMALL, "device": device})
-        with seeing_engine(tmp_path, gpu, gpu_experts_ratio=1.0 if device == "cuda" else 0.0) as engine:
+        with vision_engine(tmp_path, gpu, gpu_experts_ratio=1.0 if device == "cuda" else 0.0) as engine:
             answers.append([request.output_token_ids for request in engine.run(PROMPTS)])
     assert answers[0] == answers[1]

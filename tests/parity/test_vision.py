@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from moebius.config import GpuConfig
-from tests.helpers.seeing_engine import NUM_TOKENS, Prompt, SeeingEngine, seeing_engine
 from tests.helpers.tiny_vision_models import (
     IMAGE_TOKEN,
     VISION_MODELS,
@@ -23,6 +22,7 @@ from tests.helpers.tiny_vision_models import (
     oracle_inputs,
     write_vision_model,
 )
+from tests.helpers.vision_engine import NUM_TOKENS, Prompt, SeeingEngine, vision_engine
 
 WIDE, TALL, OTHER = noise(1, 40, 16), noise(2, 16, 32), noise(3, 40, 16)
 PROMPTS: list[Prompt] = [
@@ -71,7 +71,7 @@ def _oracle(name: str, model: Any, prompt: list[int], files: list[bytes]) -> lis
 @pytest.fixture(scope="module")
 def roomy(answered: Answered) -> Iterator[SeeingEngine]:
     """One engine for the tests of one model."""
-    with seeing_engine(answered.directory, ROOMY) as engine:
+    with vision_engine(answered.directory, ROOMY) as engine:
         yield engine
 
 
@@ -101,7 +101,7 @@ def test_pages_are_shared_by_equal_images_only(answered: Answered, roomy: Seeing
 
 def test_chunks_and_preemption_change_nothing(answered: Answered) -> None:
     """Nothing is kept of images between steps, either: they are encoded again for the next chunk."""
-    with seeing_engine(answered.directory, TIGHT, cache_mib=0) as engine:
+    with vision_engine(answered.directory, TIGHT, cache_mib=0) as engine:
         requests = engine.run(PROMPTS)
     assert [request.output_token_ids for request in requests] == answered.answers
     assert sum(request.num_preemptions for request in requests) > 0

@@ -14,7 +14,7 @@ import torch
 
 from gpu_service.assembly.kv_memory import cache_shape, scheduler_limits, scored_token_cost
 from gpu_service.assembly.process import use_jit_cache
-from gpu_service.assembly.steps import graph_obstacle
+from gpu_service.assembly.steps import graphs_unsupported_reason
 from gpu_service.assembly.warm_up import warm_up_requests, warm_up_tokens
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.model_config import ModelConfig
@@ -26,7 +26,7 @@ from tests.helpers.published_checkpoints import Published
 
 
 def runner(captures: bool = True, device_driven: bool | None = True, resident: bool | None = None) -> Any:
-    """What `graph_obstacle` looks at; None: there is no such part."""
+    """What `graphs_unsupported_reason` looks at; None: there is no such part."""
     return SimpleNamespace(
         attention=SimpleNamespace(captures=captures),
         experts=None if device_driven is None else SimpleNamespace(is_device_driven=device_driven),
@@ -47,10 +47,10 @@ def runner(captures: bool = True, device_driven: bool | None = True, resident: b
 )
 def test_graphs_are_captured_unless_a_part_can_not_be(parts: Any, reason: str) -> None:
     """Every part must be capturable; the one that is not is named."""
-    found = graph_obstacle(MoebiusConfig(), parts)
+    found = graphs_unsupported_reason(MoebiusConfig(), parts)
     assert reason in found
     assert bool(found) == bool(reason)
-    assert "cuda_graphs" in graph_obstacle(MoebiusConfig(gpu=GpuConfig(cuda_graphs=False)), parts)
+    assert "cuda_graphs" in graphs_unsupported_reason(MoebiusConfig(gpu=GpuConfig(cuda_graphs=False)), parts)
 
 
 def test_compiled_kernels_go_where_the_setting_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from gpu_service.layers.norm import FullWidthNorm, norm_full_width
 from gpu_service.ops.norm import rms_norm
 from gpu_service.parallel.context import Collectives
-from gpu_service.parallel.partition import Span, even_span
+from gpu_service.parallel.partition import ShardRange, even_shard
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, EPS = 8, 2, 6, 5, 1e-3
 
@@ -29,7 +29,7 @@ class _AddsUp:
         return torch.stack(self.parts).sum(dim=0)
 
 
-def _module(rows: Span, weight: torch.Tensor, num_ranks: int) -> FullWidthNorm:
+def _module(rows: ShardRange, weight: torch.Tensor, num_ranks: int) -> FullWidthNorm:
     norm = FullWidthNorm(rows, num_ranks, EPS, dtype=weight.dtype)
     norm.to_empty(device="cpu")
     (part,) = norm.checkpoint_parts()
@@ -52,14 +52,14 @@ def test_ranks_norm_by_the_statistics_of_all(num_ranks: int, dtype: torch.dtype)
     for _ in range(2):
         found = []
         for rank in range(num_ranks):
-            heads = even_span(HEADS, rank, num_ranks)
+            heads = even_shard(HEADS, rank, num_ranks)
             copies = max(num_ranks // KV_HEADS, 1)
-            kv = even_span(KV_HEADS, rank // copies, num_ranks // copies)
+            kv = even_shard(KV_HEADS, rank // copies, num_ranks // copies)
             # Values follow in the same product, so the rows of a token are apart.
             own = torch.cat((query[:, heads.slice], key[:, kv.slice], key[:, kv.slice]), dim=1)
             norms = [
-                _module(span.scaled(HEAD_DIM), weight, num_ranks)
-                for span, weight in ((heads, q_weight), (kv, k_weight))
+                _module(shard.scaled(HEAD_DIM), weight, num_ranks)
+                for shard, weight in ((heads, q_weight), (kv, k_weight))
             ]
             both = own[:, : heads.size + kv.size]
             found.append((heads, kv, *norm_full_width(both, *norms, cast(Collectives, group))))

@@ -64,7 +64,7 @@ class SeeingEngine:
 
 
 @contextmanager
-def seeing_engine(
+def vision_engine(
     directory: Path, gpu: GpuConfig, cache_mib: int = 16, **placement: Any
 ) -> Iterator[SeeingEngine]:
     """Built and running; `placement` says which experts are on the device."""
