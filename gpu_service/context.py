@@ -10,7 +10,7 @@ from gpu_service.cache.state_cache import StateCache
 from gpu_service.engine.step import ForwardInputs
 
 if TYPE_CHECKING:
-    from gpu_service.attention.factory import Attention
+    from gpu_service.attention.registry import Attention
     from gpu_service.expert_recorder import ExpertRecorder
     from gpu_service.experts.client import ExpertClient
     from gpu_service.experts.resident.experts import ResidentExperts

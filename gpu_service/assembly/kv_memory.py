@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from gpu_service.attention.factory import make_attention
+from gpu_service.attention.registry import make_attention
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import PagedCache, make_cache, page_bytes
 from gpu_service.cache.state_cache import StateCache

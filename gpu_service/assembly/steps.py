@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import structlog
 
-from gpu_service.attention.factory import Attention, make_attention
+from gpu_service.attention.registry import Attention, make_attention
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.device.graphs import CudaGraphs

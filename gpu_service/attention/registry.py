@@ -12,7 +12,8 @@ import structlog
 import torch
 
 from gpu_service.attention.base import AttentionBackend
-from gpu_service.cache.kv_cache import KVCache
+from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend, MlaDimensions
+from gpu_service.cache.kv_cache import KVCache, MlaCache, PagedCache
 from gpu_service.model_config import ModelConfig
 from moebius.errors import UserError, brief
 
@@ -52,14 +53,14 @@ _TRITON_INSTALL = "install triton (it comes with torch's CUDA builds)"
 # `attention_backend` -> where it is, best first: `auto` takes the first that is installed and able.
 ATTENTION_BACKENDS: dict[str, BackendEntry] = {
     "flashinfer": BackendEntry(
-        "gpu_service.attention.flashinfer_backend.backend",
+        "gpu_service.attention.flashinfer_backend",
         "FlashInferAttention",
         "flashinfer",
         _FLASHINFER_INSTALL,
         needs_cuda=True,
     ),
     "triton": BackendEntry(
-        "gpu_service.attention.triton_kernels.backend",
+        "gpu_service.attention.triton_backend",
         "TritonAttention",
         "triton",
         _TRITON_INSTALL,
@@ -74,7 +75,7 @@ ATTENTION_BACKENDS: dict[str, BackendEntry] = {
 }
 
 
-def make_attention(
+def make_gqa_attention(
     config: ModelConfig,
     kv_cache: KVCache,
     device: torch.device | str,
@@ -167,3 +168,64 @@ def _report(
 
 def _sentence(refused: dict[str, str]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+
+
+def _mla_entry(name: str, module: str, class_name: str) -> BackendEntry:
+    """The same package is needed as for grouped-query attention."""
+    base = ATTENTION_BACKENDS[name]
+    path = f"gpu_service.attention.mla.{module}"
+    return BackendEntry(path, class_name, base.package, base.install, base.needs_cuda, base.cost)
+
+
+MLA_BACKENDS: dict[str, BackendEntry] = {
+    "flashinfer": _mla_entry("flashinfer", "flashinfer_backend", "FlashInferMlaAttention"),
+    "triton": _mla_entry("triton", "triton_backend", "TritonMlaAttention"),
+    "torch": _mla_entry("torch", "torch_reference", "TorchMlaAttention"),
+}
+
+
+def mla_dimensions(config: ModelConfig) -> MlaDimensions:
+    """Of a rank's own configuration. Raises ValueError for a model without latents."""
+    mla = config.mla
+    if mla is None:
+        raise ValueError(f"{config.model_type} has no latent attention")
+    indexer = mla.indexer
+    return MlaDimensions(
+        num_heads=config.num_heads,
+        latent_dim=mla.kv_lora_rank,
+        nope_dim=mla.qk_nope_head_dim,
+        rope_dim=mla.qk_rope_head_dim,
+        value_dim=mla.v_head_dim,
+        softmax_scale=mla.softmax_scale,
+        index=IndexDimensions(indexer.num_heads, indexer.head_dim, indexer.top_k) if indexer else None,
+    )
+
+
+def make_mla_attention(
+    dimensions: MlaDimensions,
+    cache: MlaCache,
+    device: torch.device | str,
+    name: str = "auto",
+    try_out: TryOut | None = None,
+) -> MlaAttentionBackend:
+    """As `attention.registry.make_attention`."""
+    chosen: MlaAttentionBackend = choose_backend(
+        MLA_BACKENDS, dimensions, cache, torch.device(device), name, try_out
+    )
+    return chosen
+
+
+Attention = AttentionBackend | MlaAttentionBackend
+
+
+def make_attention(
+    config: ModelConfig,
+    cache: PagedCache,
+    device: torch.device | str,
+    name: str = "auto",
+    try_out: TryOut | None = None,
+) -> Attention:
+    """The backend for a rank's own configuration and its cache; the rest is as in `registry`."""
+    if isinstance(cache, MlaCache):
+        return make_mla_attention(mla_dimensions(config), cache, device, name, try_out)
+    return make_gqa_attention(config, cache, device, name, try_out)

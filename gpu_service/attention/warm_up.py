@@ -11,8 +11,8 @@ from itertools import accumulate
 import torch
 
 from gpu_service.attention.base import AttentionBackend, AttentionLayer
-from gpu_service.attention.factory import Attention
 from gpu_service.attention.mla.base import MlaAttentionBackend
+from gpu_service.attention.registry import Attention
 from gpu_service.engine.step import ForwardInputs
 from gpu_service.model_config import ModelConfig
 

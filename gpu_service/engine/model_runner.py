@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from opentelemetry import context as otel_context
 
-from gpu_service.attention.factory import Attention
+from gpu_service.attention.registry import Attention
 from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.state_cache import StateCache
 from gpu_service.context import ForwardContext

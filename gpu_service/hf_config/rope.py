@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from gpu_service.hf_config.keys import HfKeys
 from gpu_service.model_config import RopeConfig
+from gpu_service.ops.rope import NUM_AXES
 from gpu_service.ops.rope_frequencies import ROPE_SCALINGS, RopeScaling
-from gpu_service.ops.rope_sections import NUM_AXES
 
 _KIND_KEYS = ("rope_type", "type")
 _ORIGINAL = "original_max_position_embeddings"

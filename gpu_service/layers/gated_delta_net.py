@@ -22,11 +22,16 @@ from gpu_service.layers.linear import (
 )
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.model_config import LinearAttentionConfig, ModelConfig
-from gpu_service.ops.causal_conv import causal_conv_extend, causal_conv_update
-from gpu_service.ops.delta_rule import gated_delta_extend, gated_delta_update
-from gpu_service.ops.gated_norm import gated_rms_norm
+from gpu_service.ops.linear_attention import (
+    Sequences,
+    causal_conv_extend,
+    causal_conv_update,
+    gated_delta_extend,
+    gated_delta_update,
+    make_sequences,
+)
+from gpu_service.ops.norm import gated_rms_norm
 from gpu_service.ops.rope import RopeTable
-from gpu_service.ops.sequences import Sequences, make_sequences
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, key_heads, own_heads
 

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from gpu_service.model_config import LinearAttentionConfig
-from gpu_service.ops.fp8_linear import GROUP, fp8_linear
-from gpu_service.ops.linear import can_pack, linear, pack_weight
+from gpu_service.ops.linear import GROUP, can_pack, fp8_linear, linear, pack_weight
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange
 

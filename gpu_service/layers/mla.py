@@ -11,14 +11,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from gpu_service.attention.mla.absorption import absorb_query, expand, project_values
-from gpu_service.attention.mla.base import MlaAttentionBackend
+from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, expand, project_values
 from gpu_service.context import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import LayerNorm, RMSNorm
 from gpu_service.model_config import MlaConfig, ModelConfig
-from gpu_service.ops.rope import RopeTable, apply_rope
-from gpu_service.ops.rope_pairing import half_split
+from gpu_service.ops.rope import RopeTable, apply_rope, half_split
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, query_heads
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from gpu_service.layers.linear import Linear
 from gpu_service.loader.names import Target
-from gpu_service.ops.fp8_linear import GROUP
+from gpu_service.ops.linear import GROUP
 from gpu_service.parallel.partition import ShardRange
 from moebius import _kernels
 from moebius.checkpoint.index import TensorInfo

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from gpu_service.attention.factory import Attention
 from gpu_service.attention.mla.base import MlaAttentionBackend
+from gpu_service.attention.registry import Attention
 from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.state_cache import ZERO_SLOT, StateCache
 from gpu_service.context import ForwardContext

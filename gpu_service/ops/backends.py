@@ -11,15 +11,17 @@ import structlog
 import torch
 
 from gpu_service.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
-from gpu_service.ops.causal_conv import causal_conv_extend, causal_conv_update
-from gpu_service.ops.delta_rule import gated_delta_extend, gated_delta_update
 from gpu_service.ops.examples import SMALL, Sizes, example
-from gpu_service.ops.fp8_linear import fp8_linear
-from gpu_service.ops.gated_norm import gated_rms_norm
-from gpu_service.ops.implementation import Implementation
 from gpu_service.ops.kv import append_kv
-from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
-from gpu_service.ops.registry import Op
+from gpu_service.ops.linear import fp8_linear
+from gpu_service.ops.linear_attention import (
+    causal_conv_extend,
+    causal_conv_update,
+    gated_delta_extend,
+    gated_delta_update,
+)
+from gpu_service.ops.norm import fused_add_rms_norm, gated_rms_norm, rms_norm
+from gpu_service.ops.registry import Implementation, Op
 from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.router import route
 from gpu_service.ops.sampling import argmax_and_finite, truncate_probabilities
@@ -57,7 +59,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 }
 _SLOWER = "ops on torch take several launches in place of one: slower decode steps, the same results"
 _INSTALL = "pip install 'moebius[gpu]'"
-_TABLES = {"flashinfer": "gpu_service.ops.flashinfer.table", "triton": "gpu_service.ops.triton.table"}
+_TABLES = {"flashinfer": "gpu_service.ops.flashinfer", "triton": "gpu_service.ops.triton.table"}
 # FlashInfer's cache write and rotation take page tables and float32 tables, whose making costs more
 # launches in every layer or step than they save; they serve where there is no Triton.
 _TRITON_FIRST = frozenset({"append_kv", "rope_table", "apply_rope"})

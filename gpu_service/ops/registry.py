@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -38,3 +39,13 @@ class Op(Generic[P, R]):
             assert isinstance(first, torch.Tensor)
             return self._implementations.get(first.device.type, self.reference)(*args, **kwargs)
         return self.reference(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """Filled by a backend's table."""
+
+    function: Callable[..., Any]  # the op's signature
+    # Whether the op's arguments are within what the library can do; the next backend takes those that are
+    # not. None: it takes everything.
+    supports: Callable[..., bool] | None = None

@@ -89,3 +89,37 @@ def qk_norm_rope(
     query = apply_rope.reference(rms_norm.reference(heads[:, :num_heads], q_weight, eps), table)
     key = apply_rope.reference(rms_norm.reference(heads[:, num_heads:], k_weight, eps), table)
     return query, key
+
+
+def half_split(table: RopeTable) -> RopeTable:
+    """The same angles with element j paired with j + rotary_dim / 2; a table of such pairs comes back as is.
+
+    No copy of FlashInfer's factors: those are by pair, wherever its elements lie.
+    """
+    if not table.interleaved:
+        return table
+    cos, sin = table.cos[..., ::2], table.sin[..., 1::2]
+    return table._replace(
+        cos=torch.cat((cos, cos), dim=-1), sin=torch.cat((-sin, sin), dim=-1), interleaved=False
+    )
+
+
+# Time, height, width.
+NUM_AXES = 3
+
+
+def section_axes(sections: tuple[int, ...], interleaved: bool) -> torch.Tensor:
+    """The axis of each pair, int64 `[num_pairs]` on the CPU; `sections` are the axes' numbers of pairs.
+
+    Interleaved, pair j turns by axis j % 3 while that axis still has pairs (one in three), then by time.
+    Raises ValueError unless there are three sections.
+    """
+    if len(sections) != NUM_AXES:
+        raise ValueError(f"{len(sections)} sections {sections}; mRoPE has {NUM_AXES}")
+    axes = torch.arange(NUM_AXES, device="cpu")
+    sizes = torch.tensor(sections, device="cpu")
+    if not interleaved:
+        return axes.repeat_interleave(sizes)
+    pairs = torch.arange(sum(sections), device="cpu")
+    turn = pairs % NUM_AXES
+    return torch.where(pairs < NUM_AXES * sizes[turn], turn, 0)

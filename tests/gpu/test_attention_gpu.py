@@ -81,7 +81,7 @@ def _compiled() -> None:
         return
     from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
-    from gpu_service.ops.flashinfer.table import compile_modules
+    from gpu_service.ops.flashinfer import compile_modules
 
     flags = (0, False, False)  # no rotary embedding, no window, no cap of logits
     compile_modules(

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.attention.mla.absorption import absorb_query, project_values
-from gpu_service.attention.mla.base import MlaAttentionBackend
-from gpu_service.attention.mla.registry import MLA_BACKENDS
+from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, project_values
+from gpu_service.attention.registry import MLA_BACKENDS
 from gpu_service.cache.fp8 import E4M3
 from tests.helpers.attention_cases import Shape, as_capturable, refill
 from tests.helpers.gpu_capture import capture

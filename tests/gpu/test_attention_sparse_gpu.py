@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpu_service.attention.mla.absorption import absorb_query, project_values
-from gpu_service.attention.mla.base import MlaAttentionBackend
-from gpu_service.attention.mla.registry import MLA_BACKENDS, make_mla_attention
+from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, project_values
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
+from gpu_service.attention.registry import MLA_BACKENDS, make_mla_attention
 from tests.helpers.attention_cases import Shape, as_capturable, refill
 from tests.helpers.gpu_capture import capture
 from tests.helpers.mla_cases import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_service.ops.causal_conv import causal_conv_extend
+from gpu_service.ops.linear_attention import causal_conv_extend
 from gpu_service.ops.triton.table import IMPLEMENTATIONS
 from tests.helpers.linear_cases import (
     QWEN3_5_LARGE,

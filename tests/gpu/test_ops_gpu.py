@@ -15,7 +15,7 @@ import torch
 from gpu_service.model_config import RouterConfig
 from gpu_service.ops import backends
 from gpu_service.ops.backends import OPS, install, load_tables, uninstall
-from gpu_service.ops.implementation import Implementation
+from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.sampling import truncate_probabilities
@@ -48,7 +48,7 @@ def tables() -> dict[str, Any]:
         from flashinfer.jit.page import gen_page_module
         from flashinfer.jit.rope import gen_rope_module
 
-        from gpu_service.ops.flashinfer.table import compile_modules
+        from gpu_service.ops.flashinfer import compile_modules
 
         compile_modules([gen_page_module(), gen_rope_module()])
     return tables

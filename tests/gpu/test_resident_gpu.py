@@ -11,9 +11,8 @@ import torch
 from gpu_service.device.stream import device_stream
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.local_client import LocalExpertClient
-from gpu_service.experts.resident.kernels import TorchResidentKernels, make_kernels
+from gpu_service.experts.resident.experts import LayerSlots, TorchResidentKernels, make_kernels
 from gpu_service.experts.resident.make import make_resident_experts
-from gpu_service.experts.resident.slots import LayerSlots
 from moebius.checkpoint.moe_config import MoeGeometry
 from tests import tolerances
 from tests.equality.test_resident_experts import configuration, hybrid

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 
 from gpu_service.attention.base import AttentionBackend
-from gpu_service.attention.flashinfer_backend.backend import FlashInferAttention
-from gpu_service.attention.triton_kernels.backend import TritonAttention
+from gpu_service.attention.flashinfer_backend import FlashInferAttention
+from gpu_service.attention.triton_backend import TritonAttention
 from gpu_service.cache.fp8 import E4M3
 from tests.helpers.attention_cases import LAYER, Case, Geometry, Shape, make_case
 

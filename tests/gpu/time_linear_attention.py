@@ -13,8 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gpu_service.ops.causal_conv import causal_conv_extend
-from gpu_service.ops.delta_rule import CHUNK, gated_delta_extend
+from gpu_service.ops.linear_attention import CHUNK, causal_conv_extend, gated_delta_extend
 from gpu_service.ops.triton.table import IMPLEMENTATIONS
 from tests.gpu.time_attention import device_us
 from tests.helpers.linear_cases import QWEN3_5_LARGE, QWEN3_NEXT, DeltaCase, LinearSizes, make_delta_case

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gpu_service.experts.resident.slots import LayerSlots
+from gpu_service.experts.resident.experts import LayerSlots
 from gpu_service.experts.resident.triton_kernels import launch
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
 from tests.helpers.resident_layers import Shape, resident_layer, routed

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from gpu_service.attention.mla.absorption import absorb_query
-from gpu_service.attention.mla.base import IndexDimensions
+from gpu_service.attention.mla.base import IndexDimensions, absorb_query
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
 from tests.gpu.time_attention import device_us
 from tests.helpers.attention_cases import Shape

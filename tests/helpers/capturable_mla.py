@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gpu_service.attention.mla.registry import mla_dimensions
-from gpu_service.attention.mla.selection import index_scores, select_tokens
-from gpu_service.attention.mla.torch_reference import TorchMlaAttention
+from gpu_service.attention.mla.torch_reference import TorchMlaAttention, index_scores, select_tokens
+from gpu_service.attention.registry import mla_dimensions
 from gpu_service.cache.kv_cache import MlaCache, PagedCache
 from gpu_service.engine.step import ForwardInputs
 from gpu_service.model_config import ModelConfig
@@ -81,7 +80,7 @@ def _history(pages: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
 def make_capturable_attention(
     config: ModelConfig, cache: PagedCache, *_: object
 ) -> CapturableAttention | CapturableMlaAttention:
-    """The one that belongs to the cache; called as `gpu_service.attention.factory.make_attention` is."""
+    """The one that belongs to the cache; called as `gpu_service.attention.registry.make_attention` is."""
     if isinstance(cache, MlaCache):
         return CapturableMlaAttention(mla_dimensions(config), cache)
     return CapturableAttention(config, cache)

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from gpu_service.attention.flashinfer_backend.pages import list_pages
-from gpu_service.attention.mla.registry import mla_dimensions
+from gpu_service.attention.flashinfer_plan import list_pages
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
-from gpu_service.attention.triton_kernels.backend import TritonAttention
+from gpu_service.attention.registry import mla_dimensions
+from gpu_service.attention.triton_backend import TritonAttention
 from gpu_service.cache.fp8 import E4M3
+from gpu_service.experts.resident.experts import make_slots
 from gpu_service.experts.resident.panels import layer_format
-from gpu_service.experts.resident.slots import make_slots
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
 from gpu_service.model_config import ModelConfig, RouterConfig
 from gpu_service.ops.examples import SMALL, Sizes, example, sizes_of

@@ -165,8 +165,8 @@ def install_fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
             setattr(module, function.__name__, function)
         setattr(package, name, module)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for adapter in ("table", "rope", "kv", "sampling"):
-        monkeypatch.delitem(sys.modules, f"gpu_service.ops.flashinfer.{adapter}", raising=False)
-        # So that undoing removes what the test imports.
-        monkeypatch.setitem(sys.modules, f"gpu_service.ops.flashinfer.{adapter}", ModuleType("unset"))
-        del sys.modules[f"gpu_service.ops.flashinfer.{adapter}"]
+    adapter = "gpu_service.ops.flashinfer"
+    monkeypatch.delitem(sys.modules, adapter, raising=False)
+    # So that undoing removes what the test imports.
+    monkeypatch.setitem(sys.modules, adapter, ModuleType("unset"))
+    del sys.modules[adapter]

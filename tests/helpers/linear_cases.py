@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_service.ops.delta_rule import delta_rows
-from gpu_service.ops.sequences import Sequences, make_sequences
+from gpu_service.ops.linear_attention import Sequences, delta_rows, make_sequences
 
 
 @dataclass(frozen=True)

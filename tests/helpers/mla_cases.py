@@ -7,8 +7,14 @@ from itertools import pairwise
 
 import torch
 
-from gpu_service.attention.mla.absorption import absorb_query, expand, project_values
-from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend, MlaDimensions
+from gpu_service.attention.mla.base import (
+    IndexDimensions,
+    MlaAttentionBackend,
+    MlaDimensions,
+    absorb_query,
+    expand,
+    project_values,
+)
 from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.engine.step import ForwardInputs
 from tests.helpers.attention_cases import Shape, make_inputs

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpu_service.attention.factory import make_attention
+from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import make_cache
 from gpu_service.cache.state_cache import make_states
 from gpu_service.context import ForwardContext

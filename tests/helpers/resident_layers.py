@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpu_service.experts.resident.experts import LayerSlots, make_slots
 from gpu_service.experts.resident.panels import layer_format
-from gpu_service.experts.resident.slots import LayerSlots, make_slots
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.kernels import ExpertEngine
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpu_service.attention.factory import Attention
+from gpu_service.attention.registry import Attention
 from gpu_service.cache.kv_cache import PagedCache, make_cache
 from gpu_service.cache.request_cache import make_request_cache
 from gpu_service.cache.request_states import allocate_states

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.attention.factory import make_attention
 from gpu_service.attention.mla.base import MlaAttentionBackend
-from gpu_service.attention.mla.registry import mla_dimensions
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
+from gpu_service.attention.registry import make_attention, mla_dimensions
 from gpu_service.cache.kv_cache import MlaCache, make_cache, page_bytes
 from gpu_service.context import ForwardContext
 from gpu_service.layers.decoder import RotaryEmbedding

@@ -17,7 +17,7 @@ from gpu_service.loader.load import load_weights
 from gpu_service.loader.names import expected_names
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model
-from gpu_service.ops.fp8_linear import dequantise
+from gpu_service.ops.linear import dequantise
 from tests.helpers.model_formats import MODEL_FORMATS
 from tests.helpers.quantised_models import PlainModel, quantise
 from tests.helpers.tiny_models import TINY_MODELS, make_tiny_model

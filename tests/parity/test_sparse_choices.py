@@ -13,8 +13,8 @@ import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.attention.mla import torch_reference
-from gpu_service.attention.mla.registry import mla_dimensions
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
+from gpu_service.attention.registry import mla_dimensions
 from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.attention.triton_kernels.backend import TritonAttention
+from gpu_service.attention.triton_backend import TritonAttention
 from tests.helpers.paged_runner import PagedRunner, load_runner
 from tests.helpers.tiny_models import make_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_SELF

@@ -16,12 +16,16 @@ from hypothesis import strategies as st
 
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.attention.base import AttentionBackend, AttentionLayer
-from gpu_service.attention.flashinfer_backend.backend import FlashInferAttention
-from gpu_service.attention.torch_products import attend, attend_with_lse, attend_with_lse_unfused
-from gpu_service.attention.torch_reference import TorchReferenceAttention
-from gpu_service.attention.triton_kernels.backend import TritonAttention
-from gpu_service.attention.triton_kernels.prefill import prefill
-from gpu_service.attention.triton_kernels.shapes import Tile
+from gpu_service.attention.flashinfer_backend import FlashInferAttention
+from gpu_service.attention.torch_reference import (
+    TorchReferenceAttention,
+    attend,
+    attend_with_lse,
+    attend_with_lse_unfused,
+)
+from gpu_service.attention.triton_backend import TritonAttention
+from gpu_service.attention.triton_kernels import prefill
+from gpu_service.attention.triton_tiles import Tile
 from gpu_service.attention.warm_up import kinds_of_layers
 from tests.helpers.attention_cases import (
     LAYER,

@@ -11,9 +11,9 @@ import structlog.testing
 import torch
 
 from gpu_service.attention import registry
-from gpu_service.attention.mla.registry import MLA_BACKENDS
 from gpu_service.attention.registry import (
     ATTENTION_BACKENDS,
+    MLA_BACKENDS,
     BackendEntry,
     check_attention_backend,
     choose_backend,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.attention.flashinfer_backend.backend import FlashInferAttention
+from gpu_service.attention.flashinfer_backend import FlashInferAttention
 from gpu_service.attention.registry import make_attention
-from gpu_service.attention.triton_kernels.backend import TritonAttention
+from gpu_service.attention.triton_backend import TritonAttention
 from gpu_service.attention.warm_up import warm_up_attention, warm_up_steps
 from tests.helpers import fake_attention_library
 from tests.helpers.attention_cases import Geometry, make_case

@@ -11,7 +11,7 @@ from gpu_service.layers.norm import CenteredRMSNorm
 from gpu_service.ops import norm, rope
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.triton import norm as triton_norm
-from gpu_service.ops.triton import qk_norm_rope as triton_qk_norm_rope
+from gpu_service.ops.triton import rope as triton_rope
 from tests.tolerances import OP_ROUNDINGS
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
@@ -52,6 +52,6 @@ def test_the_fused_norm_and_rotation_takes_one_too() -> None:
     table = rope.rope_table(torch.arange(3), inverse_frequencies(1e4, 8, "default", {}), torch.half, False)
     queries, keys = 1 + 0.2 * torch.randn(2, 16)
     expected = rope.qk_norm_rope.reference(heads.clone(), queries, keys, 1e-6, 3, table)
-    got = triton_qk_norm_rope.qk_norm_rope(heads, queries, keys, 1e-6, 3, table)
+    got = triton_rope.qk_norm_rope(heads, queries, keys, 1e-6, 3, table)
     tolerance = OP_ROUNDINGS[torch.float16]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=4 * tolerance)

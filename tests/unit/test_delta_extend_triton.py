@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.ops.causal_conv import causal_conv_extend
-from gpu_service.ops.triton import conv_chunks
-from gpu_service.ops.triton.delta_extend import gated_delta_extend, supports_extend
+from gpu_service.ops.linear_attention import causal_conv_extend
+from gpu_service.ops.triton import linear_attention_chunks as chunks
+from gpu_service.ops.triton.linear_attention_chunks import gated_delta_extend, supports_extend
 from tests.helpers.linear_cases import LinearSizes, make_delta_case, naive_delta, sequences_of, slots
 from tests.tolerances import DELTA_RULE, OP_ROUNDINGS
 
@@ -77,7 +77,7 @@ def test_convolution_of_short_and_long_requests(width: int) -> None:
     theirs, ours = states.clone(), states.clone()
     rest = weight, *slots(lengths, "cpu"), sequences_of(lengths, "cpu")
     expected = causal_conv_extend.reference(rows, theirs, *rest)
-    got = conv_chunks.causal_conv_extend(rows, ours, *rest)
+    got = chunks.causal_conv_extend(rows, ours, *rest)
     tolerance = OP_ROUNDINGS[torch.float32]
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(ours, theirs)

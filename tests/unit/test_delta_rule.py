@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_service.ops.causal_conv import causal_conv, causal_conv_update
-from gpu_service.ops.delta_rule import chunked_delta_rule, delta_rows, gated_delta_update
-from gpu_service.ops.gated_norm import gated_rms_norm
+from gpu_service.ops.linear_attention import (
+    causal_conv,
+    causal_conv_update,
+    chunked_delta_rule,
+    delta_rows,
+    gated_delta_update,
+)
+from gpu_service.ops.norm import gated_rms_norm
 from tests.tolerances import OP_FLOAT32
 
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 6, 12, 10

@@ -10,13 +10,13 @@ import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
-from gpu_service.attention.triton_kernels.backend import TritonAttention
+from gpu_service.attention.triton_backend import TritonAttention
 from gpu_service.cache.fp8 import E4M3, E4M3_MAX
 from gpu_service.device import limits
 from gpu_service.ops.examples import example
 from gpu_service.ops.triton.e4m3 import as_loadable
-from gpu_service.ops.triton.fp8_linear import fp8_linear
 from gpu_service.ops.triton.kv import append_kv
+from gpu_service.ops.triton.linear import fp8_linear
 from tests.helpers.attention_cases import Geometry, make_case, run
 from tests.helpers.mla_cases import TINY, make_mla_case, run_absorbed
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from gpu_service.attention.triton_kernels.shapes import decode_tile, prefill_tile, with_smaller
+from gpu_service.attention.triton_tiles import decode_tile, prefill_tile, with_smaller
 from gpu_service.device import limits
 from gpu_service.experts.resident.triton_kernels import launch as resident
-from gpu_service.ops.triton.fitting import launch_fitting
+from gpu_service.ops.triton.jit import launch_fitting
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,16 @@ import pytest
 import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.attention.flashinfer_backend.backend import FlashInferAttention
-from gpu_service.attention.flashinfer_backend.pages import list_pages, page_bounds
-from gpu_service.attention.flashinfer_backend.sizes import captured_bytes, eager_bytes
-from gpu_service.attention.flashinfer_backend.staging import PlanStaging
-from gpu_service.attention.flashinfer_backend.support import unsupported_device, unsupported_types
+from gpu_service.attention.flashinfer_backend import FlashInferAttention
+from gpu_service.attention.flashinfer_plan import (
+    PlanStaging,
+    captured_bytes,
+    eager_bytes,
+    list_pages,
+    page_bounds,
+    unsupported_device,
+    unsupported_types,
+)
 from gpu_service.attention.mla import flashinfer_backend as latent_backend
 from gpu_service.attention.mla.flashinfer_backend import FlashInferMlaAttention
 from gpu_service.cache.fp8 import E4M3

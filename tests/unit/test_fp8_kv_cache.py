@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_service.attention.factory import make_attention
+from gpu_service.attention.registry import make_attention
 from gpu_service.attention.torch_reference import TorchReferenceAttention
 from gpu_service.cache.fp8 import E4M3, E4M3_MAX, quantise_e4m3
 from gpu_service.cache.kv_cache import KVCache, bytes_per_page, make_cache

@@ -12,8 +12,8 @@ from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
 from gpu_service.models.registry import build_model
-from gpu_service.ops.fp8_linear import dequantise, fp8_linear
-from gpu_service.ops.triton.fp8_linear import fp8_linear as triton_fp8_linear
+from gpu_service.ops.linear import dequantise, fp8_linear
+from gpu_service.ops.triton.linear import fp8_linear as triton_fp8_linear
 from gpu_service.parallel.context import ParallelContext
 from tests.helpers.model_formats import MODEL_FORMATS, ModelFormat
 from tests.helpers.paged_runner import PagedRunner

@@ -11,12 +11,16 @@ import pytest
 import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.ops.causal_conv import causal_conv_extend, causal_conv_update
-from gpu_service.ops.delta_rule import gated_delta_extend, gated_delta_update
-from gpu_service.ops.gated_norm import gated_rms_norm
+from gpu_service.ops.linear_attention import (
+    causal_conv_extend,
+    causal_conv_update,
+    gated_delta_extend,
+    gated_delta_update,
+)
+from gpu_service.ops.norm import gated_rms_norm
 from gpu_service.ops.registry import Op
-from gpu_service.ops.triton import conv_chunks, delta_extend
 from gpu_service.ops.triton import linear_attention as kernels
+from gpu_service.ops.triton import linear_attention_chunks as chunks
 from tests.helpers.ops import assert_same_op, example
 
 DTYPES = [torch.float32, torch.float16]
@@ -28,9 +32,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are c
     ("op", "kernel"),
     [
         (causal_conv_update, kernels.causal_conv_update),
-        (causal_conv_extend, conv_chunks.causal_conv_extend),
+        (causal_conv_extend, chunks.causal_conv_extend),
         (gated_delta_update, kernels.gated_delta_update),
-        (gated_delta_extend, delta_extend.gated_delta_extend),
+        (gated_delta_extend, chunks.gated_delta_extend),
         (gated_rms_norm, kernels.gated_rms_norm),
     ],
     ids=lambda value: getattr(value, "name", ""),

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_service.attention.factory import make_attention
 from gpu_service.attention.mla.base import MlaAttentionBackend
+from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import make_cache
 from gpu_service.engine.step import ForwardInputs
 from gpu_service.loader.load import load_weights

@@ -9,9 +9,9 @@ import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.attention.mla.base import MlaAttentionBackend
-from gpu_service.attention.mla.registry import make_mla_attention
 from gpu_service.attention.mla.torch_reference import TorchMlaAttention
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
+from gpu_service.attention.registry import make_mla_attention
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import MlaCache, mla_bytes_per_page
 from tests.helpers.attention_cases import MIXTURES, as_capturable, refill

@@ -17,9 +17,9 @@ import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.ops import backends, examples
 from gpu_service.ops.activation import silu_and_mul
 from gpu_service.ops.backends import OPS, install, install_tables, load_tables, uninstall
-from gpu_service.ops.implementation import Implementation
 from gpu_service.ops.kv import append_kv
 from gpu_service.ops.norm import rms_norm
+from gpu_service.ops.registry import Implementation
 from tests.helpers.compile_cases import published
 from tests.helpers.fake_flashinfer import BUILT, install_fake_flashinfer
 from tests.helpers.ops import assert_same_op, example

@@ -13,7 +13,6 @@ from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.triton import activation as triton_activation
 from gpu_service.ops.triton import kv as triton_kv
 from gpu_service.ops.triton import norm as triton_norm
-from gpu_service.ops.triton import qk_norm_rope as triton_qk
 from gpu_service.ops.triton import rope as triton_rope
 from gpu_service.ops.triton import sampling as triton_sampling
 from tests.tolerances import OP_ROUNDINGS
@@ -142,7 +141,7 @@ def test_qk_norm_rope(
     table = _table(tokens, rotary_dim, interleaved, dtype)
     wanted_q, wanted_k = rope.qk_norm_rope.reference(heads, q_weight, k_weight, 1e-6, num_q, table)
     value = fused[:, num_q + num_k :].clone()
-    query, key = triton_qk.qk_norm_rope(heads, q_weight, k_weight, 1e-6, num_q, table)
+    query, key = triton_rope.qk_norm_rope(heads, q_weight, k_weight, 1e-6, num_q, table)
     tolerance = OP_ROUNDINGS[dtype]
     torch.testing.assert_close(query, wanted_q, rtol=tolerance, atol=4 * tolerance)
     torch.testing.assert_close(key, wanted_k, rtol=tolerance, atol=4 * tolerance)
@@ -155,7 +154,7 @@ def test_many_tokens_share_programs_between_heads() -> None:
     heads, weight = torch.randn(64, 6, 8), torch.randn(2, 8)
     table = _table(64, 8, False, torch.float32)
     wanted = rope.qk_norm_rope.reference(heads, weight[0], weight[1], 1e-6, 5, table)
-    computed = triton_qk.qk_norm_rope(heads, weight[0], weight[1], 1e-6, 5, table)
+    computed = triton_rope.qk_norm_rope(heads, weight[0], weight[1], 1e-6, 5, table)
     torch.testing.assert_close(computed, wanted, rtol=1e-5, atol=4e-5)
     rotated = rope.apply_rope.reference(heads.clone(), table)
     torch.testing.assert_close(triton_rope.apply_rope(heads, table), rotated, rtol=1e-5, atol=3e-5)

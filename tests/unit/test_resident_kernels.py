@@ -15,9 +15,8 @@ import torch
 from structlog.testing import capture_logs
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.experts.resident.kernels import ResidentKernels, TorchResidentKernels
+from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels, TorchResidentKernels
 from gpu_service.experts.resident.make import warmed_up
-from gpu_service.experts.resident.slots import LayerSlots
 from gpu_service.experts.resident.triton_kernels import launch
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels, align
 from gpu_service.experts.resident.unpack import unpack_expert

@@ -12,7 +12,7 @@ from gpu_service.hf_config.keys import HfKeys
 from gpu_service.hf_config.rope import SectionDefaults, read_rope
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.model_config import ModelConfigError, RopeConfig
-from gpu_service.ops.rope_sections import section_axes
+from gpu_service.ops.rope import section_axes
 
 HEAD_DIM = 24
 CPU = torch.device("cpu")

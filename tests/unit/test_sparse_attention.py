@@ -13,19 +13,17 @@ import pytest
 import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.attention.mla import triton_index
+from gpu_service.attention.mla import triton_kernels
 from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.mla.flashinfer_backend import FlashInferMlaAttention
-from gpu_service.attention.mla.selection import select_tokens
-from gpu_service.attention.mla.torch_reference import TorchMlaAttention
+from gpu_service.attention.mla.torch_reference import TorchMlaAttention, select_tokens
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
-from gpu_service.attention.mla.triton_decode import mla_tile
-from gpu_service.attention.triton_kernels.shapes import num_splits
+from gpu_service.attention.mla.triton_kernels import mla_tile
+from gpu_service.attention.triton_tiles import num_splits
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import MlaCache, index_bytes_per_page, mla_bytes_per_page
-from gpu_service.ops.rope import apply_rope, rope_table
-from gpu_service.ops.rope_pairing import half_split
+from gpu_service.ops.rope import apply_rope, half_split, rope_table
 from tests.helpers.attention_cases import Shape, as_capturable, refill
 from tests.helpers.mla_cases import (
     LAYER,
@@ -145,7 +143,7 @@ def test_scores_are_served_in_batches(max_scores: int, monkeypatch: pytest.Monke
 
     Batches of 2 and of 10 rows: each ends within a request, and a tile of rows with it.
     """
-    monkeypatch.setattr(triton_index, "_BLOCK_SCORES", 16)
+    monkeypatch.setattr(triton_kernels, "_BLOCK_SCORES", 16)
     monkeypatch.setattr("gpu_service.attention.mla.triton_backend.MAX_SCORES", max_scores)
     case = make_mla_case(TINY_SPARSE, [(40, 1), (0, 5), (3, 1), (20, 19)])
     backend = backend_for(case, "triton")

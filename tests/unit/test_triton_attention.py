@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.attention.triton_kernels import backend as triton_backend
-from gpu_service.attention.triton_kernels.backend import TritonAttention
-from gpu_service.attention.triton_kernels.decode import MIN_SPLIT, decode
-from gpu_service.attention.triton_kernels.partial import PartialResults
-from gpu_service.attention.triton_kernels.prefill import prefill
-from gpu_service.attention.triton_kernels.shapes import (
+from gpu_service.attention import triton_backend
+from gpu_service.attention.triton_backend import TritonAttention
+from gpu_service.attention.triton_kernels import MIN_SPLIT, decode, prefill
+from gpu_service.attention.triton_tiles import (
     MAX_SPLITS,
+    PartialResults,
     Tile,
     decode_tile,
     num_splits,

@@ -2,7 +2,7 @@
 
 Absorbed steps, decodes and chunks alike, take BatchMLAPagedAttention (one wrapper per captured batch size);
 steps of first chunks may write keys out and take BatchPrefillWithRaggedKVCache where it has a kernel for
-the head sizes. Plans and their memory are as in `flashinfer_backend/`.
+the head sizes. Plans and their memory are as in `attention/flashinfer_plan.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from typing import Any
 import torch
 
 from gpu_service.attention.base import check_step
-from gpu_service.attention.flashinfer_backend.pages import list_pages, page_bounds
-from gpu_service.attention.flashinfer_backend.sizes import eager_bytes
-from gpu_service.attention.flashinfer_backend.staging import PlanStaging, host_int32
-from gpu_service.attention.flashinfer_backend.support import HALF_TYPES, unsupported_device
+from gpu_service.attention.flashinfer_plan import (
+    HALF_TYPES,
+    PlanStaging,
+    eager_bytes,
+    host_int32,
+    list_pages,
+    page_bounds,
+    unsupported_device,
+)
 from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions, has_only_first_chunks
 from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.engine.step import ForwardInputs

@@ -7,11 +7,9 @@ import torch
 from gpu_service.attention.base import check_step
 from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions, has_only_first_chunks
 from gpu_service.attention.mla.torch_reference import attend_first_chunks
-from gpu_service.attention.mla.triton_decode import mla_attention, mla_tile
-from gpu_service.attention.mla.triton_index import MAX_SCORES, choose_tokens
-from gpu_service.attention.triton_kernels.decode import MIN_SPLIT
-from gpu_service.attention.triton_kernels.partial import Partial, PartialResults
-from gpu_service.attention.triton_kernels.shapes import num_splits, streaming_multiprocessors
+from gpu_service.attention.mla.triton_kernels import MAX_SCORES, choose_tokens, mla_attention, mla_tile
+from gpu_service.attention.triton_kernels import MIN_SPLIT
+from gpu_service.attention.triton_tiles import Partial, PartialResults, num_splits, streaming_multiprocessors
 from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.engine.step import ForwardInputs
 

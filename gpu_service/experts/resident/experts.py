@@ -1,19 +1,184 @@
-"""The resident experts of one rank: who is where, and their part of each MoE layer."""
+"""Slots of one layer on the device, and the map that says which expert is in which."""
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
+import structlog
 import torch
+from torch.nn import functional
 
-from gpu_service.experts.resident.kernels import ResidentKernels
-from gpu_service.experts.resident.slots import LayerSlots, check_slots
+from gpu_service.experts.local_client import EXPERT_ACTIVATIONS
+from gpu_service.experts.resident.panels import LayerFormat, PanelViews, views
 from gpu_service.experts.resident.source import PackedExpertSource
+from gpu_service.experts.resident.unpack import UnpackedMatrix, unpack_expert
+from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
+
+
+@dataclass(eq=False)
+class LayerSlots:
+    """Made by `make_slots`; changed in place only, so that captured graphs stay valid."""
+
+    kind: LayerFormat
+    weights: torch.Tensor  # uint8 [slots, expert_bytes]
+    # int32 [num_experts] on the device: the expert's slot; -1: it is computed elsewhere.
+    slot_of_expert: torch.Tensor
+    # The host's copy, the other way round; -1: the slot is empty.
+    expert_of_slot: list[int]
+    # Where the layer's experts clamp (`MoeGeometry.limit_of`), if their activation does.
+    limit: float
+    gate_up: PanelViews = field(init=False)
+    down: PanelViews = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gate_up = views(self.weights, self.kind.gate_up)
+        self.down = views(self.weights, self.kind.down)
+
+    @property
+    def count(self) -> int:
+        """Slots, empty ones included."""
+        return len(self.expert_of_slot)
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Resident expert ids, ascending."""
+        return tuple(sorted(expert for expert in self.expert_of_slot if expert >= 0))
+
+    def put(self, slot: int, expert: int, packed: torch.Tensor) -> None:
+        """Replaces what is in a slot. The map never names a slot whose weights are not complete."""
+        self.clear(slot)
+        self.weights[slot].copy_(packed, non_blocking=packed.is_pinned())
+        self.slot_of_expert[expert] = slot
+        self.expert_of_slot[slot] = expert
+
+    def clear(self, slot: int) -> None:
+        """Gives an expert up; its weights stay until they are overwritten."""
+        old = self.expert_of_slot[slot]
+        if old >= 0:
+            self.slot_of_expert[old] = -1
+            self.expert_of_slot[slot] = -1
+
+
+def make_slots(
+    kind: LayerFormat, count: int, num_experts: int, device: torch.device, limit: float
+) -> LayerSlots:
+    """`count` empty slots."""
+    return LayerSlots(
+        kind,
+        torch.empty((count, kind.expert_bytes), dtype=torch.uint8, device=device),
+        torch.full((num_experts,), -1, dtype=torch.int32, device=device),
+        [-1] * count,
+        limit,
+    )
+
+
+def check_slots(layer: int, slots: LayerSlots, expected: Sequence[int] | None = None) -> None:
+    """Raises AssertionError when the device's map and the host's disagree, or an expert is in two slots."""
+    device_map = slots.slot_of_expert.tolist()
+    host_map = [-1] * len(device_map)
+    for slot, expert in enumerate(slots.expert_of_slot):
+        if expert >= 0:
+            assert host_map[expert] == -1, f"layer {layer}: expert {expert} is in two slots"
+            host_map[expert] = slot
+    assert device_map == host_map, f"layer {layer}: slots on the device differ from the host's"
+    if expected is not None:
+        assert slots.experts == tuple(expected), f"layer {layer}: experts {slots.experts} are resident"
+
+
+_log = structlog.get_logger(__name__)
+
+
+class ResidentKernels(ABC):
+    """Free of state; T = token rows, K = experts per row, H = hidden size."""
+
+    # Whether calls only launch work, with shapes known on the host, so that they may be captured.
+    captures = False
+
+    @abstractmethod
+    def cpu_ids(self, slots: LayerSlots, topk_ids: torch.Tensor) -> torch.Tensor:
+        """int32 `[T, K]`: a new tensor with -1 in place of resident experts; -1 stays."""
+
+    @abstractmethod
+    def forward(
+        self,
+        slots: LayerSlots,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """float32 `[T, H]`: `partial` (any floating type; None: zeros) plus the weighted resident experts.
+
+        hidden_states `[T, H]`, topk_ids int32 `[T, K]`, topk_weights float32 `[T, K]`. Ids that are not
+        resident, -1 too, are skipped. A float32 `partial` is added to in place and returned.
+        """
+
+    def warm_up(self, slots: LayerSlots, max_rows: int, dtype: torch.dtype) -> None:
+        """Compiles what `forward` may need for layers of this format, and up to so many rows of a dtype."""
+        return
+
+
+class TorchResidentKernels(ResidentKernels):
+    """The reference: float32 throughout, expert after expert. Reads ids on the host."""
+
+    def __init__(self, geometry: MoeGeometry) -> None:
+        self._geometry = geometry
+
+    def cpu_ids(self, slots: LayerSlots, topk_ids: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        slot = slots.slot_of_expert[topk_ids.clamp(min=0).long()]
+        return torch.where(slot >= 0, -1, topk_ids)
+
+    def forward(
+        self,
+        slots: LayerSlots,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See the base class."""
+        rows_in = hidden_states.float()
+        output = torch.zeros_like(rows_in)
+        chosen = set(topk_ids.flatten().tolist())
+        for slot, expert in sorted(enumerate(slots.expert_of_slot), key=lambda pair: pair[1]):
+            if expert < 0 or expert not in chosen:
+                continue
+            gate, up, down = unpack_expert(slots.kind, slots.weights[slot])
+            rows, choices = (topk_ids == expert).nonzero(as_tuple=True)
+            activation = EXPERT_ACTIVATIONS[self._geometry.activation]
+            picked = rows_in[rows]
+            neurons = activation(
+                _linear(picked, gate), _linear(picked, up), self._geometry.alpha, slots.limit
+            )
+            output.index_add_(0, rows, _linear(neurons, down) * topk_weights[rows, choices, None])
+        if partial is None:
+            return output
+        return partial.add_(output) if partial.dtype == torch.float32 else partial.float().add_(output)
+
+
+def _linear(rows: torch.Tensor, matrix: UnpackedMatrix) -> torch.Tensor:
+    return functional.linear(rows, matrix.weight, matrix.bias)
+
+
+def make_kernels(geometry: MoeGeometry, device: torch.device) -> ResidentKernels:
+    """Triton's on a GPU, torch's elsewhere and, with a warning, where Triton is not installed."""
+    if device.type != "cuda":
+        return TorchResidentKernels(geometry)
+    try:
+        from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
+    except ImportError as error:
+        _log.warning(
+            "no Triton: resident experts are computed by torch, slowly and eagerly", error=str(error)
+        )
+        return TorchResidentKernels(geometry)
+    return TritonResidentKernels(geometry)
 
 
 class Share(Enum):

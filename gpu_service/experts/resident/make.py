@@ -14,9 +14,14 @@ from typing import Any
 import structlog
 import torch
 
-from gpu_service.experts.resident.experts import ResidentExperts
-from gpu_service.experts.resident.kernels import ResidentKernels, TorchResidentKernels, make_kernels
-from gpu_service.experts.resident.slots import LayerSlots, make_slots
+from gpu_service.experts.resident.experts import (
+    LayerSlots,
+    ResidentExperts,
+    ResidentKernels,
+    TorchResidentKernels,
+    make_kernels,
+    make_slots,
+)
 from gpu_service.experts.resident.source import PackedExpertSource
 from gpu_service.parallel.context import SOLO, ParallelContext
 from moebius.checkpoint.mapped_reader import MappedReader

@@ -136,3 +136,119 @@ def apply_rope(heads: torch.Tensor, table: RopeTable) -> torch.Tensor:
             num_warps=1,
         )
     return heads
+
+
+@jit
+def _weighted(
+    values: tl.tensor,
+    scale: tl.tensor,
+    is_query: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    mask: tl.tensor,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """`values * scale * weight` in float32, rounded like the reference; the weight is the head's kind's."""
+    q = tl.load(q_weight, mask=mask, other=0.0)
+    k = tl.load(k_weight, mask=mask, other=0.0)
+    weight = tl.where(is_query, q, k)
+    return ((values * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@jit
+def qk_norm_rope_kernel(
+    heads_ptr: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    query_ptr: tl.tensor,
+    key_ptr: tl.tensor,
+    num_q: int,
+    num_k: int,
+    num_pairs: int,
+    head_dim: int,
+    row_stride: int,
+    head_stride: int,
+    eps: float,
+    STEP: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+) -> None:
+    """Program (t, g) norms and rotates `HEADS` heads of token t into contiguous queries and keys."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    is_query = head < num_q
+    is_key = (head >= num_q) & (head < num_q + num_k)
+    pair = tl.arange(0, BLOCK)[None, :]
+    in_pairs = pair < num_pairs
+    mask = (is_query | is_key) & in_pairs
+    first = pair * STEP
+    second = first + (num_pairs if STEP == 1 else 1)
+    row = heads_ptr + token * row_stride + head * head_stride
+    a = tl.load(row + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(row + second, mask=mask, other=0.0).to(tl.float32)
+    squares = tl.sum(a * a + b * b, axis=1, keep_dims=True)
+    rest = 2 * num_pairs + tl.arange(0, BLOCK_REST)[None, :]
+    in_rest = rest < head_dim
+    c = tl.load(row + rest, mask=(is_query | is_key) & in_rest, other=0.0).to(tl.float32)
+    squares += tl.sum(c * c, axis=1, keep_dims=True)
+    scale = 1.0 / tl.sqrt(squares / head_dim + eps)
+    dtype: tl.constexpr = query_ptr.dtype.element_ty
+    a = _weighted(a, scale, is_query, q_weight_ptr + first, k_weight_ptr + first, in_pairs, dtype)
+    b = _weighted(b, scale, is_query, q_weight_ptr + second, k_weight_ptr + second, in_pairs, dtype)
+    c = _weighted(c, scale, is_query, q_weight_ptr + rest, k_weight_ptr + rest, in_rest, dtype)
+    table = token * 2 * num_pairs
+    cos = tl.load(cos_ptr + table + first, mask=in_pairs, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + table + second, mask=in_pairs, other=0.0).to(tl.float32)
+    rotated_a = (a * cos - b * sin).to(dtype)
+    rotated_b = (b * cos + a * sin).to(dtype)
+    query = query_ptr + (token * num_q + head) * head_dim
+    tl.store(query + first, rotated_a, mask=is_query & in_pairs)
+    tl.store(query + second, rotated_b, mask=is_query & in_pairs)
+    tl.store(query + rest, c.to(dtype), mask=is_query & in_rest)
+    key = key_ptr + (token * num_k + head - num_q) * head_dim
+    tl.store(key + first, rotated_a, mask=is_key & in_pairs)
+    tl.store(key + second, rotated_b, mask=is_key & in_pairs)
+    tl.store(key + rest, c.to(dtype), mask=is_key & in_rest)
+
+
+def qk_norm_rope(
+    heads: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    num_heads: int,
+    table: RopeTable,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.rope.qk_norm_rope`."""
+    tokens, total, head_dim = heads.shape
+    if heads.stride(2) != 1:
+        raise ValueError(f"qk-norm and rotary embedding need contiguous heads, got strides {heads.stride()}")
+    query = torch.empty(tokens, num_heads, head_dim, dtype=heads.dtype, device=heads.device)
+    key = torch.empty(tokens, total - num_heads, head_dim, dtype=heads.dtype, device=heads.device)
+    num_pairs, per_program = table.cos.shape[-1] // 2, heads_per_program(tokens)
+    if tokens:
+        qk_norm_rope_kernel[(tokens, -(-total // per_program))](
+            heads,
+            q_weight,
+            k_weight,
+            table.cos,
+            table.sin,
+            query,
+            key,
+            num_heads,
+            total - num_heads,
+            num_pairs,
+            head_dim,
+            heads.stride(0),
+            heads.stride(1),
+            eps,
+            STEP=2 if table.interleaved else 1,
+            HEADS=per_program,
+            BLOCK=next_power_of_2(num_pairs),
+            BLOCK_REST=next_power_of_2(head_dim - 2 * num_pairs),
+            num_warps=1,
+        )
+    return query, key

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from gpu_service.ops.implementation import Implementation
+from gpu_service.ops.registry import Implementation
 from gpu_service.ops.triton.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
-from gpu_service.ops.triton.conv_chunks import causal_conv_extend
-from gpu_service.ops.triton.delta_extend import gated_delta_extend, supports_extend
-from gpu_service.ops.triton.fp8_linear import fp8_linear
 from gpu_service.ops.triton.kv import append_kv
+from gpu_service.ops.triton.linear import fp8_linear
 from gpu_service.ops.triton.linear_attention import causal_conv_update, gated_delta_update, gated_rms_norm
+from gpu_service.ops.triton.linear_attention_chunks import (
+    causal_conv_extend,
+    gated_delta_extend,
+    supports_extend,
+)
 from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
-from gpu_service.ops.triton.qk_norm_rope import qk_norm_rope
-from gpu_service.ops.triton.rope import apply_rope, rope_table
+from gpu_service.ops.triton.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.triton.router import route
 from gpu_service.ops.triton.sampling import argmax_and_finite
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from gpu_service.assembly.kv_memory import cache_shape
-from gpu_service.attention.factory import make_attention
+from gpu_service.attention.registry import make_attention
 from gpu_service.cache.state_cache import make_states
 from gpu_service.context import ForwardContext
 from gpu_service.experts.client import ExpertClient

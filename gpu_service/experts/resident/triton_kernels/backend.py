@@ -6,11 +6,9 @@ import functools
 
 import torch
 
-from gpu_service.experts.resident.kernels import ResidentKernels
-from gpu_service.experts.resident.slots import LayerSlots
-from gpu_service.experts.resident.triton_kernels import launch, routing, rows, tiles
-from gpu_service.ops.triton.fitting import launch_fitting
-from gpu_service.ops.triton.jit import next_power_of_2
+from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
+from gpu_service.experts.resident.triton_kernels import gemm, launch, routing
+from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2
 from moebius.checkpoint.moe_config import MoeGeometry
 
 _IDS_BLOCK = 256
@@ -102,7 +100,7 @@ class TritonResidentKernels(ResidentKernels):
     ) -> None:
         kind, pairs = slots.kind, topk_ids.numel()
         gate_up, down = slots.gate_up, slots.down
-        rows.gate_up_rows[(pairs, kind.layout.intermediate_blocks)](
+        gemm.gate_up_rows[(pairs, kind.layout.intermediate_blocks)](
             hidden_states,
             gate_up.words,
             gate_up.scales,
@@ -121,7 +119,7 @@ class TritonResidentKernels(ResidentKernels):
             LINES=launch.lines(kind.gate_up),
             num_warps=launch.warps(launch.lines(kind.gate_up)),
         )
-        rows.down_rows[(pairs, kind.layout.down_panels)](
+        gemm.down_rows[(pairs, kind.layout.down_panels)](
             neurons,
             down.words,
             down.scales,
@@ -153,7 +151,7 @@ class TritonResidentKernels(ResidentKernels):
         gate_up, down = slots.gate_up, slots.down
         pairs, block_slots = align(slots, topk_ids, tile.rows)
         type_, precision = launch.multiplies_in(kind.gate_up, hidden_states.dtype)
-        tiles.gate_up_tiles[(block_slots.shape[0], -(-kind.neuron_columns // tile.columns))](
+        gemm.gate_up_tiles[(block_slots.shape[0], -(-kind.neuron_columns // tile.columns))](
             hidden_states,
             gate_up.words,
             gate_up.scales,
@@ -177,7 +175,7 @@ class TritonResidentKernels(ResidentKernels):
             num_warps=tile.warps,
         )
         type_, precision = launch.multiplies_in(kind.down, hidden_states.dtype)
-        tiles.down_tiles[(block_slots.shape[0], -(-kind.hidden_size // tile.columns))](
+        gemm.down_tiles[(block_slots.shape[0], -(-kind.hidden_size // tile.columns))](
             neurons,
             down.words,
             down.scales,

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from gpu_service.experts.resident.triton_kernels.jit import jit_any_count
-from gpu_service.experts.resident.triton_kernels.rows import slot_of
-from gpu_service.ops.triton.jit import jit
+from gpu_service.experts.resident.triton_kernels.gemm import slot_of
+from gpu_service.ops.triton.jit import jit, jit_for_any
 
 
-@jit_any_count
+@jit_for_any("count")
 def cpu_ids_kernel(ids, slot_of_expert, output, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """output = ids, -1 where the expert is in a slot."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -31,7 +30,7 @@ def _slots_of(ids, slot_of_expert, pair, count):  # type: ignore[no-untyped-def]
     return tl.load(slot_of_expert + tl.maximum(expert, 0), mask=held & (expert >= 0), other=-1)
 
 
-@jit_any_count
+@jit_for_any("count")
 def count_pairs(ids, slot_of_expert, counts, count, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Program (slot): int32 counts[slot], its pairs."""
     slot = tl.program_id(0)
@@ -42,7 +41,7 @@ def count_pairs(ids, slot_of_expert, counts, count, CHUNK: tl.constexpr):  # typ
     tl.store(counts + slot, tl.sum(total, 0))
 
 
-@jit_any_count
+@jit_for_any("count", "num_slots")
 def place_pairs(  # type: ignore[no-untyped-def]
     ids, slot_of_expert, counts, pairs, block_slots, count, num_slots, MAX_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr,

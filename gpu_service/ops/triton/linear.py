@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from gpu_service.ops.fp8_linear import GROUP
+from gpu_service.ops.linear import GROUP
 from gpu_service.ops.triton.e4m3 import as_loadable, widened
 from gpu_service.ops.triton.jit import jit, next_power_of_2
 

@@ -7,10 +7,8 @@ from itertools import pairwise
 import torch
 
 from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer, check_step
-from gpu_service.attention.triton_kernels.decode import MIN_SPLIT, decode
-from gpu_service.attention.triton_kernels.partial import Partial, PartialResults
-from gpu_service.attention.triton_kernels.prefill import prefill
-from gpu_service.attention.triton_kernels.shapes import num_splits, streaming_multiprocessors
+from gpu_service.attention.triton_kernels import MIN_SPLIT, decode, prefill
+from gpu_service.attention.triton_tiles import Partial, PartialResults, num_splits, streaming_multiprocessors
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.engine.step import ForwardInputs
 from gpu_service.model_config import ModelConfig

@@ -1,4 +1,6 @@
-"""The gated delta rule, a recurrence over a matrix per head (Yang et al. 2024, arXiv:2412.06464).
+"""Linear attention: a causal convolution, then the gated delta rule (Yang et al. 2024, arXiv:2412.06464).
+
+The rule is a recurrence over a matrix per head:
 
     S_t = exp(g_t) S_{t-1};  S_t += k_t (beta_t (v_t - k_t^T S_t))^T;  o_t = q_t^T S_t / sqrt(key_head_dim)
 
@@ -8,13 +10,107 @@ i serves the value heads i r to (i + 1) r - 1, r of them. All arithmetic is in f
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from gpu_service.ops.registry import Op
-from gpu_service.ops.sequences import Sequences
+
+
+class Neighbours(NamedTuple):
+    """Consecutive requests of one token each, or one request of several tokens."""
+
+    requests: slice
+    rows: slice
+    # Whether each request computes one token.
+    is_single_token: bool
+
+
+class Sequences(NamedTuple):
+    """R requests' consecutive rows, on the host and on the device.
+
+    In slices, because a list of rows would have to travel to the device while the host waits.
+    """
+
+    neighbours: list[Neighbours]  # all requests, in order
+    starts: torch.Tensor  # int32 [R + 1], first row of each request
+
+
+def make_sequences(starts: Sequence[int], starts_tensor: torch.Tensor) -> Sequences:
+    """From the first row of each request and the number of rows, `[R + 1]`, twice the same."""
+    found: list[Neighbours] = []
+    for request, (begin, end) in enumerate(itertools.pairwise(starts)):
+        first, row, single = request, begin, end - begin == 1
+        if single and found and found[-1].is_single_token:
+            last = found.pop()
+            first, row = last.requests.start, last.rows.start
+        found.append(Neighbours(slice(first, request + 1), slice(row, end), single))
+    return Sequences(found, starts_tensor)
+
+
+def causal_conv(
+    rows: torch.Tensor, recent: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`y[t, c] = silu(sum_j weight[c, j] x[t - width + 1 + j, c])` over one request's next tokens.
+
+    rows `[T, C]`; recent `[width - 1, C]`, the inputs before them, oldest first; weight `[C, width]`. Sums in
+    float32. Returns `[T, C]` in the rows' dtype, and the recent inputs of the tokens to come.
+    """
+    length, width = rows.shape[0], weight.shape[1]
+    inputs = torch.cat((recent, rows))
+    total = rows.new_zeros(rows.shape, dtype=torch.float32)
+    for tap in range(width):
+        total.addcmul_(inputs[tap : tap + length].float(), weight[:, tap].float())
+    return functional.silu(total).to(rows.dtype), inputs[length:]
+
+
+@Op
+def causal_conv_update(
+    rows: torch.Tensor,
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    reads: torch.Tensor,
+    writes: torch.Tensor,
+) -> torch.Tensor:
+    """`causal_conv` of one token of each of R requests.
+
+    rows `[R, C]` (columns contiguous); states `[slots, width - 1, C]`; weight `[C, width]`; reads and writes
+    int64 `[R]`: slots of the recent inputs before and after the token, none both read and written. Returns
+    `[R, C]`.
+    """
+    inputs = torch.cat((states[reads], rows[:, None]), dim=1)
+    states[writes] = inputs[:, 1:]
+    total = (inputs.float() * weight.t().float()).sum(1)
+    return functional.silu(total).to(rows.dtype)
+
+
+@Op
+def causal_conv_extend(
+    rows: torch.Tensor,
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    reads: torch.Tensor,
+    writes: torch.Tensor,
+    sequences: Sequences,
+) -> torch.Tensor:
+    """One or more tokens of each of R requests, whose rows `sequences` tells; else as `causal_conv_update`.
+
+    The recent inputs written are those behind each request's last row. Returns `[T, C]`.
+    """
+    outputs = []
+    for neighbours in sequences.neighbours:
+        own, read, write = rows[neighbours.rows], reads[neighbours.requests], writes[neighbours.requests]
+        if neighbours.is_single_token:
+            outputs.append(causal_conv_update(own, states, weight, read, write))
+            continue
+        output, recent = causal_conv(own, states[read][0], weight)
+        states[write] = recent[None]
+        outputs.append(output)
+    return torch.cat(outputs)
+
 
 # Tokens whose mutual influence is solved at once; longer chunks cost more products, shorter ones more steps.
 CHUNK = 64

@@ -6,8 +6,8 @@
 | first chunks only, pages hold what is computed in | BatchPrefillWithRaggedKVCache, reads no page | no |
 | anything else | BatchPrefillWithPagedKVCache, every request a chunk | no |
 
-Plans are made from host lists; the page list is made on the device. `staging.py` says how plans survive
-overlap scheduling. With 8-bit pages first chunks read the pages too, so that a prompt's answer does not
+Plans are made from host lists; the page list is made on the device. How they survive overlap scheduling:
+`flashinfer_plan.py`. With 8-bit pages first chunks read the pages too, so that a prompt's answer does not
 depend on how it was cut into chunks.
 """
 
@@ -19,10 +19,14 @@ from typing import Any
 import torch
 
 from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer, check_step
-from gpu_service.attention.flashinfer_backend.pages import PageBounds, list_pages, page_bounds
-from gpu_service.attention.flashinfer_backend.sizes import captured_bytes, eager_bytes
-from gpu_service.attention.flashinfer_backend.staging import PlanStaging, host_int32
-from gpu_service.attention.flashinfer_backend.support import (
+from gpu_service.attention.flashinfer_plan import (
+    PageBounds,
+    PlanStaging,
+    captured_bytes,
+    eager_bytes,
+    host_int32,
+    list_pages,
+    page_bounds,
     unsupported_device,
     unsupported_layers,
     unsupported_types,

@@ -1,0 +1,325 @@
+"""Elements, scales and columns of packed panels in registers; `PANEL` is a `PanelFormat`.
+
+Whole numbers become floats by setting them into the mantissa of a float whose exponent is known, and small
+floats by shifting their bits into place and multiplying by a power of two: both exact, both of full rate.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from gpu_service.ops.triton.e4m3 import decode_e4m3
+from gpu_service.ops.triton.jit import jit, jit_for_any
+
+
+@jit
+def element_shift(i, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First bit of element i of a word: nibbles alternate between the word's halves."""
+    return (i % 2) * 16 + (i // 2) * 4 if PANEL.bits == 4 else i * PANEL.bits
+
+
+# What int4 elements stand above their value when the zero point is 8.
+INT4_OFFSET = tl.constexpr(8388616.0)
+# The same without a zero point, or with minimums.
+INT4_BASE = tl.constexpr(8388608.0)
+
+
+@jit
+def element(words, shift, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 of the elements at bit `shift` of int32 words; int4 as 2^23 plus its code, 0 to 15."""
+    if PANEL.code == "float32":
+        value = words.to(tl.float32, bitcast=True)
+    elif PANEL.code == "bfloat16":
+        value = ((words >> shift) << 16).to(tl.float32, bitcast=True)
+    elif PANEL.code == "float16":
+        value = (words >> shift).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif PANEL.code == "float8":
+        value = decode_e4m3(words >> shift)
+    elif PANEL.code == "int8":
+        value = ((words << (24 - shift)) >> 24).to(tl.float32)
+    elif PANEL.code == "int4":
+        value = (((words >> shift) & 15) | 0x4B000000).to(tl.float32, bitcast=True)
+    else:
+        # e2m1: bias 1 becomes 127 by a factor of 2^126.
+        code = words >> shift
+        placed = ((code & 7) << 22) | ((code & 8) << 28)
+        value = placed.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return value
+
+
+@jit
+def load_scales(scales, index, mask, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 of group scales or minimums; `scales` points to the scale type, or to its bits."""
+    raw = tl.load(scales + index, mask=mask, other=0)
+    if PANEL.scale == "e8m0":
+        bits = raw.to(tl.int32)
+        # 2^-127 is no normal float32.
+        value = tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)
+        value = tl.where(bits == 255, float("nan"), value)
+    elif PANEL.scale == "e4m3":
+        value = decode_e4m3(raw.to(tl.int32))
+    else:
+        value = raw.to(tl.float32)
+    return value
+
+
+@jit
+def scale_index(section, group, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the scale (or minimum) of a group and column lies, in elements; `section`: their first byte."""
+    if PANEL.scale == "float32":
+        begin = section // 4
+    elif PANEL.scale == "bfloat16" or PANEL.scale == "float16":
+        begin = section // 2
+    else:
+        begin = section
+    return begin + group if PANEL.panel_scale else begin + group * 16 + column
+
+
+@jit
+def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What `gpu_service.experts.local_client` says, in float32."""
+    if ACTIVATION == "silu":
+        value = gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "silu_clamped":
+        gate = tl.minimum(gate * tl.sigmoid(gate), limit)
+        value = gate * tl.minimum(tl.maximum(up, -limit), limit)
+    else:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        value = (up + 1) * gate * tl.sigmoid(alpha * gate)
+    return value
+
+
+@jit
+def slot_of(ids, slot_of_expert, pair):  # type: ignore[no-untyped-def]
+    """The slot of a (row, choice) pair's expert; -1: none."""
+    expert = tl.load(ids + pair)
+    slot = tl.load(slot_of_expert + tl.maximum(expert, 0))
+    return tl.where(expert >= 0, slot, -1)
+
+
+@jit
+def line_products(  # type: ignore[no-untyped-def]
+    x, words, scales, bytes_, panel, begin, PANEL: tl.constexpr, LINES: tl.constexpr
+):
+    """float32 [LINES, 16]: for each line from `begin`, its elements times those of the row at `x`, summed."""
+    per_word: tl.constexpr = 32 // PANEL.bits
+    line, column = begin + tl.arange(0, LINES), tl.arange(0, 16)
+    packed = tl.load(words + panel // 4 + line[:, None] * 16 + column[None, :])
+    if PANEL.group:
+        group = (line * per_word // PANEL.group)[:, None]
+        # The last group may end before the padding does.
+        in_groups = (line * per_word < PANEL.k)[:, None]
+        if not PANEL.panel_scale:
+            in_groups = in_groups & (column >= 0)[None, :]
+    if PANEL.zeros:
+        at = panel + PANEL.zeros_at + group * 16 + column[None, :]
+        offset = tl.load(bytes_ + at, mask=in_groups, other=0).to(tl.float32) + INT4_BASE
+    product = tl.zeros([LINES, 16], tl.float32)
+    row_sum = tl.zeros([LINES], tl.float32)
+    for i in tl.static_range(per_word):
+        k = line * per_word + i
+        if PANEL.k == PANEL.k_padded:
+            row = tl.load(x + k).to(tl.float32)
+        else:
+            row = tl.load(x + k, mask=k < PANEL.k, other=0.0).to(tl.float32)
+        value = element(packed, element_shift(i, PANEL), PANEL)
+        if PANEL.zeros:
+            value -= offset
+        elif PANEL.code == "int4":
+            value -= INT4_BASE if PANEL.minimums else INT4_OFFSET
+        product += row[:, None] * value
+        if PANEL.minimums:
+            row_sum += row
+    if PANEL.group:
+        index = scale_index(panel + PANEL.scales_at, group, column[None, :], PANEL)
+        product *= load_scales(scales, index, in_groups, PANEL)
+    if PANEL.minimums:
+        index = scale_index(panel + PANEL.minimums_at, group, column[None, :], PANEL)
+        product += row_sum[:, None] * load_scales(scales, index, in_groups, PANEL)
+    return product
+
+
+@jit
+def finish(result, floats, panel, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales of whole columns, and biases; float32 [16]."""
+    column = tl.arange(0, 16)
+    if PANEL.column_scale:
+        result *= tl.load(floats + (panel + PANEL.column_scale_at) // 4 + column)
+    if PANEL.bias:
+        result += tl.load(floats + (panel + PANEL.bias_at) // 4 + column)
+    return result
+
+
+@jit
+def gate_up_rows(  # type: ignore[no-untyped-def]
+    x, words, scales, bytes_, floats, ids, slot_of_expert, neurons, alpha, limit,
+    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, NEURON_COLUMNS: tl.constexpr, PANEL: tl.constexpr,
+    ACTIVATION: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Program (pair, block of 16 neurons): neurons [pairs, NEURON_COLUMNS] of a pair's expert."""
+    pair, block = tl.program_id(0), tl.program_id(1)
+    slot = slot_of(ids, slot_of_expert, pair)
+    if slot < 0:
+        return
+    gate = slot.to(tl.int64) * EXPERT_BYTES + block * (2 * PANEL.panel_bytes)
+    row = x + (pair // TOP_K) * PANEL.k
+    up = gate + PANEL.panel_bytes
+    num_lines: tl.constexpr = PANEL.k_padded * PANEL.bits // 32
+    g = tl.zeros([LINES, 16], tl.float32)
+    u = tl.zeros([LINES, 16], tl.float32)
+    # One loop for both, so that both loads are under way together.
+    for begin in range(0, num_lines, LINES):
+        g += line_products(row, words, scales, bytes_, gate, begin, PANEL, LINES)
+        u += line_products(row, words, scales, bytes_, up, begin, PANEL, LINES)
+    g = finish(tl.sum(g, 0), floats, gate, PANEL)
+    u = finish(tl.sum(u, 0), floats, up, PANEL)
+    value = activate(g, u, alpha, limit, ACTIVATION)
+    target = neurons + pair * NEURON_COLUMNS + block * 16 + tl.arange(0, 16)
+    tl.store(target, value.to(neurons.dtype.element_ty))
+
+
+@jit
+def down_rows(  # type: ignore[no-untyped-def]
+    neurons, words, scales, bytes_, floats, ids, slot_of_expert, outputs,
+    EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr, NEURON_COLUMNS: tl.constexpr,
+    PANEL: tl.constexpr, LINES: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
+    """Program (pair, block of 16 columns): outputs float32 [pairs, HIDDEN], not yet weighted."""
+    pair, block = tl.program_id(0), tl.program_id(1)
+    slot = slot_of(ids, slot_of_expert, pair)
+    if slot < 0:
+        return
+    panel = slot.to(tl.int64) * EXPERT_BYTES + DOWN_AT + block * PANEL.panel_bytes
+    row = neurons + pair * NEURON_COLUMNS
+    num_lines: tl.constexpr = PANEL.k_padded * PANEL.bits // 32
+    total = tl.zeros([LINES, 16], tl.float32)
+    if num_lines <= UNROLLED * LINES:
+        for begin in tl.static_range(0, num_lines, LINES):
+            total += line_products(row, words, scales, bytes_, panel, begin, PANEL, LINES)
+    else:
+        for begin in range(0, num_lines, LINES):
+            total += line_products(row, words, scales, bytes_, panel, begin, PANEL, LINES)
+    value = finish(tl.sum(total, 0), floats, panel, PANEL)
+    column = block * 16 + tl.arange(0, 16)
+    tl.store(outputs + pair.to(tl.int64) * HIDDEN + column, value, mask=column < HIDDEN)
+
+
+@jit
+def plain_tile(codes, panel, column, begin, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bfloat16 [PANEL.chunk, N] straight from memory: in pairs of k, so that it may be copied in advance."""
+    k = begin + tl.arange(0, PANEL.chunk)
+    place = tl.max_contiguous(tl.multiple_of(k // 2 * 32 + k % 2, 2), 2)
+    return tl.load(codes + (panel // 2 + column * 2)[None, :] + place[:, None])
+
+
+@jit
+def decoded_tile(words, bytes_, panel, column, begin, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 [PANEL.chunk, N]: codes, zero points subtracted where there are any."""
+    per_word: tl.constexpr = 32 // PANEL.bits
+    lines: tl.constexpr = PANEL.chunk // per_word
+    line = begin // per_word + tl.arange(0, lines)
+    packed = tl.load(words + (panel // 4 + column)[None, :] + line[:, None] * 16)
+    shift = element_shift(tl.arange(0, per_word), PANEL)
+    value = element(packed[:, None, :], shift[None, :, None], PANEL)
+    value = tl.reshape(value, [PANEL.chunk, packed.shape[1]])
+    if PANEL.zeros:
+        at = panel + PANEL.zeros_at + (begin // PANEL.group) * 16 + column
+        value -= (tl.load(bytes_ + at).to(tl.float32) + INT4_BASE)[None, :]
+    elif PANEL.code == "int4":
+        value -= INT4_BASE if PANEL.minimums else INT4_OFFSET
+    return value
+
+
+@jit
+def add_product(  # type: ignore[no-untyped-def]
+    total, x, words, scales, bytes_, panel, column, begin,
+    PANEL: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """total [M, N] plus x [M, PANEL.chunk] times the weights of k from `begin`; `panel` int64 [N] bytes."""
+    if PANEL.code == "bfloat16":
+        weights = plain_tile(scales, panel, column, begin, PANEL).to(TYPE)
+    else:
+        weights = decoded_tile(words, bytes_, panel, column, begin, PANEL).to(TYPE)
+    if PANEL.group:
+        index = scale_index(panel + PANEL.scales_at, begin // PANEL.group, column, PANEL)
+        scale = load_scales(scales, index, column >= 0, PANEL)
+        total += tl.dot(x, weights, input_precision=PRECISION) * scale[None, :]
+        if PANEL.minimums:
+            index = scale_index(panel + PANEL.minimums_at, begin // PANEL.group, column, PANEL)
+            minimum = load_scales(scales, index, column >= 0, PANEL)
+            total += tl.sum(x.to(tl.float32), 1)[:, None] * minimum[None, :]
+    else:
+        total = tl.dot(x, weights, total, input_precision=PRECISION)
+    return total
+
+
+@jit
+def finish_tile(total, floats, panel, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales of whole columns, and biases."""
+    if PANEL.column_scale:
+        total *= tl.load(floats + (panel + PANEL.column_scale_at) // 4 + column)[None, :]
+    if PANEL.bias:
+        total += tl.load(floats + (panel + PANEL.bias_at) // 4 + column)[None, :]
+    return total
+
+
+@jit_for_any("count")
+def gate_up_tiles(  # type: ignore[no-untyped-def]
+    x, words, scales, bytes_, floats, pairs, block_slots, neurons, count, alpha, limit,
+    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, NEURON_COLUMNS: tl.constexpr, PANEL: tl.constexpr,
+    ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (block of M pairs, N neurons): neurons [pairs, NEURON_COLUMNS]."""
+    slot = tl.load(block_slots + tl.program_id(0))
+    if slot < 0:
+        return
+    pair = tl.load(pairs + tl.program_id(0) * M + tl.arange(0, M))
+    held = pair < count
+    neuron = tl.program_id(1) * N + tl.arange(0, N)
+    inside = neuron < NEURON_COLUMNS
+    # Programs past the last panel compute the last one again and store nothing.
+    block, column = tl.minimum(neuron // 16, NEURON_COLUMNS // 16 - 1), neuron % 16
+    gate = slot.to(tl.int64) * EXPERT_BYTES + block * (2 * PANEL.panel_bytes)
+    up = gate + PANEL.panel_bytes
+    row = (pair // TOP_K).to(tl.int64) * PANEL.k
+    g = tl.zeros([M, N], tl.float32)
+    u = tl.zeros([M, N], tl.float32)
+    for begin in range(0, PANEL.k, PANEL.chunk):
+        k = begin + tl.arange(0, PANEL.chunk)
+        wanted = held[:, None] & (k < PANEL.k)[None, :]
+        rows = tl.load(x + row[:, None] + k[None, :], mask=wanted, other=0.0).to(TYPE)
+        g = add_product(g, rows, words, scales, bytes_, gate, column, begin, PANEL, TYPE, PRECISION)
+        u = add_product(u, rows, words, scales, bytes_, up, column, begin, PANEL, TYPE, PRECISION)
+    g = finish_tile(g, floats, gate, column, PANEL)
+    u = finish_tile(u, floats, up, column, PANEL)
+    value = activate(g, u, alpha, limit, ACTIVATION)
+    target = neurons + pair.to(tl.int64)[:, None] * NEURON_COLUMNS + neuron[None, :]
+    tl.store(target, value.to(neurons.dtype.element_ty), mask=held[:, None] & inside[None, :])
+
+
+@jit_for_any("count")
+def down_tiles(  # type: ignore[no-untyped-def]
+    neurons, words, scales, bytes_, floats, pairs, block_slots, outputs, count,
+    EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr, NEURON_COLUMNS: tl.constexpr,
+    PANEL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (block of M pairs, N columns): outputs float32 [pairs, HIDDEN], not yet weighted."""
+    slot = tl.load(block_slots + tl.program_id(0))
+    if slot < 0:
+        return
+    pair = tl.load(pairs + tl.program_id(0) * M + tl.arange(0, M))
+    held = pair < count
+    feature = tl.program_id(1) * N + tl.arange(0, N)
+    block, column = tl.minimum(feature // 16, (HIDDEN - 1) // 16), feature % 16
+    panel = slot.to(tl.int64) * EXPERT_BYTES + DOWN_AT + block * PANEL.panel_bytes
+    row = pair.to(tl.int64) * NEURON_COLUMNS
+    total = tl.zeros([M, N], tl.float32)
+    for begin in range(0, PANEL.k, PANEL.chunk):
+        k = begin + tl.arange(0, PANEL.chunk)
+        wanted = held[:, None] & (k < PANEL.k)[None, :]
+        rows = tl.load(neurons + row[:, None] + k[None, :], mask=wanted, other=0.0).to(TYPE)
+        total = add_product(total, rows, words, scales, bytes_, panel, column, begin, PANEL, TYPE, PRECISION)
+    total = finish_tile(total, floats, panel, column, PANEL)
+    target = outputs + pair.to(tl.int64)[:, None] * HIDDEN + feature[None, :]
+    tl.store(target, total, mask=held[:, None] & (feature < HIDDEN)[None, :])
