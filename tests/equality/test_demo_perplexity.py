@@ -54,7 +54,7 @@ def test_sparse_settings_equal_transformers(top_k: int) -> None:
 
 
 def test_a_missing_share_is_noticed() -> None:
-    """The oracle is sharp: without one of three shares the perplexity leaves the tolerance."""
+    """The reference is sharp: without one of three shares the perplexity leaves the tolerance."""
     ids = prose_ids()[:WINDOW_TOKENS]
     whole = kernel_experts("tensor", (1, 2, 4), "float32")
     maimed = type(whole)(whole.engines[1:])

@@ -1,4 +1,4 @@
-"""Guards the engine under faults: what fails is told, what can be replayed is, nothing hangs or leaks."""
+"""Guards the engine under faults: what fails is reported, what can be replayed is, nothing hangs or leaks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_exception_in_a_step_fails_its_requests_only(loop: dict[str, bool]) -
 def test_an_exception_in_the_host_code_ends_requests_not_the_engine(
     loop: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scheduling or committing may have a bug: clients are told, nobody hangs, the next request is served."""
+    """Scheduling or committing may have a bug: clients get an error, nobody hangs, the next is served."""
     with running_engine(**loop) as harness:
         scheduler = harness.engine.scheduler
         for index, name in enumerate(("schedule", "commit")):

@@ -36,5 +36,5 @@ def test_a_model_with_one_expert_less_does_not(dtype: str, directory: Path) -> N
     config = family_config(directory, "cpu", dtype)
     wrong = config.model_copy(update={"model": config.model.model_copy(update={"top_k": 3})})
     check: Callable[[Path, MoebiusConfig], None] = CHECKS[dtype]
-    with pytest.raises(AssertionError, match=r"first above ten medians|which the oracle prefers"):
+    with pytest.raises(AssertionError, match=r"first above ten medians|which the reference prefers"):
         check(directory, wrong)

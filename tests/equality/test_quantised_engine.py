@@ -35,10 +35,10 @@ def config_for(directory: Path, dense_weights: str) -> MoebiusConfig:
 
 
 @torch.inference_mode()
-def greedy(oracle: Any) -> list[int]:
+def greedy(reference: Any) -> list[int]:
     tokens = list(PROMPT)
     for _ in range(NEW_TOKENS):
-        tokens.append(int(oracle(torch.tensor([tokens])).logits[0, -1].argmax()))
+        tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[len(PROMPT) :]
 
 
@@ -48,7 +48,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(
 ) -> None:
     chosen = MODEL_FORMATS["fp8_block"]
     plain = cached_plain_models(tmp_path_factory.mktemp("plain"))("deepseek_v3")
-    oracle = write_quantised(plain, tmp_path, lambda _: chosen, chosen.config)
+    reference = write_quantised(plain, tmp_path, lambda _: chosen, chosen.config)
     ended = threading.Event()
 
     def on_output(deltas: list[OutputDelta]) -> None:
@@ -65,4 +65,4 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(
         assert ended.wait(WAIT_S)
     finally:
         built.close()
-    assert request.output_token_ids == greedy(oracle)
+    assert request.output_token_ids == greedy(reference)

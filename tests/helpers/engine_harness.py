@@ -90,7 +90,7 @@ class FlakyExperts:
 
 @dataclass
 class Harness:
-    """A running engine; `deltas` are all it told, by request key."""
+    """A running engine; `deltas` are all it emitted, by request key."""
 
     engine: Engine
     model: FakeModel
@@ -106,19 +106,19 @@ class Harness:
             self.condition.notify_all()
 
     def wait(self, requests: Sequence[Request]) -> None:
-        """Until each of them has told its end."""
+        """Until each of them has emitted its end."""
         with self.condition:
             done = self.condition.wait_for(lambda: all(self._ended(r) for r in requests), timeout=30)
         assert done, f"unfinished: {[r.key for r in requests if not self._ended(r)]}"
 
     def wait_tokens(self, request: Request, count: int) -> None:
-        """Until a request has told `count` tokens."""
+        """Until a request has emitted `count` tokens."""
         with self.condition:
             done = self.condition.wait_for(lambda: len(self.tokens(request)) >= count, timeout=30)
-        assert done, f"{request.key} told {len(self.tokens(request))} tokens"
+        assert done, f"{request.key} emitted {len(self.tokens(request))} tokens"
 
     def tokens(self, request: Request) -> list[int]:
-        """All tokens told so far."""
+        """All tokens emitted so far."""
         return [token for delta in self.deltas.get(request.key, []) for token in delta.token_ids]
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
@@ -129,8 +129,8 @@ class Harness:
         return [self.tokens(request) for request in requests]
 
     def _ended(self, request: Request) -> bool:
-        told = self.deltas.get(request.key)
-        return bool(told) and told[-1].finish_reason is not None
+        emitted = self.deltas.get(request.key)
+        return bool(emitted) and emitted[-1].finish_reason is not None
 
 
 def build_scheduler(knobs: Knobs) -> Scheduler:

@@ -1,6 +1,6 @@
 """A family's tiny model on a device against itself in float32 on the CPU, as the process assembles both.
 
-The device answers prompts greedily; the oracle then scores prompt and answer in one piece, so that one
+The device answers prompts greedily; the reference then scores prompt and answer in one piece, so that one
 rounded choice does not make all later positions incomparable. Nothing here needs a GPU: with device "cpu"
 the same comparisons are dry runs.
 """
@@ -149,32 +149,33 @@ def errors(found: Sequence[Sequence[float]], exact: Sequence[Sequence[float]]) -
 
 
 def check_float32(directory: Path, config: MoebiusConfig) -> None:
-    """Asserts the oracle's tokens, from both ways of choosing them, and its log-probabilities."""
-    oracle, found = answers(oracle_config(directory)), answers(config)
+    """Asserts the reference's tokens, from both ways of choosing them, and its log-probabilities."""
+    reference, found = answers(oracle_config(directory)), answers(config)
     for kind, tokens in (("scored", found.tokens), ("plain", found.plain)):
-        difference = first_difference(oracle, tokens)
+        difference = first_difference(reference, tokens)
         assert not difference, f"{kind} requests: {difference}"
-    report = errors(found.logprobs, oracle.logprobs)
+    report = errors(found.logprobs, reference.logprobs)
     print(f"{directory.name}: {report}")
     assert report.median <= FAMILY_FLOAT32_LOGPROBS, str(report)
 
 
-def first_difference(oracle: Answers, tokens: list[list[int]]) -> str:
-    """Where an answer first is not the oracle's, and by how much it liked its own best; empty: nowhere."""
-    for request, (expected, found) in enumerate(zip(oracle.scored, tokens, strict=True)):
+def first_difference(reference: Answers, tokens: list[list[int]]) -> str:
+    """Where an answer first is not the reference's, and by how much it liked its own best; empty: nowhere."""
+    for request, (expected, found) in enumerate(zip(reference.scored, tokens, strict=True)):
         for place, record in enumerate(expected.output_logprobs):
             if found[place] == record.token_id:
                 continue
             margin = record.top_logprobs[0] - record.top_logprobs[1]
             before = f"request {request} ({expected.prompt_len} tokens), token {place}"
             return (
-                f"{before}: {found[place]}, not {record.token_id}, which the oracle prefers by {margin:.5f}"
+                f"{before}: {found[place]}, not {record.token_id}, which the reference prefers by "
+                f"{margin:.5f}"
             )
     return ""
 
 
 def check_bfloat16(directory: Path, config: MoebiusConfig) -> None:
-    """Asserts that the oracle's log-probabilities are missed by no more than the CPU's bfloat16 path does.
+    """Asserts that the reference's log-probabilities are missed by no more than the CPU's bfloat16 path does.
 
     That path scores the same tokens, with the same kind of KV cache.
     """

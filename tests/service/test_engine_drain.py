@@ -74,7 +74,7 @@ async def test_an_engine_in_recovery_is_not_ready() -> None:
 
 
 async def test_a_dead_engine_thread_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A defect that ends the thread is told: its requests fail, health says so, and the process can end."""
+    """A defect that ends the thread is reported: requests fail, health says so, and the process can end."""
     async with served() as service, watched(service) as readiness:
         monkeypatch.setattr(service.harness.engine, "launch_next", lambda: 1 / 0)
         answer = await service.stub.Generate(message(stream=False)).read()

@@ -161,7 +161,7 @@ def test_a_launch_broken_off_leaves_the_client_in_order() -> None:
 
 
 def test_a_lost_device_ends_the_engine_and_says_so() -> None:
-    """Nothing can be computed any more: every request is told, none is taken, our owner gets to know."""
+    """Nothing can be computed any more: requests get an error, none is taken, our owner gets to know."""
     experts, reasons = DoomedExperts(), list[str]()
     with running_engine(
         overlap=True, device_runner=True, experts=experts, model=DoomedModel(experts)

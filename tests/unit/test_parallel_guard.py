@@ -49,34 +49,34 @@ class Failing(StepRunner):
 
 
 def guarded(error: Exception, at_launch: bool) -> tuple[GuardedRunner, list[str]]:
-    """A runner, and what it told the group."""
-    told: list[str] = []
-    fail: Callable[[str], None] = told.append
-    return GuardedRunner(Failing(error, at_launch), fail), told
+    """A runner, and what it reported to the group."""
+    reported: list[str] = []
+    fail: Callable[[str], None] = reported.append
+    return GuardedRunner(Failing(error, at_launch), fail), reported
 
 
 def test_an_error_at_launch_is_told_at_once() -> None:
     """The next launch might wait for ranks that wait for this one."""
-    runner, told = guarded(ValueError("no kernel"), at_launch=True)
+    runner, reported = guarded(ValueError("no kernel"), at_launch=True)
     pending = runner.launch(PLAN)
-    assert told == ["a step failed: ValueError('no kernel')"]
+    assert reported == ["a step failed: ValueError('no kernel')"]
     with pytest.raises(ValueError, match="no kernel"):
         pending.wait()
 
 
 def test_an_error_in_a_step_is_told_when_it_is_known() -> None:
     """And whoever waits gets it, too."""
-    runner, told = guarded(ValueError("no memory"), at_launch=False)
+    runner, reported = guarded(ValueError("no memory"), at_launch=False)
     pending = runner.launch(PLAN)
-    assert told == []
+    assert reported == []
     with pytest.raises(ValueError, match="no memory"):
         pending.wait()
-    assert told == ["a step failed: ValueError('no memory')"]
+    assert reported == ["a step failed: ValueError('no memory')"]
 
 
 def test_what_all_ranks_have_ends_none() -> None:
     """A refused layer fails its requests, on every rank alike."""
-    runner, told = guarded(ExpertComputeFailed("NaN"), at_launch=False)
+    runner, reported = guarded(ExpertComputeFailed("NaN"), at_launch=False)
     with pytest.raises(ExpertComputeFailed):
         runner.launch(PLAN).wait()
-    assert told == []
+    assert reported == []

@@ -50,17 +50,17 @@ def run(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
 
 @pytest.fixture
 def trio() -> Iterator[Trio]:
-    """Three ranks in one process, and what each was told about the group's end."""
+    """Three ranks in one process, and what each learned about the group's end."""
     first = rendezvous(3)
     met = [run(meet, replace(first, rank=rank), welcome(7)) for rank in range(3)]
-    told: list[queue.SimpleQueue[tuple[str, bool]]] = [queue.SimpleQueue() for _ in met]
+    lost_by_rank: list[queue.SimpleQueue[tuple[str, bool]]] = [queue.SimpleQueue() for _ in met]
     controls = []
     for rank, future in enumerate(met):
         connections, received = future.result(10)
         assert received == welcome(7)
-        lost = told[rank]
+        lost = lost_by_rank[rank]
         controls.append(RankControl(rank, 3, connections, 10.0, lambda *end, lost=lost: lost.put(end)))
-    yield controls, told
+    yield controls, lost_by_rank
     for control in controls:
         control.close()
 
@@ -75,13 +75,13 @@ def test_numbers_are_exchanged_by_rank(trio: Trio) -> None:
 
 def test_ranks_that_ask_for_different_things_part(trio: Trio) -> None:
     """A rank at another point of its start is an error that says so, not a mixed-up number."""
-    controls, told = trio
+    controls, lost_by_rank = trio
     futures = [run(c.exchange, "pages" if c.rank < 2 else "loaded", 1) for c in controls]
     for future in futures:
         with pytest.raises(GroupLost):
             future.result(10)
-    assert told[0].get(timeout=10) == ("rank 0: waits for 'pages', but rank 2 for 'loaded'", True)
-    assert told[1].get(timeout=10) == ("rank 0: waits for 'pages', but rank 2 for 'loaded'", False)
+    assert lost_by_rank[0].get(timeout=10) == ("rank 0: waits for 'pages', but rank 2 for 'loaded'", True)
+    assert lost_by_rank[1].get(timeout=10) == ("rank 0: waits for 'pages', but rank 2 for 'loaded'", False)
 
 
 def test_messages_arrive_once_each_and_in_order(trio: Trio) -> None:
@@ -134,13 +134,13 @@ def test_a_rank_that_reads_nothing_holds_nobody_up() -> None:
 
 
 def test_a_failure_is_told_to_all(trio: Trio) -> None:
-    """Rank 2 fails; ranks 0 and 1 are told which one and why, and whoever waits is woken."""
-    controls, told = trio
+    """Rank 2 fails; ranks 0 and 1 learn which one and why, and whoever waits is woken."""
+    controls, lost_by_rank = trio
     waiting = run(controls[1].next_iteration)
     controls[2].fail("out of memory")
-    assert told[2].get(timeout=10) == ("rank 2: out of memory", True)
+    assert lost_by_rank[2].get(timeout=10) == ("rank 2: out of memory", True)
     for rank in (0, 1):
-        assert told[rank].get(timeout=10) == ("rank 2: out of memory", False)
+        assert lost_by_rank[rank].get(timeout=10) == ("rank 2: out of memory", False)
     with pytest.raises(GroupLost, match="rank 2: out of memory"):
         waiting.result(10)
     with pytest.raises(GroupLost):
@@ -149,21 +149,21 @@ def test_a_failure_is_told_to_all(trio: Trio) -> None:
 
 def test_leaving_in_order_is_no_loss(trio: Trio) -> None:
     """A group that closes tells nobody of an error."""
-    controls, told = trio
+    controls, lost_by_rank = trio
     for control in controls:
         control.close()
     time.sleep(0.1)
-    assert all(lost.empty() for lost in told)
+    assert all(lost.empty() for lost in lost_by_rank)
 
 
 def test_rank_zero_outlives_the_others(trio: Trio) -> None:
     """A rank may have left after the last message while another is still to be sent it."""
-    controls, told = trio
+    controls, lost_by_rank = trio
     controls[1].close()
     time.sleep(0.1)
     controls[0]._send(2, ranks_pb2.Frame(iteration=iteration("the end")))
     assert controls[2].next_iteration() == iteration("the end")
-    assert all(lost.empty() for lost in told)
+    assert all(lost.empty() for lost in lost_by_rank)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_rank_zero_outlives_the_others(trio: Trio) -> None:
     ],
 )
 def test_a_rank_that_does_not_fit_is_refused(changes: dict[str, Any], reason: str) -> None:
-    """It is told why; the group goes on waiting for the right one, also after a stranger's visit."""
+    """It gets the reason; the group goes on waiting for the right one, also after a stranger's visit."""
     first = rendezvous(2)
     gathered = run(meet, first, welcome())
     with pytest.raises(UserError, match=f"refused by rank 0 .*{reason}"):

@@ -178,11 +178,11 @@ def test_a_replayed_step_tells_nothing_of_a_request_that_gave_up_its_pages() -> 
             before = scheduler.schedule()
             behind = scheduler.schedule() if before is not None else None
             assert before is not None
-            told = scheduler.commit(before, results(before), replayed=replayed)
+            reported = scheduler.commit(before, results(before), replayed=replayed)
             if behind is not None:
                 scheduler.commit(behind, results(behind))
         assert young in before.requests
-        assert (young in told) is not replayed
+        assert (young in reported) is not replayed
         assert young.inflight_tokens == 0
         finish_all(scheduler)
         assert len(young.output_token_ids) == len(old.output_token_ids) == 12
