@@ -22,9 +22,8 @@ from gpu_service.build import Built, WarmUpGate, build_engine, model_info
 from gpu_service.engine.interface import NullObserver
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.memory.ledger import export
-from gpu_service.readiness import SERVICE_NAME, HealthReport, Readiness
 from gpu_service.responses import OutputRouter
-from gpu_service.server import EngineServicer, Service
+from gpu_service.server import SERVICE_NAME, EngineServicer, HealthReport, Readiness, Service
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from gpu_service.validation import Bounds
 from moebius.checkpoint.gguf.files import served_name

@@ -17,8 +17,15 @@ from gpu_service.assembly.vision import vision_memory
 from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.loader.load import shape_weights
 from gpu_service.memory.device_memory import MemoryUse
-from gpu_service.memory.estimate import StepSize, activation_bytes, parameter_bytes
-from gpu_service.memory.plan import ExpertMemory, MemoryPlan, MemoryShort, useful_pages
+from gpu_service.memory.plan import (
+    ExpertMemory,
+    MemoryPlan,
+    MemoryShort,
+    StepSize,
+    activation_bytes,
+    parameter_bytes,
+    useful_pages,
+)
 from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.common import CausalLM
 from gpu_service.models.registry import build_model

@@ -14,9 +14,8 @@ from gpu_service.cache.kv_cache import PagedCache, make_cache, page_bytes
 from gpu_service.cache.state_cache import StateCache
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.memory.device_memory import make_device_memory
-from gpu_service.memory.estimate import StepSize
 from gpu_service.memory.ledger import MemoryLedger
-from gpu_service.memory.plan import size_kv_pool, useful_pages
+from gpu_service.memory.plan import StepSize, size_kv_pool, useful_pages
 from gpu_service.memory.profile import profile_activations
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM

@@ -8,8 +8,7 @@ from gpu_service.attention.registry import Attention, make_attention
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.device.graphs import CudaGraphs
-from gpu_service.device.stream import CudaDeviceStream, DeviceStream
-from gpu_service.device.transfer import Uploader
+from gpu_service.device.stream import CudaDeviceStream, DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream

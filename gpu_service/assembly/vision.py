@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 
 from gpu_service.loader.load import load_tower
-from gpu_service.memory.estimate import parameter_bytes
-from gpu_service.memory.plan import VisionMemory
+from gpu_service.memory.plan import VisionMemory, parameter_bytes
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.vision.registry import build_tower
 from gpu_service.vision.config import VisionConfig

@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
-from gpu_service.device.transfer import Uploader, packed_offsets
+from gpu_service.device.stream import Uploader, packed_offsets
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.results import Sampled
 from gpu_service.engine.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows

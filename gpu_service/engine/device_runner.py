@@ -10,14 +10,12 @@ import time
 
 import torch
 
-from gpu_service.device.stream import DeviceStream
-from gpu_service.device.transfer import Download, HostBuffers, Uploader
+from gpu_service.device.stream import DeviceStream, Download, HostBuffers, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
-from gpu_service.engine.in_flight import StepsInFlight
 from gpu_service.engine.model_runner import ModelRunner, launching
 from gpu_service.engine.results import StepOutputs, StepResult, to_result
 from gpu_service.engine.step import StepPlan, tensors_of, with_tensors
-from gpu_service.engine.step_runner import DeviceLost, Pending, StepRunner
+from gpu_service.engine.step_runner import DeviceLost, Pending, StepRunner, StepsInFlight
 
 
 class LaunchedStep:

@@ -17,10 +17,16 @@ from opentelemetry import context as otel_context
 from gpu_service.attention.registry import Attention
 from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.state_cache import StateCache
-from gpu_service.context import ForwardContext
 from gpu_service.engine.results import Logprobs, Sampled, StepOutputs
 from gpu_service.engine.sampler import Sampler, token_logprobs
-from gpu_service.engine.step import Feature, ForwardInputs, PromptLogprobRows, SlotUpload, StepPlan
+from gpu_service.engine.step import (
+    Feature,
+    ForwardContext,
+    ForwardInputs,
+    PromptLogprobRows,
+    SlotUpload,
+    StepPlan,
+)
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts

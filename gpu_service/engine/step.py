@@ -23,7 +23,7 @@ import enum
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from opentelemetry.context import Context
@@ -32,6 +32,15 @@ from torch import bool as boolean
 
 from gpu_service.request import Request
 from gpu_service.vision.features import ImageFeatures, ImagePlan
+
+if TYPE_CHECKING:
+    from gpu_service.attention.registry import Attention
+    from gpu_service.cache.kv_cache import PagedCache
+    from gpu_service.cache.state_cache import StateCache
+    from gpu_service.expert_recorder import ExpertRecorder
+    from gpu_service.experts.client import ExpertClient
+    from gpu_service.experts.resident.experts import ResidentExperts
+
 
 Tree = TypeVar("Tree")
 
@@ -375,3 +384,20 @@ def _map(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
         return type(tree)([_map(element, replace) for element in tree])
     changes = {name: _map(getattr(tree, name), replace) for name in _holders(tree.__class__)}
     return dataclasses.replace(tree, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Filled by the engine, once per step, after `attention.plan(inputs)`."""
+
+    inputs: ForwardInputs
+    kv_cache: PagedCache
+    attention: Attention
+    # None for models without MoE layers, and where every expert is resident.
+    experts: ExpertClient | None
+    # Experts whose weights are on this device; None: there are none.
+    resident: ResidentExperts | None = None
+    # None: nothing can be recorded of routing.
+    recorder: ExpertRecorder | None = None
+    # None: the model has no linear attention.
+    states: StateCache | None = None

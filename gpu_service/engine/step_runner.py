@@ -1,12 +1,25 @@
-"""What the engine needs of whatever computes its steps; it knows no device."""
+"""What the engine needs of whatever computes its steps, and what happens to steps when experts are lost.
+
+A device that drives its own expert client finds out when a step has ended, and by then the next one may
+have been launched after it, with inputs that mean nothing. So: wait until everything launched has ended,
+undo what is not idempotent from the last step to the first, bring the servers back, and run the same plans
+again, one after another. Plans are immutable, and KV and token-pool writes of a second run hit the same
+places.
+"""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Generic, Protocol, TypeVar
+
+import structlog
 
 from gpu_service.engine.results import StepResult
 from gpu_service.engine.step import StepPlan
+from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable
 
 Result = TypeVar("Result")
 
@@ -52,3 +65,180 @@ class StepRunner(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finishes what was launched; nothing may be launched afterwards."""
+
+
+_log = structlog.get_logger(__name__)
+ExpertFailure = ExpertUnavailable | ExpertComputeFailed
+
+
+class Launched(Protocol):
+    """One run of a plan on the device."""
+
+    def finish(self) -> StepResult:
+        """Blocks until it has ended; the host values, which mean nothing if experts failed meanwhile."""
+
+    def undo(self) -> None:
+        """Takes back what a second run would do twice; after `finish`, in reverse order of launch."""
+
+
+class StepInFlight(Pending[StepResult]):
+    """A step from its launch until its result is known for good. Owned by `StepsInFlight`."""
+
+    def __init__(self, plan: StepPlan, owner: StepsInFlight) -> None:
+        self.plan = plan
+        self.launched: Launched | None = None
+        self.result: StepResult | None = None
+        self.error: Exception | None = None
+        self.settled = False
+        # What was launched after the step and belongs to it: done again whenever the step is.
+        self.followers: list[Callable[[], None]] = []
+        self._owner = owner
+
+    def wait(self) -> StepResult:
+        self._owner.settle(self)
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return self.result
+
+    def end(self) -> None:
+        """Blocks until the run has ended and keeps what came of it."""
+        if self.launched is None or self.result is not None or self.error is not None:
+            return
+        try:
+            self.result = self.launched.finish()
+        except Exception as error:  # it is raised again in whoever waits for this step
+            self.error = error
+
+    def undo(self) -> None:
+        """Takes back what the run changed, as if the step had not been launched yet."""
+        if self.launched is not None:
+            self.launched.undo()
+        self.launched = self.result = self.error = None
+
+
+class StepsInFlight:
+    """Launches plans through `start`, which may raise, in order; all calls come from one thread."""
+
+    def __init__(
+        self,
+        start: Callable[[StepPlan], Launched],
+        experts: ExpertClient | None,
+        recovery_timeout_s: float,
+        active: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`active`: in which a client recovers, because it may write to the device's memory."""
+        self._start = start
+        self._active = active
+        self._experts = experts
+        self._recovery_timeout_s = recovery_timeout_s
+        self._steps: list[StepInFlight] = []
+        # Read by other threads.
+        self.is_recovering = False
+        # A launch was broken off: a device-driven client may hold half of a layer.
+        self._broken_off = False
+
+    def launch(self, plan: StepPlan) -> StepInFlight:
+        """Starts a plan; after a step that has lost its experts, only when that one is run again."""
+        step = StepInFlight(plan, self)
+        if not any(isinstance(earlier.error, ExpertUnavailable) for earlier in self._steps):
+            self._run(step)
+        self._steps.append(step)
+        return step
+
+    def follow(self, work: Callable[[], None]) -> None:
+        """Launches more work after the steps in flight."""
+        work()
+        if self._steps:
+            self._steps[-1].followers.append(work)
+
+    def settle(self, step: StepInFlight) -> None:
+        """Blocks until the step's outcome is final."""
+        while not step.settled:
+            oldest = self._steps[0]
+            oldest.end()
+            failure = self._failure_of(oldest)
+            if failure is not None:
+                self._run_all_again(failure)
+            else:
+                oldest.settled = True
+                self._steps.pop(0)
+
+    def _run(self, step: StepInFlight) -> None:
+        try:
+            if self._broken_off:
+                self._clean_up()
+            step.launched = self._start(step.plan)
+        except Exception as error:  # it is raised again in whoever waits for this step
+            step.error = error
+            self._broken_off = self._experts is not None and self._experts.is_device_driven
+
+    def _clean_up(self) -> None:
+        """Brings the client into order once nothing is in flight. Raises ExpertUnavailable."""
+        for step in list(self._steps):
+            self.settle(step)
+        self._recover(time.monotonic() + self._recovery_timeout_s)
+
+    def _failure_of(self, step: StepInFlight) -> ExpertFailure | None:
+        """What makes a step that has ended worthless; a later step's failure may show here already."""
+        if isinstance(step.error, ExpertUnavailable):
+            return step.error
+        if self._experts is None or not self._experts.is_device_driven:
+            return None
+        return self._experts.failure()
+
+    def _run_all_again(self, failure: ExpertFailure) -> None:
+        steps, self._steps = self._steps, []
+        _log.warning(
+            "experts failed, the steps in flight are run again", error=str(failure), steps=len(steps)
+        )
+        for step in steps:
+            step.end()
+        for step in reversed(steps):
+            step.undo()
+        try:
+            self._recover(time.monotonic() + self._recovery_timeout_s)
+            while steps:
+                self._run_alone(steps[0])
+                steps.pop(0)
+        except ExpertUnavailable as error:  # not back in time: what was launched can not be computed
+            for step in steps:
+                step.error, step.settled = error, True
+
+    def _run_alone(self, step: StepInFlight) -> None:
+        """Runs a step with nothing launched after it until its outcome is final."""
+        deadline = time.monotonic() + self._recovery_timeout_s
+        replays = 0
+        while True:
+            self._run(step)
+            step.end()
+            replays += 1
+            failure = self._failure_of(step)
+            if failure is None:
+                break
+            step.undo()
+            # Also clears what a device-driven client remembers of a refused request.
+            self._recover(deadline)
+            if isinstance(failure, ExpertComputeFailed):
+                step.error = failure
+                break
+        if step.result is not None:
+            step.result.num_replays = replays
+        for work in step.followers:
+            work()
+        step.settled = True
+
+    def _recover(self, deadline: float) -> None:
+        """Raises ExpertUnavailable when a server is not back by then."""
+        assert self._experts is not None
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise ExpertUnavailable(-1, "an expert server was lost again and again until the time was up")
+        self.is_recovering = True
+        try:
+            with self._active():
+                self._experts.recover(remaining)
+        finally:
+            self.is_recovering = False
+        self._broken_off = False
+        _log.info("expert servers are ready again")

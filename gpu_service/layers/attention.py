@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gpu_service.attention.base import AttentionBackend, AttentionLayer
-from gpu_service.context import ForwardContext
+from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.linear import (
     CheckpointPart,
     FusedLinear,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.context import ForwardContext
+from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, Linear, empty_parameter
 from gpu_service.layers.norm import RMSNorm, make_norm
 from gpu_service.model_config import ModelConfig, RopeConfig

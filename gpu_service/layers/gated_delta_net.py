@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from gpu_service.cache.state_cache import StateCache
-from gpu_service.context import ForwardContext
-from gpu_service.engine.step import ForwardInputs
+from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.layers.linear import (
     CheckpointPart,
     FusedLinear,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, expand, project_values
-from gpu_service.context import ForwardContext
+from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import LayerNorm, RMSNorm
 from gpu_service.model_config import MlaConfig, ModelConfig

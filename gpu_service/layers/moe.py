@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.context import ForwardContext
+from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, empty_parameter

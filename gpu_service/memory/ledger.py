@@ -11,8 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gpu_service.memory.device_memory import DeviceMemory, MemoryUse, gib
-from gpu_service.memory.estimate import ALLOCATOR_SLACK
-from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, GIB, MemoryPlan
+from gpu_service.memory.plan import ACTIVATIONS, ALLOCATOR_SLACK, CONTEXT, GIB, MemoryPlan
 from moebius.errors import UserError
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from gpu_service.context import ForwardContext
+from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.decoder import (
     DecoderLayer,
     Embedding,

@@ -7,12 +7,11 @@ from typing import cast
 
 import torch
 
-from gpu_service.engine.in_flight import StepInFlight
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.results import Logprobs, Sampled, StepOutputs, StepResult
 from gpu_service.engine.sampler import Sampler
 from gpu_service.engine.step import PromptLogprobRows, SamplingPlan, StepPlan
-from gpu_service.engine.step_runner import Pending, StepRunner
+from gpu_service.engine.step_runner import Pending, StepInFlight, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.parallel.context import ParallelContext
 

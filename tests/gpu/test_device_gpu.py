@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from gpu_service.device.graphs import CudaGraphs
-from gpu_service.device.stream import CudaDeviceStream
-from gpu_service.device.transfer import Download, HostBuffers, Uploader
+from gpu_service.device.stream import CudaDeviceStream, Download, HostBuffers, Uploader
 from gpu_service.engine.sampler import PenaltyCounts, Sampler
 from gpu_service.engine.sampling_plan import build_sampling_plan
 from gpu_service.engine.step import tensors_of, with_tensors

@@ -12,9 +12,8 @@ import torch
 
 from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import KVCache
-from gpu_service.cache.page_pool import PagePool
 from gpu_service.cache.radix_cache import RadixCache
-from gpu_service.cache.request_cache import RequestCache
+from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
 from gpu_service.engine.input_builder import InputBuilder

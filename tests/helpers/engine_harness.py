@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from gpu_service.cache.page_pool import PagePool
 from gpu_service.cache.radix_cache import RadixCache
-from gpu_service.cache.request_cache import RequestCache
+from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.engine import Engine

@@ -10,8 +10,7 @@ import torch
 import gpu_service.build
 from gpu_service.device import host_graphs
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
-from gpu_service.device.stream import DeviceStream
-from gpu_service.device.transfer import Uploader
+from gpu_service.device.stream import DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.model_runner import ModelRunner

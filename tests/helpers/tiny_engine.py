@@ -16,8 +16,7 @@ from gpu_service.cache.kv_cache import PagedCache, make_cache
 from gpu_service.cache.request_cache import make_request_cache
 from gpu_service.cache.request_states import allocate_states
 from gpu_service.device.graphs import GraphBackend
-from gpu_service.device.stream import DeviceStream
-from gpu_service.device.transfer import Uploader
+from gpu_service.device.stream import DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.engine import Engine

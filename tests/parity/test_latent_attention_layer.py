@@ -12,7 +12,7 @@ from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
 from gpu_service.attention.registry import make_attention, mla_dimensions
 from gpu_service.cache.kv_cache import MlaCache, make_cache, page_bytes
-from gpu_service.context import ForwardContext
+from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig

@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from gpu_service.device.host_graphs import RecordedOperations
-from gpu_service.device.stream import DeviceEvent, HostDeviceStream
-from gpu_service.device.transfer import Download, HostBuffers, Uploader, packed_offsets, packed_views
+from gpu_service.device.stream import (
+    DeviceEvent,
+    Download,
+    HostBuffers,
+    HostDeviceStream,
+    Uploader,
+    packed_offsets,
+    packed_views,
+)
 from gpu_service.engine.sampling_plan import build_sampling_plan
 from gpu_service.engine.step import tensors_of, with_tensors
 from gpu_service.request import Request, SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpu_service.cache.kv_cache import make_cache, page_bytes
-from gpu_service.memory.estimate import StepSize, activation_bytes
+from gpu_service.memory.plan import StepSize, activation_bytes
 from gpu_service.model_config import IndexerConfig, ModelConfig, ModelConfigError
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import check_divisible, shard_config

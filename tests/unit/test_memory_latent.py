@@ -12,7 +12,7 @@ from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import make_cache
 from gpu_service.engine.step import ForwardInputs
 from gpu_service.loader.load import load_weights
-from gpu_service.memory.estimate import StepSize
+from gpu_service.memory.plan import StepSize
 from gpu_service.memory.profile import profile_activations
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model

@@ -16,9 +16,8 @@ from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.device_memory import make_device_memory
-from gpu_service.memory.estimate import StepSize
 from gpu_service.memory.ledger import MemoryLedger, export
-from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, DENSE, KV, MemoryLine, MemoryPlan
+from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, DENSE, KV, MemoryLine, MemoryPlan, StepSize
 from gpu_service.memory.profile import profile_activations
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model

@@ -15,7 +15,6 @@ from gpu_service.cache.kv_cache import bytes_per_page
 from gpu_service.cache.request_states import num_state_slots
 from gpu_service.cache.state_cache import StateCache, state_bytes
 from gpu_service.memory.device_memory import MemoryUse
-from gpu_service.memory.estimate import StepSize, activation_bytes, graph_bytes, parameter_bytes
 from gpu_service.memory.plan import (
     ACTIVATIONS,
     DENSE,
@@ -26,6 +25,10 @@ from gpu_service.memory.plan import (
     ExpertMemory,
     MemoryPlan,
     MemoryShort,
+    StepSize,
+    activation_bytes,
+    graph_bytes,
+    parameter_bytes,
     plan_memory,
     size_kv_pool,
     useful_pages,

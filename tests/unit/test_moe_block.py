@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gpu_service.context import ForwardContext
+from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.resident.experts import Share
 from gpu_service.layers.moe import MoE
 from gpu_service.model_config import ModelConfigError, MoeConfig, RouterConfig

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_service.cache.page_pool import OutOfPages, PagePool
+from gpu_service.cache.request_cache import OutOfPages, PagePool
 
 
 def test_page_zero_is_never_handed_out() -> None:

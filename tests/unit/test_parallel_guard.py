@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from gpu_service.engine.in_flight import StepsInFlight
 from gpu_service.engine.results import StepResult
 from gpu_service.engine.step import StepPlan
-from gpu_service.engine.step_runner import Pending, StepRunner
+from gpu_service.engine.step_runner import Pending, StepRunner, StepsInFlight
 from gpu_service.experts.client import ExpertComputeFailed
 from gpu_service.parallel.steps import GuardedRunner
 

@@ -18,8 +18,16 @@ from gpu_service.assembly.rank_plan import make_kv_memory
 from gpu_service.cache.request_states import allocate_states
 from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.loader.load import load_weights
-from gpu_service.memory.estimate import parameter_bytes
-from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, DENSE, KV, WORKSPACE, ExpertMemory, size_kv_pool
+from gpu_service.memory.plan import (
+    ACTIVATIONS,
+    CONTEXT,
+    DENSE,
+    KV,
+    WORKSPACE,
+    ExpertMemory,
+    parameter_bytes,
+    size_kv_pool,
+)
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model
 from gpu_service.parallel.group import SoloGroup

@@ -9,9 +9,8 @@ import random
 
 import pytest
 
-from gpu_service.cache.page_pool import PagePool
 from gpu_service.cache.radix_cache import RadixCache
-from gpu_service.cache.request_cache import RequestCache
+from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.cache.request_states import SLOTS_PER_REQUEST, OutOfStates, RequestStates, StatePool
 from gpu_service.engine.step import Batch
 from gpu_service.request import Request, SamplingParams

@@ -10,11 +10,11 @@ import torch
 from gpu_service.assembly.kv_memory import cache_shape
 from gpu_service.attention.registry import make_attention
 from gpu_service.cache.state_cache import make_states
-from gpu_service.context import ForwardContext
+from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.loader.load import load_weights
-from gpu_service.memory.estimate import StepSize
+from gpu_service.memory.plan import StepSize
 from gpu_service.memory.profile import profile_inputs, with_dummy_states
 from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.common import CausalLM
