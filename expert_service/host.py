@@ -1,10 +1,10 @@
-"""One server's experts and everybody who computes with them: the mailbox thread and `Compute` streams."""
+"""Where this process computes: its CPUs, and how many threads."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +12,70 @@ from typing import Any
 import numpy.typing as npt
 import structlog
 
-from expert_service.load_plan import LoadPlan, plan_load
-from expert_service.loader import LoadedLayer, load_experts
-from expert_service.placement import Placement
+from expert_service.loader import LoadedLayer, LoadPlan, load_experts, plan_load
 from moebius.checkpoint.moe_config import MoeGeometry
-from moebius.expert_identity import checkpoint_fingerprint, expert_identity
-from moebius.expert_slices import ExpertSlice, SliceRequest, plan_slice
+from moebius.config import ExpertConfig
+from moebius.expert_slices import (
+    ExpertSlice,
+    SliceRequest,
+    checkpoint_fingerprint,
+    expert_identity,
+    plan_slice,
+)
 from moebius.kernel_times import panel_times, this_host, times_file, write_times
 from moebius.kernels import ExpertEngine, FloatArray, float32_isa
-from moebius.placement.make import make_placement
+from moebius.placement import make_placement
+from moebius.topology import Topology, pin_thread
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadPlacement:
+    """Filled by `place_process`."""
+
+    # -1: not bound.
+    numa_node: int
+    num_threads: int
+    # CPU of each compute thread; empty: threads go where this process may go.
+    cpus: tuple[int, ...]
+
+
+# CPUs that a server of this many or more leaves to others, at most, and still has the rest to itself.
+SPARED = 2
+
+
+def place_process(experts: ExpertConfig) -> ThreadPlacement:
+    """Pin the calling thread, and all it starts, to the node's CPUs that this process may use.
+
+    Without a node the process stays where its parent put it; its threads get a CPU each where the process
+    has nearly as many to itself. Unless set, the number of threads is what cores and cgroup quota allow,
+    divided by the number of servers when those are not told apart by node. Raises ValueError when the
+    node does not exist or holds no usable CPU.
+    """
+    topology = Topology.detect()
+    node = experts.numa_node
+    if node < 0:
+        share = max(1, topology.recommended_threads(-1) // experts.split_count)
+        threads = experts.expert_threads or share
+        return ThreadPlacement(-1, threads, _own_cpus(topology.usable_cpus(), threads))
+    nodes = [known.id for known in topology.nodes]
+    cpus = topology.usable_cpus(node) if node in nodes else ()
+    if not cpus:
+        raise ValueError(f"numa_node is {node}; nodes here: {nodes}, and it needs a CPU this process may use")
+    pinned = pin_thread(cpus)
+    if not pinned.applied:
+        log.warning("not pinned to the node's CPUs", numa_node=node, reason=pinned.message)
+    threads = experts.expert_threads or min(len(cpus), topology.recommended_threads(node))
+    return ThreadPlacement(node, threads, tuple(cpus[:threads]) if threads <= len(cpus) else ())
+
+
+def _own_cpus(cpus: Sequence[int], threads: int) -> tuple[int, ...]:
+    """A CPU for each thread where these leave at most `SPARED`, else none: others may have the same CPUs.
+
+    Threads that spin are not moved apart for milliseconds when two of them meet on a CPU.
+    """
+    return tuple(cpus[:threads]) if len(cpus) - SPARED <= threads <= len(cpus) and threads > SPARED else ()
 
 
 class NotServing(RuntimeError):
@@ -49,7 +102,7 @@ class LoadSettings:
     batch_invariant_experts: bool = False
 
 
-def make_engine(plan: LoadPlan, part: ExpertSlice, placement: Placement, exact: bool) -> ExpertEngine:
+def make_engine(plan: LoadPlan, part: ExpertSlice, placement: ThreadPlacement, exact: bool) -> ExpertEngine:
     """An empty engine for a slice of the plan's experts; `exact`: `LoadSettings.batch_invariant_experts`."""
     model = plan.model
     return ExpertEngine(
@@ -98,7 +151,7 @@ class ExpertHost:
 
     def __init__(
         self,
-        placement: Placement,
+        placement: ThreadPlacement,
         on_engine: Callable[[ExpertEngine, MoeGeometry, SliceRequest, str], None],
         on_loaded: Callable[[], None],
         settings: LoadSettings | None = None,

@@ -13,11 +13,10 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from expert_service.host import ExpertHost, LoadSettings
+from expert_service.host import ExpertHost, LoadSettings, place_process
 from expert_service.loader import LoadCancelled
 from expert_service.mailbox_service import MailboxService
 from expert_service.metrics import make_registry
-from expert_service.placement import place_process
 from expert_service.servicer import ExpertServicer
 from expert_service.spans import SpanRecorder
 from moebius.checkpoint.moe_config import MoeGeometry

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import structlog
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from gateway.errors import ApiError
-from gateway.metrics import GatewayMetrics
+from gateway.streaming import DONE, EventStream, event
+from gateway.telemetry import GatewayMetrics
 
 RETRY_AFTER_S = 1
 
@@ -31,3 +41,121 @@ class Admission:
     def leave(self) -> None:
         """Gives the place back."""
         self.in_flight -= 1
+
+
+logger = structlog.get_logger(__name__)
+# Probes and metrics are answered to the end.
+_PROBES = frozenset({"/health", "/ready", "/metrics", "/version"})
+_RETRY_AFTER_S = 2
+# A client that reads nothing does not hold up the end.
+_LAST_WORDS_S = 1.0
+
+
+def shutting_down() -> ApiError:
+    """What a request gets that came too late or could not be finished."""
+    return ApiError(
+        503,
+        "the server is shutting down: send the request again",
+        code="shutting_down",
+        retry_after_s=_RETRY_AFTER_S,
+    )
+
+
+class Drain:
+    """The requests that run, and how far the end has come. Used in the event loop only."""
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self.is_cut = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not got their last byte, probes left out."""
+        return len(self._tasks)
+
+    def begin(self) -> None:
+        """New requests are refused from now on."""
+        self.has_begun = True
+
+    def cut(self) -> None:
+        """Ends what still runs, each with an error of its own shape."""
+        self.is_cut = True
+        for task in self._tasks:
+            task.cancel()
+
+    @contextlib.contextmanager
+    def running(self, task: asyncio.Task[Any]) -> Iterator[None]:
+        """Counts the request that `task` serves."""
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+
+
+class DrainMiddleware:
+    """Applies a `Drain` to every request but probes; `failed` is told the status of each one that is cut."""
+
+    def __init__(self, app: ASGIApp, drain: Drain, failed: Callable[[int], None]) -> None:
+        self._app = app
+        self._drain = drain
+        self._failed = failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] != "http" or scope["path"] in _PROBES:
+            await self._app(scope, receive, send)
+            return
+        if self._drain.has_begun:
+            await _refuse(scope, receive, send)
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        answer = _Answer(send)
+        with self._drain.running(task):
+            try:
+                await self._app(scope, receive, answer.send)
+            except asyncio.CancelledError:
+                if not self._drain.is_cut:
+                    raise
+                task.uncancel()
+                logger.warning("request ended by the shutdown", path=scope["path"], streamed=answer.is_stream)
+                self._failed(503)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(answer.end(scope, receive), _LAST_WORDS_S)
+
+
+class _Answer:
+    """What has been sent of one answer."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._has_begun = False
+        self._has_ended = False
+        self.is_stream = False
+
+    async def send(self, message: Message) -> None:
+        """Passes a message on and notes it."""
+        if message["type"] == "http.response.start":
+            self._has_begun = True
+            content_type = Headers(raw=message["headers"]).get("content-type", "")
+            self.is_stream = content_type.startswith(EventStream.media_type)
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._has_ended = True
+
+    async def end(self, scope: Scope, receive: Receive) -> None:
+        """The error, in the way that fits what the client has seen."""
+        if not self._has_begun:
+            await _refuse(scope, receive, self._send)
+        elif self.is_stream and not self._has_ended:
+            body = event(shutting_down().body()) + DONE
+            await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    response = shutting_down().response()
+    # The next request of this client shall reach another server, or the one that follows.
+    response.headers["Connection"] = "close"
+    await response(scope, receive, send)

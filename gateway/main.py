@@ -16,14 +16,13 @@ import structlog
 import uvicorn
 import uvloop
 
+from gateway.admission import Drain
 from gateway.app import create_app
 from gateway.connections import ConnectionTable, connection_limits, protocol_for
-from gateway.draining import Drain
-from gateway.metrics import GatewayMetrics
+from gateway.telemetry import GatewayMetrics
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError
-from moebius.telemetry.logging import configure_logging
-from moebius.telemetry.tracing import configure_tracing
+from moebius.telemetry import configure_logging, configure_tracing
 
 logger = structlog.get_logger(__name__)
 _POLL_S = 0.05

@@ -18,11 +18,10 @@ from starlette.responses import JSONResponse, Response
 
 from gateway import telemetry
 from gateway.errors import to_api_error
-from gateway.formats.base import ResponseFormat, usage_object
+from gateway.formats import ResponseFormat, usage_object
 from gateway.generation import merge
-from gateway.logprobs import TokenLogprob
 from gateway.model import ServedModel
-from gateway.output import Delta, Finish
+from gateway.output import Delta, Finish, TokenLogprob
 from gateway.prompts.contract import Prepared
 from gateway.schemas.common import StreamOptions
 from gateway.state import Gateway

@@ -12,16 +12,14 @@ import grpc
 import structlog
 from starlette.requests import Request
 
-from gateway.admission import Admission
-from gateway.draining import Drain
+from gateway.admission import Admission, Drain
 from gateway.engine_client import EngineClient
 from gateway.errors import ApiError
-from gateway.metrics import GatewayMetrics
 from gateway.model import ServedModel, load_served_model
-from gateway.prompts.body import BodyReceiver
 from gateway.prompts.contract import Kind, Prepared, WorkerSetup
-from gateway.prompts.pool import PromptPool
+from gateway.prompts.pool import BodyReceiver, PromptPool
 from gateway.streaming import run_until_disconnect
+from gateway.telemetry import GatewayMetrics
 from gateway.text.tokenizer import Tokenizer
 from moebius.config import MoebiusConfig
 from protos import engine_pb2

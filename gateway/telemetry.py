@@ -1,11 +1,110 @@
-"""Attributes of the HTTP span, named by OpenTelemetry's GenAI semantic conventions."""
+"""Prometheus metrics of this process, and attributes of the HTTP span."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from opentelemetry.trace import Span, Status, StatusCode
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from gateway.schemas.common import GenerationFields
 from protos import engine_pb2
+
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+_TOKEN_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class GatewayMetrics:
+    """One registry per application; every method is cheap enough for the token path."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._model = ""
+        self._success = self._counter("request_success", "Finished outputs", "finished_reason")
+        self._rejections = self._counter("admission_rejections", "Requests refused with 429", "reason")
+        self._errors = self._counter("request_errors", "Requests that ended with an error", "status")
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "Arrival to the first token", (*_FIRST_TOKEN_S, 20, 40, 80, 160)
+        )
+        self._token = self._histogram(
+            "inter_token_latency_seconds", "Time between tokens of a stream", (*_TOKEN_S, 20, 40, 80)
+        )
+        self._request = self._histogram(
+            "e2e_request_latency_seconds", "Arrival to the last token", _REQUEST_S
+        )
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._generation = self._histogram("request_generation_tokens", "Tokens made for a request", _TOKENS)
+        self._in_flight = Gauge(
+            "moebius:gateway_requests_in_flight",
+            "Requests between admission and the last byte",
+            ["model_name"],
+            registry=self.registry,
+        )
+
+        self._connections = Gauge(
+            "moebius:gateway_connections", "HTTP connections, idle ones included", registry=self.registry
+        )
+        self._closed = Counter(
+            "moebius:gateway_connections_closed",
+            "Connections closed against the client's will",
+            ["reason"],
+            registry=self.registry,
+        )
+
+    def _counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(f"vllm:{name}", text, ["model_name", label], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+
+    def set_model(self, name: str) -> None:
+        """The value of the `model_name` label from now on."""
+        self._model = name
+
+    def rejected(self, reason: str) -> None:
+        """A request was answered with 429."""
+        self._rejections.labels(self._model, reason).inc()
+
+    def failed(self, status: int) -> None:
+        """An admitted request ended with an error of this HTTP status, in its answer or in its stream."""
+        self._errors.labels(self._model, str(status)).inc()
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a request came after `seconds`."""
+        self._first_token.labels(self._model).observe(seconds)
+
+    def tokens(self, seconds: float, count: int) -> None:
+        """`count` further tokens of one output came `seconds` after the ones before."""
+        for _ in range(count):
+            self._token.labels(self._model).observe(seconds / count)
+
+    def in_flight(self, change: int) -> None:
+        """A request was admitted (+1) or ended (-1)."""
+        self._in_flight.labels(self._model).inc(change)
+
+    def connection_closed(self, reason: str) -> None:
+        """A connection was closed because its client was too slow, or for want of places."""
+        self._closed.labels(reason).inc()
+
+    def count_connections(self, count: Callable[[], int]) -> None:
+        """Where the number of connections is read from."""
+        self._connections.set_function(count)
+
+    def finished(
+        self, seconds: float, prompt_tokens: int, completion_tokens: int, reasons: list[str]
+    ) -> None:
+        """A request ended well; `reasons` has one finish reason per output."""
+        for reason in reasons:
+            self._success.labels(self._model, reason).inc()
+        self._request.labels(self._model).observe(seconds)
+        self._prompt.labels(self._model).observe(prompt_tokens)
+        self._generation.labels(self._model).observe(completion_tokens)
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self.registry)
 
 
 def describe_request(

@@ -21,7 +21,7 @@ import torch
 from gpu_service.device.stream import DeviceStream
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
-from moebius.placement.statistics import ExpertStatistics, FileFormat
+from moebius.placement import ExpertStatistics, FileFormat
 from protos import engine_pb2 as pb
 
 RecorderMode = Literal["stat", "per_pass", "per_token"]

@@ -1,23 +1,154 @@
-"""Builds the one configuration from defaults, a YAML file and flags, in that order; strict about all.
+"""The leaves of the configuration tree, and how one leaf is read from text and described.
 
-The YAML file has the tree's shape (`gateway: {port: 8000}`). An unknown key is an error that names the
-closest known one; a value of the wrong type is an error that names key, value and what is allowed.
-Nothing is coerced: `port: "8000"` is a text, and refused.
+A leaf is one field of one section. Its name is unique over all sections, so it is also a CLI flag
+(`--leaf-name`).
 """
 
 from __future__ import annotations
 
 import difflib
+import types
+import typing
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union
 
 import yaml
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from moebius.config import MoebiusConfig
-from moebius.config_leaves import Leaf, leaves, sections
+from moebius.config import MoebiusConfig, Section
 from moebius.errors import ConfigError
+
+TRUE_WORDS = ("true", "yes", "on", "1")
+FALSE_WORDS = ("false", "no", "off", "0")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One setting; filled by `leaves` from the pydantic model."""
+
+    section: str
+    name: str
+    # The type without `None`, e.g. int, or Literal["a", "b"], or tuple[int, ...].
+    annotation: Any
+    optional: bool
+    default: Any
+    description: str
+    # Range limits of numbers, as annotated_types objects.
+    limits: tuple[Any, ...]
+
+    @property
+    def flag(self) -> str:
+        """The CLI spelling, e.g. `--max-num-seqs`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the value is a list (comma separated on the command line)."""
+        return typing.get_origin(self.annotation) is tuple
+
+    @property
+    def allowed(self) -> str:
+        """What may stand there, in words."""
+        text = _type_words(self.annotation)
+        bounds = [_limit_words(limit) for limit in self.limits]
+        text += "".join(f", {bound}" for bound in bounds if bound)
+        return text + (", or none" if self.optional else "")
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in `--help`."""
+        if typing.get_origin(self.annotation) is Literal:
+            return "|".join(map(str, typing.get_args(self.annotation)))
+        return "A,B,…" if self.is_list else {int: "INTEGER", float: "NUMBER"}.get(self.annotation, "TEXT")
+
+    def parse(self, text: str) -> Any:
+        """The value a flag's text stands for. Raises ConfigError; ranges are checked later, by pydantic."""
+        if self.optional and text.lower() == "none":
+            return None
+        try:
+            if self.is_list:
+                item = typing.get_args(self.annotation)[0]
+                return tuple(_scalar(item, part.strip()) for part in text.split(",") if part.strip())
+            return _scalar(self.annotation, text)
+        except ValueError:
+            raise ConfigError(f"{self.flag}: {text!r} is not allowed; allowed: {self.allowed}") from None
+
+
+def sections() -> dict[str, type[Section]]:
+    """Section name -> its class, in the order of the tree."""
+    return {name: typing.cast(type[Section], field.annotation) for name, field in _tree_fields()}
+
+
+def leaves() -> tuple[Leaf, ...]:
+    """Every leaf of the tree, in order."""
+    return tuple(
+        _leaf(section, name, field)
+        for section, model in sections().items()
+        for name, field in model.model_fields.items()
+    )
+
+
+def _tree_fields() -> list[tuple[str, FieldInfo]]:
+    return list(MoebiusConfig.model_fields.items())
+
+
+def _leaf(section: str, name: str, field: FieldInfo) -> Leaf:
+    annotation, optional = _without_none(field.annotation)
+    return Leaf(
+        section=section,
+        name=name,
+        annotation=annotation,
+        optional=optional,
+        default=field.default,
+        description=field.description or "",
+        limits=tuple(field.metadata),
+    )
+
+
+def _without_none(annotation: Any) -> tuple[Any, bool]:
+    """Splits `X | None` into (X, True); anything else is (itself, False)."""
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+        return kinds[0], True
+    return annotation, False
+
+
+def _scalar(kind: Any, text: str) -> Any:
+    """One value of a plain type from text; raises ValueError. Literals are checked by pydantic."""
+    if kind is bool:
+        lowered = text.lower()
+        if lowered not in TRUE_WORDS + FALSE_WORDS:
+            raise ValueError(text)
+        return lowered in TRUE_WORDS
+    if kind in (int, float):
+        return kind(text)
+    return text
+
+
+def _type_words(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return f"a list, each {_type_words(typing.get_args(kind)[0])}"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
+
+
+def _limit_words(limit: Any) -> str:
+    match limit:
+        case Ge(ge=bound):
+            return f">= {bound}"
+        case Gt(gt=bound):
+            return f"> {bound}"
+        case Le(le=bound):
+            return f"<= {bound}"
+        case Lt(lt=bound):
+            return f"< {bound}"
+    return ""
+
 
 # Leaves that had another name, by the old one.
 RENAMED_LEAVES = {"exact_experts": "batch_invariant_experts"}

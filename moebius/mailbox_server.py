@@ -40,7 +40,7 @@ class MailboxServer:
 
         `heartbeat_s` is the longest sleep. `num_threads` of compute per server, with the number of servers,
         decides against the allowed cores how long an idle server spins; `spin_ns` >= 0 overrides that.
-        `identity` as `moebius.expert_identity` writes it; the first server's is the mailbox's.
+        `identity` as `moebius.expert_slices` writes it; the first server's is the mailbox's.
 
         Raises:
             MailboxError: no such mailbox, or the index is served by a living process.

@@ -69,30 +69,11 @@ class Topology:
         """Nodes whose CPUs and memory are both usable: one expert server each. (-1,) when none qualifies."""
         return tuple(self._kernel.server_nodes())
 
-    def describe(self) -> list[tuple[str, str]]:
-        """Rows of name and value for `moebius topology`."""
-        quota = "none" if self.cpu_quota is None else f"{self.cpu_quota:g} CPUs"
-        rows = [
-            ("NUMA nodes", str(len(self.nodes))),
-            ("CPUs allowed", format_cpu_list(self.allowed_cpus)),
-            ("CPU quota (cgroup)", quota),
-            ("threads recommended", str(self.recommended_threads())),
-            ("expert servers on nodes", ", ".join(map(str, self.server_nodes()))),
-        ]
-        for node in self.nodes:
-            usable = format_cpu_list(self.usable_cpus(node.id))
-            gib = f"{node.memory_free_bytes / 2**30:.1f} of {node.memory_total_bytes / 2**30:.1f} GiB free"
-            note = "" if node.memory_allowed else ", memory not allowed"
-            rows.append(
-                (f"node {node.id}", f"CPUs {format_cpu_list(node.cpus)} (usable {usable}), {gib}{note}")
-            )
-        return rows
-
 
 def format_cpu_list(cpus: Sequence[int]) -> str:
-    """Ascending CPUs in the kernel's notation: (0, 1, 2, 8) becomes "0-2,8"; none becomes "none"."""
+    """CPUs in the kernel's notation, ascending: (2, 1, 0, 8) becomes "0-2,8"; none becomes "none"."""
     ranges: list[list[int]] = []
-    for cpu in cpus:
+    for cpu in sorted(cpus):
         if ranges and cpu == ranges[-1][1] + 1:
             ranges[-1][1] = cpu
         else:

@@ -17,7 +17,14 @@ from pathlib import Path
 from kt_kernel_formats import FORMATS, find_module
 from kt_kernel_worker import Job, Result
 
-from moebius.app.bench.kernels_limits import available_memory, cache_bytes
+from moebius.app.bench.kernels_inputs import (
+    ExpertShape,
+    WorkingSet,
+    parse_counts,
+    parse_isa,
+    parse_shapes,
+    plan_working_set,
+)
 from moebius.app.bench.kernels_measure import (
     EngineSetting,
     Times,
@@ -27,8 +34,7 @@ from moebius.app.bench.kernels_measure import (
     measure,
     on_cpu,
 )
-from moebius.app.bench.kernels_shapes import ExpertShape, parse_counts, parse_isa, parse_shapes
-from moebius.app.bench.kernels_working_set import WorkingSet, plan_working_set
+from moebius.app.bench.limits import available_memory, cache_bytes
 from moebius.errors import UserError
 from moebius.kernels import supported_isas
 

@@ -6,7 +6,7 @@ import numpy as np
 from kt_kernel_formats import PeerFormat, Source
 from numpy.typing import NDArray
 
-from moebius.app.bench.kernels_routing import Routing
+from moebius.app.bench.kernels_inputs import Routing
 
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 

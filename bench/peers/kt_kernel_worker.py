@@ -21,6 +21,7 @@ from kt_kernel_formats import FORMATS, PeerFormat, Source, random_source
 from kt_kernel_golden import from_bfloat16, layer_row
 from numpy.typing import NDArray
 
+from moebius.app.bench.kernels_inputs import ExpertShape, Routing, WorkingSet
 from moebius.app.bench.kernels_measure import (
     MAX_ITERATIONS,
     MIN_ITERATIONS,
@@ -29,9 +30,6 @@ from moebius.app.bench.kernels_measure import (
     calls_of,
     random_hidden_states,
 )
-from moebius.app.bench.kernels_routing import Routing
-from moebius.app.bench.kernels_shapes import ExpertShape
-from moebius.app.bench.kernels_working_set import WorkingSet
 
 # Its buffers for rows come in steps of this size.
 ROW_STEP = 32

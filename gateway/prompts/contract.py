@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway.generation import PromptJob
-from gateway.schemas.chat import ImageUrl
 from gateway.schemas.common import GenerationFields
+from gateway.schemas.requests import ImageUrl
 from moebius.config import ImageConfig
 
 Kind = Literal["chat", "completions", "tokenize", "detokenize"]

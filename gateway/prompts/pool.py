@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import signal
@@ -10,11 +11,12 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import structlog
+from starlette.requests import ClientDisconnect, Request
 
 from gateway.admission import RETRY_AFTER_S
 from gateway.errors import ApiError
@@ -31,7 +33,9 @@ from gateway.prompts.contract import (
     too_expensive,
     too_much_memory,
 )
+from gateway.prompts.prepare import too_large
 from gateway.prompts.worker import OUT_OF_MEMORY
+from gateway.streaming import ClientGone
 
 logger = structlog.get_logger(__name__)
 SMALL_BYTES = 2**16  # bodies up to this size have a process of their own
@@ -269,3 +273,53 @@ class PromptPool:
             return
         job.deaths += 1
         await self._queue(job)
+
+
+# Bodies of the largest size that may be in memory at once.
+_LARGEST_AT_ONCE = 16
+
+
+class BodyReceiver:
+    """Counts the bytes of all bodies between their receipt and the end of their preparation."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: bytes of a body without images."""
+        self._most = most
+        self.held = 0  # bytes
+
+    @contextlib.asynccontextmanager
+    async def receive(self, request: Request, extra: int = 0) -> AsyncIterator[list[bytes]]:
+        """The body's pieces, counted as long as the context is open.
+
+        Args:
+            request: whose body has not been read.
+            extra: bytes allowed for images.
+        Raises:
+            ApiError: 413 as soon as it is known that the body is too large; 429 when too much is held.
+            ClientGone: the client left before it was complete.
+        """
+        most = self._most + extra
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > most:
+            raise too_large(most)
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            async for piece in request.stream():
+                size += len(piece)
+                self.held += len(piece)
+                if size > most:
+                    raise too_large(most)
+                if self.held > _LARGEST_AT_ONCE * most:
+                    raise ApiError(
+                        429,
+                        "too many large requests at once: try again later",
+                        code="queue_full",
+                        retry_after_s=RETRY_AFTER_S,
+                    )
+                pieces.append(piece)
+            yield pieces
+        except ClientDisconnect:
+            raise ClientGone from None
+        finally:
+            self.held -= size

@@ -9,17 +9,21 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from gateway.errors import ApiError, bad_request
+from gateway.errors import ApiError, bad_request, describe_validation_error
 from gateway.model import CONTEXT_LENGTH_EXCEEDED, ServedModel
 from gateway.prompts.contract import Answer, Broken, Kind, Prepared, Refused
 from gateway.prompts.jobs import JobPlan, build_jobs
-from gateway.schemas.chat import ChatCompletionRequest, ChatMessage, ImageUrl
-from gateway.schemas.completions import CompletionRequest
-from gateway.schemas.json_text import JsonError, parse_json
-from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from gateway.schemas.common import JsonError, parse_json
+from gateway.schemas.requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    DetokenizeRequest,
+    ImageUrl,
+    TokenizeRequest,
+)
 from gateway.text.chat_template import ChatTemplateError
 from gateway.text.conversation import Conversation, MarkedText, mark_text, render_prompt
-from gateway.validation import describe_validation_error
 from moebius.config import ImageConfig
 
 T = TypeVar("T", bound=BaseModel)

@@ -1,13 +1,123 @@
-"""From a conversation to the text of a prompt, in which only the template's control tokens count."""
+"""Conversations as chat templates take them, with text of clients kept apart from control tokens.
+
+Users type `<|im_start|>` too, and a tokenizer can not tell who wrote it. So before a template is rendered,
+every control token spelled in a client's text gets one character put after its first, the mark, which
+appears nowhere else. Templates treat marked text like any other (they may strip it, test it, quote it as
+JSON), the spelling is no token any more, and `Tokenizer.encode` takes the marks out while it tokenises, so
+that the letters around them form ordinary tokens. Text without control tokens is never touched: its ids are
+those of `apply_chat_template`. The alternatives lose that: encoding contents apart from the template's text
+breaks templates that look into contents, and the `tokenizers` switch `encode_special_tokens` is for a whole
+text, the template's tokens included.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.text.chat_template import ChatTemplate, ChatTemplateError
-from gateway.text.control_tokens import ControlTokens, choose_mark, escaped, map_strings, strings_of
+
+# Unicode's noncharacters and private use: the first that the request and the template do not contain.
+_MARKS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
+# Models whose role markers are added tokens, but not `special` ones, spell them like this.
+_MARKER = re.compile(r"<[|｜].*[|｜]>")
+
+
+def is_control(content: str, special: bool) -> bool:
+    """Whether an added token is written by templates to steer the model, rather than a word of the text."""
+    return len(content) > 1 and (special or _MARKER.fullmatch(content) is not None)
+
+
+class ControlTokens:
+    """The spellings of a model's control tokens; made from the tokenizer's added tokens."""
+
+    def __init__(self, spellings: Iterable[str], seamless: bool = True) -> None:
+        """`seamless`: marks leave no trace in the ids, so that they may stand where no token is yet."""
+        self._spellings = sorted(set(spellings), key=lambda spelling: (-len(spelling), spelling))
+        self._whole = _pattern(self._spellings)
+        # A text that ends with the beginning of a token could become one with what the template adds.
+        starts = {text[:end] for text in self._spellings for end in range(1, len(text)) if seamless}
+        self._longest_start = max(map(len, starts), default=0)
+        self._starts = frozenset(starts)
+
+    def found(self, value: Any) -> list[str]:
+        """Control tokens spelled in the strings of `value` (lists and mappings included), sorted."""
+        found: set[str] = set()
+        for text in strings_of(value):
+            if self._whole is not None and self._whole.search(text):
+                found.update(spelling for spelling in self._spellings if spelling in text)
+        return sorted(found)
+
+    def touches(self, text: str) -> bool:
+        """Whether `marker` would change this text."""
+        return self._start_at_end(text) > 0 or (self._whole is not None and bool(self._whole.search(text)))
+
+    def marker(self, mark: str, only: Collection[str] | None = None) -> Callable[[str], str]:
+        """A function that puts `mark` into every control token of a text; `only`: into these alone."""
+        whole = self._whole if only is None else _pattern(sorted(only, key=lambda item: (-len(item), item)))
+
+        def marked(text: str) -> str:
+            text = text if whole is None else whole.sub(rf"\g<0>{mark}", text)
+            return text if only is not None else self._end_marked(text, mark)
+
+        return marked
+
+    def _end_marked(self, text: str, mark: str) -> str:
+        """`text`, marked where it ends with the beginning of a token."""
+        cut = len(text) - self._start_at_end(text) + 1
+        return text if cut > len(text) else text[:cut] + mark + text[cut:]
+
+    def _start_at_end(self, text: str) -> int:
+        """How many characters at the end of `text` are the beginning of a token; the most, or 0."""
+        lengths = range(min(self._longest_start, len(text)), 0, -1)
+        return next((length for length in lengths if text[-length:] in self._starts), 0)
+
+
+def _pattern(spellings: Iterable[str]) -> re.Pattern[str] | None:
+    """Matches the first character of each spelling, also where two overlap; None when there are none."""
+    rests: dict[str, list[str]] = {}
+    for spelling in spellings:
+        rests.setdefault(spelling[0], []).append(re.escape(spelling[1:]))
+    heads = [f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in sorted(rests.items())]
+    return re.compile("|".join(heads)) if heads else None
+
+
+def choose_mark(texts: Iterable[str]) -> str | None:
+    """A character that none of `texts` contains, plain or as a JSON escape; None when they have them all."""
+    listed = list(texts)
+    return next((mark for mark in _MARKS if not any(mark in t or escaped(mark) in t for t in listed)), None)
+
+
+def escaped(mark: str) -> str:
+    """The mark as a template that writes ASCII JSON spells it."""
+    return json.dumps(mark)[1:-1]
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """All strings in nested lists and mappings, keys included."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            waiting += [*item, *item.values()]
+        elif isinstance(item, list):
+            waiting += item
+
+
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with every string of nested lists and mappings changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {map_strings(key, change): map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [map_strings(item, change) for item in value]
+    return value
 
 
 @dataclass(frozen=True)

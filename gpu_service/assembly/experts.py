@@ -22,7 +22,7 @@ from gpu_service.parallel.partition import stage_layers
 from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestReport, check_again, run_self_test
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
-from moebius.placement.make import make_placement
+from moebius.placement import make_placement
 
 
 @dataclass(frozen=True, slots=True)

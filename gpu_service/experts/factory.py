@@ -13,7 +13,7 @@ from gpu_service.experts.mailbox_client import MailboxExpertClient
 from moebius.checkpoint.index import CheckpointIndex
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
-from moebius.expert_identity import checkpoint_fingerprint
+from moebius.expert_slices import checkpoint_fingerprint
 from moebius.mailbox import Mailbox, MailboxGeometry
 from moebius.mailbox_plan import activation_dtype, mailbox_geometry, slots_of
 

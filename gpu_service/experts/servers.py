@@ -18,7 +18,7 @@ from gpu_service.experts.client import (
 )
 from moebius import _kernels
 from moebius.errors import WrongIdentity
-from moebius.expert_identity import CHECKPOINT, identity_part
+from moebius.expert_slices import CHECKPOINT, identity_part
 from moebius.mailbox import Mailbox, ServerLost, ShutDown
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from moebius.checkpoint.expert_checkpoint import ExpertMatrices
-from moebius.expert_dtype import REQUANTISED, ExpertDtype
+from moebius.expert_slices import REQUANTISED, ExpertDtype
 from moebius.weight_formats import weight_format
 
 

@@ -130,7 +130,7 @@ struct ServerRecord {
 struct Identity {
   uint32_t is_set;           // 1 once `text` is whole; release store
   uint32_t reserved;
-  char text[kIdentityText];  // lines "name=value", NUL-terminated; see moebius/expert_identity.py
+  char text[kIdentityText];  // lines "name=value", NUL-terminated; see moebius/expert_slices.py
 };
 
 // Why a server was not let in, for people and for clients that wait for it.

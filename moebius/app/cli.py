@@ -11,27 +11,14 @@ import sys
 
 import typer
 
-from moebius.app.commands import (
-    bench,
-    bench_engine,
-    chat,
-    demo,
-    experts,
-    plan,
-    random_model,
-    serve,
-    services,
-    topology,
-    verify,
-    version,
-)
+from moebius.app.commands import bench, chat, demo, experts, host, models, plan, serve, verify
 from moebius.errors import USER_ERROR_EXIT, ProcessFailed, UserError, report_failure
 
 # Errors of other packages that are about what the user gave. By name: importing them here would load the
 # packages, and an error whose module is not loaded can not have been raised.
 USER_ERRORS = (
     ("moebius.checkpoint.errors", "CheckpointError"),
-    ("moebius.app.demo_model.errors", "DemoModelError"),
+    ("moebius.app.demo_model.download", "DemoModelError"),
     ("moebius.mailbox_errors", "MailboxError"),
     ("gpu_service.model_config", "ModelConfigError"),
 )
@@ -44,11 +31,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for module in (serve, plan, services, chat, demo, topology, verify, version):
+for module in (serve, plan, chat, demo, host, verify):
     module.register(app)
-bench_engine.register(bench.app)
 app.add_typer(bench.app, name="bench")
-app.add_typer(random_model.app, name="models")
+app.add_typer(models.app, name="models")
 app.add_typer(experts.app, name="experts")
 
 

@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from moebius.config import MoebiusConfig
-from moebius.config_leaves import Leaf, leaves
-from moebius.config_loader import load_config, printable_config
+from moebius.config_loader import Leaf, leaves, load_config, printable_config
 
 PrintConfig = Annotated[
     bool, typer.Option("--print-config", help="Print the effective configuration, all settings, at start-up")

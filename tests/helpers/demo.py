@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moebius.app.demo_model import build_demo_model, default_directory
-from moebius.app.demo_model.fetch import fetch_gguf
-from moebius.app.demo_model.progress import silent
+from moebius.app.demo_model.download import fetch_gguf, silent
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN_FILE = DATA / "demo_golden.json"

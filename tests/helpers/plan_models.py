@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moebius.app.planning.gpu_table import GPU_MODELS
-from moebius.app.planning.hardware import Hardware
+from moebius.app.planning.hardware import GPU_MODELS, Hardware
 from moebius.app.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moebius import _kernels
-from moebius.app.bench.cgroup import cpu_quota_group
+from moebius.app.bench.quota import cpu_quota_group
 from moebius.errors import UserError
 from moebius.topology import Topology
 

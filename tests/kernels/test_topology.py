@@ -201,14 +201,8 @@ def test_malformed_quota_and_empty_machine(machine: FakeMachine) -> None:
         machine.detect()
 
 
-def test_describe_and_lists(machine: FakeMachine) -> None:
-    """Rows for people use the kernel's notation, and it reads back."""
-    machine.online("0-3")
-    machine.node(0, "0-3")
-    rows = dict(machine.detect().describe())
-    assert rows["CPUs allowed"] == "0-3"
-    assert rows["CPU quota (cgroup)"] == "none"
-    assert rows["node 0"].startswith("CPUs 0-3 (usable 0-3)")
+def test_cpu_lists() -> None:
+    """CPUs are printed in the kernel's notation, and it reads back."""
     cpus = (0, 1, 2, 5, 8, 9)
     assert format_cpu_list(cpus) == "0-2,5,8-9"
     assert parse_cpu_list(format_cpu_list(cpus)) == cpus

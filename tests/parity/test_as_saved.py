@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expert_service.load_plan import plan_load
+from expert_service.loader import plan_load
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.loader.load import load_tower
 from gpu_service.model_config import ModelConfig

@@ -13,9 +13,8 @@ import psutil
 import pytest
 import torch
 
-from expert_service.host import ExpertHost
+from expert_service.host import ExpertHost, ThreadPlacement
 from expert_service.loader import LoadCancelled
-from expert_service.placement import Placement
 from gpu_service.experts.client import ExpertUnavailable
 from moebius.expert_slices import SliceRequest
 from moebius.mailbox import Mailbox
@@ -150,7 +149,7 @@ def test_server_without_a_model_ends_on_sigterm(tmp_path: Path) -> None:
 def test_a_load_can_be_cancelled(tmp_path: Path) -> None:
     """SIGTERM does not wait for the rest of the weights; nothing counts as loaded."""
     model = TinyMoe().write(tmp_path / "model")
-    host = ExpertHost(Placement(-1, 1, ()), lambda *_: host.cancel_load(), lambda: None)
+    host = ExpertHost(ThreadPlacement(-1, 1, ()), lambda *_: host.cancel_load(), lambda: None)
     with pytest.raises(LoadCancelled):
         host.load(SliceRequest(str(model)))
     assert host.loaded is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expert_service.load_plan import plan_load
+from expert_service.loader import plan_load
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.expert_slices import SliceRequest, plan_slice
@@ -19,11 +19,11 @@ from tests.helpers.checkpoints import Array, TinyMoe
 MEASURE = """
 import re, sys
 from expert_service.host import ExpertHost
-from expert_service.placement import Placement
+from expert_service.host import ThreadPlacement
 from moebius.expert_slices import SliceRequest
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-host = ExpertHost(Placement(-1, 1, ()), lambda *_: None, lambda: None)
+host = ExpertHost(ThreadPlacement(-1, 1, ()), lambda *_: None, lambda: None)
 before = peak()
 loaded = host.load(SliceRequest(sys.argv[1], split_index=int(sys.argv[2]), split_count=int(sys.argv[3])))
 print(loaded.engine.packed_bytes, peak() - before)

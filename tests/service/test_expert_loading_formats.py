@@ -11,9 +11,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from expert_service.host import ExpertHost, LoadedSlice, LoadSettings, RequantiseError
+from expert_service.host import ExpertHost, LoadedSlice, LoadSettings, RequantiseError, ThreadPlacement
 from expert_service.metrics import make_registry
-from expert_service.placement import Placement
 from gpu_service.experts.local_client import LocalExpertClient
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.moe_config import MoeGeometry
@@ -31,7 +30,7 @@ def host_of(
 ) -> ExpertHost:
     """A server in this process that has loaded its share."""
     settings = settings or LoadSettings(calibrate_kernels=False)
-    host = ExpertHost(Placement(-1, threads, ()), lambda *_: None, lambda: None, settings)
+    host = ExpertHost(ThreadPlacement(-1, threads, ()), lambda *_: None, lambda: None, settings)
     host.load(SliceRequest(str(model), **request))
     return host
 
@@ -154,7 +153,7 @@ def test_too_large_an_error_refuses_to_serve(tmp_path: Path) -> None:
     """Layer, error, format and limit are named; nothing is served."""
     model = QuantisedMoe("bfloat16").write(tmp_path)
     host = ExpertHost(
-        Placement(-1, 1, ()), lambda *_: None, lambda: None, LoadSettings(max_requantise_error=0.02)
+        ThreadPlacement(-1, 1, ()), lambda *_: None, lambda: None, LoadSettings(max_requantise_error=0.02)
     )
     message = (
         r"layer 0: requantising to int4_g32 changed its experts by 0\.0\d+ .*requantise-error allows 0\.02"

@@ -9,10 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expert_service.host import AlreadyLoaded, ExpertHost, LoadSettings
-from expert_service.load_plan import LoadPlan, plan_load
-from expert_service.loader import LoadCancelled, load_experts
-from expert_service.placement import Placement
+from expert_service.host import AlreadyLoaded, ExpertHost, LoadSettings, ThreadPlacement
+from expert_service.loader import LoadCancelled, LoadPlan, load_experts, plan_load
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.expert_slices import ExpertSlice, SliceRequest
@@ -104,7 +102,7 @@ def test_a_refused_load_may_be_repeated(tmp_path: Path) -> None:
     broken = MODEL.write(tmp_path / "broken", {"model.layers.2.mlp.experts.8.up_proj.weight": None})
     whole = MODEL.write(tmp_path / "whole")
     settings = LoadSettings(calibrate_kernels=False)
-    host = ExpertHost(Placement(-1, 2, ()), lambda *_: None, lambda: None, settings)
+    host = ExpertHost(ThreadPlacement(-1, 2, ()), lambda *_: None, lambda: None, settings)
     with pytest.raises(CheckpointError):
         host.load(SliceRequest(str(broken)))
     assert host.load(SliceRequest(str(whole))).weight_format == "float32"

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expert_service.host import ExpertHost, LoadSettings
-from expert_service.placement import Placement
+from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.expert_slices import SliceRequest
@@ -52,7 +51,7 @@ def make(models: Models, name: str) -> QuantisedModel:
 
 def host_of(directory: Path, **request: str) -> ExpertHost:
     settings = LoadSettings(calibrate_kernels=False)
-    host = ExpertHost(Placement(-1, 1, ()), lambda *_: None, lambda: None, settings)
+    host = ExpertHost(ThreadPlacement(-1, 1, ()), lambda *_: None, lambda: None, settings)
     host.load(SliceRequest(str(directory), **request))  # type: ignore[arg-type]
     return host
 

@@ -24,7 +24,7 @@ from gpu_service.server import EngineServicer, Service
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from gpu_service.validation import Bounds
 from moebius.app import cli
-from moebius.placement.statistics import ExpertStatistics
+from moebius.placement import ExpertStatistics
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 from tests.equality.test_engine_real_model import config_for

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expert_service.host import ExpertHost, LoadSettings
-from expert_service.placement import Placement
-from moebius.app.planning.expert_bytes import packed_expert, stored_experts
+from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
+from moebius.app.planning.memory import packed_expert, stored_experts
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import PlacementConfig
 from moebius.expert_slices import SliceRequest
-from moebius.placement.make import make_placement
+from moebius.placement import make_placement
 from tests.helpers.checkpoints import TinyMoe
 
 EXPERTS = 24
@@ -30,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def host_of(model: Path, placement: dict[str, Any], **request: Any) -> ExpertHost:
     """A server in this process that has loaded its share."""
     settings = LoadSettings(calibrate_kernels=False)
-    host = ExpertHost(Placement(-1, 2, ()), lambda *_: None, lambda: None, settings)
+    host = ExpertHost(ThreadPlacement(-1, 2, ()), lambda *_: None, lambda: None, settings)
     host.load(SliceRequest(str(model), placement=PlacementConfig(**placement), **request))
     return host
 

@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from gateway.schemas.chat import ChatCompletionRequest
-from gateway.schemas.completions import CompletionRequest
-from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest
-from gateway.schemas.unsupported import NEUTRAL_VALUES
+from gateway.schemas.common import NEUTRAL_VALUES
+from gateway.schemas.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from tests.helpers.fake_engine import MODEL, FakeEngine, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import BOS, EOS, byte_level_tokenizer, write_tokenizer

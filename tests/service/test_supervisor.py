@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from moebius.app.supervisor.health import Plan
 from moebius.app.supervisor.runfile import RunDirectory
-from moebius.app.supervisor.spec import Plan
 from moebius.app.supervisor.supervisor import Supervisor
 from moebius.errors import ProcessFailed, StartupError
 from tests.helpers.fake_programs import (

@@ -12,10 +12,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from moebius.app.supervisor import process as process_module
-from moebius.app.supervisor import restart_group
-from moebius.app.supervisor.probes import Liveness
+from moebius.app.supervisor import supervisor as supervisor_module
+from moebius.app.supervisor.health import Liveness, ProcessSpec
 from moebius.app.supervisor.process import USER_ERRORS_ALLOWED, ManagedProcess
-from moebius.app.supervisor.spec import ProcessSpec
 from moebius.app.supervisor.supervisor import Supervisor
 from moebius.errors import USER_ERROR_EXIT, StartupError
 from tests.helpers.fake_programs import OBEDIENT, QUICK, FileProbe, plan, spec, wait_until
@@ -101,7 +100,7 @@ def test_a_stopped_process_is_replaced_and_named(tmp_path: Path) -> None:
 
 def test_a_stopped_rank_is_replaced_with_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that answers nobody is seen to be stopped; the whole group starts again."""
-    monkeypatch.setattr(restart_group, "GROUP_GRACE_S", 0.2)
+    monkeypatch.setattr(supervisor_module, "GROUP_GRACE_S", 0.2)
     ranks = [replace(spec(name, OBEDIENT, tmp_path), group="ranks") for name in ("gpu", "gpu-1")]
     ranks[0] = replace(ranks[0], probe=FileProbe(tmp_path / "gpu-1"))
     with Supervisor(plan(tmp_path, *ranks), HASTY) as supervisor:

@@ -15,8 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from moebius.app.supervisor import runfile
-from moebius.app.supervisor.runfile import RunDirectory, clean_up_stale, start_ticks
-from moebius.app.supervisor.state_directory import own_state_directory
+from moebius.app.supervisor.runfile import RunDirectory, clean_up_stale, own_state_directory, start_ticks
 from moebius.app.supervisor.supervisor import Supervisor
 from moebius.errors import StartupError
 from tests.helpers.fake_programs import OBEDIENT, QUICK, alive, plan, spec, wait_until

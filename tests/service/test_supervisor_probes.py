@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from moebius.app.supervisor.probes import GrpcProbe, HttpProbe
+from moebius.app.supervisor.health import GrpcProbe, HttpProbe
 from moebius.app.supervisor.process import CHILD_PROGRAM
 from moebius.app.supervisor.supervisor import Supervisor
 from tests.helpers.fake_programs import QUICK, plan, spec

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.supervisor import restart_group
-from moebius.app.supervisor.spec import ProcessSpec
+from moebius.app.supervisor import supervisor as supervisor_module
+from moebius.app.supervisor.health import ProcessSpec
 from moebius.app.supervisor.supervisor import Supervisor
 from moebius.errors import PEER_LOST_EXIT, StartupError
 from tests.helpers.fake_programs import OBEDIENT, QUICK, FileProbe, plan, spec
@@ -75,7 +75,7 @@ def test_one_rank_killed_restarts_all_of_them(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_notice_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the grace the survivors of a dead rank are ended, so that the group can start."""
-    monkeypatch.setattr(restart_group, "GROUP_GRACE_S", 0.2)
+    monkeypatch.setattr(supervisor_module, "GROUP_GRACE_S", 0.2)
     ranks = [replace(spec(name, OBEDIENT, tmp_path), group="ranks") for name in ("gpu", "gpu-1")]
     with Supervisor(plan(tmp_path, *ranks), QUICK) as supervisor:
         assert supervisor.wait_ready()

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moebius.app import cli
-from moebius.app.verify import packed_experts, staged_model
-from moebius.app.verify.result import Thresholds, VerifyResult
-from moebius.app.verify.run import VerifyOptions, verify_model
-from moebius.app.verify.tokens import read_tokens
+from moebius.app.verify import experts as verify_experts
+from moebius.app.verify import staged_model
+from moebius.app.verify.report import Thresholds, VerifyResult
+from moebius.app.verify.run import VerifyOptions, read_tokens, verify_model
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from tests.helpers.gguf_models import make_gguf
@@ -262,7 +262,7 @@ def test_one_layer_is_in_memory_at_a_time(
 
         return wrapper
 
-    monkeypatch.setattr(packed_experts, "make_engine", counted("experts", packed_experts.make_engine))
+    monkeypatch.setattr(verify_experts, "make_engine", counted("experts", verify_experts.make_engine))
     monkeypatch.setattr(staged_model, "build_model", counted("dense", staged_model.build_model))
     directory, _ = models("deepseek_v3")
     copy = directory.parent / "copy"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moebius.app.bench.decode import StreamTimes, quantile, run
-from moebius.app.bench.memory import read_bandwidth
-from moebius.app.bench.weights import WeightBytes
+from moebius.app.bench.engine.bounds import WeightBytes
+from moebius.app.bench.limits import read_bandwidth
 from moebius.errors import UserError
 from tests.helpers.sse_server import scripted_server, text_event, usage_event
 

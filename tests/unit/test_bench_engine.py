@@ -7,13 +7,11 @@ from typing import cast
 
 import pytest
 
-from moebius.app.bench.engine.bounds import Bandwidths, StepTraffic, bound_of, expected_distinct
-from moebius.app.bench.engine.drive import Streams, TokenEvent
+from moebius.app.bench.engine.bounds import Bandwidths, StepTraffic, WeightBytes, bound_of, expected_distinct
+from moebius.app.bench.engine.drive import Streams, TokenEvent, decode_window
 from moebius.app.bench.engine.measure import Setting, random_prompts, touched
 from moebius.app.bench.engine.run import EngineBenchOptions, with_room
 from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
-from moebius.app.bench.engine.window import decode_window
-from moebius.app.bench.weights import WeightBytes
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config

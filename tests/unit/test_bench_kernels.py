@@ -15,9 +15,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from moebius.app.bench import kernels, kernels_limits, kernels_routing
-from moebius.app.bench.kernels import KernelsOptions
-from moebius.app.bench.kernels_limits import BandwidthLimit, PeakLimit, ReadPattern
+from moebius.app.bench import kernels, kernels_inputs, limits
+from moebius.app.bench.kernels import TABLE, KernelsOptions, Measured, compare
+from moebius.app.bench.kernels_inputs import (
+    SHAPES,
+    ExpertShape,
+    WorkingSet,
+    parse_counts,
+    parse_shape,
+    parse_shapes,
+    plan_working_set,
+)
 from moebius.app.bench.kernels_measure import (
     EngineSetting,
     Times,
@@ -26,9 +34,7 @@ from moebius.app.bench.kernels_measure import (
     kernel_names,
     measure,
 )
-from moebius.app.bench.kernels_rows import TABLE, Measured, compare
-from moebius.app.bench.kernels_shapes import SHAPES, ExpertShape, parse_counts, parse_shape, parse_shapes
-from moebius.app.bench.kernels_working_set import WorkingSet, plan_working_set
+from moebius.app.bench.limits import BandwidthLimit, PeakLimit, ReadPattern
 from moebius.app.commands.bench import app
 from moebius.errors import UserError
 
@@ -70,7 +76,7 @@ def test_operations_are_two_per_weight_and_pair() -> None:
 
 @pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 4, 2), (50, 16, 8), (7, 3, 3)])
 def test_uniform_routing_chooses_distinct_experts(rows: int, experts: int, top_k: int) -> None:
-    routing = kernels_routing.uniform(rows, experts, top_k, np.random.default_rng(1))
+    routing = kernels_inputs.uniform(rows, experts, top_k, np.random.default_rng(1))
     assert routing.topk_ids.shape == routing.topk_weights.shape == (rows, top_k)
     assert (routing.topk_ids.dtype, routing.topk_weights.dtype) == (np.int32, np.float32)
     assert all(len(set(row)) == top_k for row in routing.topk_ids)
@@ -81,7 +87,7 @@ def test_uniform_routing_chooses_distinct_experts(rows: int, experts: int, top_k
 
 def test_uniform_routing_is_uniform() -> None:
     """4000 rows of 4 out of 16: each expert about 1000 times (standard deviation 27)."""
-    routing = kernels_routing.uniform(4000, 16, 4, np.random.default_rng(2))
+    routing = kernels_inputs.uniform(4000, 16, 4, np.random.default_rng(2))
     counts = np.bincount(routing.topk_ids.ravel(), minlength=16)
     assert abs(counts - 1000).max() < 5 * 28
 
@@ -89,7 +95,7 @@ def test_uniform_routing_is_uniform() -> None:
 @pytest.mark.parametrize(("count", "experts", "top_k"), [(64, 16, 8), (3, 5, 2), (1, 4, 4), (7, 7, 3)])
 def test_exact_routing_gives_every_expert_the_same(count: int, experts: int, top_k: int) -> None:
     """Exactly `count` rows each, never one expert twice in a row."""
-    routing = kernels_routing.exact(count, experts, top_k, np.random.default_rng(3))
+    routing = kernels_inputs.exact(count, experts, top_k, np.random.default_rng(3))
     chosen = routing.topk_ids[routing.topk_ids >= 0]
     assert np.bincount(chosen, minlength=experts).tolist() == [count] * experts
     for row in routing.topk_ids:
@@ -134,13 +140,13 @@ def test_working_set_asked_for() -> None:
 
 def test_every_promised_pattern_is_tried() -> None:
     """Contiguous slices and 16, 64, 256 KiB blocks, four distances, three hints, both page sizes."""
-    big = kernels_limits.patterns(huge_pages=True)
+    big = limits.patterns(huge_pages=True)
     orders, distances, hints = (0, 16384, 65536, 262144), (1024, 2048, 4096), ("t0", "t1", "nta")
     assert {(p.block_bytes, p.prefetch_bytes, p.hint) for p in big if p.prefetch_bytes} == set(
         itertools.product(orders, distances, hints)
     )
     assert {p.block_bytes for p in big if not p.prefetch_bytes} == set(orders)
-    small = kernels_limits.patterns(huge_pages=False)
+    small = limits.patterns(huge_pages=False)
     assert {p.block_bytes for p in small} == set(orders)
     assert not any(p.huge_pages for p in small)
 
@@ -166,9 +172,9 @@ def test_peak_of_the_best_unit() -> None:
     assert peak.best("float32") == (2e9, "f")
     _, old = _limits(1.0, {"f": ("float32", 2e9), "i": ("int8", 1e9)})
     assert old.best("bfloat16") == old.best("int8") == (2e9, "f")
-    assert kernels_limits.row_type_of("int8_w8a8") == "int8"
-    assert kernels_limits.row_type_of("float32") == "float32"
-    assert kernels_limits.row_type_of("int4_g32") == kernels_limits.row_type_of("bfloat16") == "bfloat16"
+    assert limits.row_type_of("int8_w8a8") == "int8"
+    assert limits.row_type_of("float32") == "float32"
+    assert limits.row_type_of("int4_g32") == limits.row_type_of("bfloat16") == "bfloat16"
 
 
 def _measured(seconds: tuple[float, ...], pairs: float) -> Measured:
@@ -208,7 +214,7 @@ def test_refresh_only_raises_the_limit() -> None:
         asked.append(cast(int, pattern["block_bytes"]))
         return 4e5
 
-    bandwidth._probe = cast(kernels_limits._kernels.BandwidthProbe, SimpleNamespace(measure=slower))
+    bandwidth._probe = cast(limits._kernels.BandwidthProbe, SimpleNamespace(measure=slower))
     bandwidth.refresh()
     assert set(asked) == {0, 65536}
     asked.clear()
@@ -224,22 +230,22 @@ def test_caches_are_counted_once(tmp_path: Path) -> None:
         directory.mkdir(parents=True)
         (directory / "size").write_text("2048K\n")
         (directory / "shared_cpu_list").write_text(shared + "\n")
-    assert kernels_limits.cache_bytes([0, 1], tmp_path) == 2 * MIB
-    assert kernels_limits.cache_bytes([0, 1, 2], tmp_path) == 4 * MIB
-    assert kernels_limits.cache_bytes([7], tmp_path) == 0
+    assert limits.cache_bytes([0, 1], tmp_path) == 2 * MIB
+    assert limits.cache_bytes([0, 1, 2], tmp_path) == 4 * MIB
+    assert limits.cache_bytes([7], tmp_path) == 0
 
 
 def test_probe_is_larger_than_the_cache() -> None:
-    assert kernels_limits.probe_bytes(cache=100 * MIB, memory=64 << 30) == 800 * MIB
-    assert kernels_limits.probe_bytes(cache=0, memory=64 << 30) == 512 * MIB
-    assert kernels_limits.probe_bytes(cache=1 << 30, memory=8 << 30) == 1 << 30
+    assert limits.probe_bytes(cache=100 * MIB, memory=64 << 30) == 800 * MIB
+    assert limits.probe_bytes(cache=0, memory=64 << 30) == 512 * MIB
+    assert limits.probe_bytes(cache=1 << 30, memory=8 << 30) == 1 << 30
 
 
 @pytest.fixture
 def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits over 8 MiB, as this test does not report them."""
     monkeypatch.setattr(kernels, "probe_bytes", lambda cache, memory: 8 * MIB)
-    monkeypatch.setattr(kernels_limits, "PEAK_SECONDS", 0.005)
+    monkeypatch.setattr(limits, "PEAK_SECONDS", 0.005)
     monkeypatch.setattr(kernels, "cache_bytes", lambda cpus: 1000)
 
 

@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from expert_service.load_plan import plan_load
-from moebius.app.bench.load import LoadOptions, run
-from moebius.app.bench.load_checkpoint import FORMATS, LoadShape, parse_shape, write_checkpoint
-from moebius.app.bench.load_limits import read_speed
+from expert_service.loader import plan_load
+from moebius.app.bench.load import (
+    FORMATS,
+    LoadOptions,
+    LoadShape,
+    parse_shape,
+    read_speed,
+    run,
+    write_checkpoint,
+)
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
 

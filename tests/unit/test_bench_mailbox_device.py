@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from moebius import _kernels
-from moebius.app.bench.mailbox_device.rows import TABLE, make_row, parse_numbers, parse_signals
+from moebius.app.bench.mailbox_device import TABLE, make_row, parse_numbers, parse_signals
 from moebius.app.cli import app
 from moebius.errors import UserError
 from tests.helpers.mailbox import Call, geometry, new_mailbox, served_mailbox

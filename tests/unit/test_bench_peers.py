@@ -14,10 +14,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from moebius.app.bench.kernels_inputs import ExpertShape, Routing, WorkingSet
 from moebius.app.bench.kernels_measure import Times
-from moebius.app.bench.kernels_routing import Routing
-from moebius.app.bench.kernels_shapes import ExpertShape
-from moebius.app.bench.kernels_working_set import WorkingSet
 
 PEERS = Path(__file__).resolve().parents[2] / "bench" / "peers"
 TINY = ExpertShape("64x32x4x2", 64, 32, 4, 2)

@@ -16,8 +16,7 @@ from moebius.app.bench.placement import CurvePoint, PlacementOptions, check, pla
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.placement.make import make_placement
-from moebius.placement.statistics import ExpertStatistics
+from moebius.placement import ExpertStatistics, make_placement
 
 GEOMETRY = MoeGeometry("qwen3_moe", 8, 2, (0, 1), 4, 2, 4, "silu", "bfloat16")
 

@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from moebius.app.bench.steps.report import StepsReport, summarise, table
-from moebius.app.bench.steps.trace import busy_intervals, graph_runs, load_trace, read_events
+from moebius.app.bench.steps import (
+    StepsReport,
+    busy_intervals,
+    graph_runs,
+    load_trace,
+    read_events,
+    summarise,
+    table,
+)
 from moebius.errors import UserError
 
 STEP_US = 1000.0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expert_service.load_plan import plan_load
+from expert_service.loader import plan_load
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
 from moebius.checkpoint.moe_config import MoeGeometry

@@ -12,9 +12,9 @@ import pytest
 
 from moebius.app import cli
 from moebius.app.commands.serve import examples
-from moebius.app.commands.topology import cpu_ranges
 from moebius.config import MoebiusConfig
-from moebius.config_leaves import leaves
+from moebius.config_loader import leaves
+from moebius.topology import format_cpu_list
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -208,4 +208,4 @@ def test_examples_name_the_real_server() -> None:
 )
 def test_cpu_ranges(cpus: tuple[int, ...], text: str) -> None:
     """CPU lists are printed in the notation of sysfs."""
-    assert cpu_ranges(cpus) == text
+    assert format_cpu_list(cpus) == text

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from moebius.config import MoebiusConfig
-from moebius.config_leaves import leaves
-from moebius.config_loader import effective_config, load_config, printable_config
+from moebius.config_loader import effective_config, leaves, load_config, printable_config
 from moebius.errors import ConfigError
 
 

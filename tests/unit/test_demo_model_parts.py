@@ -11,16 +11,16 @@ import torch
 from safetensors import safe_open
 
 from moebius.app.demo_model import DemoModelError, recipe
-from moebius.app.demo_model.convert import unpermute_rotary
-from moebius.app.demo_model.fetch import sha256_file
-from moebius.app.demo_model.shards import (
+from moebius.app.demo_model.convert import (
+    ExpertSplit,
     bfloat16_tensor,
     float32_tensor,
     to_bfloat16_bits,
+    unpermute_rotary,
     write_index,
     write_shard,
 )
-from moebius.app.demo_model.sources import ExpertSplit
+from moebius.app.demo_model.download import sha256_file
 
 
 def test_bfloat16_rounding_equals_torch() -> None:

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from moebius import expert_identity as identities
+from moebius import expert_slices as identities
 from moebius.app import cli
 from moebius.checkpoint.index import CheckpointIndex
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import PlacementConfig
 from moebius.errors import WRONG_IDENTITY_EXIT, WrongIdentity
-from moebius.expert_identity import checkpoint_fingerprint, expert_identity, identity_part
-from moebius.expert_slices import SliceRequest
+from moebius.expert_slices import SliceRequest, checkpoint_fingerprint, expert_identity, identity_part
 from tests.helpers.checkpoints import TinyMoe
 
 

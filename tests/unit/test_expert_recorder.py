@@ -13,7 +13,7 @@ from gpu_service.device.stream import HostDeviceStream
 from gpu_service.expert_recorder import ExpertRecorder
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
-from moebius.placement.statistics import ExpertStatistics
+from moebius.placement import ExpertStatistics
 
 GEOMETRY = MoeGeometry("qwen3_moe", 48, 6, (1, 2, 4), 7, 3, 20, "silu", "float32")
 MAX_ROWS = 9

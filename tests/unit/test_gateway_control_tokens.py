@@ -12,8 +12,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.control_tokens import ControlTokens
-from gateway.text.conversation import Conversation, mark_text, render_prompt
+from gateway.text.conversation import ControlTokens, Conversation, mark_text, render_prompt
 from gateway.text.tokenizer import Tokenizer as ServedTokenizer
 from tests.helpers.tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS, byte_level_tokenizer, metaspace_tokenizer
 

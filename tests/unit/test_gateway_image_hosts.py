@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway import image_hosts
-from gateway.image_hosts import ImageRefused, from_host, is_public
+from gateway import images as images_module
+from gateway.images import ImageRefused, from_host, is_public
 from moebius.config import ImageConfig
 
 INSIDE = (
@@ -30,7 +30,7 @@ def test_addresses_inside_are_not_public() -> None:
 
 
 class Web:
-    """Answers requests by script, and names by a list; replaces the network of `gateway.image_hosts`."""
+    """Answers requests by script, and names by a list; replaces the network of `gateway.images`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> None:
         self.answers = list(answers)
@@ -38,7 +38,7 @@ class Web:
         self.handle: Callable[[httpx.Request], httpx.Response] = lambda request: httpx.Response(200)
         transport = httpx.MockTransport(self._respond)
         monkeypatch.setattr(
-            image_hosts, "make_client", lambda _config: httpx.AsyncClient(transport=transport)
+            images_module, "make_client", lambda _config: httpx.AsyncClient(transport=transport)
         )
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._resolve, raising=False)
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from gateway.errors import ApiError
-from gateway.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
-from gateway.output import Delta, OutputRules, OutputState
+from gateway.output import Delta, OutputRules, OutputState, TokenLogprob, chat_logprobs, completion_logprobs
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2 as pb
 from tests.helpers.tiny_tokenizer import EOS, byte_level_tokenizer

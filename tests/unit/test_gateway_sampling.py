@@ -7,8 +7,8 @@ import pytest
 
 from gateway.errors import ApiError, from_grpc
 from gateway.model import ServedModel
-from gateway.sampling import build_sampling_params, check_prompt, output_limit
-from gateway.schemas.completions import CompletionRequest
+from gateway.prompts.jobs import build_sampling_params, check_prompt, output_limit
+from gateway.schemas.requests import CompletionRequest
 from gateway.text.tokenizer import Tokenizer
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer
 

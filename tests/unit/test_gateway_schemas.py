@@ -9,10 +9,9 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel, ValidationError
 
-from gateway.schemas.chat import ChatCompletionRequest
-from gateway.schemas.completions import CompletionRequest
-from gateway.schemas.unsupported import NEUTRAL_VALUES
-from gateway.validation import describe_validation_error
+from gateway.errors import describe_validation_error
+from gateway.schemas.common import NEUTRAL_VALUES
+from gateway.schemas.requests import ChatCompletionRequest, CompletionRequest
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}

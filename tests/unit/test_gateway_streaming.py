@@ -11,8 +11,8 @@ import pytest
 from gateway.admission import Admission
 from gateway.errors import ApiError
 from gateway.generation import merge
-from gateway.metrics import GatewayMetrics
 from gateway.streaming import KEEP_ALIVE, event, keep_alive
+from gateway.telemetry import GatewayMetrics
 
 
 class Source:

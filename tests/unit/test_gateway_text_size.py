@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from gateway.text.text_size import TextSize
+from gateway.text.tokenizer import TextSize
 from gateway.text.tokenizer import Tokenizer as ServedTokenizer
 from tests.helpers.tiny_tokenizer import EOS, byte_level_tokenizer, metaspace_tokenizer
 

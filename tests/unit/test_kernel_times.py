@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from expert_service.host import ExpertHost, LoadSettings
-from expert_service.placement import Placement
+from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
 from moebius.app.planning.hardware import HardwareOptions
 from moebius.expert_slices import SliceRequest
 from moebius.kernel_times import (
@@ -87,11 +86,11 @@ def test_a_server_keeps_what_it_measured_for_the_planner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After loading with `calibrate_kernels` the file has this host's times; the planner finds them there."""
-    from moebius.app.planning.detect import hardware
+    from moebius.app.planning.hardware import hardware
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = QuantisedMoe("bfloat16").write(tmp_path / "model")
-    host = ExpertHost(Placement(-1, 2, ()), lambda *_: None, lambda: None, LoadSettings())
+    host = ExpertHost(ThreadPlacement(-1, 2, ()), lambda *_: None, lambda: None, LoadSettings())
     host.load(SliceRequest(model_path=str(model)))
     found = read_times(times_file())
     assert found

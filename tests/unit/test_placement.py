@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import PlacementConfig
 from moebius.errors import UserError
-from moebius.placement.layer_ranges import format_layers, parse_layers
-from moebius.placement.make import make_placement
-from moebius.placement.placement import Placement
-from moebius.placement.statistics import ExpertStatistics
-from moebius.placement.strategies import spread
+from moebius.placement import ExpertStatistics, Placement, format_layers, make_placement, parse_layers, spread
 
 STATIC = ("uniform", "front-loading", "random")
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from expert_service.host import ExpertHost, LoadSettings
-from expert_service.placement import Placement
+from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
 from gpu_service.assembly.forecast import Forecast
 from gpu_service.assembly.kv_memory import SharedKvMemory, cache_shape
 from gpu_service.assembly.rank_plan import make_kv_memory
@@ -31,9 +30,8 @@ from gpu_service.memory.plan import (
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model
 from gpu_service.parallel.group import SoloGroup
-from moebius.app.planning.components import expert_servers
-from moebius.app.planning.expert_bytes import arena_bytes, server_bytes, stored_experts
-from moebius.app.planning.gpu_table import GPU_MODELS
+from moebius.app.planning.hardware import GPU_MODELS
+from moebius.app.planning.memory import arena_bytes, expert_servers, server_bytes, stored_experts
 from moebius.app.planning.planner import Planner
 from moebius.app.random_model.shapes import parse_shape
 from moebius.checkpoint.errors import CheckpointError
@@ -57,7 +55,7 @@ DENSE_MODELS = ("deepseek_v3", "gpt_oss_no_bias_tied", "qwen3_moe", "qwen3_next"
 def packed_bytes(model: Path, index: int, **request: Any) -> int:
     """What a real expert server in this process has mapped."""
     quiet = LoadSettings(calibrate_kernels=False, max_requantise_error=9.0)
-    host = ExpertHost(Placement(-1, 1, ()), lambda *_: None, lambda: None, quiet)
+    host = ExpertHost(ThreadPlacement(-1, 1, ()), lambda *_: None, lambda: None, quiet)
     return host.load(SliceRequest(str(model), split_index=index, **request)).engine.packed_bytes
 
 

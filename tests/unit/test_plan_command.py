@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from moebius.app import cli
-from moebius.app.planning.detect import gpu_names
-from moebius.app.planning.detect import hardware as detect
-from moebius.app.planning.gpu_table import GPU_MODELS, parse_gpus
-from moebius.app.planning.hardware import HardwareOptions
+from moebius.app.planning.hardware import GPU_MODELS, HardwareOptions, gpu_names, parse_gpus
+from moebius.app.planning.hardware import hardware as detect
 from moebius.app.random_model.shapes import parse_shape
 from moebius.errors import UserError
 from moebius.kernel_times import PanelTimes, this_host, times_file, write_times

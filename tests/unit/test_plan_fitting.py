@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from moebius.app.planning.capacity import CapacityPlan, Wish
-from moebius.app.planning.gpu_table import GPU_MODELS
-from moebius.app.planning.make import make_plan
-from moebius.app.planning.refusal import DoesNotFit
+from moebius.app.planning.capacity import CapacityPlan, DoesNotFit, Wish
+from moebius.app.planning.hardware import GPU_MODELS
+from moebius.app.planning.planner import make_plan
 from tests.helpers.plan_models import GIB, hardware, settings, write_headers
 from tests.helpers.published_checkpoints import Published
 

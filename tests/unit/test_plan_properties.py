@@ -10,12 +10,10 @@ from hypothesis import assume, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from moebius.app.planning.capacity import CapacityPlan, Wish
-from moebius.app.planning.components import RAM
-from moebius.app.planning.gpu_table import GPU_MODELS
-from moebius.app.planning.hardware import Hardware
+from moebius.app.planning.capacity import CapacityPlan, DoesNotFit, Wish
+from moebius.app.planning.hardware import GPU_MODELS, Hardware
+from moebius.app.planning.memory import RAM
 from moebius.app.planning.planner import Planner
-from moebius.app.planning.refusal import DoesNotFit
 from moebius.app.random_model.shapes import parse_shape
 from tests.helpers.plan_models import GIB, hardware, settings, write_config
 

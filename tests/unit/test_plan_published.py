@@ -10,7 +10,7 @@ import pytest
 from gpu_service.assembly.forecast import Forecast
 from gpu_service.loader.names import wanted_name
 from gpu_service.parallel.context import SOLO
-from moebius.app.planning.expert_bytes import stored_experts
+from moebius.app.planning.memory import stored_experts
 from moebius.checkpoint.index import CheckpointIndex
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.rules import is_routed_expert

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from expert_service.load_plan import plan_load
+from expert_service.loader import plan_load
 from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig
 from gpu_service.models.registry import build_model

@@ -12,12 +12,9 @@ import pytest
 
 from gpu_service.assembly.forecast import Forecast
 from gpu_service.memory.plan import RESIDENT
-from moebius.app.planning.capacity import Wish
-from moebius.app.planning.components import RAM
-from moebius.app.planning.expert_bytes import stored_experts
-from moebius.app.planning.make import make_plan
-from moebius.app.planning.planner import Planner
-from moebius.app.planning.refusal import DoesNotFit
+from moebius.app.planning.capacity import DoesNotFit, Wish
+from moebius.app.planning.memory import RAM, stored_experts
+from moebius.app.planning.planner import Planner, make_plan
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
 from tests.helpers.plan_models import GIB, PUBLISHED, hardware, settings, write_config, write_headers

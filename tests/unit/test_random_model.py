@@ -14,17 +14,19 @@ import torch
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.layers.moe import Router
 from moebius.app.random_model import RandomModelOptions, write_random_model
-from moebius.app.random_model.draws import (
+from moebius.app.random_model.build import write_tokenizer
+from moebius.app.random_model.values import (
     FLOAT8_STD,
+    FORMATS,
     INT4_STD,
     bfloat16_normal,
+    fitted_biases,
     float8_normal,
     generator,
     int4_words,
+    parse_skew,
+    wanted_shares,
 )
-from moebius.app.random_model.formats import FORMATS
-from moebius.app.random_model.router import fitted_biases, parse_skew, wanted_shares
-from moebius.app.random_model.tokenizer import write_tokenizer
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
 from tests.helpers.paged_runner import PagedRunner, load_runner

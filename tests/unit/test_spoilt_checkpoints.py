@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expert_service.load_plan import plan_load
+from expert_service.loader import plan_load
 from gpu_service.loader.load import load_weights
 from gpu_service.model_config import ModelConfig, ModelConfigError
 from gpu_service.models.registry import build_model

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moebius.app.supervisor.cpus import place_experts
+from moebius.app.supervisor.placement import place_experts
 
 
 def test_one_server_per_socket() -> None:

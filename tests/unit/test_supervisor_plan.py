@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from moebius.app.supervisor.health import GrpcProbe, HttpProbe, MailboxLiveness
 from moebius.app.supervisor.plan import ServePlan, make_plan
-from moebius.app.supervisor.probes import GrpcProbe, HttpProbe, MailboxLiveness
-from moebius.app.supervisor.state_directory import write_private
+from moebius.app.supervisor.runfile import write_private
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.supervisor.gpus import Gpu, find_gpus
-from moebius.app.supervisor.ranks import place_ranks
+from moebius.app.supervisor.placement import Gpu, find_gpus, place_ranks
 from moebius.config import GpuConfig, MoebiusConfig, ParallelConfig
 from moebius.errors import ConfigError
 from tests.unit.test_supervisor_plan import model, planned

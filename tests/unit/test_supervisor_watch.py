@@ -14,11 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.supervisor import watch
-from moebius.app.supervisor.activity import Activity, read_activity
-from moebius.app.supervisor.probes import GrpcProbe, Liveness, MailboxLiveness, Probe
-from moebius.app.supervisor.spec import ProcessSpec
-from moebius.app.supervisor.watch import BUSY_FACTOR, Silence, Watch
+from moebius.app.supervisor import health
+from moebius.app.supervisor.health import (
+    BUSY_FACTOR,
+    Activity,
+    GrpcProbe,
+    Liveness,
+    MailboxLiveness,
+    Probe,
+    ProcessSpec,
+    Silence,
+    Watch,
+    read_activity,
+)
 from moebius.mailbox import EchoBackend, Mailbox, MailboxGeometry, MailboxServer
 from tests.helpers.fake_programs import wait_until
 
@@ -59,8 +67,8 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Replaces clock and kernel for `Watch`."""
     made = World()
-    monkeypatch.setattr(watch, "time", made)
-    monkeypatch.setattr(watch, "read_activity", lambda pid: made.activity)
+    monkeypatch.setattr(health, "time", made)
+    monkeypatch.setattr(health, "read_activity", lambda pid: made.activity)
     return made
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gpu_service.verify.errors import TokenScores, perplexity, relative_error, score
-from moebius.app.verify.layer_errors import gain, routing_agreement
-from moebius.app.verify.tokens import BUNDLED_TEXT, read_tokens
+from moebius.app.verify.experts import gain, routing_agreement
+from moebius.app.verify.run import BUNDLED_TEXT, read_tokens
 from moebius.errors import UserError
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 

@@ -28,8 +28,7 @@ from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError, brief
-from moebius.placement.make import make_placement
-from moebius.placement.placement import Placement
+from moebius.placement import Placement, make_placement
 
 _log = structlog.get_logger(__name__)
 _MAX_THREADS = 16

@@ -13,8 +13,7 @@ from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
-from moebius.expert_dtype import REQUANTISED
-from moebius.expert_slices import rank_neurons
+from moebius.expert_slices import REQUANTISED, rank_neurons
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moebius.app.bench.memory import read_bandwidth
+from moebius.app.bench.engine.bounds import WeightBytes
+from moebius.app.bench.limits import read_bandwidth
 from moebius.app.bench.output import BenchTable, Column, or_dash, write_json
-from moebius.app.bench.weights import WeightBytes
 from moebius.app.client import ApiClient
 from moebius.errors import UserError
 

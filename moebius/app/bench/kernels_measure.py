@@ -13,9 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moebius import _kernels
-from moebius.app.bench import kernels_routing as routing
-from moebius.app.bench.kernels_shapes import ExpertShape
-from moebius.app.bench.kernels_working_set import WorkingSet
+from moebius.app.bench.kernels_inputs import ExpertShape, Routing, WorkingSet, exact, uniform
 from moebius.errors import UserError
 from moebius.kernels import ExpertEngine, Isa
 
@@ -103,12 +101,10 @@ def on_cpu(cpu: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def calls_of(
-    rows: int, shape: ExpertShape, held: WorkingSet, exact_rows_per_expert: bool
-) -> list[routing.Routing]:
+def calls_of(rows: int, shape: ExpertShape, held: WorkingSet, exact_rows_per_expert: bool) -> list[Routing]:
     """Different choices of experts, the same in every run; `rows` is per call, or per expert."""
     random = np.random.default_rng(SEED)
-    deal = routing.exact if exact_rows_per_expert else routing.uniform
+    deal = exact if exact_rows_per_expert else uniform
     # Large calls touch every expert anyway.
     touches_all = exact_rows_per_expert or rows * shape.top_k >= 16 * held.num_experts
     return [deal(rows, held.num_experts, shape.top_k, random) for _ in range(3 if touches_all else ROUTINGS)]
@@ -123,7 +119,7 @@ def random_hidden_states(rows: int, hidden_size: int) -> NDArray[np.uint16]:
 def measure(
     engine: ExpertEngine,
     layers: int,
-    calls: Sequence[routing.Routing],
+    calls: Sequence[Routing],
     seconds: float,
     between: Callable[[], float] | None = None,
 ) -> Times:

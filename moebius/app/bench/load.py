@@ -3,21 +3,33 @@
 The checkpoint is synthetic and lies in tmpfs, so that no disk is measured. Beside each load stand the speeds
 at which the same files can merely be read with as many threads. Every pass is a process of its own: peak
 resident size is part of the result, and memory that a process has used before is cheaper than fresh memory.
+
+Of merely reading there are two. "reused": every thread reads into a small buffer of its own, again and
+again; the bytes are gone afterwards. "kept": into fresh memory that holds all of the file, as any loader
+has to; the kernel then also clears and maps that memory.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import itertools
 import json
+import math
+import mmap
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from moebius.app.bench.load_checkpoint import FORMATS, LoadShape, write_checkpoint
-from moebius.app.bench.load_limits import read_speed
+import numpy as np
+from numpy.typing import NDArray
+
 from moebius.app.bench.output import BenchTable, Column, write_json
 from moebius.errors import UserError
 from moebius.topology import Topology
@@ -182,17 +194,15 @@ def read_worker(arguments: list[str]) -> None:
 
 def worker(arguments: list[str]) -> None:
     """Loads once and prints `LoadTimes` as JSON. `arguments`: directory, expert_dtype, threads."""
-    from expert_service.host import ExpertHost, LoadSettings
-    from expert_service.placement import Placement
+    from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
     from moebius.config import TelemetryConfig
-    from moebius.expert_dtype import parse_expert_dtype
-    from moebius.expert_slices import SliceRequest
+    from moebius.expert_slices import SliceRequest, parse_expert_dtype
     from moebius.telemetry import configure_logging
 
     configure_logging(TelemetryConfig(log_level="error"), "bench")
     directory, dtype, threads = arguments[0], arguments[1], int(arguments[2])
     settings = LoadSettings(max_requantise_error=1.0, calibrate_kernels=False)
-    host = ExpertHost(Placement(-1, threads, ()), lambda *_: None, lambda: None, settings)
+    host = ExpertHost(ThreadPlacement(-1, threads, ()), lambda *_: None, lambda: None, settings)
     before = peak_resident_bytes()
     cpu_begin = time.process_time()
     loaded = host.load(SliceRequest(directory, weight_dtype=parse_expert_dtype(dtype)))
@@ -212,3 +222,188 @@ def peak_resident_bytes() -> int:
     if found is None:
         raise RuntimeError("/proc/self/status has no VmHWM")
     return int(found[1]) * 1024
+
+
+Array = NDArray[Any]
+# safetensors dtype, array
+Tensor = tuple[str, Array]
+
+
+@dataclass(frozen=True)
+class LoadShape:
+    """Sizes of the synthetic model; filled by the command line."""
+
+    hidden_size: int = 2048
+    intermediate_size: int = 768
+    num_experts: int = 128
+    num_layers: int = 4
+
+    @property
+    def weights_per_layer(self) -> int:
+        """Of all experts."""
+        return 3 * self.hidden_size * self.intermediate_size * self.num_experts
+
+
+def parse_shape(text: str, layers: int) -> LoadShape:
+    """ "HxIxE". Raises UserError."""
+    try:
+        hidden, intermediate, experts = (int(part) for part in text.split("x"))
+    except ValueError:
+        hidden = intermediate = experts = 0
+    if min(hidden, intermediate, experts) < 1:
+        raise UserError(f"--shape: {text!r} is not allowed; allowed: HxIxE, three numbers >= 1")
+    return LoadShape(hidden, intermediate, experts, layers)
+
+
+def _bfloat16(rng: np.random.Generator, rows: int, cols: int) -> dict[str, Tensor]:
+    values = rng.standard_normal((rows, cols), np.float32) / 32
+    return {"weight": ("BF16", (values.view(np.uint32) >> 16).astype(np.uint16))}
+
+
+def _fp8_block(rng: np.random.Generator, rows: int, cols: int) -> dict[str, Tensor]:
+    # Below 0x78 no code is NaN, and magnitudes are spread as exponents are.
+    codes = rng.integers(0, 0x78, (rows, cols), np.uint8) | (rng.integers(0, 2, (rows, cols), np.uint8) << 7)
+    blocks = (math.ceil(rows / 128), math.ceil(cols / 128))
+    scales = rng.uniform(1e-4, 2e-4, blocks).astype(np.float32)
+    return {"weight": ("F8_E4M3", codes), "weight_scale_inv": ("F32", scales)}
+
+
+def _int4(rng: np.random.Generator, rows: int, cols: int) -> dict[str, Tensor]:
+    words = rng.integers(-(2**31), 2**31, (rows, math.ceil(cols / 8)), np.int32)
+    scales = rng.uniform(0.01, 0.02, (rows, math.ceil(cols / 32))).astype(np.float32)
+    return {
+        "weight_packed": ("I32", words),
+        "weight_scale": ("BF16", (scales.view(np.uint32) >> 16).astype(np.uint16)),
+        "weight_shape": ("I64", np.array([rows, cols], np.int64)),
+    }
+
+
+_INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+# Format -> how a matrix is made, and quantization_config.
+FORMATS: Mapping[str, tuple[Callable[[np.random.Generator, int, int], dict[str, Tensor]], Any]] = {
+    "bfloat16": (_bfloat16, None),
+    "fp8_block": (_fp8_block, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "int4_g32": (
+        _int4,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4_WEIGHTS}},
+        },
+    ),
+}
+
+
+def write_checkpoint(directory: Path, shape: LoadShape, name: str) -> int:
+    """Write the checkpoint; bytes of tensors. Experts repeat a few random ones, which no reader can tell."""
+    make, quantization = FORMATS[name]
+    rng = np.random.default_rng(0)
+    wide, tall = (shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size)
+    experts = [
+        {"gate_proj": make(rng, *wide), "up_proj": make(rng, *wide), "down_proj": make(rng, *tall)}
+        for _ in range(3)
+    ]
+    weight_map: dict[str, str] = {}
+    total = 0
+    for layer in range(shape.num_layers):
+        file = f"model-{layer + 1:05d}-of-{shape.num_layers:05d}.safetensors"
+        tensors = dict(_layer_tensors(layer, shape, experts))
+        weight_map |= dict.fromkeys(tensors, file)
+        total += _write_file(directory / file, tensors)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config: dict[str, Any] = {
+        "model_type": "qwen3_moe",
+        "hidden_size": shape.hidden_size,
+        "moe_intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": min(8, shape.num_experts),
+        "torch_dtype": "bfloat16",
+    }
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (directory / "config.json").write_text(json.dumps(config))
+    return total
+
+
+def _layer_tensors(
+    layer: int, shape: LoadShape, experts: list[dict[str, dict[str, Tensor]]]
+) -> Iterator[tuple[str, Tensor]]:
+    for expert in range(shape.num_experts):
+        for matrix, tensors in experts[(layer + expert) % len(experts)].items():
+            for suffix, tensor in tensors.items():
+                yield f"model.layers.{layer}.mlp.experts.{expert}.{matrix}.{suffix}", tensor
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    header: dict[str, Any] = {}
+    position = 0
+    for name, (dtype, array) in tensors.items():
+        end = position + array.nbytes
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [position, end]}
+        position = end
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(raw).to_bytes(8, "little") + raw)
+        for _, array in tensors.values():
+            stream.write(array.data)
+    return position
+
+
+CHUNK_BYTES = 1 << 20
+
+
+def read_speed(files: list[Path], threads: int, *, keep: bool) -> float:
+    """Bytes per second of one pass over all files with `threads` threads."""
+    descriptors = [os.open(file, os.O_RDONLY) for file in files]
+    sizes = [os.fstat(descriptor).st_size for descriptor in descriptors]
+    memory = [_fresh(size) if keep else None for size in sizes]
+    chunks = itertools.chain.from_iterable(
+        ((index, begin) for begin in range(0, size, CHUNK_BYTES)) for index, size in enumerate(sizes)
+    )
+    take = _locked(chunks)
+    begin = time.perf_counter()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            work = [pool.submit(_read_chunks, take, descriptors, memory) for _ in range(threads)]
+            read = sum(future.result() for future in work)
+        seconds = time.perf_counter() - begin
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        for area in memory:
+            if area is not None:
+                area.close()
+    if read != sum(sizes):
+        raise RuntimeError(f"{read} of {sum(sizes)} bytes were read")
+    return read / seconds
+
+
+def _fresh(size: int) -> mmap.mmap:
+    """Untouched memory, in huge pages where allowed, as packed weights have."""
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area.madvise(mmap.MADV_HUGEPAGE)
+    return area
+
+
+def _locked(chunks: Iterator[tuple[int, int]]) -> Callable[[], tuple[int, int] | None]:
+    # A generator may not be advanced by two threads at once; a list's iterator may.
+    items = iter(list(chunks))
+    return lambda: next(items, None)
+
+
+def _read_chunks(
+    take: Callable[[], tuple[int, int] | None], descriptors: list[int], memory: list[mmap.mmap | None]
+) -> int:
+    total = 0
+    buffer = bytearray(CHUNK_BYTES)
+    while (item := take()) is not None:
+        index, begin = item
+        area = memory[index]
+        if area is None:
+            total += os.preadv(descriptors[index], [buffer], begin)
+            continue
+        with memoryview(area) as whole, whole[begin : begin + CHUNK_BYTES] as part:
+            total += os.preadv(descriptors[index], [part], begin)
+    return total

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moebius.app.bench.engine.bandwidth import measure_bandwidths
-from moebius.app.bench.engine.bounds import Bandwidths
+from moebius.app.bench.engine.bounds import Bandwidths, facts, measure_bandwidths
 from moebius.app.bench.engine.drive import running_engine
-from moebius.app.bench.engine.host import facts
 from moebius.app.bench.engine.measure import DecodeResult, make_setting, measure_decode, random_prompts
 from moebius.app.bench.engine.run import EngineBenchOptions, with_room
 from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, running_servers
@@ -138,7 +136,7 @@ def statistics_of(
     before: Sequence[ServerCounters], after: Sequence[ServerCounters], geometry: MoeGeometry, whole: bool
 ) -> bytes:
     """A statistics file from the servers' counters. `whole`: servers hold whole experts, so rows add up."""
-    from moebius.placement.statistics import ExpertStatistics
+    from moebius.placement import ExpertStatistics
 
     layers, zeros = geometry.moe_layers, (0,) * geometry.num_experts
     per_server = np.array(

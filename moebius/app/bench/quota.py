@@ -12,14 +12,14 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from moebius import _kernels
-from moebius.app.bench.cgroup import cpu_quota_group
 from moebius.app.bench.output import BenchTable, Column, write_json
 from moebius.errors import UserError
 from moebius.kernels import ExpertEngine
@@ -118,3 +118,64 @@ def worker(arguments: list[str]) -> None:
         "cpu_seconds_per_second": (time.process_time() - cpu_begin) / elapsed,
     }
     print(json.dumps(found))
+
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+PERIOD_US = 100_000
+
+
+@contextmanager
+def cpu_quota_group(cpus: float, root: Path = CGROUP_ROOT) -> Iterator[Path]:
+    """The `cgroup.procs` file of a new group that may use `cpus` CPUs' worth of time; removed at the end.
+
+    A process joins by writing its id there and has to be gone when the block ends.
+
+    Raises:
+        UserError: this machine does not let us make one; says what was tried.
+    """
+    quota = str(int(cpus * PERIOD_US))
+    version_2 = {"cpu.max": f"{quota} {PERIOD_US}"}
+    version_1 = {"cpu.cfs_period_us": str(PERIOD_US), "cpu.cfs_quota_us": quota}
+    tried = []
+    for parent, settings in (
+        (root / own_group(), version_2),
+        (root / "cpu", version_1),
+        (root / "cpu,cpuacct", version_1),
+    ):
+        try:
+            group = make_group(parent, settings)
+        except OSError as error:
+            tried.append(f"{parent}: {error.strerror}")
+            continue
+        try:
+            yield group / "cgroup.procs"
+        finally:
+            group.rmdir()
+        return
+    raise UserError(
+        "no cgroup with a CPU quota can be made here; it needs root and a writable cgroup file system. Tried "
+        + "; ".join(tried)
+    )
+
+
+def own_group() -> str:
+    """This process's version 2 group relative to the mount; empty for the root."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::") and "/.." not in line:
+            return line[3:].strip("/")
+    return ""
+
+
+def make_group(parent: Path, settings: dict[str, str]) -> Path:
+    """A child of `parent` with these files written. Raises OSError when the system refuses any of it."""
+    group = parent / f"moebius-quota-{os.getpid()}"
+    group.mkdir()
+    try:
+        for name, value in settings.items():
+            # Opened without O_CREAT: where the controller is missing nothing may be left behind.
+            with (group / name).open("r+") as file:
+                file.write(value)
+    except OSError:
+        group.rmdir()
+        raise
+    return group

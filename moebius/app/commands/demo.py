@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Build the demo model if need be, start everything, answer one question, stop everything."""
         from moebius.app.supervisor.plan import make_plan
-        from moebius.telemetry.logging import configure_logging
+        from moebius.telemetry import configure_logging
 
         config = _demo_settings(config)
         configure_logging(config.telemetry, "supervisor")
@@ -96,7 +96,7 @@ def _answer(serve_plan: ServePlan, prompt: str) -> None:
 
 
 def _print_figures(answer: Answer, expert_addresses: tuple[str, ...]) -> None:
-    from moebius.app.expert_stats import read_settled_stats
+    from moebius.app.commands.experts import read_settled_stats
 
     print(f"\n{answer.completion_tokens} tokens, {answer.tokens_per_second:.1f} tokens/s", end="")
     print(f", time to first token {answer.time_to_first_token:.3f} s")

@@ -51,10 +51,10 @@ def plan(
     ] = None,
 ) -> None:
     """Say what a model takes and how fast it will be; exit status 1: it does not fit, and what would."""
-    from moebius.app.bench.kernels_shapes import parse_counts
+    from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.planning.capacity import Wish
     from moebius.app.planning.hardware import HardwareOptions
-    from moebius.app.planning.run import run
+    from moebius.app.planning.report import run
 
     options = HardwareOptions(
         gpus=gpus,

@@ -1,4 +1,4 @@
-"""`moebius serve MODEL`: the whole system on this machine, until Ctrl-C or SIGTERM."""
+"""`moebius serve MODEL`: the whole system until a signal; `gateway|gpu|expert`: a process of it alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ QUESTION = "What is the capital of France?"
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Adds the four commands."""
+    _add_services(app)
 
     @app.command()
     @with_settings()
@@ -26,7 +27,7 @@ def register(app: typer.Typer) -> None:
         from moebius.api_keys import ApiKeys
         from moebius.app.commands.running import running
         from moebius.app.supervisor.plan import make_plan
-        from moebius.telemetry.logging import configure_logging
+        from moebius.telemetry import configure_logging
 
         config = with_checkpoint(config)
         check_files(config, needs_weights=not dry_run)
@@ -49,7 +50,7 @@ def print_dry_run(config: MoebiusConfig) -> None:
     """The plan of `moebius plan` with just these settings. Raises typer.Exit when it does not fit here."""
     from moebius.app.planning.capacity import Wish
     from moebius.app.planning.hardware import HardwareOptions
-    from moebius.app.planning.run import run
+    from moebius.app.planning.report import run
 
     run(config, HardwareOptions(), Wish(), fill=False)
 
@@ -76,3 +77,45 @@ stream = client.chat.completions.create(
 for chunk in stream:
     print(chunk.choices[0].delta.content or "", end="", flush=True)
 """
+
+
+def _add_services(app: typer.Typer) -> None:
+    @app.command()
+    @with_settings("model", "images", "gateway", "telemetry")
+    def gateway(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
+        """Run the HTTP process alone, in front of a gpu_service at --engine-address."""
+        config = _prepared(config, print_config)
+        from gateway.main import run
+
+        raise typer.Exit(run(config))
+
+    @app.command()
+    @with_settings("model", "images", "gpu", "experts", "parallel", "placement", "telemetry")
+    def gpu(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
+        """Run one engine process (--rank N of several); it reaches experts as --expert-transport says."""
+        config = _prepared(config, print_config)
+        from gpu_service.main import run
+
+        raise typer.Exit(run(config))
+
+    @app.command()
+    @with_settings("model", "experts", "placement", "telemetry")
+    def expert(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
+        """Run one expert server alone: share --split-index of --split-count.
+
+        What the placement settings put on GPUs is left out; the engine needs the same settings.
+        Without MODEL it waits for a gRPC Expert.Load.
+        """
+        config = _prepared(config, print_config, needs_model=False)
+        from expert_service.main import run
+
+        raise typer.Exit(run(config))
+
+
+def _prepared(config: MoebiusConfig, print_config: bool, needs_model: bool = True) -> MoebiusConfig:
+    """Checks the model; prints the effective configuration if asked."""
+    if needs_model or config.model.model:
+        config = with_checkpoint(config)
+    if print_config:
+        print_configuration(config)
+    return config

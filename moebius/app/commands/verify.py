@@ -43,13 +43,12 @@ def verify(
     from rich.console import Console
     from rich.progress import Progress
 
-    from moebius.app.bench.engine.host import facts
+    from moebius.app.bench.engine.bounds import facts
     from moebius.app.bench.output import write_json
-    from moebius.app.verify.result import Thresholds
+    from moebius.app.verify.report import Thresholds, print_result
     from moebius.app.verify.run import VerifyOptions, verify_model
-    from moebius.app.verify.table import print_result
     from moebius.config import TelemetryConfig
-    from moebius.telemetry.logging import configure_logging
+    from moebius.telemetry import configure_logging
 
     configure_logging(TelemetryConfig(log_level="warning"), "verify")
     thresholds = Thresholds(max_expert_error, max_kl, min_top1)

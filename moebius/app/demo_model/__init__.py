@@ -6,9 +6,7 @@ model. Nothing here imports torch or transformers.
 """
 
 from moebius.app.demo_model.build import build_demo_model, default_directory
-from moebius.app.demo_model.errors import DemoModelError
-from moebius.app.demo_model.manifest import verify_checkpoint
-from moebius.app.demo_model.progress import ProgressCallback, rich_progress
+from moebius.app.demo_model.download import DemoModelError, ProgressCallback, rich_progress, verify_checkpoint
 
 __all__ = [
     "DemoModelError",

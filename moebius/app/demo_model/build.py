@@ -1,4 +1,4 @@
-"""Build the demo checkpoint once; find it again at once."""
+"""Builds the demo checkpoint in a directory, with its licence."""
 
 from __future__ import annotations
 
@@ -12,14 +12,44 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moebius.app.demo_model import recipe
-from moebius.app.demo_model.convert import convert_weights
-from moebius.app.demo_model.errors import DemoModelError
-from moebius.app.demo_model.fetch import check_gguf, fetch_gguf, sha256_file
-from moebius.app.demo_model.licence import write_notice
-from moebius.app.demo_model.manifest import has_manifest, verify_checkpoint, write_manifest
-from moebius.app.demo_model.progress import ProgressCallback, silent
-from moebius.app.demo_model.tokenizer import build_tokenizer
+from moebius.app.demo_model.convert import build_tokenizer, convert_weights
+from moebius.app.demo_model.download import (
+    DemoModelError,
+    ProgressCallback,
+    check_gguf,
+    fetch_gguf,
+    has_manifest,
+    sha256_file,
+    silent,
+    verify_checkpoint,
+    write_manifest,
+)
 from moebius.kernel_times import cache_directory
+
+NOTICE = f"""\
+Moebius demo model ({recipe.MODEL_NAME})
+
+Licence: Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0)
+
+Derived from SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), Apache-2.0, as distributed in the
+Python package {recipe.SOURCE_PACKAGE} {recipe.SOURCE_VERSION} (file {recipe.SOURCE_GGUF},
+SHA-256 {recipe.SOURCE_GGUF_SHA256}).
+
+Changes made: the 4-bit weights were dequantised and rounded to bfloat16; the neurons of every MLP were
+re-ordered into shared and routed experts; a fitted router was added; the file format was changed to
+Hugging Face glm4_moe. No weight was trained further.
+
+A demonstration of mixture-of-experts serving, not a useful assistant: its facts are often wrong.
+
+Unless required by applicable law or agreed to in writing, this model is distributed on an "AS IS" BASIS,
+WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+"""
+
+
+def write_notice(directory: Path) -> None:
+    """Write the licence and provenance notice as LICENSE.txt into `directory`."""
+    (directory / "LICENSE.txt").write_text(NOTICE)
+
 
 REQUIRED_BYTES = 600 << 20
 """Free space needed while building: wheel, GGUF, and the checkpoint (285 MB)."""

@@ -1,18 +1,68 @@
-"""The plan: every component's bytes, what is resident where, how many tokens fit, and how fast it will be."""
+"""The plan: bytes of every part, tokens that fit, speed, notes; and what is said when it does not fit."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moebius.app.planning.components import Component, total_bytes
-from moebius.app.planning.expert_bytes import StoredExperts, packed_expert, packed_formats
 from moebius.app.planning.hardware import Hardware
-from moebius.app.planning.residency import Residency
+from moebius.app.planning.memory import Component, Residency, total_bytes
 from moebius.app.planning.speed import Speed
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+
+GIB = 2**30
+
+
+class DoesNotFit(UserError):
+    """The hardware is too small for the plan; the message says by how much, and what would fit."""
+
+
+def gib(nbytes: float) -> str:
+    """For sentences: whole GiB, one digit below ten."""
+    return f"{nbytes / GIB:.1f}" if nbytes < 10 * GIB else f"{nbytes / GIB:.0f}"
+
+
+def ram_refusal(wanted: int, experts: int, allowed: int, chosen: str, alternatives: Mapping[str, int]) -> str:
+    """`alternatives`: expert_dtype -> what all would take; of them the ones that take less are named."""
+    text = (
+        f"needs {gib(wanted)} GiB of RAM ({gib(experts)} for experts in {chosen}), "
+        f"{gib(allowed)} GiB are allowed"
+    )
+    smaller = {name: size for name, size in alternatives.items() if size < wanted}
+    if smaller:
+        needed = ", ".join(f"{name} needs {gib(size)}" for name, size in smaller.items())
+        text += f"; --expert-dtype {needed}"
+    if all(size > allowed for size in smaller.values()):
+        text += (
+            "; none of these fits: more RAM, more of the experts on GPUs, or expert servers on other hosts"
+        )
+    return text
+
+
+def node_refusal(node: int, wanted: int, allowed: int) -> str:
+    """A NUMA node that its expert servers do not fit, although all nodes together would do."""
+    return (
+        f"NUMA node {node} needs {gib(wanted)} GiB for its expert servers, {gib(allowed)} GiB of it are "
+        "allowed; "
+        "split_shares or a number of expert_servers that the nodes divide evenly would spread them"
+    )
+
+
+def kv_refusal(context: int, concurrency: int, tokens: int, token_bytes: float) -> str:
+    """A wanted context and concurrency that the KV cache has no room for."""
+    wanted = context * concurrency
+    text = (
+        f"{concurrency} streams of {context} tokens need {gib(wanted * token_bytes)} GiB of KV cache, "
+        f"{gib(tokens * token_bytes)} GiB ({tokens} tokens) are left"
+    )
+    fits = []
+    if tokens >= context:
+        fits.append(f"{tokens // context} streams of {context} tokens")
+    if tokens >= concurrency:
+        fits.append(f"{concurrency} streams of {tokens // concurrency} tokens")
+    return f"{text}; what would fit: {', or '.join(fits)}" if fits else text
+
 
 MEASURED_HERE, ASSUMED = "measured on this host", "assumed"
 DEFAULT_CONTEXT = 8192
@@ -99,15 +149,23 @@ class CapacityPlan:
         return " ".join([*parts, self.residency.flags]).strip()
 
 
-def expert_format(
-    config: MoebiusConfig, geometry: MoeGeometry, stored: Mapping[int, StoredExperts]
-) -> tuple[tuple[str, str] | None, float]:
-    """Packed formats (gate and up, down) of most layers, and mean bytes of a packed expert."""
-    dtype, inner = config.experts.expert_dtype, geometry.moe_intermediate_size
-    if not stored:
-        return None, 0.0
-    formats = [packed_formats(layer, dtype) for layer in stored.values()]
-    sizes = [
-        packed_expert(layer, geometry.hidden_size, inner, dtype).expert_bytes for layer in stored.values()
-    ]
-    return max(set(formats), key=formats.count), math.fsum(sizes) / len(sizes)
+def make_notes(
+    config: MoebiusConfig, hardware: Hardware, kv: KvPool, context: int, has_weights: bool
+) -> tuple[str, ...]:
+    """One sentence each."""
+    notes = []
+    if not has_weights:
+        notes.append("no files of weights are there: types and formats are what config.json says")
+        if config.model.dense_weights == "keep":
+            notes.append("dense_weights keep: which layers are stored in fp8 is not known, they count whole")
+    assumed = [name for name, origin in hardware.origin.items() if origin == "assumed"]
+    if assumed:
+        notes.append(f"assumed: {', '.join(assumed)}; --measure measures here, options say otherwise")
+    if problem := hardware.origin.get("kernel_times"):
+        notes.append(f"measured times of the expert kernels {problem}")
+    if config.experts.expert_addresses:
+        notes.append("expert servers of expert_addresses are on other hosts: their memory is not counted")
+    if kv.tokens < context:
+        notes.append(f"the KV cache holds {kv.tokens} tokens, less than one stream of {context}")
+    notes.append("even routing is assumed; skewed routing touches fewer experts and is faster")
+    return tuple(notes)

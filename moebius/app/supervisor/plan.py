@@ -15,13 +15,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moebius.app.supervisor.cpus import ExpertPlacement, place_experts, usable_cpus
-from moebius.app.supervisor.gpus import find_gpus
-from moebius.app.supervisor.probes import GrpcProbe, HttpProbe, Liveness, MailboxLiveness, Probe
-from moebius.app.supervisor.ranks import RankPlacement, place_ranks, rank_address, rank_settings, runs_on_gpus
-from moebius.app.supervisor.runfile import clean_up_stale
-from moebius.app.supervisor.spec import Plan, ProcessSpec, Segment, Timing
-from moebius.app.supervisor.state_directory import own_state_directory
+from moebius.app.supervisor.health import (
+    GrpcProbe,
+    HttpProbe,
+    Liveness,
+    MailboxLiveness,
+    Plan,
+    Probe,
+    ProcessSpec,
+    Segment,
+    Timing,
+)
+from moebius.app.supervisor.placement import (
+    ExpertPlacement,
+    RankPlacement,
+    find_gpus,
+    place_experts,
+    place_ranks,
+    rank_address,
+    rank_settings,
+    runs_on_gpus,
+    usable_cpus,
+)
+from moebius.app.supervisor.runfile import clean_up_stale, own_state_directory
 from moebius.checkpoint.gguf.files import served_name
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig, Section
@@ -202,7 +218,7 @@ def _placements(config: MoebiusConfig) -> tuple[ExpertPlacement, ...]:
 
 def _is_all_resident(config: MoebiusConfig, model: MoeGeometry) -> bool:
     """Whether the engine computes every expert itself. Raises UserError for a placement that can not be."""
-    from moebius.placement.make import make_placement
+    from moebius.placement import make_placement
 
     return make_placement(config.placement, model).covers_everything
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from moebius.app.supervisor.spec import ProcessSpec, Timing
-from moebius.app.supervisor.watch import Hang, Watch
+from moebius.app.supervisor.health import Hang, ProcessSpec, Timing, Watch
 from moebius.errors import FAILURE_MARK, USER_ERROR_EXIT, WRONG_IDENTITY_EXIT
 
 CHILD_PROGRAM = str(Path(__file__).with_name("child.py"))

@@ -1,30 +1,241 @@
-"""The command: opens both models, compares, summarises."""
+"""Runs the reference and the served model over the same text, a few layers at a time."""
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
-from gpu_service.assembly.process import prepare_process
+from gpu_service.assembly.process import prepare_process, resolve_device
+from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.ops import backends
 from gpu_service.ops.examples import sizes_of
-from gpu_service.verify.errors import MEAN_KL, TokenScores, coarsest_bits, perplexity
-from moebius.app.verify.comparison import Comparison
-from moebius.app.verify.result import OutputResult, Thresholds, VerifyResult
-from moebius.app.verify.same_shape import check_same_shape
-from moebius.app.verify.staged_model import StagedModel
-from moebius.app.verify.tokens import read_tokens
-from moebius.checkpoint.gguf.files import is_gguf
+from gpu_service.verify.errors import (
+    MEAN_KL,
+    RowsDtype,
+    TokenScores,
+    allowed_against_other,
+    allowed_error,
+    coarsest_bits,
+    perplexity,
+    relative_error,
+    score,
+)
+from moebius.app.verify.experts import (
+    LayerExperts,
+    PackedExperts,
+    ReferenceExperts,
+    compare_experts,
+    routing_agreement,
+)
+from moebius.app.verify.report import LayerResult, OutputResult, Thresholds, VerifyResult
+from moebius.app.verify.staged_model import LoadedStage, Routed, StagedModel, check_same_shape, watching
+from moebius.checkpoint.gguf.files import companion_directory, gguf_files, is_gguf
+from moebius.checkpoint.gguf.header import read_header
+from moebius.checkpoint.gguf.tokenizer import read_tokenizer
 from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.checkpoint.tiktoken_vocabulary import has_vocabulary, read_vocabulary
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.expert_dtype import REQUANTISED
-from moebius.placement.layer_ranges import parse_layers
+from moebius.expert_slices import REQUANTISED
+from moebius.placement import parse_layers
+
+BUNDLED_TEXT = Path(__file__).with_name("text.txt")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Filled by `read_tokens`."""
+
+    ids: torch.Tensor  # int64 [T]
+    # "tokenizer", or "bytes": the checkpoint has none, and its perplexity means nothing.
+    source: str
+
+
+def read_tokens(model: Path, text_file: Path | None, limit: int, vocab_size: int) -> Tokens:
+    """The text's first `limit` tokens by the checkpoint's own tokenizer.
+
+    Without one, its UTF-8 bytes modulo the vocabulary stand for tokens: enough to compare formats. Raises
+    UserError naming a file that can not be read or gives fewer than two tokens, CheckpointError as
+    `read_tokenizer` and `read_vocabulary`.
+    """
+    path = text_file or BUNDLED_TEXT
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--text {path}: can not be read as UTF-8 text: {error}") from None
+    tokenizer = _tokenizer(model)
+    if tokenizer is not None:
+        ids, source = tokenizer.encode(text).ids, "tokenizer"
+    else:
+        ids, source = [byte % vocab_size for byte in text.encode()], "bytes"
+    ids = ids[:limit]
+    if len(ids) < 2:
+        raise UserError(f"--text {path}: {len(ids)} tokens; allowed: 2 or more")
+    if max(ids) >= vocab_size:
+        raise UserError(
+            f"the tokenizer of {model} gives token {max(ids)}, but the vocabulary has {vocab_size} tokens"
+        )
+    return Tokens(torch.tensor(ids, dtype=torch.int64), source)
+
+
+def _tokenizer(model: Path) -> Tokenizer | None:
+    """As the gateway looks for it: beside the weights, else in a GGUF file; None: there is none."""
+    path = companion_directory(model) / "tokenizer.json"
+    if path.is_file():
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no narrower one
+            raise UserError(f"{path} is not a readable tokenizer: {error}") from None
+    if not is_gguf(model):
+        return read_vocabulary(model) if has_vocabulary(model) else None
+    if "tokenizer.ggml.model" not in read_header(gguf_files(model)[0]).metadata:
+        return None
+    return read_tokenizer(model).backend
+
+
+# Rows whose logits are in memory at once.
+_LOGITS_ROWS = 32
+
+
+class Comparison:
+    """Runs once. Layers outside of `layers` are computed by the reference's experts on both sides."""
+
+    def __init__(
+        self,
+        config: MoebiusConfig,
+        ours: StagedModel,
+        reference: StagedModel,
+        geometry: MoeGeometry,
+        layers: Collection[int],
+        thresholds: Thresholds,
+    ) -> None:
+        """`geometry`: of the model's experts. Raises what an expert server refuses."""
+        self._config = config
+        self._ours, self._reference = ours, reference
+        self._geometry = geometry
+        self._layers = layers
+        self._thresholds = thresholds
+        self._same = ours.directory == reference.directory
+        self._wanted = ReferenceExperts(
+            str(reference.directory),
+            MoeGeometry.from_config(reference.directory, config.model.top_k),
+            reference.config.torch_dtype,
+        )
+        dtype = ours.config.torch_dtype
+        self.rows_dtype: RowsDtype = "float32" if dtype == torch.float32 else "bfloat16"
+        self.packed = PackedExperts(config, geometry, dtype, layers, self._wanted)
+        self._resident: ResidentExperts | None = None
+        # Of the stage under way, by layer.
+        self._routed: dict[int, Routed] = {}
+        self._sums: dict[int, torch.Tensor] = {}
+        self.results: dict[int, LayerResult] = {}
+
+    def run(
+        self, token_ids: torch.Tensor, last_layer: int, on_stage: Callable[[int], None]
+    ) -> TokenScores | None:
+        """All layers up to `last_layer`; token ids int64 `[T]`. None: the model goes on behind it.
+
+        `on_stage` is called with the number of layers done.
+        """
+        wanted: torch.Tensor | None = None
+        found: torch.Tensor | None = None
+        for stage in range(self._ours.num_stages):
+            layers = self._ours.layers(stage)
+            loaded = self._reference.load(stage)
+            wanted, reference_logits = self._run_reference(loaded, token_ids, wanted)
+            if not self._same:
+                del loaded
+                loaded = self._ours.load(stage)
+            found, logits = self._run_ours(loaded, token_ids, found)
+            del loaded
+            self.packed.close()
+            on_stage(layers.stop)
+            if logits is not None and reference_logits is not None:
+                return _scores(logits, reference_logits, token_ids)
+            if last_layer < layers.stop:
+                return None
+        return None
+
+    @torch.inference_mode()
+    def _run_reference(
+        self, stage: LoadedStage, token_ids: torch.Tensor, hidden_states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with self._wanted.recording(), watching(stage, self._routed.__setitem__, self._sums.__setitem__):
+            answer = stage.forward(token_ids, hidden_states, self._wanted)
+        return answer, _head(stage, answer)
+
+    def _run_ours(
+        self, stage: LoadedStage, token_ids: torch.Tensor, hidden_states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        compared = [layer for layer in stage.layers if layer in self._layers]
+        self._resident = None
+        if compared and self._geometry.moe_layers:
+            device, dtype = resolve_device(self._config.gpu), self._ours.config.torch_dtype
+            self._resident = make_resident_experts(
+                self._config, self._geometry, device, dtype, layers=compared
+            )
+        with torch.inference_mode(), watching(stage, self._on_routed, self._on_layer):
+            answer = stage.forward(token_ids, hidden_states, self.packed, self._resident)
+            self._resident = None
+            return answer, _head(stage, answer)
+
+    def _on_routed(self, layer: int, routed: Routed) -> None:
+        """Our router has chosen: the layer's experts are about to be asked, and to be in memory."""
+        reference = self._routed.pop(layer)
+        wanted = self._wanted.take(layer)
+        agreement = routing_agreement(routed.topk_ids, reference.topk_ids)
+        if layer not in self._layers:
+            self.results[layer] = LayerResult(layer, routing_agreement=agreement)
+            return
+        experts = LayerExperts(layer, self._geometry.num_experts, self._wanted, self.packed, self._resident)
+        errors = compare_experts(experts, reference, wanted)
+        formats = self.packed.formats(layer)
+        self.results[layer] = LayerResult(
+            layer,
+            tuple(dict.fromkeys(formats)),
+            self.packed.weight_errors.get(layer),
+            errors.cpu_error,
+            errors.gpu_error,
+            self._allowed(layer),
+            errors.experts,
+            agreement,
+        )
+
+    def _on_layer(self, layer: int, hidden_states: torch.Tensor) -> None:
+        """Our layer is done."""
+        error = relative_error(hidden_states, self._sums.pop(layer))
+        self.results[layer] = replace(self.results.get(layer, LayerResult(layer)), hidden_error=error)
+
+    def _allowed(self, layer: int) -> float:
+        if self._thresholds.max_expert_error is not None:
+            return self._thresholds.max_expert_error
+        formats = self.packed.formats(layer)
+        if not self._same:
+            return allowed_against_other(self.rows_dtype, formats)
+        kind = self.packed.rounded_to(layer)
+        return allowed_error(self.rows_dtype, kind, formats, self._config.experts.max_requantise_error)
+
+
+def _head(stage: LoadedStage, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    """float32 `[T, V]` on the CPU behind the last stage, else None."""
+    if not stage.model.parallel.is_last_stage:
+        return None
+    parts = torch.split(hidden_states, _LOGITS_ROWS)
+    return torch.cat([stage.model.compute_logits(rows).cpu() for rows in parts])
+
+
+def _scores(logits: torch.Tensor, reference: torch.Tensor, token_ids: torch.Tensor) -> TokenScores:
+    targets = torch.cat([token_ids[1:], token_ids.new_tensor([-1])])
+    parts = zip(*(torch.split(part, _LOGITS_ROWS) for part in (logits, reference, targets)), strict=True)
+    return TokenScores.join([score(*part) for part in parts])
+
 
 # The value of --against that means the checkpoint itself, its experts dequantised.
 BF16 = "bf16"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from gpu_service.assembly.kv_memory import cache_shape
 from gpu_service.attention.registry import make_attention
@@ -13,6 +17,7 @@ from gpu_service.cache.state_cache import make_states
 from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.layers.moe import MoE
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.plan import StepSize
 from gpu_service.memory.profile import profile_inputs, with_dummy_states
@@ -21,8 +26,9 @@ from gpu_service.models.common import CausalLM
 from gpu_service.models.registry import build_model
 from gpu_service.parallel.context import ParallelContext, SoloCollectives
 from gpu_service.parallel.partition import check_divisible, stage_layers
+from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import GpuConfig, MoebiusConfig
-from moebius.errors import ConfigError
+from moebius.errors import ConfigError, UserError
 
 
 class _HandOver(SoloCollectives):
@@ -125,3 +131,75 @@ def _most_stages(config: ModelConfig) -> int:
             continue
         return count
     return 1
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What a router was given and chose; filled by `watching`."""
+
+    hidden_states: torch.Tensor  # [T, H]
+    topk_ids: torch.Tensor  # int32 [T, K]
+    topk_weights: torch.Tensor  # float32 [T, K]
+
+
+@contextmanager
+def watching(
+    stage: LoadedStage,
+    on_routed: Callable[[int, Routed], None],
+    on_layer: Callable[[int, torch.Tensor], None],
+) -> Iterator[None]:
+    """Within it both are called with the layer's index in the checkpoint.
+
+    `on_routed` before the layer's experts are asked, `on_layer` with the sum `[T, H]` behind it.
+    """
+    hooks = []
+    layers: Any = stage.model.model.layers
+    for layer, module in zip(stage.layers, layers, strict=True):
+        hooks.append(module.register_forward_hook(_on_layer(layer, on_layer)))
+        for part in module.modules():
+            if isinstance(part, MoE):
+                hooks.append(part.gate.register_forward_hook(_on_routed(layer, on_routed)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _on_layer(layer: int, call: Callable[[int, torch.Tensor], None]) -> Callable[..., None]:
+    def hook(module: nn.Module, given: tuple[Any, ...], stream: Any) -> None:
+        call(layer, stream.sum().clone())
+
+    return hook
+
+
+def _on_routed(layer: int, call: Callable[[int, Routed], None]) -> Callable[..., None]:
+    def hook(module: nn.Module, given: tuple[Any, ...], chosen: Any) -> None:
+        weights, ids = chosen
+        call(layer, Routed(given[0], ids, weights))
+
+    return hook
+
+
+def check_same_shape(ours: StagedModel, reference: StagedModel, top_k: int | None) -> None:
+    """Raises UserError naming everything that differs, with both values."""
+    mine, theirs = _shape(ours, top_k), _shape(reference, top_k)
+    differing = [f"{key} {theirs[key]}, not {mine[key]}" for key in mine if mine[key] != theirs[key]]
+    if differing:
+        raise UserError(
+            f"--against {reference.directory}: it has to be the same model in another format, but has "
+            + "; ".join(differing)
+        )
+
+
+def _shape(model: StagedModel, top_k: int | None) -> Mapping[str, Any]:
+    geometry = MoeGeometry.from_config(model.directory, top_k)
+    return {
+        "vocab_size": model.config.vocab_size,
+        "num_layers": geometry.num_layers,
+        "hidden_size": geometry.hidden_size,
+        "moe_intermediate_size": geometry.moe_intermediate_size,
+        "num_experts": geometry.num_experts,
+        "top_k": geometry.top_k,
+        "MoE layers": list(geometry.moe_layers),
+    }

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from moebius.app.bench.engine.bounds import Bandwidths, StepTraffic, bound_of, expected_distinct
-from moebius.app.bench.engine.drive import EngineUnderTest
+from moebius.app.bench.engine.bounds import Bandwidths, StepTraffic, WeightBytes, bound_of, expected_distinct
+from moebius.app.bench.engine.drive import EngineUnderTest, decode_window
 from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
-from moebius.app.bench.engine.window import decode_window
-from moebius.app.bench.weights import WeightBytes
 from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
 
@@ -70,7 +68,7 @@ class Setting:
 
 def make_setting(engine: EngineUnderTest, servers: ExpertServers, bandwidths: Bandwidths) -> Setting:
     """Reads the checkpoint's headers and asks the servers what they hold."""
-    from moebius.placement.make import make_placement
+    from moebius.placement import make_placement
 
     config, model = servers.config, engine.built.model_config
     weights = WeightBytes.of(Path(config.model.model))

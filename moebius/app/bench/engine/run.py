@@ -7,10 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moebius.app.bench.engine.bandwidth import measure_bandwidths
-from moebius.app.bench.engine.bounds import Bandwidths
+from moebius.app.bench.engine.bounds import Bandwidths, facts, measure_bandwidths
 from moebius.app.bench.engine.drive import EngineUnderTest, running_engine
-from moebius.app.bench.engine.host import facts
 from moebius.app.bench.engine.measure import (
     DecodeResult,
     PrefillResult,

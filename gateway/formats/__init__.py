@@ -1,1 +1,0 @@
-"""How outputs look in JSON: chat completions and text completions."""

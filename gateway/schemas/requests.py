@@ -1,0 +1,259 @@
+"""The bodies of POST /v1/chat/completions, /v1/completions, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+
+from gateway.errors import param_error
+from gateway.schemas.common import MAX_LABEL_CHARACTERS, GenerationFields, StrictModel, TokenId, parse_json
+from gateway.text.chat_template import RESERVED_NAMES
+from moebius.request_limits import MAX_LOGPROBS
+
+MAX_MESSAGES = 16_384
+MAX_PARTS = 16_384  # of one message
+
+
+def _parse_arguments(arguments: Any) -> Any:
+    """Chat templates read the arguments as a mapping; clients send them as text."""
+    return parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
+
+
+class ImageUrl(StrictModel):
+    """Where an image is; `detail` "low" bounds its pixels, the others leave them to the checkpoint."""
+
+    url: str
+    detail: Literal["auto", "high", "low"] | None = None
+
+
+class ContentPart(StrictModel):
+    """One part of a message's content: text or an image."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        given = [name for name in ("text", "image_url") if getattr(self, name) is not None]
+        if given != [self.type]:
+            raise param_error(
+                "messages", f"a part of type {self.type!r} needs {self.type!r} and nothing else"
+            )
+        return self
+
+    def for_template(self) -> dict[str, str]:
+        """The part as chat templates read it."""
+        return {"type": "image"} if self.text is None else {"type": "text", "text": self.text}
+
+
+Arguments = Annotated[
+    dict[str, Any], BeforeValidator(_parse_arguments, json_schema_input_type=str | dict[str, Any])
+]
+
+
+class FunctionCall(StrictModel):
+    """A function an assistant message of the history called; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(_parse_arguments, json_schema_input_type=str | dict[str, Any])
+    ]
+
+
+class ToolCall(StrictModel):
+    """A tool call in the history; handed to the chat template."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+Parts = Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class ChatMessage(StrictModel):
+    """One message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Parts | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_PARTS, fail_fast=True)
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        """Clients send answers back as history, with every unused field (`refusal`, `audio`) set to null."""
+        if not isinstance(data, dict):
+            return data
+        kept = {key: value for key, value in data.items() if value is not None or key in cls.model_fields}
+        if "reasoning" in kept and kept.get("reasoning_content") is None:
+            kept["reasoning_content"] = kept.pop("reasoning")  # two servers' names for one thing
+        return kept
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise param_error("messages", f"a message of role {self.role!r} needs 'content'")
+        return self
+
+    def image_urls(self) -> list[tuple[int, ImageUrl]]:
+        """Index of each part of the content that is an image, and where it is."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [(i, part.image_url) for i, part in enumerate(parts) if part.image_url is not None]
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it, unset fields left out.
+
+        Text parts are joined by newlines, unless there are images among them: then templates get the parts.
+        """
+        message = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list) and self.image_urls():
+            message["content"] = [part.for_template() for part in self.content]
+        elif isinstance(self.content, list):
+            message["content"] = "\n".join(part.text or "" for part in self.content)
+        message.setdefault("content", "")
+        return message
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    taken = sorted(RESERVED_NAMES & set(kwargs))
+    if taken:
+        raise param_error("chat_template_kwargs", f"'chat_template_kwargs' must not set {taken}")
+    return kwargs
+
+
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)]
+
+
+class ChatCompletionRequest(GenerationFields):
+    """Every field here is implemented; the others are in `unsupported.py`."""
+
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
+    max_tokens: int | None = Field(None, ge=1, le=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = Field(None, description="Unset: unless the final message goes on")
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateKwargs | None = None
+    parse_special: bool = Field(
+        False, description="Control tokens spelled in messages are control tokens; false: they are text"
+    )
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise param_error("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise param_error(
+                "continue_final_message", "'continue_final_message' excludes 'add_generation_prompt'"
+            )
+        if None not in (self.max_tokens, self.max_completion_tokens) and (
+            self.max_tokens != self.max_completion_tokens
+        ):
+            raise param_error("max_tokens", "'max_tokens' and 'max_completion_tokens' disagree: send one")
+        return self
+
+    def opens_turn(self) -> bool:
+        """Whether the prompt ends with the opening of an assistant turn."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+    def token_limit(self) -> tuple[str, int | None]:
+        """The parameter that bounds the output and its value."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+
+MAX_PROMPTS = 256
+_FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
+
+
+def _is_token_list(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+class CompletionRequest(GenerationFields):
+    """Every field here is implemented; the others are in `unsupported.py`."""
+
+    prompt: list[str | list[int]] = Field(description=f"{_FORMS}; normalised to a list of prompts")
+    max_tokens: int | None = Field(16, ge=0, le=2**31, description="0 only with `echo`")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Alternatives per token")
+    echo: bool | None = Field(None, description="Begin the text with the prompt")
+    add_special_tokens: bool = Field(
+        True, description="Begin text prompts with the model's BOS, if it has one"
+    )
+    parse_special: bool = Field(
+        True, description="Control tokens spelled in text prompts are control tokens; false: they are text"
+    )
+
+    @field_validator(
+        "prompt", mode="before", json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+    )
+    @classmethod
+    def _normalise_prompt(cls, prompt: Any) -> Any:
+        """One prompt or many, text or ids: always a list of prompts afterwards."""
+        if isinstance(prompt, str):
+            return [prompt]
+        if not isinstance(prompt, list) or not prompt:
+            raise param_error("prompt", f"'prompt' must be {_FORMS}, and not empty")
+        prompts = [prompt] if _is_token_list(prompt) else prompt
+        if not (all(isinstance(item, str) for item in prompts) or all(map(_is_token_list, prompts))):
+            raise param_error("prompt", f"'prompt' must be {_FORMS}")
+        if len(prompts) > MAX_PROMPTS:
+            raise param_error("prompt", f"at most {MAX_PROMPTS} prompts per request, got {len(prompts)}")
+        return prompts
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise param_error("max_tokens", "'max_tokens' may be 0 only together with 'echo'")
+        return self
+
+    def token_limit(self) -> tuple[str, int | None]:
+        """The parameter that bounds the output and its value; an explicit null means the API's default."""
+        return "max_tokens", 16 if self.max_tokens is None else self.max_tokens
+
+
+MAX_TOKENS = 2**20  # to turn into text
+
+
+class TokenizeRequest(StrictModel):
+    """Text or a conversation to count or tokenise; exactly one of `prompt` and `messages`."""
+
+    model: str | None = Field(None, max_length=MAX_LABEL_CHARACTERS)
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Unset: true for `prompt`, false for `messages`"
+    )
+    add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateKwargs | None = None
+    parse_special: bool | None = Field(
+        None,
+        description="Whether control tokens spelled in the text are control tokens; unset: true for "
+        "`prompt`, false for `messages`",
+    )
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise param_error("prompt", "send exactly one of 'prompt' and 'messages'")
+        return self
+
+
+class DetokenizeRequest(StrictModel):
+    """Token ids to turn into text."""
+
+    model: str | None = Field(None, max_length=MAX_LABEL_CHARACTERS)
+    tokens: list[TokenId] = Field(max_length=MAX_TOKENS, fail_fast=True)

@@ -1,1 +1,0 @@
-"""`moebius bench steps`: what a GPU does in ten decode steps, from the profiler's own events."""

@@ -1,0 +1,356 @@
+"""Where what lies: routed experts as stored and as packed, what GPUs hold of them, parts of the RAM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
+from moebius.checkpoint.expert_layouts import LAYER_PREFIXES, LAYOUTS
+from moebius.checkpoint.index import NUMPY_DTYPES, has_weights
+from moebius.checkpoint.matrix_finder import MatrixFinder
+from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.checkpoint.quantisation import read_schemes
+from moebius.checkpoint.rules import FAMILY_RULES
+from moebius.checkpoint.stored_arrays import count_elements
+from moebius.checkpoint.weight_schemes import PLAIN, WeightScheme
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+from moebius.expert_slices import REQUANTISED, ExpertSlice, SliceRequest, plan_slice, rank_neurons
+from moebius.mailbox_layout import segment_bytes
+from moebius.mailbox_plan import mailbox_geometry
+from moebius.packed_layout import ExpertLayout, PanelLayout
+from moebius.placement import make_placement
+from moebius.weight_formats import weight_format
+
+# Families whose experts have biases; others have none, and headers tell where there are any.
+BIASED = frozenset({"gpt_oss"})
+# kernels/moe/arena.cc: a layer's experts lie in whole pages, huge ones from half of one on.
+_SMALL_PAGE, _HUGE_PAGE = 4096, 2 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredExperts:
+    """One layer's experts, told by its first one; filled by `stored_experts`."""
+
+    # Packed formats that hold them exactly; "": none does.
+    gate_up: str
+    down: str
+    has_bias: bool
+    # Neurons may be divided at multiples of this.
+    group: int
+    # Of one expert, as stored.
+    nbytes: int
+
+
+def stored_experts(directory: str | Path, geometry: MoeGeometry) -> dict[int, StoredExperts]:
+    """By MoE layer, from headers; without files of weights, what `config.json` says that they will be.
+
+    Raises CheckpointError naming what is missing or not supported.
+    """
+    if not has_weights(directory):
+        return {layer: _declared(directory, geometry, layer) for layer in geometry.moe_layers}
+    checkpoint = ExpertCheckpoint.open(str(directory), geometry)
+    found = {layer: checkpoint.expert(layer, 0) for layer in geometry.moe_layers}
+    return {
+        layer: StoredExperts(*expert.formats, expert.has_bias, expert.neuron_multiple, expert.nbytes)
+        for layer, expert in found.items()
+    }
+
+
+def _declared(directory: str | Path, geometry: MoeGeometry, layer: int) -> StoredExperts:
+    family = FAMILY_RULES.get(geometry.model_type)
+    if family is None:
+        raise CheckpointError(f"model_type {geometry.model_type!r} is not known")
+    layout = LAYOUTS[family.layouts[0]]
+    finder = MatrixFinder({}, Path(directory), read_schemes(directory))
+    gate, down = (
+        finder.declared(f"{LAYER_PREFIXES[0]}{layer}.{template.name.format(expert=0)}")
+        for template in (layout.gate, layout.down)
+    )
+    inner, hidden = geometry.moe_intermediate_size, geometry.hidden_size
+    size = 2 * _declared_bytes(gate, inner, hidden, geometry) + _declared_bytes(down, hidden, inner, geometry)
+    rows = [role.out_step for role in gate.roles if role.out_step not in (0, 128)]
+    columns = [role.in_step for role in down.roles if role.in_step]
+    return StoredExperts(
+        _declared_format(gate, geometry),
+        _declared_format(down, geometry),
+        geometry.model_type in BIASED,
+        math.lcm(*rows, *columns),
+        size,
+    )
+
+
+def _declared_format(scheme: WeightScheme, geometry: MoeGeometry) -> str:
+    """With scales in bfloat16: in float16, which only headers tell, they take as many bytes."""
+    return geometry.dtype if scheme is PLAIN else scheme.packed_format.format(scale="")
+
+
+def _declared_bytes(scheme: WeightScheme, rows: int, columns: int, geometry: MoeGeometry) -> int:
+    if scheme is PLAIN:
+        return rows * columns * (4 if geometry.dtype == "float32" else 2)
+    total = 0
+    for role in scheme.roles:
+        # Scales of float8 are published in float32, those of narrower codes in 16 bits.
+        dtype = "BF16" if "BF16" in role.dtypes and scheme.code != "float8" else role.dtypes[0]
+        height = 1 if role.role == "group_index" else count_elements(rows, role.out_step)
+        width = 1 if role.role == "channel" else count_elements(columns, role.in_step)
+        if role.role not in ("tensor", "tensor_reciprocal"):
+            total += height * width * NUMPY_DTYPES[dtype].itemsize
+    return total
+
+
+def packed_expert(
+    stored: StoredExperts, hidden_size: int, neurons: int, expert_dtype: str, widest: str = "float32"
+) -> ExpertLayout:
+    """How `neurons` intermediate channels of an expert are packed; the rest as `packed_formats`."""
+    gate_up, down = packed_formats(stored, expert_dtype, widest)
+    return ExpertLayout(
+        PanelLayout(weight_format(gate_up), hidden_size, stored.has_bias),
+        PanelLayout(weight_format(down), neurons, stored.has_bias),
+    )
+
+
+def packed_formats(stored: StoredExperts, expert_dtype: str, widest: str = "float32") -> tuple[str, str]:
+    """Of gate and up, and of down.
+
+    `widest` "bfloat16" is that of a GPU that computes in it. Raises UserError when `expert_dtype` is "keep"
+    and no packed format is the stored one.
+    """
+    target = REQUANTISED.get(expert_dtype)
+    formats = (target, target) if target else (stored.gate_up, stored.down)
+    if not all(formats):
+        raise UserError(
+            "expert_dtype keep: no packed format holds these experts exactly; allowed: "
+            + ", ".join(REQUANTISED)
+        )
+    if target is None:
+        gate_up, down = (widest if name == "float32" else name for name in formats)
+        return gate_up, down
+    return formats
+
+
+def arena_bytes(nbytes: int) -> int:
+    """Memory that an expert server maps for a layer's packed experts."""
+    page = _HUGE_PAGE if nbytes >= _HUGE_PAGE // 2 else _SMALL_PAGE
+    return -(-nbytes // page) * page
+
+
+def server_bytes(
+    stored: Mapping[int, StoredExperts],
+    hidden_size: int,
+    part: ExpertSlice,
+    expert_dtype: str,
+    resident: Mapping[int, Collection[int]] | None = None,
+) -> int:
+    """Packed weights of an expert server that holds `part` of every layer in `stored`; bytes.
+
+    Experts in `resident`, by layer, are on GPUs and not held.
+    """
+    total = 0
+    for layer, found in stored.items():
+        packed = packed_expert(found, hidden_size, part.intermediate_size, expert_dtype)
+        held = part.held((resident or {}).get(layer, ()))
+        total += arena_bytes(len(held) * packed.expert_bytes)
+    return total
+
+
+def expert_format(
+    config: MoebiusConfig, geometry: MoeGeometry, stored: Mapping[int, StoredExperts]
+) -> tuple[tuple[str, str] | None, float]:
+    """Packed formats (gate and up, down) of most layers, and mean bytes of a packed expert."""
+    dtype, inner = config.experts.expert_dtype, geometry.moe_intermediate_size
+    if not stored:
+        return None, 0.0
+    formats = [packed_formats(layer, dtype) for layer in stored.values()]
+    sizes = [
+        packed_expert(layer, geometry.hidden_size, inner, dtype).expert_bytes for layer in stored.values()
+    ]
+    return max(set(formats), key=formats.count), math.fsum(sizes) / len(sizes)
+
+
+RAM = "RAM"
+MIB = 2**20
+# Resident sizes of processes without weights: interpreters, libraries, tokenizer. An engine with a GPU also
+# has the driver's and torch's CUDA libraries and its page-locked buffers.
+GATEWAY_BYTES, EXPERT_BYTES, ENGINE_BYTES, GPU_ENGINE_BYTES = 400 * MIB, 100 * MIB, 600 * MIB, 3072 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One part of a plan, bytes."""
+
+    # "GPU 0", ..., or "RAM".
+    place: str
+    part: str
+    nbytes: int
+    # NUMA node of an expert server where the machine has several; -1: any.
+    node: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertServer:
+    """One expert server; filled by `expert_servers`."""
+
+    index: int
+    node: int
+    part: ExpertSlice
+
+
+def num_servers(config: MoebiusConfig, sockets: int) -> int:
+    """As `moebius serve` starts them: what is set, else one per NUMA node. Raises UserError."""
+    if config.experts.expert_transport == "local":
+        raise UserError(
+            "expert_transport local is a reference that is not planned for; allowed: mailbox, grpc"
+        )
+    return len(config.experts.expert_addresses) or config.experts.expert_servers or sockets
+
+
+def expert_servers(
+    config: MoebiusConfig,
+    geometry: MoeGeometry,
+    stored: Mapping[int, StoredExperts],
+    sockets: int,
+) -> tuple[ExpertServer, ...]:
+    """Every server's slice. Raises UserError for a division that can not be."""
+    count = num_servers(config, sockets)
+    group = math.lcm(*(layer.group for layer in stored.values()))
+    request = replace(SliceRequest.from_config(config), split_count=count)
+    try:
+        return tuple(
+            ExpertServer(
+                index,
+                index % sockets if sockets > 1 else -1,
+                plan_slice(geometry, replace(request, split_index=index), group),
+            )
+            for index in range(count)
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def ram_components(
+    config: MoebiusConfig,
+    geometry: MoeGeometry,
+    stored: Mapping[int, StoredExperts],
+    servers: Sequence[ExpertServer],
+    engine: Sequence[Component],
+    threads: int,
+    resident: Mapping[int, tuple[int, ...]],
+) -> tuple[Component, ...]:
+    """All of the host's memory while loading, when most is taken.
+
+    `stored`: the layers that servers hold. `engine`: what the engine's ranks have there. `threads`: of all
+    servers together, each of which has one source expert mapped while it packs. `resident`: experts by layer
+    that are on GPUs.
+    """
+    found = [*engine, Component(RAM, "gateway process", GATEWAY_BYTES)]
+    if not servers or config.experts.expert_addresses:
+        return tuple(found)
+    dtype = config.experts.expert_dtype
+    for server in servers:
+        packed = server_bytes(stored, geometry.hidden_size, server.part, dtype, resident)
+        found.append(Component(RAM, f"experts of server {server.index}", packed, server.node))
+    found.append(Component(RAM, "expert processes", EXPERT_BYTES * len(servers)))
+    if config.experts.expert_transport == "mailbox":
+        split = config.experts.model_copy(update={"split_count": len(servers)})
+        shared = config.model_copy(update={"experts": split})
+        found.append(Component(RAM, "mailbox", segment_bytes(mailbox_geometry(shared, geometry))))
+    source = max((layer.nbytes for layer in stored.values()), default=0)
+    found.append(Component(RAM, "source experts while loading", max(threads, len(servers)) * source))
+    return tuple(found)
+
+
+def total_bytes(components: Sequence[Component], place: str) -> int:
+    """Of all parts in a place."""
+    return sum(part.nbytes for part in components if part.place == place)
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Filled by the functions below."""
+
+    # MoE layer -> ids of resident experts.
+    resident: Mapping[int, tuple[int, ...]]
+    num_experts: int
+    # Whether nobody chose it: the settings that ask `moebius serve` for it are then in `flags`.
+    is_filled: bool
+    flags: str
+
+    @property
+    def by_layer(self) -> dict[int, int]:
+        """MoE layer -> number of resident experts."""
+        return {layer: len(experts) for layer, experts in self.resident.items()}
+
+    @property
+    def count(self) -> int:
+        """Over all layers."""
+        return sum(self.by_layer.values())
+
+    @property
+    def share(self) -> float:
+        """Of all routed experts."""
+        return self.count / max(1, self.num_experts * len(self.by_layer))
+
+    @property
+    def is_everything(self) -> bool:
+        """No expert server is needed."""
+        return all(count == self.num_experts for count in self.by_layer.values())
+
+
+def has_placement(config: MoebiusConfig) -> bool:
+    """Whether settings say what is resident."""
+    placement = config.placement
+    chosen = (placement.gpu_experts, placement.gpu_experts_ratio)
+    return bool(placement.gpu_layers) or any(value is not None for value in chosen)
+
+
+def chosen_residency(config: MoebiusConfig, geometry: MoeGeometry) -> Residency:
+    """What `moebius serve` would place. Raises UserError naming a setting."""
+    placed = make_placement(config.placement, geometry)
+    return Residency(placed.resident, geometry.num_experts, False, "")
+
+
+def filled_residency(
+    config: MoebiusConfig, geometry: MoeGeometry, fits: Callable[[Residency], bool]
+) -> Residency:
+    """As many experts of every MoE layer as fit; none where not even one does.
+
+    `fits` must be monotone: what fits with more experts fits with fewer.
+    """
+    low, high = 0, geometry.num_experts
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(_even(config, geometry, middle)) else (low, middle - 1)
+    return _even(config, geometry, low)
+
+
+def _even(config: MoebiusConfig, geometry: MoeGeometry, each: int) -> Residency:
+    chosen = config.placement.model_copy(update={"gpu_experts": each})
+    flags = f"--gpu-experts {each}" if each else ""
+    return Residency(make_placement(chosen, geometry).resident, geometry.num_experts, True, flags)
+
+
+def resident_bytes(
+    config: MoebiusConfig,
+    geometry: MoeGeometry,
+    stored: Mapping[int, StoredExperts],
+    counts: Mapping[int, int],
+    layers: Sequence[int],
+    tp_rank: int,
+    widest: str,
+) -> tuple[int, int]:
+    """Experts on one rank's GPU, and bytes of all of them; `layers` are the rank's MoE layers."""
+    count = total = 0
+    size, dtype = geometry.moe_intermediate_size, config.experts.expert_dtype
+    ranks = config.parallel.tensor_parallel_size
+    for layer in layers:
+        if counts[layer]:
+            found = stored[layer]
+            begin, end = rank_neurons(size, found.group, REQUANTISED.get(dtype), tp_rank, ranks)
+            packed = packed_expert(found, geometry.hidden_size, end - begin, dtype, widest)
+            count, total = count + counts[layer], total + counts[layer] * packed.expert_bytes
+    return count, total
