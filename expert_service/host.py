@@ -13,7 +13,6 @@ import numpy.typing as npt
 import structlog
 
 from expert_service.loader import LoadedLayer, LoadPlan, load_experts, plan_load
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import ExpertConfig
 from moebius.expert_slices import (
     ExpertSlice,
@@ -24,6 +23,8 @@ from moebius.expert_slices import (
 )
 from moebius.kernel_times import panel_times, this_host, times_file, write_times
 from moebius.kernels import ExpertEngine, FloatArray, float32_isa
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 from moebius.placement import make_placement
 from moebius.topology import Topology, pin_thread
 
@@ -198,7 +199,7 @@ class ExpertHost:
 
     def _load(self, request: SliceRequest) -> LoadedSlice:
         begin = time.monotonic()
-        model = MoeGeometry.from_config(request.model_path, request.top_k)
+        model = read_geometry(request.model_path, request.top_k)
         if not model.moe_layers:
             raise ValueError(f"{request.model_path} has no mixture-of-experts layers")
         plan = plan_load(model, request.model_path, request.weight_dtype)

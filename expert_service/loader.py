@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
+from moebius.checkpoint.expert_layouts import is_routed_expert
 from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.checkpoint.matrix_finder import is_ignored
-from moebius.checkpoint.moe_config import MoeGeometry
-from moebius.checkpoint.rules import is_routed_expert
 from moebius.expert_slices import REQUANTISED, ExpertDtype, ExpertSlice
 from moebius.kernels import ExpertEngine, LoadError
 from moebius.kernels_source import SourceMatrix
+from moebius.models.checkpoint import ExpertCheckpoint, ExpertMatrices
+from moebius.models.geometry import MoeGeometry
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def plan_load(model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "
                     f"{found.gate.name!r} and the experts before it in the layer differ in format: "
                     f"{formats} and {kept[layer]}; requantise them with --expert-dtype"
                 )
-            groups.add(found.neuron_multiple)
+            groups.add(found.intermediate_multiple)
             biased.add(found.has_bias)
             for matrix in (found.gate, found.up, found.down):
                 used.update(matrix.tensor_names)

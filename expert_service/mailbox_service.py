@@ -7,12 +7,12 @@ import threading
 import structlog
 
 from expert_service.spans import Call, SpanRecorder
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.expert_slices import SliceRequest
 from moebius.kernels import ExpertEngine
 from moebius.mailbox import Mailbox, MailboxServer
 from moebius.mailbox_plan import mailbox_geometry
+from moebius.models.geometry import MoeGeometry
 
 log = structlog.get_logger(__name__)
 

@@ -19,12 +19,12 @@ from expert_service.mailbox_service import MailboxService
 from expert_service.metrics import make_registry
 from expert_service.servicer import ExpertServicer
 from expert_service.spans import SpanRecorder
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError, WrongIdentity
 from moebius.expert_slices import SliceRequest
 from moebius.mailbox_errors import IdentityMismatch, MailboxError
 from moebius.mailbox_plan import grpc_message_bytes
+from moebius.models.read import read_geometry
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
 from protos import expert_pb2, expert_pb2_grpc
 
@@ -67,7 +67,7 @@ class ExpertProcess:
     def _make_server(self) -> grpc.Server:
         """Health says that the process lives, and that it does not serve yet."""
         settings = self._config.model
-        model = MoeGeometry.from_config(settings.model, settings.top_k) if settings.model else None
+        model = read_geometry(settings.model, settings.top_k) if settings.model else None
         limit = grpc_message_bytes(model)
         bounds = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
         server = grpc.server(futures.ThreadPoolExecutor(GRPC_THREADS), options=bounds)

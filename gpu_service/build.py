@@ -26,6 +26,7 @@ from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
 from gpu_service.cache.fp8 import STORAGE_DTYPES
 from gpu_service.cache.request_cache import make_request_cache
 from gpu_service.cache.request_states import allocate_states
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream, device_stream
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
@@ -36,9 +37,8 @@ from gpu_service.expert_recorder import recorder_operations
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.loader.load import load_weights, shape_weights
 from gpu_service.memory.plan import DENSE, GRAPHS, KV, RESIDENT, STATES, VISION
-from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.common import CausalLM
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.ops import backends
 from gpu_service.ops.examples import sizes_of
 from gpu_service.parallel.group import RankGroup
@@ -47,6 +47,8 @@ from gpu_service.parallel.partition import shard_config
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
 from moebius.config import MoebiusConfig
+from moebius.models.config import ModelConfig, ModelOverrides
+from moebius.models.read import read_model_config
 
 __all__ = ["Built", "WarmUpGate", "build_engine", "model_info"]
 
@@ -64,10 +66,10 @@ def build_engine(
     device = prepare_process(config)
     chosen = config.model
     overrides = ModelOverrides(chosen.top_k, chosen.max_model_len, chosen.dtype, chosen.language_model_only)
-    model_config = ModelConfig.from_dir(chosen.model, overrides)
+    model_config = read_model_config(chosen.model, overrides)
     group = join_group(config, device)
     sizes = sizes_of(shard_config(model_config, group.parallel), STORAGE_DTYPES[config.gpu.kv_cache_dtype])
-    backends.install(device, config.gpu.attention_backend, model_config.torch_dtype, sizes)
+    backends.install(device, config.gpu.attention_backend, TORCH_DTYPES[model_config.dtype], sizes)
     stream = device_stream(device)
     with stream.active(), ExitStack() as undo:
         built = _assemble(config, model_config, group, stream, observer, on_output, undo)
@@ -84,7 +86,7 @@ def _assemble(
     on_output: Callable[[list[OutputDelta]], None],
     undo: ExitStack,
 ) -> Built:
-    device, dtype = stream.device, model_config.torch_dtype
+    device, dtype = stream.device, TORCH_DTYPES[model_config.dtype]
     model = build_model(model_config, device=device, parallel=group.parallel)
     shape_weights(model, config.model)
     moe = rank_moe(config, model_config, group)
@@ -149,7 +151,7 @@ def _load(
     memory.reached(VISION)
     load_weights(model, config.model.model, keep_fp8=config.model.dense_weights == "keep")
     memory.reached(DENSE)
-    resident = load_resident(config, moe, device, model_config.torch_dtype, group)
+    resident = load_resident(config, moe, device, TORCH_DTYPES[model_config.dtype], group)
     memory.reached(RESIDENT)
     return vision, resident
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from gpu_service.device.stream import DeviceStream
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
+from moebius.models.geometry import MoeGeometry
 from moebius.placement import ExpertStatistics, FileFormat
 from protos import engine_pb2 as pb
 

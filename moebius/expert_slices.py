@@ -16,10 +16,10 @@ from typing import Literal, get_args
 
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import CheckpointIndex
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.split import equal_shares, split_bounds
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
+from moebius.models.geometry import MoeGeometry
 from moebius.placement import make_placement
 
 ExpertDtype = Literal["keep", "float32", "bfloat16", "int8", "int4"]

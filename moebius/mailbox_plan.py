@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.mailbox import MailboxGeometry
+from moebius.models.geometry import MoeGeometry
 
 # From here on a request's rows, and not its experts, are what takes time; shared memory is what it takes.
 MOST_ROWS = 2048

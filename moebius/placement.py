@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import PlacementConfig
 from moebius.errors import UserError
+from moebius.models.geometry import MoeGeometry
 
 
 @dataclass(frozen=True)

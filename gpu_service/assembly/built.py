@@ -11,12 +11,12 @@ from gpu_service.assembly.vision import Vision
 from gpu_service.engine.engine import Engine
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.client import ExpertClient
-from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import SelfTestReport
 from moebius.checkpoint.gguf.files import companion_directory, served_name
-from moebius.checkpoint.moe_config import read_config
 from moebius.config import MoebiusConfig
+from moebius.models.config import ModelConfig
+from moebius.models.read import read_config
 from protos import engine_pb2 as pb
 
 

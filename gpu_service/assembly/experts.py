@@ -16,12 +16,13 @@ from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
 from gpu_service.experts.servers import CheckedExperts
 from gpu_service.memory.plan import ExpertMemory
-from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.partition import stage_layers
 from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestReport, check_again, run_self_test
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
+from moebius.models.config import ModelConfig
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 from moebius.placement import make_placement
 
 
@@ -37,7 +38,7 @@ def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> Ran
     """None for a model without MoE layers."""
     if not model.moe_layer_ids:
         return None
-    geometry = MoeGeometry.from_config(config.model.model, config.model.top_k)
+    geometry = read_geometry(config.model.model, config.model.top_k)
     held = stage_layers(model, group.parallel)
     return RankMoe(geometry, tuple(layer for layer in geometry.moe_layers if layer in held))
 

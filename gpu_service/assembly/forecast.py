@@ -26,15 +26,16 @@ from gpu_service.memory.plan import (
     parameter_bytes,
     useful_pages,
 )
-from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.common import CausalLM
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.ops.linear import can_pack
 from gpu_service.parallel.context import ParallelContext
 from gpu_service.parallel.partition import stage_layers
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.models.config import ModelConfig, ModelOverrides
+from moebius.models.read import read_model_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def read_model(config: MoebiusConfig) -> ModelConfig:
     """As an engine of these settings reads it. Raises ModelConfigError or CheckpointError."""
     chosen = config.model
     overrides = ModelOverrides(chosen.top_k, chosen.max_model_len, chosen.dtype, chosen.language_model_only)
-    return ModelConfig.from_dir(chosen.model, overrides)
+    return read_model_config(chosen.model, overrides)
 
 
 class Forecast:

@@ -12,17 +12,18 @@ from gpu_service.attention.registry import make_attention
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import PagedCache, make_cache, page_bytes
 from gpu_service.cache.state_cache import StateCache
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.memory.device_memory import make_device_memory
 from gpu_service.memory.ledger import MemoryLedger
 from gpu_service.memory.plan import StepSize, size_kv_pool, useful_pages
 from gpu_service.memory.profile import profile_activations
-from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
 from gpu_service.scheduler.limits import SchedulerLimits
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
+from moebius.models.config import ModelConfig
+from moebius.models.geometry import MoeGeometry
 
 _log = structlog.get_logger(__name__)
 # A CPU shares its memory with the expert servers, so the pool does not take what is left.
@@ -53,7 +54,7 @@ class CacheShape:
 
 def cache_shape(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> CacheShape:
     """What the settings ask for."""
-    dtype = rank_config.torch_dtype
+    dtype = TORCH_DTYPES[rank_config.dtype]
     storage = E4M3 if gpu.kv_cache_dtype == "fp8_e4m3" else dtype
     return CacheShape(rank_config, gpu.page_size, dtype, storage, device)
 

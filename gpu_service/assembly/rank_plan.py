@@ -19,7 +19,7 @@ from gpu_service.memory.device_memory import MemoryUse, gib, make_device_memory
 from gpu_service.memory.ledger import MemoryLedger
 from gpu_service.memory.plan import ExpertMemory, MemoryPlan, MemoryShort, VisionMemory, plan_memory
 from gpu_service.models.common import CausalLM
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.parallel.group import RankGroup
 from moebius.checkpoint.index import has_weights
 from moebius.config import DEFAULT_NUM_SEQS, MoebiusConfig

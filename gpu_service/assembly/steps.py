@@ -14,10 +14,10 @@ from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.step_runner import StepRunner
-from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.context import ParallelContext
 from gpu_service.scheduler.limits import SchedulerLimits
 from moebius.config import GpuConfig, MoebiusConfig
+from moebius.models.config import ModelConfig
 
 _log = structlog.get_logger(__name__)
 

@@ -11,13 +11,12 @@ from PIL import Image
 
 from gpu_service.loader.load import load_tower
 from gpu_service.memory.plan import VisionMemory, parameter_bytes
-from gpu_service.model_config import ModelConfig
 from gpu_service.models.vision.registry import build_tower
-from gpu_service.vision.config import VisionConfig
 from gpu_service.vision.features import ImageEncoder
 from gpu_service.vision.processor import ImagePreparer
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.models.config import ModelConfig, VisionConfig
 
 _log = structlog.get_logger(__name__)
 _MIB = 2**20
@@ -73,7 +72,7 @@ def vision_memory(config: MoebiusConfig, model: ModelConfig) -> VisionMemory:
         return VisionMemory()
     tower = build_tower(model, config.model.model, "meta")
     preparer = ImagePreparer(model, config.model.model, config.images.max_image_megapixels)
-    largest = encoding_bytes(model.vision, preparer.max_patches, model.torch_dtype.itemsize)
+    largest = encoding_bytes(model.vision, preparer.max_patches, model.dtype_bytes)
     return VisionMemory(parameter_bytes(tower), config.images.image_cache_mib * _MIB + largest)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.engine.step import ForwardInputs
-from gpu_service.model_config import ModelConfig
+from moebius.models.config import ModelConfig
 
 
 class PlannedAttention(ABC):

@@ -33,7 +33,7 @@ from gpu_service.attention.flashinfer_plan import (
 )
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.engine.step import ForwardInputs
-from gpu_service.model_config import ModelConfig
+from moebius.models.config import ModelConfig
 
 # FlashInfer's kernels for Ampere serve decode, paged and ragged steps from one compiled module; those for
 # Hopper ("fa3", chunks only) are another minute of compiling, and pay only where long prompts dominate.

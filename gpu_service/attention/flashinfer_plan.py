@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 import triton.language as tl
 
-from gpu_service.model_config import ModelConfig
 from gpu_service.ops.triton.jit import jit_for_any, next_power_of_2
+from moebius.models.config import ModelConfig
 
 HEAD_DIMS = (64, 128, 256)
 HALF_TYPES = (torch.float16, torch.bfloat16)

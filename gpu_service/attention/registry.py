@@ -14,8 +14,8 @@ import torch
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend, MlaDimensions
 from gpu_service.cache.kv_cache import KVCache, MlaCache, PagedCache
-from gpu_service.model_config import ModelConfig
 from moebius.errors import UserError, brief
+from moebius.models.config import ModelConfig
 
 _log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer, 
 from gpu_service.cache.fp8 import dequantise_into
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.engine.step import ForwardInputs
-from gpu_service.model_config import ModelConfig
+from moebius.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

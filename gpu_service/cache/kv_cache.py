@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from gpu_service.cache.fp8 import E4M3, quantise_e4m3
-from gpu_service.model_config import ModelConfig
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.ops.kv import append_kv
+from moebius.models.config import ModelConfig
 
 
 class LayerPages:
@@ -265,7 +266,7 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     latents = mla_bytes_per_page(config.num_layers, mla.kv_lora_rank, mla.qk_rope_head_dim, page_size, dtype)
     if indexer is None:
         return latents
-    activations = config.torch_dtype
+    activations = TORCH_DTYPES[config.dtype]
     return latents + index_bytes_per_page(len(indexer.layers), indexer.head_dim, page_size, activations)
 
 

@@ -15,10 +15,11 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gpu_service.cache.state_cache import ZERO_SLOT, StateCache, make_states, state_bytes
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.engine.step import Batch
-from gpu_service.model_config import ModelConfig
 from gpu_service.request import Request
 from moebius.config import GpuConfig
+from moebius.models.config import ModelConfig
 
 
 class OutOfStates(RuntimeError):
@@ -99,7 +100,7 @@ def all_states_bytes(gpu: GpuConfig, rank_config: ModelConfig) -> int:
 
 def allocate_states(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> StateCache | None:
     """All slots that the settings ask for; None where no layer has a state."""
-    return make_states(rank_config, num_state_slots(gpu), rank_config.torch_dtype, device)
+    return make_states(rank_config, num_state_slots(gpu), TORCH_DTYPES[rank_config.dtype], device)
 
 
 class RequestStates:

@@ -12,7 +12,7 @@ import math
 import numpy as np
 import torch
 
-from gpu_service.model_config import LinearAttentionConfig, ModelConfig
+from moebius.models.config import LinearAttentionConfig, ModelConfig
 
 # What a request starts from: zeros, never written.
 ZERO_SLOT = 0
@@ -68,7 +68,7 @@ def state_bytes(config: ModelConfig) -> int:
     linear = config.linear
     if linear is None:
         return 0
-    conv = (linear.conv_width - 1) * linear.conv_size * config.torch_dtype.itemsize
+    conv = (linear.conv_width - 1) * linear.conv_size * config.dtype_bytes
     recurrent = 4 * linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
     return len(linear.layers) * (conv + recurrent)
 

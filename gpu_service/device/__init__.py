@@ -1,1 +1,7 @@
-"""Kinds of device: what is there, and how kernels for it are made and launched."""
+"""Kinds of device: streams, transfers through page-locked memory, captured graphs; types by their names."""
+
+from collections.abc import Mapping
+
+import torch
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -10,7 +10,7 @@ import torch
 from opentelemetry import trace
 from opentelemetry.trace import SpanContext
 
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.geometry import MoeGeometry
 
 
 class ExpertUnavailable(RuntimeError):

@@ -10,12 +10,12 @@ from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.grpc_client import GrpcExpertClient
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.mailbox_client import MailboxExpertClient
-from moebius.checkpoint.index import CheckpointIndex
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.expert_slices import checkpoint_fingerprint
 from moebius.mailbox import Mailbox, MailboxGeometry
 from moebius.mailbox_plan import activation_dtype, mailbox_geometry, slots_of
+from moebius.models.checkpoint import open_index
+from moebius.models.geometry import MoeGeometry
 
 ATTACH_TIMEOUT_S = 60.0
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def _dtype(config: MoebiusConfig, geometry: MoeGeometry) -> torch.dtype:
 
 
 def _fingerprint(config: MoebiusConfig) -> str:
-    return checkpoint_fingerprint(CheckpointIndex.open(config.model.model))
+    return checkpoint_fingerprint(open_index(config.model.model))
 
 
 def open_mailbox(name: str, geometry: MailboxGeometry, client: int = 0, group: int = 0) -> Mailbox:

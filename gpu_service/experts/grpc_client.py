@@ -25,9 +25,9 @@ from gpu_service.experts.client import (
     traceparent,
 )
 from gpu_service.experts.servers import Newcomers, difference
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import WrongIdentity
 from moebius.mailbox_plan import MOST_GRPC_ROWS
+from moebius.models.geometry import MoeGeometry
 from protos import expert_pb2, expert_pb2_grpc
 
 SERVICE = "moebius.expert.v1.Expert"

@@ -19,10 +19,10 @@ from gpu_service.experts.client import (
     make_ticket,
 )
 from moebius import _kernels
-from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
+from moebius.models.checkpoint import ExpertCheckpoint
+from moebius.models.geometry import MoeGeometry
 
 
 def _silu(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.client import (
     ExpertClient,
     ExpertClientStats,
@@ -20,13 +21,12 @@ from gpu_service.experts.client import (
     sampled_span_context,
 )
 from gpu_service.experts.servers import MailboxServers
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.mailbox import ExpertComputeError, Mailbox, MailboxError, ServerLost, ShutDown, StaleEpoch
 from moebius.mailbox_layout import MAX_SERVERS
+from moebius.models.geometry import MoeGeometry
 
 # `ClientFailure::kAbandoned` of layout.h: not the cause, which this client's own exception names.
 ABANDONED = 5
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(slots=True)

@@ -17,22 +17,18 @@ from gpu_service.layers.linear import (
     gated_query_order,
 )
 from gpu_service.layers.norm import FullWidthNorm, RMSNorm, make_norm, norm_full_width
-from gpu_service.model_config import ModelConfig
 from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import kv_heads, query_heads
+from moebius.models.config import ModelConfig
 
 
 class GQAttention(nn.Module):
-    """QKV in one product, optional norm of queries and keys, rotary embedding, attention, output.
+    """QKV in one GEMM, optional norm of queries and keys, rotary embedding, attention, output.
 
-    The norm is per head, or over all heads together with `full_width_norm`. With `head_gate`, what a head
-    attended to is multiplied by a sigmoid of its own product with the input.
-
-    `config` is the whole model's; a rank computes its own heads, and the output product sums over ranks.
-    `layer_id` counts the pipeline stage's layers that attend; `sinks` and `window` as in `AttentionLayer`;
-    `num_heads` of queries, over all ranks, where layers differ. With `output_gate` the query projection also
-    makes, for each element of the result, a gate whose sigmoid weighs it.
+    `config` is the whole model's and has the switches (biases, norms, gates, sinks); a rank computes its own
+    heads, and the output projection sums over ranks. `layer_id` counts the pipeline stage's layers that
+    attend; `window` as in `AttentionLayer`; `num_heads` of queries, over all ranks, where layers differ.
     """
 
     def __init__(
@@ -40,15 +36,8 @@ class GQAttention(nn.Module):
         layer_id: int,
         config: ModelConfig,
         *,
-        qk_norm: bool,
-        bias: bool,
-        output_bias: bool,
-        full_width_norm: bool = False,
-        output_gate: bool = False,
-        sinks: bool = False,
         window: int | None = None,
         num_heads: int | None = None,
-        head_gate: bool = False,
         dtype: torch.dtype,
         parallel: ParallelContext = SOLO,
     ) -> None:
@@ -58,24 +47,28 @@ class GQAttention(nn.Module):
         queries, keys = query_heads(config, parallel, num_heads), kv_heads(config, parallel)
         self.num_heads, self.num_kv_heads = queries.size, keys.size
         query_rows, key_rows = queries.scaled(config.head_dim), keys.scaled(config.head_dim)
-        projected = query_rows.scaled(2) if output_gate else query_rows
+        projected = query_rows.scaled(2) if config.output_gate else query_rows
         parts = {"q_proj": projected, "k_proj": key_rows, "v_proj": key_rows}
-        order = gated_query_order(queries.size, keys.size, config.head_dim) if output_gate else None
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=bias, dtype=dtype, order=order)
+        order = gated_query_order(queries.size, keys.size, config.head_dim) if config.output_gate else None
+        self.qkv_proj = FusedLinear(
+            config.hidden_size, parts, bias=config.attention_bias, dtype=dtype, order=order
+        )
         self.o_proj = RowParallelLinear(
-            query_rows, config.hidden_size, bias=output_bias, dtype=dtype, parallel=parallel
+            query_rows, config.hidden_size, bias=config.output_bias, dtype=dtype, parallel=parallel
         )
         self._query_heads, self._window = queries, window
         gate = {"g_proj": queries}
-        self.g_proj = FusedLinear(config.hidden_size, gate, bias=False, dtype=dtype) if head_gate else None
-        self.sinks = empty_parameter(queries.size, dtype=dtype) if sinks else None
+        self.g_proj: FusedLinear | None = None
+        if config.head_gate:
+            self.g_proj = FusedLinear(config.hidden_size, gate, bias=False, dtype=dtype)
+        self.sinks = empty_parameter(queries.size, dtype=dtype) if config.attention_sinks else None
         self.q_norm: FullWidthNorm | RMSNorm | None = None
         self.k_norm: FullWidthNorm | RMSNorm | None = None
         eps = config.rms_norm_eps
-        if qk_norm and full_width_norm:
+        if config.qk_norm and config.qk_norm_full_width:
             self.q_norm = FullWidthNorm(query_rows, parallel.tp_size, eps, dtype=dtype)
             self.k_norm = FullWidthNorm(key_rows, parallel.tp_size, eps, dtype=dtype)
-        elif qk_norm:
+        elif config.qk_norm:
             self.q_norm = make_norm(config, config.head_dim, dtype=dtype)
             self.k_norm = make_norm(config, config.head_dim, dtype=dtype)
         self._group = parallel.tensor_group

@@ -11,11 +11,11 @@ from torch.nn import functional
 from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, Linear, empty_parameter
 from gpu_service.layers.norm import RMSNorm, make_norm
-from gpu_service.model_config import ModelConfig, RopeConfig
 from gpu_service.ops.rope import RopeTable, rope_table, section_axes
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, padded_vocab, vocab_shard
+from moebius.models.config import ModelConfig, RopeConfig
 
 
 class Embedding(nn.Module):

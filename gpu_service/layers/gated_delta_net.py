@@ -20,7 +20,6 @@ from gpu_service.layers.linear import (
     linear_attention_order,
 )
 from gpu_service.layers.norm import RMSNorm
-from gpu_service.model_config import LinearAttentionConfig, ModelConfig
 from gpu_service.ops.linear_attention import (
     Sequences,
     causal_conv_extend,
@@ -33,6 +32,7 @@ from gpu_service.ops.norm import gated_rms_norm
 from gpu_service.ops.rope import RopeTable
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, key_heads, own_heads
+from moebius.models.config import LinearAttentionConfig, ModelConfig
 
 
 class StepSequences:
@@ -60,8 +60,7 @@ class Projected(NamedTuple):
 class GatedDeltaNet(nn.Module):
     """Projection, convolution, recurrence, gated norm, output; reads and writes states instead of a cache.
 
-    `state_layer` counts the linear-attention layers of the pipeline stage. `interleaved`: the checkpoint's
-    projections go by key head, each with its query, key, values and gates, not by what they are.
+    `state_layer` counts the linear-attention layers of the pipeline stage.
     `config` is the whole model's; a rank computes its own heads, and the output product sums over ranks.
     """
 
@@ -73,7 +72,6 @@ class GatedDeltaNet(nn.Module):
         config: ModelConfig,
         sequences: StepSequences,
         *,
-        interleaved: bool,
         dtype: torch.dtype,
         parallel: ParallelContext = SOLO,
     ) -> None:
@@ -85,7 +83,7 @@ class GatedDeltaNet(nn.Module):
         keys = key_heads(whole, parallel)
         self._heads = keys.scaled(whole.num_value_heads // whole.num_key_heads)
         values = self._heads.scaled(whole.value_head_dim)
-        parts, order = _projections(whole, keys, interleaved)
+        parts, order = _projections(whole, keys)
         self.in_proj = FusedLinear(config.hidden_size, parts, bias=False, dtype=dtype, order=order)
         self.conv1d = ConvWeight(whole, keys, dtype=dtype)
         # As published and as trained: decays are sensitive to their last bits.
@@ -153,11 +151,11 @@ class ConvWeight(nn.Module):
 
 
 def _projections(
-    linear: LinearAttentionConfig, keys: ShardRange, interleaved: bool
+    linear: LinearAttentionConfig, keys: ShardRange
 ) -> tuple[dict[str, ShardRange], list[int] | None]:
     """What a rank with these key heads loads, and which rows of it, in which order, it keeps."""
     repeats = linear.num_value_heads // linear.num_key_heads
-    if interleaved:
+    if linear.interleaved:
         own = replace(linear, num_key_heads=keys.size, num_value_heads=keys.size * repeats)
         width = 2 * linear.key_head_dim + 2 * repeats * linear.value_head_dim
         parts = {"in_proj_qkvz": keys.scaled(width), "in_proj_ba": keys.scaled(2 * repeats)}

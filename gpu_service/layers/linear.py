@@ -13,10 +13,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from gpu_service.model_config import LinearAttentionConfig
 from gpu_service.ops.linear import GROUP, can_pack, fp8_linear, linear, pack_weight
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange
+from moebius.models.config import LinearAttentionConfig
 
 
 @dataclass(frozen=True, slots=True)

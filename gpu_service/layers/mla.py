@@ -15,10 +15,10 @@ from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, ex
 from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import LayerNorm, RMSNorm
-from gpu_service.model_config import MlaConfig, ModelConfig
 from gpu_service.ops.rope import RopeTable, apply_rope, half_split
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, query_heads
+from moebius.models.config import MlaConfig, ModelConfig
 
 # Of the keys' norm, whatever `rms_norm_eps` says: so were all families trained.
 _KEY_EPS = 1e-6

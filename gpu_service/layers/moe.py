@@ -14,11 +14,11 @@ from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, empty_parameter
-from gpu_service.model_config import MoeConfig, RouterConfig
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS
 from gpu_service.ops.router import route
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import even_shard
+from moebius.models.config import MoeConfig, RouterConfig
 
 
 class GatedMLP(nn.Module):

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.layers.linear import CheckpointPart, empty_parameter
-from gpu_service.model_config import ModelConfig
 from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
 from gpu_service.parallel.context import Collectives
 from gpu_service.parallel.partition import ShardRange
+from moebius.models.config import ModelConfig
 
 
 class RMSNorm(nn.Module):

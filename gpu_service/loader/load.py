@@ -12,10 +12,8 @@ import torch
 
 from gpu_service.loader.names import Target, expected_names, wanted_name
 from gpu_service.loader.sources import Means, PlainSource, QuantisedSource, WeightSource, keep_stored_fp8
-from gpu_service.loader.tied_head import is_stored_as_head
-from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.models.vision.registry import build_tower
 from gpu_service.models.vision.tower import VisionTower
 from moebius.checkpoint.errors import CheckpointError
@@ -23,11 +21,13 @@ from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.matrix_finder import MatrixFinder, is_ignored, side_name
 from moebius.checkpoint.quantisation import read_schemes
 from moebius.checkpoint.reader import Array, SliceReader, read_slice
-from moebius.checkpoint.rules import check_prediction_layers
 from moebius.checkpoint.stored_values import check_values
-from moebius.checkpoint.tower_rules import tower_name
 from moebius.checkpoint.weight_schemes import FLOATS, WeightScheme
 from moebius.config import ModelConfigSection
+from moebius.models.checkpoint import check_mtp_layers, open_index
+from moebius.models.config import ModelConfig
+from moebius.models.registry import vision_family
+from moebius.models.tied_head import is_stored_as_head
 
 # How many names an error lists before it only counts the rest.
 _MAX_LISTED = 20
@@ -161,12 +161,12 @@ def check_tower(
 
     Raises CheckpointError naming the tensors that are missing, unknown, mis-shaped or not floating-point.
     """
-    index = CheckpointIndex.open(directory)
+    index = open_index(directory)
     shapes = {name: tensor.shape for name, tensor in tower.state_dict().items()}
-    missing = set(shapes)
+    missing, family = set(shapes), vision_family(model_type)
     located: list[tuple[str, TensorInfo]] = []
     for info in index.tensors.values():
-        name = tower_name(model_type, info.name)
+        name = family.tower_name(info.name)
         if name is None:
             continue
         if info.dtype not in _FLOAT_DTYPES:
@@ -239,7 +239,7 @@ def _find(
     model: CausalLM, directory: str | Path, keep_fp8: bool
 ) -> tuple[dict[str, Target], dict[str, WeightSource]]:
     """What fills which parameter."""
-    index = CheckpointIndex.open(directory)
+    index = open_index(directory)
     expected = expected_names(model)
     sources = find_sources(index.directory, _present(index, model), expected, read_schemes(directory))
     if keep_fp8:
@@ -251,7 +251,7 @@ def _present(index: CheckpointIndex, model: CausalLM) -> dict[str, TensorInfo]:
     """The checkpoint's tensors that this process reads, by canonical name."""
     present: dict[str, TensorInfo] = {}
     config = model.config
-    check_prediction_layers(index, config.model_type, config.num_layers)
+    check_mtp_layers(index, config.model_type, config.num_layers)
     swapped = config.tie_word_embeddings and is_stored_as_head(index, config.model_type, config.num_layers)
     for name, info in index.tensors.items():
         canonical = wanted_name(name, config, model.parallel, head_is_embedding=swapped)

@@ -1,6 +1,6 @@
 """Which checkpoint names fill which rows of which parameter, and which names are nobody's here.
 
-How a family spells its names is `moebius.checkpoint.rules`' business; only canonical names are known here.
+How a family spells its names is `moebius.models.names`' business; only canonical names are known here.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from gpu_service.layers.linear import CheckpointPart, Divided
-from gpu_service.loader.tied_head import EMBEDDING, HEAD
-from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, stage_layers
-from moebius.checkpoint.rules import FAMILY_RULES, is_routed_expert
+from moebius.checkpoint.expert_layouts import is_routed_expert
+from moebius.models.config import ModelConfig
+from moebius.models.registry import family_of
+from moebius.models.tied_head import EMBEDDING, HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def wanted_name(
     (`tied_head` has compared them), and what other pipeline stages read; a name that no stage knows is left
     out by none. `head_is_embedding`: both are one, which is stored under the head's name alone.
     """
-    canonical = FAMILY_RULES[config.model_type].canonical_name(name, config.num_layers)
+    canonical = family_of(config.model_type).names.canonical_name(name, config.num_layers)
     if canonical is not None and config.tie_word_embeddings and _module(canonical) == HEAD:
         canonical = EMBEDDING + canonical.removeprefix(HEAD) if head_is_embedding else None
     if canonical is None:

@@ -14,11 +14,11 @@ from torch import nn
 
 from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.memory.device_memory import MemoryUse, gib
-from gpu_service.model_config import ModelConfig
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import shard_config
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
+from moebius.models.config import ModelConfig
 
 MIB = 2**20
 # The driver's context, the modules of torch, cuBLAS, Triton and FlashInfer: 0.5 to 0.7 GiB on Hopper.
@@ -64,7 +64,7 @@ def activation_bytes(
     config: ModelConfig, step: StepSize, parallel: ParallelContext, has_resident_experts: bool
 ) -> int:
     """Most bytes of tensors that live at once within a step, of this rank."""
-    item, ranks = config.torch_dtype.itemsize, parallel.tp_size
+    item, ranks = config.dtype_bytes, parallel.tp_size
     # Residual, normed input, its output and one temporary; partial sum and answer in float32.
     stream = config.hidden_size * (4 * item + 2 * 4)
     attention = _attention_row(config) * item // ranks + _selection_row(config)
@@ -93,14 +93,14 @@ def _selection_row(config: ModelConfig) -> int:
     indexer = config.mla.indexer if config.mla is not None else None
     if indexer is None:
         return 0
-    query = 2 * indexer.num_heads * indexer.head_dim * config.torch_dtype.itemsize
+    query = 2 * indexer.num_heads * indexer.head_dim * config.dtype_bytes
     # Hidden states and weights of heads in float32, and the chosen positions.
     return query + 4 * (config.hidden_size + 2 * indexer.num_heads + indexer.top_k)
 
 
 def _mlp_row(config: ModelConfig, ranks: int, has_resident_experts: bool) -> int:
     """Of one token's row in the widest second half of a layer."""
-    item = config.torch_dtype.itemsize
+    item = config.dtype_bytes
     dense = config.intermediate_size if len(config.moe.layers) < config.num_layers else 0
     row = 3 * max(dense, config.moe.shared_intermediate_size) * item // ranks
     row += 3 * 4 * config.moe.router.num_experts
@@ -113,7 +113,7 @@ def _mlp_row(config: ModelConfig, ranks: int, has_resident_experts: bool) -> int
 
 def logits_bytes(config: ModelConfig, step: StepSize) -> int:
     """Logits in both types, penalised, as probabilities, sorted with their indices: all of the sampler."""
-    return step.sequences * config.vocab_size * (config.torch_dtype.itemsize + 5 * 4 + 8)
+    return step.sequences * config.vocab_size * (config.dtype_bytes + 5 * 4 + 8)
 
 
 def graph_bytes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext, resident: bool) -> int:

@@ -17,7 +17,7 @@ from gpu_service.experts.client import ExpertClient, ExpertClientStats, Ticket, 
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.memory.device_memory import DeviceMemory
 from gpu_service.memory.plan import StepSize
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.geometry import MoeGeometry
 
 
 class NullExpertClient(ExpertClient):

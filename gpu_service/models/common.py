@@ -20,10 +20,10 @@ from gpu_service.layers.decoder import (
 from gpu_service.layers.linear import Packed
 from gpu_service.layers.moe import GatedMLP, MoE
 from gpu_service.layers.norm import make_norm
-from gpu_service.model_config import ModelConfig
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import shard_config, stage_layers
+from moebius.models.config import ModelConfig
 
 
 class Backbone(nn.Module):

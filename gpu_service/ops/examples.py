@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from gpu_service.model_config import LinearAttentionConfig, ModelConfig, RouterConfig
 from gpu_service.ops.linear import GROUP
 from gpu_service.ops.linear_attention import Sequences, make_sequences
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
+from moebius.models.config import LinearAttentionConfig, ModelConfig, RouterConfig
 
 _SMALL_LINEAR = LinearAttentionConfig(2, 4, 16, 64, 4, frozenset())
 _SMALL_ROUTER = RouterConfig(

@@ -8,6 +8,7 @@ import torch
 
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.registry import Op
+from moebius.models.config import NUM_AXES
 
 
 class RopeTable(NamedTuple):
@@ -105,7 +106,6 @@ def half_split(table: RopeTable) -> RopeTable:
 
 
 # Time, height, width.
-NUM_AXES = 3
 
 
 def section_axes(sections: tuple[int, ...], interleaved: bool) -> torch.Tensor:

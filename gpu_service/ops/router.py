@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gpu_service.model_config import RouterConfig
 from gpu_service.ops.registry import Op
+from moebius.models.config import RouterConfig
 
 
 def _scores(router_logits: torch.Tensor, config: RouterConfig) -> torch.Tensor:

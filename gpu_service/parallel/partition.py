@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gpu_service.model_config import LinearAttentionConfig, MlaConfig, ModelConfig
 from gpu_service.parallel.context import ParallelContext
 from moebius.errors import ConfigError
+from moebius.models.config import LinearAttentionConfig, MlaConfig, ModelConfig
 
 # Rows of a rank's part of the head: products of GPUs like multiples of 8.
 _VOCAB_MULTIPLE = 8

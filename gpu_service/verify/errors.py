@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-from moebius.checkpoint.expert_checkpoint import ExpertMatrices
 from moebius.expert_slices import REQUANTISED, ExpertDtype
+from moebius.models.checkpoint import ExpertMatrices
 from moebius.weight_formats import weight_format
 
 

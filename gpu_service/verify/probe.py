@@ -14,9 +14,9 @@ from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.experts.grpc_client import GrpcExpertClient
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.verify.errors import relative_error
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.split import equal_shares, split_bounds
 from moebius.config import ExpertConfig, MoebiusConfig
+from moebius.models.geometry import MoeGeometry
 from protos import expert_pb2, expert_pb2_grpc
 
 # Rows that choose one expert alone, and rows that choose all of a probe's experts together.

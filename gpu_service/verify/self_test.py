@@ -17,9 +17,9 @@ from gpu_service.layers.moe import start_experts
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.verify.errors import RowsDtype, allowed_error, rounded_to
 from gpu_service.verify.probe import Probe, make_probe, place_of, shares_experts, spread, wrong_servers
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.models.geometry import MoeGeometry
 
 # How many wrong experts an error lists before it only counts the rest.
 _MAX_LISTED = 4

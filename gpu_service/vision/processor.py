@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from gpu_service.model_config import ModelConfig
-from gpu_service.vision.config import transformers_needed
+from gpu_service.models.vision.tower import transformers_needed
 from gpu_service.vision.prompt import ImageError, PreparedImage
 from moebius.errors import UserError
 from moebius.image_files import ImageFileError, decode_image
+from moebius.models.config import ModelConfig
+from moebius.models.registry import vision_family
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +152,11 @@ class FamilyProcessor:
     low_detail: Callable[[Any], Preprocess]
 
 
-_PROCESSORS: Mapping[str, FamilyProcessor] = {
-    "glm4v_moe": FamilyProcessor(_glm, _low_glm),
-    "kimi_k25": FamilyProcessor(_kimi, _low_kimi),
-    "qwen3_5_moe": FamilyProcessor(_qwen, _low_qwen),
-    "qwen3_vl_moe": FamilyProcessor(_qwen, _low_qwen),
+# By `VisionFamily.processor`.
+PROCESSORS: Mapping[str, FamilyProcessor] = {
+    "glm": FamilyProcessor(_glm, _low_glm),
+    "kimi": FamilyProcessor(_kimi, _low_kimi),
+    "qwen": FamilyProcessor(_qwen, _low_qwen),
 }
 
 
@@ -179,7 +180,7 @@ class ImagePreparer:
         """Raises UserError when the checkpoint does not say how its images are prepared."""
         assert config.vision is not None
         self.image_token_id = config.vision.image_token_id
-        family = _PROCESSORS[config.model_type]
+        family = PROCESSORS[vision_family(config.model_type).processor]
         settings = load_settings(directory)
         with transformers_needed():
             self._processor = family.build(settings)

@@ -20,7 +20,6 @@ USER_ERRORS = (
     ("moebius.checkpoint.errors", "CheckpointError"),
     ("moebius.app.demo_model.download", "DemoModelError"),
     ("moebius.mailbox_errors", "MailboxError"),
-    ("gpu_service.model_config", "ModelConfigError"),
 )
 
 app = typer.Typer(

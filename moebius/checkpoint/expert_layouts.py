@@ -181,7 +181,7 @@ class ExpertSources:
 
 @dataclass(frozen=True)
 class LocatedLayout:
-    """A layout together with the checkpoint it was found in; filled by `rules.find_layout`."""
+    """A layout together with the checkpoint it was found in; filled by `models.checkpoint.find_layout`."""
 
     index: CheckpointIndex
     layout: ExpertLayout

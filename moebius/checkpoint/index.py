@@ -18,7 +18,6 @@ import numpy as np
 
 from moebius.checkpoint.derived import DerivedValues
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
-from moebius.checkpoint.gguf.files import is_gguf
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -56,7 +55,7 @@ def has_weights(directory: str | Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies; filled by `CheckpointIndex.open`."""
+    """Where one tensor lies; filled by `read_header`, or for GGUF by `gguf_index`."""
 
     name: str
     file: Path
@@ -80,40 +79,13 @@ class TensorInfo:
 
 @dataclass(frozen=True, eq=False)
 class CheckpointIndex:
-    """All tensors of a checkpoint directory by name; filled by `open`."""
+    """All tensors of a checkpoint directory by name; made by `models.checkpoint.open_index`."""
 
     # Of a GGUF model this may be a file.
     directory: Path
     tensors: Mapping[str, TensorInfo]
     # Keys of `expert_layouts.LAYOUTS` where the kind of file decides; empty: the family does.
     layouts: tuple[str, ...] = ()
-
-    @staticmethod
-    def open(directory: str | Path) -> CheckpointIndex:
-        """Read the headers of a single file, of every shard that the index file names, or of GGUF.
-
-        Raises CheckpointError naming the file when one is missing, truncated or malformed, when a
-        tensor is listed but not present, or when a name occurs twice.
-        """
-        if is_gguf(directory):
-            # Here, because what GGUF tensors become is told in terms of this module.
-            from moebius.checkpoint.gguf.tensors import open_gguf_index
-
-            return open_gguf_index(directory)
-        directory = Path(directory)
-        if not directory.is_dir():
-            raise CheckpointError(f"{directory} is not a directory")
-        tensors: dict[str, TensorInfo] = {}
-        weight_map = _weight_map(directory)
-        for file in _shard_files(directory, weight_map):
-            for info in read_header(file):
-                if info.name in tensors:
-                    raise CheckpointError(
-                        f"tensor {info.name!r} is in {tensors[info.name].file} and in {file}"
-                    )
-                tensors[info.name] = info
-        _check_weight_map(directory, weight_map, tensors)
-        return CheckpointIndex(directory, tensors)
 
     def __getitem__(self, name: str) -> TensorInfo:
         """The tensor's place; raises CheckpointError naming it when the checkpoint lacks it."""
@@ -124,6 +96,26 @@ class CheckpointIndex:
 
     def __contains__(self, name: object) -> bool:
         return name in self.tensors
+
+
+def open_safetensors(directory: str | Path) -> CheckpointIndex:
+    """Read the headers of a single file, or of every shard that the index file names.
+
+    Raises CheckpointError naming the file when one is missing, truncated or malformed, when a tensor is
+    listed but not present, or when a name occurs twice.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory")
+    tensors: dict[str, TensorInfo] = {}
+    weight_map = _weight_map(directory)
+    for file in _shard_files(directory, weight_map):
+        for info in read_header(file):
+            if info.name in tensors:
+                raise CheckpointError(f"tensor {info.name!r} is in {tensors[info.name].file} and in {file}")
+            tensors[info.name] = info
+    _check_weight_map(directory, weight_map, tensors)
+    return CheckpointIndex(directory, tensors)
 
 
 def _shard_files(directory: Path, weight_map: Mapping[str, str]) -> list[Path]:

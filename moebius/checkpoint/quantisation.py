@@ -13,11 +13,11 @@ from pathlib import Path
 
 from moebius.checkpoint import weight_schemes as schemes
 from moebius.checkpoint.compressed_tensors import read_groups
+from moebius.checkpoint.config_file import read_config_file
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.checkpoint.gguf.schemes import GGUF_SCHEMES
 from moebius.checkpoint.integer_methods import auto_round, awq, gptq
-from moebius.checkpoint.moe_config import read_config
 from moebius.checkpoint.quantisation_keys import BLOCK, Config, require, require_object, unsupported
 from moebius.checkpoint.weight_schemes import StoredRole, WeightScheme
 
@@ -45,7 +45,7 @@ def read_schemes(directory: str | Path) -> tuple[WeightScheme, ...]:
 
 
 def _quantisation_config(directory: str | Path) -> Config | None:
-    config = read_config(directory)
+    config = read_config_file(directory)
     for place in (config, config.get("text_config")):
         if isinstance(place, dict):
             for key in _KEYS:

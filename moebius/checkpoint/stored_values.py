@@ -25,6 +25,13 @@ def as_float32(array: Array, dtype: str) -> NDArray[np.float32]:
     return array.astype(np.float32)
 
 
+def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The bits of the nearest bfloat16, to even between two; of finite values only."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded: NDArray[np.uint16] = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return rounded
+
+
 def _is_not_finite(array: Array) -> NDArray[np.bool_]:
     found: NDArray[np.bool_] = ~np.isfinite(array)
     return found

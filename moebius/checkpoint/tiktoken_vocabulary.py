@@ -18,9 +18,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from moebius.checkpoint.byte_level import bytes_to_piece
+from moebius.checkpoint.config_file import read_config_file
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
-from moebius.checkpoint.moe_config import read_config
 
 FILE = "tiktoken.model"
 # By model_type: a row of `PRE_TOKENIZERS`.
@@ -41,7 +41,7 @@ def read_vocabulary(directory: Path) -> Tokenizer:
     Raises CheckpointError naming the file and what is wrong with it, or the family if its way of cutting text
     is not known.
     """
-    config = read_config(directory)
+    config = read_config_file(directory)
     model_type = str(config.get("model_type"))
     if model_type not in _CUTS:
         raise CheckpointError(

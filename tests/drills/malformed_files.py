@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from moebius.models.checkpoint import open_index
 from tests.drills import mutations
 from tests.drills.load import Fate, Outcome
 
@@ -194,9 +195,8 @@ def _chunk(directory: Path, model: Path, numbers: range, seed: int) -> tuple[lis
 
 
 def _index(model: Path) -> Any:
-    from moebius.checkpoint.index import CheckpointIndex
 
-    return CheckpointIndex.open(model)
+    return open_index(model)
 
 
 def _entry(directory: Path, model: Path, numbers: range, seed: int, results: Any) -> None:

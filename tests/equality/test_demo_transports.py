@@ -13,7 +13,7 @@ import torch
 
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.factory import make_expert_client
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.read import read_geometry
 from tests.helpers.demo import WINDOW_TOKENS, golden, golden_answers, prose_ids
 from tests.helpers.demo_engine import demo_model, prefill_logits
 from tests.helpers.demo_reference import perplexity_of_logits
@@ -53,7 +53,7 @@ def check_perplexity(logits: torch.Tensor) -> None:
 def reference() -> torch.Tensor:
     """Logits with the in-process reference client."""
     config = with_experts(demo_config(TOP_K), expert_transport="local")
-    client = make_expert_client(config, MoeGeometry.from_config(config.model.model, TOP_K))
+    client = make_expert_client(config, read_geometry(config.model.model, TOP_K))
     return logits_of(client)
 
 

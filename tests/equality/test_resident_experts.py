@@ -14,9 +14,10 @@ from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
 from gpu_service.parallel.context import ParallelContext
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import ExpertConfig, ModelConfigSection, MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 from tests import tolerances
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, GptOssMoe, QuantisedMoe
@@ -72,7 +73,7 @@ def hybrid(
 
 def assert_equal_placements(directory: Path, expert_dtype: str = "keep") -> None:
     """All on expert servers against parts and all on the device."""
-    geometry = MoeGeometry.from_config(directory)
+    geometry = read_geometry(directory)
     local = LocalExpertClient(str(directory), geometry, torch.float32, expert_dtype)  # type: ignore[arg-type]
     placements: list[dict[str, Any]] = [
         {"gpu_experts": 1},
@@ -113,7 +114,7 @@ def test_requantised(expert_dtype: str, tmp_path: Path) -> None:
 def test_ranks_hold_parts_that_add_up(encoder: str, tmp_path: Path) -> None:
     """Tensor-parallel ranks divide the neurons; a partial sum of each makes the whole."""
     QuantisedMoe(encoder, TinyMoe(hidden_size=96, moe_intermediate_size=256, num_layers=1)).write(tmp_path)
-    geometry = MoeGeometry.from_config(tmp_path)
+    geometry = read_geometry(tmp_path)
     config = configuration(tmp_path, gpu_experts_ratio=0.6)
     inputs = routed(geometry, 0)
     whole = load(config, geometry).forward(0, *inputs)
@@ -125,7 +126,7 @@ def test_ranks_hold_parts_that_add_up(encoder: str, tmp_path: Path) -> None:
 
 def test_ranks_add_a_bias_once(tmp_path: Path) -> None:
     """The first rank's sum has the down matrix's bias, the others' has not."""
-    geometry = MoeGeometry.from_config(GptOssMoe().write(tmp_path))
+    geometry = read_geometry(GptOssMoe().write(tmp_path))
     config = configuration(tmp_path, gpu_layers="0")
     inputs = routed(geometry, 0)
     whole = load(config, geometry).forward(0, *inputs)
@@ -139,14 +140,14 @@ def test_ranks_add_a_bias_once(tmp_path: Path) -> None:
 def test_more_ranks_than_groups_are_refused(tmp_path: Path) -> None:
     """Quantisation groups stay whole."""
     QuantisedMoe("compressed_int4_g128").write(tmp_path)
-    geometry = MoeGeometry.from_config(tmp_path)
+    geometry = read_geometry(tmp_path)
     with pytest.raises(UserError, match=r"tensor_parallel_size is 2.* groups of 128"):
         load(configuration(tmp_path, gpu_experts=1), geometry, parallel=ParallelContext(0, 2))
 
 
 def test_float32_experts_take_the_type_of_the_computation(tmp_path: Path) -> None:
     """A bfloat16 engine keeps no experts in float32; what no placement asks for is not loaded."""
-    geometry = MoeGeometry.from_config(TinyMoe().write(tmp_path))
+    geometry = read_geometry(TinyMoe().write(tmp_path))
     config = configuration(tmp_path, gpu_experts=2)
     wide = resident_bytes(config, geometry, torch.float32)
     assert resident_bytes(config, geometry, torch.bfloat16) < 0.6 * wide
@@ -157,7 +158,7 @@ def test_float32_experts_take_the_type_of_the_computation(tmp_path: Path) -> Non
 
 def test_slots_can_be_reassigned(tmp_path: Path) -> None:
     """Replaced, moved and emptied slots give the same sums; the scheduled change waits for the next step."""
-    geometry = MoeGeometry.from_config(TinyMoe().write(tmp_path))
+    geometry = read_geometry(TinyMoe().write(tmp_path))
     local = LocalExpertClient(str(tmp_path), geometry, torch.float32)
     resident = load(configuration(tmp_path, gpu_experts=3), geometry)
     inputs = routed(geometry, 1)
@@ -186,7 +187,7 @@ def test_slots_can_be_reassigned(tmp_path: Path) -> None:
 
 def test_impossible_assignments_are_named(tmp_path: Path) -> None:
     """Nothing is lost or doubled by a wrong call; a scheduled one reports through its future."""
-    geometry = MoeGeometry.from_config(TinyMoe().write(tmp_path))
+    geometry = read_geometry(TinyMoe().write(tmp_path))
     resident = load(configuration(tmp_path, gpu_layers="2", gpu_experts=2), geometry)
     held = resident.experts(0)
     for arguments, message in (
@@ -214,14 +215,14 @@ def test_experts_of_another_format_are_refused(tmp_path: Path) -> None:
         f"{name}.{part}_proj.weight": TinyMoe(shards=1).tensors()[f"{name}.{part}_proj.weight"]
         for part in ("gate", "up")
     }
-    geometry = MoeGeometry.from_config(stored.write(tmp_path, wide))
+    geometry = read_geometry(stored.write(tmp_path, wide))
     with pytest.raises(CheckpointError, match=rf"{name}.gate_proj.* is float32/bfloat16"):
         load(configuration(tmp_path, gpu_layers="0"), geometry)
 
 
 def test_requantising_has_its_limit(tmp_path: Path) -> None:
     """What expert servers refuse to requantise is refused here as well."""
-    geometry = MoeGeometry.from_config(TinyMoe(dtype="BF16").write(tmp_path))
+    geometry = read_geometry(TinyMoe(dtype="BF16").write(tmp_path))
     config = configuration(tmp_path, "int4", gpu_experts=1)
     strict = config.experts.model_copy(update={"max_requantise_error": 0.01})
     with pytest.raises(UserError, match="max_requantise_error allows"):

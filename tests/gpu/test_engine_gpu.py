@@ -23,10 +23,10 @@ from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
 from gpu_service.engine.step import StepPlan
-from gpu_service.model_config import ModelConfig
 from gpu_service.ops import backends
 from gpu_service.request import Request, SamplingParams
 from moebius.errors import UserError
+from moebius.models.config import ModelConfig
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.family_answers import assert_as_close, errors, logprobs_of, scored_by
 from tests.helpers.tiny_engine import Setup, TinyEngine, tiny_engine, tiny_model

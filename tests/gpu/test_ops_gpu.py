@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.model_config import RouterConfig
 from gpu_service.ops import backends
 from gpu_service.ops.backends import OPS, install, load_tables, uninstall
 from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.sampling import truncate_probabilities
+from moebius.models.config import RouterConfig
 from tests.helpers.ops import assert_same_op, example
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,8 @@ from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.resident.experts import LayerSlots, TorchResidentKernels, make_kernels
 from gpu_service.experts.resident.make import make_resident_experts
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 from tests import tolerances
 from tests.equality.test_resident_experts import configuration, hybrid
 from tests.equality.test_resident_experts import routed as routed_layer
@@ -117,7 +118,7 @@ def test_results_do_not_change_from_run_to_run() -> None:
 @pytest.mark.parametrize("encoder", QUANTIZATION_CONFIGS)
 def test_placements_are_equal(encoder: str, tmp_path: Path) -> None:
     """Experts loaded from a checkpoint of each stored format, part on the GPU and part in process."""
-    geometry = MoeGeometry.from_config(QuantisedMoe(encoder).write(tmp_path))
+    geometry = read_geometry(QuantisedMoe(encoder).write(tmp_path))
     local = LocalExpertClient(str(tmp_path), geometry, torch.float32)
     device = torch.device("cuda")
     for ratio in (0.4, 1.0):
@@ -132,7 +133,7 @@ def test_placements_are_equal(encoder: str, tmp_path: Path) -> None:
 
 def test_loading_is_complete_when_it_returns(tmp_path: Path) -> None:
     """Threads fill slots on the caller's stream: what follows on it sees all of them."""
-    geometry = MoeGeometry.from_config(TinyMoe(num_experts=40, dtype="BF16").write(tmp_path))
+    geometry = read_geometry(TinyMoe(num_experts=40, dtype="BF16").write(tmp_path))
     stream = device_stream(torch.device("cuda"))
     with stream.active():
         resident = make_resident_experts(

@@ -8,7 +8,7 @@ from gpu_service.attention.mla.torch_reference import TorchMlaAttention, index_s
 from gpu_service.attention.registry import mla_dimensions
 from gpu_service.cache.kv_cache import MlaCache, PagedCache
 from gpu_service.engine.step import ForwardInputs
-from gpu_service.model_config import ModelConfig
+from moebius.models.config import ModelConfig
 from tests.helpers.capturable_attention import CapturableAttention
 
 

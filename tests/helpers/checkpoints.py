@@ -86,6 +86,11 @@ class TinyMoe:
             "num_experts_per_tok": self.top_k,
             "hidden_act": "silu",
             "torch_dtype": "bfloat16" if self.dtype == "BF16" else "float32",
+            "vocab_size": 11,
+            "intermediate_size": 40,
+            "num_attention_heads": 4,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 64,
         }
         if self.family == "glm4_moe":
             return {**common, "n_routed_experts": self.num_experts, "first_k_dense_replace": 1}

@@ -22,9 +22,10 @@ from gpu_service.cache.fp8 import E4M3
 from gpu_service.experts.resident.experts import make_slots
 from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
-from gpu_service.model_config import ModelConfig, RouterConfig
 from gpu_service.ops.examples import SMALL, Sizes, example, sizes_of
 from gpu_service.ops.triton.table import IMPLEMENTATIONS
+from moebius.models.config import ModelConfig, RouterConfig
+from moebius.models.read import read_model_config
 from tests.helpers.attention_cases import Geometry, make_case, run
 from tests.helpers.mla_cases import make_mla_case, run_absorbed
 from tests.helpers.published_checkpoints import FIXTURES
@@ -58,7 +59,7 @@ def published(name: str) -> ModelConfig:
     with tempfile.TemporaryDirectory() as directory:
         config = json.loads((FIXTURES / f"{name}.json").read_text())["config"]
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        return ModelConfig.from_dir(directory)
+        return read_model_config(directory)
 
 
 def cases(extent: str) -> Iterator[Case]:

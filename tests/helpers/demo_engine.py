@@ -11,9 +11,10 @@ from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.loader.load import load_weights
-from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.common import CausalLM
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
+from moebius.models.config import ModelOverrides
+from moebius.models.read import read_model_config
 from tests.helpers.demo import demo_checkpoint
 from tests.helpers.demo_experts import KernelExperts
 
@@ -26,7 +27,7 @@ PAGE_SIZE = 16
 @functools.lru_cache(maxsize=1)  # 320 MB
 def demo_model(top_k: int | None = None) -> CausalLM:
     """Return the demo model in fp32 without its routed experts; `top_k` overrides experts per token."""
-    config = ModelConfig.from_dir(demo_checkpoint(), ModelOverrides(top_k=top_k, dtype="float32"))
+    config = read_model_config(demo_checkpoint(), ModelOverrides(top_k=top_k, dtype="float32"))
     model = build_model(config)
     load_weights(model, demo_checkpoint())
     return model

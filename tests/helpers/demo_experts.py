@@ -12,12 +12,12 @@ from typing import Literal
 
 import torch
 
-from moebius.checkpoint.index import CheckpointIndex
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
-from moebius.checkpoint.rules import find_layout
 from moebius.checkpoint.split import split_bounds
 from moebius.kernels import ExpertEngine
+from moebius.models.checkpoint import find_layout, open_index
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 from tests.helpers.demo import demo_checkpoint
 
 Split = Literal["tensor", "expert"]
@@ -54,7 +54,7 @@ def load_share(share: Share, geometry: MoeGeometry, weight_dtype: WeightDtype) -
         weight_format=weight_dtype,
         num_threads=1,
     )
-    layout = find_layout(CheckpointIndex.open(demo_checkpoint()), "glm4_moe")
+    layout = find_layout(open_index(demo_checkpoint()), "glm4_moe")
     with SliceReader() as reader:
         for layer in geometry.moe_layers:
             for expert in range(begin, end):
@@ -87,6 +87,6 @@ class KernelExperts:
 @functools.lru_cache(maxsize=1)  # 212 MB in fp32
 def kernel_experts(split: Split, weights: tuple[int, ...], weight_dtype: WeightDtype) -> KernelExperts:
     """Return the demo model's experts divided among `len(weights)` engines."""
-    geometry = MoeGeometry.from_config(demo_checkpoint())
+    geometry = read_geometry(demo_checkpoint())
     shares = shares_of(geometry, split, weights)
     return KernelExperts([load_share(share, geometry, weight_dtype) for share in shares])

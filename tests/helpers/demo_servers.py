@@ -13,11 +13,12 @@ from typing import Literal
 
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.factory import make_expert_client
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import ExpertConfig, ModelConfigSection, MoebiusConfig
 from moebius.config_loader import effective_config
 from moebius.mailbox import Mailbox
 from moebius.mailbox_plan import mailbox_geometry
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 from tests.helpers.demo import demo_checkpoint
 
 READY_TIMEOUT_S = 120.0
@@ -78,7 +79,7 @@ def running_fleet(fleet: Fleet, directory: Path, top_k: int | None = None) -> It
         split_count=count,
         expert_addresses=addresses,
     )
-    geometry = MoeGeometry.from_config(config.model.model, top_k)
+    geometry = read_geometry(config.model.model, top_k)
     with ExitStack() as stack:
         stack.callback(Mailbox.unlink, config.experts.mailbox)
         mailbox = Mailbox.create(config.experts.mailbox, mailbox_geometry(config, geometry))

@@ -16,7 +16,7 @@ from gpu_service.experts.client import (
     ExpertUnavailable,
     Ticket,
 )
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.read import read_geometry
 from tests.helpers.engine_harness import FlakyExperts
 from tests.helpers.fake_model import FakeModel
 from tests.helpers.torch_experts import TorchExperts
@@ -72,7 +72,7 @@ class DenseExperts(ExpertClient):
     is_device_driven = True
 
     def __init__(self, directory: Path, num_experts: int, device: torch.device | str = "cpu") -> None:
-        self.geometry = MoeGeometry.from_config(directory)
+        self.geometry = read_geometry(directory)
         self._tensors = TorchExperts(directory).weights
         self._num_experts = num_experts
         self._device = torch.device(device)

@@ -27,9 +27,9 @@ from gpu_service.experts.doorbell.program import (
     program,
 )
 from gpu_service.experts.doorbell.watch import Watch
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.mailbox import Mailbox
 from moebius.mailbox_layout import offsets
+from moebius.models.geometry import MoeGeometry
 
 HERE = Path(__file__).parent
 _devices = 0

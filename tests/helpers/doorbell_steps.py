@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gpu_service.experts.client import ExpertClient, Ticket
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.geometry import MoeGeometry
 
 # Fits `tests.helpers.mailbox.geometry`.
 MODEL = MoeGeometry(

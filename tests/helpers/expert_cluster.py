@@ -18,10 +18,11 @@ import torch
 
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.factory import make_expert_client
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.mailbox import Mailbox
 from moebius.mailbox_plan import mailbox_geometry
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 from protos import expert_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +116,7 @@ def running_cluster(
     config = make_config(model, directory, mailbox=name, **experts)
     sections = {"model": config.model.model_copy(update={"dtype": dtype})}
     config = config.model_copy(update=sections | {"placement": placement or PlacementConfig()})
-    geometry = MoeGeometry.from_config(model)
+    geometry = read_geometry(model)
     mailbox = Mailbox.create(name, mailbox_geometry(config, geometry))
     cluster = Cluster(config, geometry, directory / "experts.log")
     try:

@@ -13,7 +13,7 @@ import torch
 from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.engine.step import ForwardContext, ForwardInputs
-from gpu_service.model_config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
 
 VOCAB = 97
 

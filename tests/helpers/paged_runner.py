@@ -14,9 +14,10 @@ from gpu_service.cache.kv_cache import make_cache
 from gpu_service.cache.state_cache import make_states
 from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.loader.load import load_weights
-from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.common import CausalLM
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
+from moebius.models.config import ModelOverrides
+from moebius.models.read import read_model_config
 from tests.helpers.torch_experts import TorchExperts
 
 # Each step of a request writes another one.
@@ -127,6 +128,6 @@ def load_runner(
     directory: Path, *, overrides: ModelOverrides | None = None, experts: Any = None, page_size: int = 4
 ) -> PagedRunner:
     """A runner on a checkpoint; its experts are the torch oracle's unless a client is given."""
-    model = build_model(ModelConfig.from_dir(directory, overrides))
+    model = build_model(read_model_config(directory, overrides))
     load_weights(model, directory)
     return PagedRunner(model, experts or TorchExperts(directory), page_size=page_size)

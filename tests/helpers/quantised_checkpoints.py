@@ -165,6 +165,11 @@ class GptOssMoe:
         """config.json."""
         return {
             "model_type": "gpt_oss",
+            "vocab_size": 11,
+            "num_attention_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 64,
+            "sliding_window": 8,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_layers,

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpu_service.experts.local_client import LocalExpertClient
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import write_safetensors
 from tests.helpers.model_formats import ModelFormat
 from tests.helpers.paged_runner import load_runner
@@ -100,7 +100,7 @@ def cached_plain_models(root: Path) -> Models:
 
 def local_experts(directory: Path) -> LocalExpertClient:
     """Dequantised, in float32."""
-    return LocalExpertClient(str(directory), MoeGeometry.from_config(directory), torch.float32)
+    return LocalExpertClient(str(directory), read_geometry(directory), torch.float32)
 
 
 def our_logits(directory: Path) -> torch.Tensor:

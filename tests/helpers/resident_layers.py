@@ -10,8 +10,8 @@ import torch
 
 from gpu_service.experts.resident.experts import LayerSlots, make_slots
 from gpu_service.experts.resident.panels import layer_format
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.kernels import ExpertEngine
+from moebius.models.geometry import MoeGeometry
 
 ALL_FORMATS = (
     "float32",

@@ -25,14 +25,15 @@ from gpu_service.engine.interface import OutputDelta
 from gpu_service.engine.model_runner import ModelRunner, TokenPool
 from gpu_service.engine.sampler import Sampler
 from gpu_service.loader.load import load_weights
-from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.common import CausalLM
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.scheduler.scheduler import Scheduler
 from gpu_service.vision.features import ImageEncoder
 from moebius.config import GpuConfig
+from moebius.models.config import ModelConfig, ModelOverrides
+from moebius.models.read import read_model_config
 
 PAGE_SIZE = 4
 CONTEXT_LIMIT = 96
@@ -75,7 +76,7 @@ class TinyEngine:
 
 def tiny_model(directory: Path, device: torch.device, dtype: str = "float32") -> CausalLM:
     """The checkpoint's model without its routed experts."""
-    model = build_model(ModelConfig.from_dir(directory, ModelOverrides(dtype=dtype)), device=device)
+    model = build_model(read_model_config(directory, ModelOverrides(dtype=dtype)), device=device)
     load_weights(model, directory)
     return model
 

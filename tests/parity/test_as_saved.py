@@ -14,9 +14,8 @@ import torch
 from expert_service.loader import plan_load
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.loader.load import load_tower
-from gpu_service.model_config import ModelConfig
 from gpu_service.models.vision.registry import build_tower
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import TINY_MODELS, make_tiny_model
 from tests.helpers.tiny_multimodal_text import TEXT_TOWERS
@@ -37,7 +36,7 @@ REWRITTEN = sorted(
 def test_a_saved_text_model_is_transformers_model(name: str, tmp_path: Path) -> None:
     """Every tensor has its place, experts and dense layers, and logits agree."""
     oracle = make_tiny_model(name, tmp_path, publish=False)
-    geometry = MoeGeometry.from_config(tmp_path)
+    geometry = read_geometry(tmp_path)
     plan_load(geometry, str(tmp_path))
     runner = load_runner(tmp_path, experts=LocalExpertClient(str(tmp_path), geometry, torch.float32))
     _, logits = runner.prefill(PROMPT)
@@ -53,7 +52,7 @@ def test_a_saved_tower_is_the_released_one(name: str, tmp_path: Path) -> None:
     for publish in (True, False):
         directory = tmp_path / str(publish)
         write_vision_model(name, directory, publish=publish)
-        config = ModelConfig.from_dir(directory)
+        config = read_model_config(directory)
         tower = build_tower(config, str(directory), torch.device("cpu"))
         load_tower(tower, directory, config.model_type)
         towers.append(tower.state_dict())

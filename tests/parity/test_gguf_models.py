@@ -16,11 +16,10 @@ import torch
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.loader import sources
 from gpu_service.loader.load import load_weights
-from gpu_service.model_config import ModelConfig
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.parallel.context import ParallelContext
-from moebius.checkpoint.gguf.families import FAMILIES
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.read import read_geometry, read_model_config
+from moebius.models.registry import GGUF_ARCHITECTURES
 from tests.helpers.gguf_models import CASES, GgufFile, cached_gguf_files, oracle_logits
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import greedy_answer
@@ -38,7 +37,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
 def test_logits_are_those_of_the_dequantised_weights(name: str, gguf: Callable[[str], GgufFile]) -> None:
     """Dense weights through the loader, experts through the reference that the expert servers are held to."""
     file = gguf(name)
-    geometry = MoeGeometry.from_config(file.path)
+    geometry = read_geometry(file.path)
     experts = LocalExpertClient(str(file.path), geometry, torch.float32)
     _, logits = load_runner(file.path, experts=experts).prefill(PROMPT)
     expected = oracle_logits(file.oracle, PROMPT)
@@ -49,11 +48,11 @@ def test_logits_are_those_of_the_dequantised_weights(name: str, gguf: Callable[[
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_metadata_gives_the_configuration_of_config_json(name: str, gguf: Callable[[str], GgufFile]) -> None:
     file = gguf(name)
-    ours, published = ModelConfig.from_dir(file.path), ModelConfig.from_dir(file.published)
+    ours, published = read_model_config(file.path), read_model_config(file.published)
     assert ours.unread_keys == (), "the tables should know every key that converters write"
     predicting = int(CASES[name].prediction_layer)
     assert ours == replace(published, unread_keys=(), num_mtp_layers=predicting)
-    assert MoeGeometry.from_config(file.path) == MoeGeometry.from_config(file.published)
+    assert read_geometry(file.path) == read_geometry(file.published)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "mixtral"])
@@ -72,7 +71,7 @@ REARRANGED = ("glm_moe_dsa", "qwen3_5_moe", "qwen3_next")
 def test_greedy_answers_are_those_of_transformers(name: str, gguf: Callable[[str], GgufFile]) -> None:
     """A prompt in chunks, then tokens one by one from states and caches."""
     file = gguf(name)
-    experts = LocalExpertClient(str(file.path), MoeGeometry.from_config(file.path), torch.float32)
+    experts = LocalExpertClient(str(file.path), read_geometry(file.path), torch.float32)
     runner = load_runner(file.path, experts=experts)
     decoding, logits = runner.prefill(PROMPT, chunk=8)
     (answer,) = runner.greedy([decoding], logits[-1:], 12)
@@ -89,7 +88,7 @@ def test_ranks_hold_what_they_read_of_safetensors(
     file.oracle.save_pretrained(tmp_path)
     loaded: list[dict[str, torch.Tensor]] = []
     for path in (file.path, tmp_path):
-        model = build_model(ModelConfig.from_dir(path), parallel=ParallelContext(tp_rank=rank, tp_size=2))
+        model = build_model(read_model_config(path), parallel=ParallelContext(tp_rank=rank, tp_size=2))
         load_weights(model, path)
         loaded.append({key: value.to_dense() for key, value in model.state_dict().items()})
     assert loaded[0].keys() == loaded[1].keys()
@@ -105,4 +104,4 @@ def test_every_architecture_is_tried() -> None:
     from tests.helpers.gguf_metadata import ARCHITECTURES
 
     names = {case.architecture or ARCHITECTURES[case.model_type] for case in CASES.values()}
-    assert {MODEL_ARCH_NAMES[MODEL_ARCH[name]] for name in names} == set(FAMILIES)
+    assert {MODEL_ARCH_NAMES[MODEL_ARCH[name]] for name in names} == set(GGUF_ARCHITECTURES)

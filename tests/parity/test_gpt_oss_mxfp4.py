@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from gpu_service.experts.local_client import LocalExpertClient
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.read import read_geometry
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.quantised_sources import mxfp4
 from tests.helpers.tiny_models import TINY_MODELS, TinyModel, write_tiny_model
@@ -56,7 +56,7 @@ def test_logits_match_transformers_with_decoded_experts(base: str, tmp_path: Pat
     with torch.inference_mode():
         expected = oracle(torch.tensor([PROMPT])).logits[0]
     assert (expected - unquantised).abs().max() > 0.1, "the codes must matter"
-    geometry = MoeGeometry.from_config(tmp_path)
+    geometry = read_geometry(tmp_path)
     runner = load_runner(tmp_path, experts=LocalExpertClient(str(tmp_path), geometry, torch.float32))
     _, logits = runner.prefill(PROMPT, chunk=4)
     torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)

@@ -15,9 +15,9 @@ from gpu_service.cache.kv_cache import MlaCache, make_cache, page_bytes
 from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.loader.load import load_weights
-from gpu_service.model_config import ModelConfig
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.parallel.context import SOLO, ParallelContext
+from moebius.models.read import read_model_config
 from tests.helpers.attention_cases import make_inputs
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import make_tiny_model
@@ -30,7 +30,7 @@ TABLE = torch.tensor([[1, 2, 0]], dtype=torch.int32)
 @torch.inference_mode()
 def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
     """Five tokens, then two more, of one request; the rank's addend, the cache, and which wrote keys out."""
-    model = build_model(ModelConfig.from_dir(directory), parallel=parallel)
+    model = build_model(read_model_config(directory), parallel=parallel)
     load_weights(model, directory)
     config = model.rank_config
     cache = make_cache(config, 3, PAGE_SIZE, torch.float32)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.model_config import ModelOverrides
+from moebius.models.config import ModelOverrides
 from tests.helpers.gguf_models import oracle_logits
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import TinyModel, write_tiny_model

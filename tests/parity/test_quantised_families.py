@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from gpu_service.layers.linear import Linear
 from gpu_service.loader.load import load_weights
 from gpu_service.loader.names import expected_names
-from gpu_service.model_config import ModelConfig
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.ops.linear import dequantise
+from moebius.models.read import read_model_config
 from tests.helpers.model_formats import MODEL_FORMATS
 from tests.helpers.quantised_models import PlainModel, quantise
 from tests.helpers.tiny_models import TINY_MODELS, make_tiny_model
@@ -29,7 +29,7 @@ FAMILIES = {tiny.model_type: name for name, tiny in reversed(TINY_MODELS.items()
 
 def weights_of(directory: Path, *, keep_fp8: bool) -> dict[str, torch.Tensor]:
     """Every parameter in float32, out of packed layouts and 8 bits."""
-    model = build_model(ModelConfig.from_dir(directory))
+    model = build_model(read_model_config(directory))
     load_weights(model, directory, keep_fp8=keep_fp8)
     names = {name for name in expected_names(model) if name.endswith(".weight_scales")}
     assert not names, "what is kept is still expected under the checkpoint's names"

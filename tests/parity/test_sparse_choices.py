@@ -17,9 +17,9 @@ from gpu_service.attention.mla.triton_backend import TritonMlaAttention
 from gpu_service.attention.registry import mla_dimensions
 from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.loader.load import load_weights
-from gpu_service.model_config import ModelConfig
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from moebius.checkpoint.errors import CheckpointError
+from moebius.models.read import read_model_config
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_dsa_models import DSA_MODELS
 from tests.helpers.tiny_models import make_tiny_model
@@ -97,4 +97,4 @@ def test_a_checkpoint_must_have_the_indexers_it_says(kinds: list[str], message: 
     make_tiny_model(SHARED, tmp_path)
     rewrite(tmp_path, indexer_types=kinds)
     with pytest.raises(CheckpointError, match=message):
-        load_weights(build_model(ModelConfig.from_dir(tmp_path)), tmp_path)
+        load_weights(build_model(read_model_config(tmp_path)), tmp_path)

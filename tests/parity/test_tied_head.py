@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_service.model_config import ModelConfig
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from moebius.checkpoint.errors import CheckpointError
+from moebius.models.read import read_model_config
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import make_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_VS_TRANSFORMERS
@@ -71,7 +71,7 @@ def test_a_stored_head_is_used_as_transformers_uses_it(case: str, checkpoint: Pa
 
     edit, is_one = CASES[case]
     directory = change(checkpoint, True, edit)
-    assert ModelConfig.from_dir(directory).tie_word_embeddings is is_one
+    assert read_model_config(directory).tie_word_embeddings is is_one
     oracle = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     with torch.inference_mode():
         expected = oracle(torch.tensor([PROMPT])).logits[0]
@@ -104,4 +104,4 @@ def test_a_head_that_can_not_be_one_is_refused_by_name(
 
 def test_the_forecast_of_memory_counts_the_head_that_is_used(checkpoint: Path) -> None:
     directory = change(checkpoint, True, lambda tensors: None)
-    assert build_model(ModelConfig.from_dir(directory)).lm_head is not None
+    assert build_model(read_model_config(directory)).lm_head is not None

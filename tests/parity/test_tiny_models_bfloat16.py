@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_service.model_config import ModelOverrides
+from moebius.models.config import ModelOverrides
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import TINY_MODELS, attending_to_all, write_tiny_model
 from tests.tolerances import BFLOAT16_ERROR_RATIO

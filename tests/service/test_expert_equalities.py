@@ -11,7 +11,7 @@ import torch
 
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.local_client import LocalExpertClient
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.expert_cluster import (
     compute,
@@ -27,7 +27,7 @@ ROWS = (0, 1, 5, 16, 17, 70)
 
 def reference(model: Path, dtype: torch.dtype = torch.float32) -> LocalExpertClient:
     """The in-process reference."""
-    return LocalExpertClient(str(model), MoeGeometry.from_config(model), dtype)
+    return LocalExpertClient(str(model), read_geometry(model), dtype)
 
 
 def check_all_layers(

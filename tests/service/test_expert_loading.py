@@ -11,8 +11,8 @@ import pytest
 
 from expert_service.loader import plan_load
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.expert_slices import SliceRequest, plan_slice
+from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import Array, TinyMoe
 
 # Prints: packed bytes, growth of the peak resident size over the load. Reading VmHWM needs no settings.
@@ -51,7 +51,7 @@ def broken(tmp_path: Path, name: str, array: Array | None) -> str:
     """The error of a checkpoint with one tensor replaced (None: dropped)."""
     model = MODEL.write(tmp_path / "model", {name: array})
     with pytest.raises(CheckpointError) as caught:
-        plan_load(MoeGeometry.from_config(model), str(model))
+        plan_load(read_geometry(model), str(model))
     return str(caught.value)
 
 
@@ -85,7 +85,7 @@ def test_unused_expert_is_named(tmp_path: Path) -> None:
 
 def test_slices_cover_everything_once(tmp_path: Path) -> None:
     """Both splits: consecutive, complete, in proportion; impossible ones are refused by name."""
-    geometry = MoeGeometry.from_config(MODEL.write(tmp_path / "model"))
+    geometry = read_geometry(MODEL.write(tmp_path / "model"))
 
     def parts(split: str, shares: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
         requests = [

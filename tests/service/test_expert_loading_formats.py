@@ -15,9 +15,10 @@ from expert_service.host import ExpertHost, LoadedSlice, LoadSettings, Requantis
 from expert_service.metrics import make_registry
 from gpu_service.experts.local_client import LocalExpertClient
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.expert_slices import SliceRequest
 from moebius.kernels import FloatArray
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, GptOssMoe, QuantisedMoe, Weights
 from tests.tolerances import EXPERTS_FLOAT32, EXPERTS_W8A8
 
@@ -70,7 +71,7 @@ def test_every_format_computes_what_it_means(tmp_path: Path, encoder: str) -> No
     """Whole, by neurons over two servers, and by experts over two: the golden of the dequantised weights."""
     moe = QuantisedMoe(encoder)
     model = moe.write(tmp_path)
-    geometry = MoeGeometry.from_config(model)
+    geometry = read_geometry(model)
     tolerance = EXPERTS_W8A8 if encoder == "int8_w8a8" else EXPERTS_FLOAT32
     divisions: list[dict[str, Any]] = [{}, {"split": "expert", "split_count": 2}]
     # 160 neurons have a single whole block of 128.
@@ -91,7 +92,7 @@ def test_gpt_oss_computes_what_it_means(tmp_path: Path, count: int) -> None:
     """MXFP4 with biases and the clamped activation; a down bias must count once, not per server."""
     moe = GptOssMoe()
     model = moe.write(tmp_path)
-    geometry = MoeGeometry.from_config(model)
+    geometry = read_geometry(model)
     hosts = [host_of(model, split_count=count, split_index=index) for index in range(count)]
     rows = rows_of(geometry)
     found = sum(host.forward(1, *rows).astype(np.float64) for host in hosts)
@@ -118,7 +119,7 @@ def test_the_reference_reads_quantised_checkpoints(tmp_path: Path, encoder: str)
     """`expert_transport local`, with which parity is checked."""
     moe = QuantisedMoe(encoder)
     model = moe.write(tmp_path)
-    geometry = MoeGeometry.from_config(model)
+    geometry = read_geometry(model)
     reference = LocalExpertClient(str(model), geometry, torch.float32)
     rows = rows_of(geometry)
     found = reference.collect(reference.submit(0, *map(torch.from_numpy, rows))).numpy()
@@ -134,7 +135,7 @@ def test_requantising(tmp_path: Path, encoder: str, dtype: Any, low: float, high
     """Any format to any: errors reported per layer are plausible, and results differ by no more than that."""
     moe = QuantisedMoe(encoder)
     model = moe.write(tmp_path)
-    geometry = MoeGeometry.from_config(model)
+    geometry = read_geometry(model)
     host = host_of(model, weight_dtype=dtype)
     errors = loaded_of(host).relative_errors
     assert set(errors) == set(geometry.moe_layers)

@@ -12,9 +12,9 @@ import pytest
 from expert_service.host import AlreadyLoaded, ExpertHost, LoadSettings, ThreadPlacement
 from expert_service.loader import LoadCancelled, LoadPlan, load_experts, plan_load
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.expert_slices import ExpertSlice, SliceRequest
 from moebius.kernels import ExpertEngine
+from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.quantised_checkpoints import QuantisedMoe
 
@@ -22,7 +22,7 @@ MODEL = TinyMoe(num_experts=9, num_layers=4)
 
 
 def prepared(model: Path, dtype: str = "keep") -> tuple[ExpertEngine, LoadPlan, ExpertSlice]:
-    plan = plan_load(MoeGeometry.from_config(model), str(model), "int4" if dtype == "int4" else "keep")
+    plan = plan_load(read_geometry(model), str(model), "int4" if dtype == "int4" else "keep")
     geometry = plan.model
     engine = ExpertEngine(
         geometry.hidden_size,

@@ -9,8 +9,8 @@ import pytest
 
 from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.expert_slices import SliceRequest
+from moebius.models.read import read_geometry
 from tests.helpers.model_formats import MODEL_FORMATS
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS
 from tests.helpers.quantised_models import Models, QuantisedModel, cached_plain_models, quantise
@@ -58,7 +58,7 @@ def host_of(directory: Path, **request: str) -> ExpertHost:
 
 def difference(host: ExpertHost, model: QuantisedModel, directory: Path) -> float:
     """Of the layer's output from that of the weights in float64, over the largest value."""
-    geometry = MoeGeometry.from_config(directory)
+    geometry = read_geometry(directory)
     rng = np.random.default_rng(5)
     hidden = rng.standard_normal((6, geometry.hidden_size), np.float32)
     ids = np.argsort(rng.random((6, geometry.num_experts)), 1)[:, : geometry.top_k].astype(np.int32)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gpu_service.experts.client import ExpertUnavailable
-from moebius.checkpoint.index import CheckpointIndex
 from moebius.errors import WRONG_IDENTITY_EXIT, WrongIdentity
+from moebius.models.checkpoint import open_index
 from protos import expert_pb2
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.expert_cluster import (
@@ -55,7 +55,7 @@ def test_weights_changed_on_disk_are_refused(cluster: Cluster) -> None:
     clients = [cluster.client("mailbox"), cluster.client("grpc")]
     routing = random_routing(cluster.geometry, 5)
     before = [compute(client, 1, routing) for client in clients]
-    info = next(iter(CheckpointIndex.open(cluster.config.model.model).tensors.values()))
+    info = next(iter(open_index(cluster.config.model.model).tensors.values()))
     content = info.file.read_bytes()
     kill(cluster, 1)
     changed = bytearray(content)

@@ -10,9 +10,9 @@ import pytest
 
 from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
 from moebius.app.planning.memory import packed_expert, stored_experts
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import PlacementConfig
 from moebius.expert_slices import SliceRequest
+from moebius.models.read import read_geometry
 from moebius.placement import make_placement
 from tests.helpers.checkpoints import TinyMoe
 
@@ -51,7 +51,7 @@ def packed_bytes(host: ExpertHost) -> int:
 )
 def test_residents_are_left_out(model: Path, placement: dict[str, Any], split: str) -> None:
     """Over both servers and the GPU, every expert is held once; the rest computes as with all there."""
-    geometry = MoeGeometry.from_config(model)
+    geometry = read_geometry(model)
     resident = make_placement(PlacementConfig(**placement), geometry).resident
     left = sum(EXPERTS - len(ids) for ids in resident.values())
     each = packed_expert(stored_experts(model, geometry)[0], 64, 128, "keep").expert_bytes

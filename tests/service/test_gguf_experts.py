@@ -11,10 +11,11 @@ import pytest
 from gguf import GGUFReader, quants
 from structlog.testing import capture_logs
 
-from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
 from moebius.checkpoint.gguf.files import gguf_files
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.split import split_bounds
+from moebius.models.checkpoint import ExpertCheckpoint
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 from tests.helpers.gguf_models import GgufFile, cached_gguf_files
 from tests.service.test_expert_loading_formats import distance, golden, host_of, loaded_of, rows_of
 from tests.tolerances import EXPERTS_FLOAT32, EXPERTS_GGUF_BFLOAT16, EXPERTS_GGUF_FLOAT16_SCALES
@@ -62,7 +63,7 @@ def decoded(path: Path, geometry: MoeGeometry) -> dict[tuple[int, int, str], np.
 def test_servers_compute_the_decoded_weights(name: str, gguf: Callable[[str], GgufFile]) -> None:
     """Whole, by neurons over several servers (cuts inside blocks of 256 as well), and by experts."""
     path = gguf(name).path
-    geometry = MoeGeometry.from_config(path)
+    geometry = read_geometry(path)
     layers = {geometry.moe_layers[0], geometry.moe_layers[-1]}
     checkpoint = ExpertCheckpoint.open(str(path), geometry)
     assert all(checkpoint.expert(layer, 0).is_rounded is (name in ROUNDED) for layer in layers)
@@ -94,7 +95,7 @@ def test_what_is_rounded_is_said_and_can_be_kept(name: str, gguf: Callable[[str]
     said = [line["what"] for line in logs if line["event"] == "packing rounds"]
     assert bool(said) is (name in ROUNDED)
     assert all(("float16" if name == "qwen3_moe" else "bfloat16") in what for what in said)
-    geometry = MoeGeometry.from_config(path)
+    geometry = read_geometry(path)
     layer, rows = geometry.moe_layers[0], rows_of(geometry)
     with capture_logs() as logs:
         exact = host_of(path, weight_dtype="float32").forward(layer, *rows)
@@ -104,7 +105,7 @@ def test_what_is_rounded_is_said_and_can_be_kept(name: str, gguf: Callable[[str]
 
 def test_the_cut_of_the_wide_model_lies_inside_a_block(gguf: Callable[[str], GgufFile]) -> None:
     """Guards the division above: blocks of 256 neurons would not be cut by an even one."""
-    geometry = MoeGeometry.from_config(gguf("qwen3_moe").path)
+    geometry = read_geometry(gguf("qwen3_moe").path)
     bounds = split_bounds(geometry.moe_intermediate_size, (3, 5), 16)
     assert 0 < bounds[0][1] % 256 < 256
 

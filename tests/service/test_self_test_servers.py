@@ -16,8 +16,8 @@ from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.interface import NullObserver
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestFailed, run_self_test
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
+from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.expert_cluster import Cluster, running_cluster
 from tests.helpers.tiny_models import make_tiny_model
@@ -85,7 +85,7 @@ def test_an_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     tensors = load_file(bad / "model.safetensors")
     tensors[WRONG] = tensors[WRONG].roll(1, dims=1)
     save_file(tensors, bad / "model.safetensors", {"format": "pt"})
-    geometry = MoeGeometry.from_config(good)
+    geometry = read_geometry(good)
     client = _Closing(str(bad), geometry, torch.float32)
     monkeypatch.setattr(expert_assembly, "make_expert_client", lambda *_: client)
     document: dict[str, Any] = {

@@ -17,10 +17,10 @@ from gpu_service.assembly.process import use_jit_cache
 from gpu_service.assembly.steps import graphs_unsupported_reason
 from gpu_service.assembly.warm_up import warm_up_requests, warm_up_tokens
 from gpu_service.cache.fp8 import E4M3
-from gpu_service.model_config import ModelConfig
 from gpu_service.scheduler.limits import refuse_impossible
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
+from moebius.models.read import read_model_config
 from tests.helpers.fake_model import VOCAB, fake_config
 from tests.helpers.published_checkpoints import Published
 
@@ -114,5 +114,5 @@ def test_cache_pages_have_the_form_that_the_settings_ask_for() -> None:
 def test_a_scored_prompt_token_costs_what_the_head_adds(name: str, cost: int, tmp_path: Path) -> None:
     """Twice a token of a published model; a model that is little more than its head pays more, to a bound."""
     (tmp_path / "config.json").write_text(json.dumps(Published.load(name).config))
-    assert scored_token_cost(ModelConfig.from_dir(tmp_path)) == cost
+    assert scored_token_cost(read_model_config(tmp_path)) == cost
     assert scored_token_cost(fake_config(vocab_size=150_000)) == 8

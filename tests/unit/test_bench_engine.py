@@ -12,10 +12,10 @@ from moebius.app.bench.engine.drive import Streams, TokenEvent, decode_window
 from moebius.app.bench.engine.measure import Setting, random_prompts, touched
 from moebius.app.bench.engine.run import EngineBenchOptions, with_room
 from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
 from moebius.errors import UserError
+from moebius.models.geometry import MoeGeometry
 
 GEOMETRY = MoeGeometry("qwen3_moe", 8, 3, (1, 2), 10, 2, 4, "silu", "bfloat16")
 

@@ -17,8 +17,8 @@ from moebius.app.bench.load import (
     run,
     write_checkpoint,
 )
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
+from moebius.models.read import read_geometry
 
 SHAPE = LoadShape(hidden_size=128, intermediate_size=256, num_experts=4, num_layers=2)
 
@@ -27,7 +27,7 @@ SHAPE = LoadShape(hidden_size=128, intermediate_size=256, num_experts=4, num_lay
 def test_checkpoints_are_what_they_are_called(tmp_path: Path, name: str) -> None:
     """The loader packs them in their own format; the bytes counted are those of the tensors."""
     written = write_checkpoint(tmp_path, SHAPE, name)
-    plan = plan_load(MoeGeometry.from_config(tmp_path), str(tmp_path))
+    plan = plan_load(read_geometry(tmp_path), str(tmp_path))
     assert plan.weight_format == name
     assert written == sum(info.nbytes for info in plan.checkpoint.layout.index.tensors.values())
 

@@ -13,9 +13,9 @@ import pytest
 from moebius.app.bench.engine.measure import DecodeResult
 from moebius.app.bench.engine.servers import ServerCounters
 from moebius.app.bench.placement import CurvePoint, PlacementOptions, check, placed, statistics_of, table
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.models.geometry import MoeGeometry
 from moebius.placement import ExpertStatistics, make_placement
 
 GEOMETRY = MoeGeometry("qwen3_moe", 8, 2, (0, 1), 4, 2, 4, "silu", "bfloat16")

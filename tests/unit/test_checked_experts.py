@@ -13,8 +13,9 @@ from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.servers import CheckedExperts, Newcomers
 from gpu_service.verify.self_test import ExpertsUnderTest, check_again, run_self_test
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import TinyMoe
 
 
@@ -74,7 +75,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(good: Path, later: list[Path], **experts: int) -> tuple[CheckedExperts, Returning]:
     """A client that has passed the self-test, with what its servers will be when they return."""
-    geometry = MoeGeometry.from_config(good)
+    geometry = read_geometry(good)
     returning = Returning(geometry, [good, *later])
     checked = CheckedExperts(returning)
     config = MoebiusConfig.model_validate(

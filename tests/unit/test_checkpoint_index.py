@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.index import CheckpointIndex, TensorInfo
+from moebius.checkpoint.index import TensorInfo
 from moebius.checkpoint.reader import SliceReader, read_slice
+from moebius.models.checkpoint import open_index
 from tests.helpers.checkpoints import Array, TinyMoe, write_safetensors
 
 
@@ -27,7 +28,7 @@ def test_reads_what_the_reference_library_writes(tmp_path: Path) -> None:
         "empty": np.zeros((0, 5), np.float32),
     }
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    index = CheckpointIndex.open(tmp_path)
+    index = open_index(tmp_path)
     assert set(index.tensors) == set(tensors)
     with SliceReader() as reader:
         for name, expected in tensors.items():
@@ -39,7 +40,7 @@ def test_reads_what_the_reference_library_writes(tmp_path: Path) -> None:
 def test_shards_hold_together(tmp_path: Path) -> None:
     """The union of the shards is the checkpoint, each tensor found in its own file."""
     model = TinyMoe(shards=4)
-    index = CheckpointIndex.open(model.write(tmp_path / "model"))
+    index = open_index(model.write(tmp_path / "model"))
     with SliceReader() as reader:
         for name, expected in model.tensors().items():
             np.testing.assert_array_equal(reader.read(index[name]), expected)
@@ -56,7 +57,7 @@ def stack_of_matrices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     write_safetensors(directory / "model.safetensors", {"stack": stack})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moebius.checkpoint.reader.BLOCK_BYTES", 3 * 9 * 4)
-        yield stack, CheckpointIndex.open(directory)["stack"]
+        yield stack, open_index(directory)["stack"]
 
 
 @given(rows=bounds, cols=bounds, plane=st.integers(0, 2))
@@ -72,7 +73,7 @@ def test_slices_equal_numpy(
 def test_slice_past_the_end_is_refused(tmp_path: Path) -> None:
     """numpy would clip it, and a slice of the wrong size would go unnoticed."""
     write_safetensors(tmp_path / "model.safetensors", {"w": np.zeros((4, 5), np.float32)})
-    info = CheckpointIndex.open(tmp_path)["w"]
+    info = open_index(tmp_path)["w"]
     for rows, cols in ((slice(0, 5), None), (None, slice(2, 6)), (slice(6, 6), None)):
         with pytest.raises(CheckpointError, match="'w'"):
             read_slice(info, rows, cols)
@@ -83,15 +84,15 @@ def test_slice_past_the_end_is_refused(tmp_path: Path) -> None:
 def test_missing_things_are_named(tmp_path: Path) -> None:
     """A directory, a file, a shard, a tensor."""
     with pytest.raises(CheckpointError, match="nowhere"):
-        CheckpointIndex.open(tmp_path / "nowhere")
+        open_index(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
-        CheckpointIndex.open(tmp_path)
+        open_index(tmp_path)
     model = TinyMoe(shards=2).write(tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"'model\.absent' is missing"):
-        CheckpointIndex.open(model)["model.absent"]
+        open_index(model)["model.absent"]
     (model / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"00002-of-00002.* is missing"):
-        CheckpointIndex.open(model)
+        open_index(model)
 
 
 def test_promised_tensor_must_be_in_its_shard(tmp_path: Path) -> None:
@@ -101,13 +102,13 @@ def test_promised_tensor_must_be_in_its_shard(tmp_path: Path) -> None:
     weight_map = json.loads(path.read_text())["weight_map"]
     path.write_text(json.dumps({"weight_map": {**weight_map, "extra": "model-00001-of-00002.safetensors"}}))
     with pytest.raises(CheckpointError, match="'extra' is not in"):
-        CheckpointIndex.open(model)
+        open_index(model)
     path.write_text(json.dumps({"weight_map": {"w": "../secret.safetensors"}}))
     with pytest.raises(CheckpointError, match="plain file name"):
-        CheckpointIndex.open(model)
+        open_index(model)
     path.write_text("[")
     with pytest.raises(CheckpointError, match="is not JSON"):
-        CheckpointIndex.open(model)
+        open_index(model)
 
 
 ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
@@ -129,7 +130,7 @@ def test_bad_header_entry_names_file_and_tensor(tmp_path: Path, entry: object, c
     raw = json.dumps({"bad.weight": entry}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(16))
     with pytest.raises(CheckpointError, match=complaint) as caught:
-        CheckpointIndex.open(tmp_path)
+        open_index(tmp_path)
     assert "model.safetensors" in str(caught.value)
     assert "bad.weight" in str(caught.value)
 
@@ -141,4 +142,4 @@ def test_what_is_not_safetensors_is_refused(tmp_path: Path, content: bytes) -> N
     """Empty, short, absurd header length, header of another kind."""
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        CheckpointIndex.open(tmp_path)
+        open_index(tmp_path)

@@ -11,9 +11,9 @@ import pytest
 
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
+from moebius.models.checkpoint import ExpertCheckpoint
+from moebius.models.read import read_geometry
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, GptOssMoe, QuantisedMoe
 from tests.helpers.quantised_sources import ENCODERS
 
@@ -21,7 +21,7 @@ MATRICES = ("gate", "up", "down")
 
 
 def opened(directory: Path) -> ExpertCheckpoint:
-    return ExpertCheckpoint.open(str(directory), MoeGeometry.from_config(directory))
+    return ExpertCheckpoint.open(str(directory), read_geometry(directory))
 
 
 @pytest.mark.parametrize("encoder", list(QUANTIZATION_CONFIGS))

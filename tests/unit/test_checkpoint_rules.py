@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import numpy.typing as npt
 import pytest
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_layouts import LAYOUTS
-from moebius.checkpoint.index import CheckpointIndex
+from moebius.checkpoint.expert_layouts import LAYOUTS, is_routed_expert
 from moebius.checkpoint.reader import SliceReader
-from moebius.checkpoint.rules import FAMILY_RULES, expert_tensors, find_layout, is_routed_expert
+from moebius.models.checkpoint import find_layout, open_index
+from moebius.models.registry import FAMILIES
 from tests.helpers.checkpoints import write_safetensors
 
 EXPERTS, INNER, HIDDEN = 3, 5, 4
@@ -23,26 +22,26 @@ Array = npt.NDArray[np.float32]
 
 def test_every_rule_does_what_its_example_says() -> None:
     """The rule matches its own example, and in each family no earlier rule takes the name away from it."""
-    for family in FAMILY_RULES.values():
-        for rule in family.renames:
+    for family in FAMILIES.values():
+        for rule in family.names.renames:
             before, after = rule.example
             assert rule.apply(before) == (True, after)
-            assert family.canonical_name(before, num_layers=100) == after
+            assert family.names.canonical_name(before, num_layers=100) == after
 
 
 def test_ordinary_names_stay() -> None:
     """What has no rule keeps its name, in every family of text-only checkpoints."""
-    for family in FAMILY_RULES.values():
+    for family in FAMILIES.values():
         for name in ("model.embed_tokens.weight", "model.layers.7.self_attn.q_proj.weight", "lm_head.weight"):
-            assert family.canonical_name(name, num_layers=8) == name
+            assert family.names.canonical_name(name, num_layers=8) == name
 
 
 def test_layers_behind_the_last_are_left_out_where_families_have_them() -> None:
     """Multi-token prediction of GLM is layer `num_layers`; Qwen3-MoE has none, so there it stays an error."""
     name = "model.layers.46.eh_proj.weight"
-    assert FAMILY_RULES["glm4_moe"].canonical_name(name, num_layers=46) is None
-    assert FAMILY_RULES["glm4_moe"].canonical_name(name, num_layers=47) == name
-    assert FAMILY_RULES["qwen3_moe"].canonical_name(name, num_layers=46) == name
+    assert FAMILIES["glm4_moe"].names.canonical_name(name, num_layers=46) is None
+    assert FAMILIES["glm4_moe"].names.canonical_name(name, num_layers=47) == name
+    assert FAMILIES["qwen3_moe"].names.canonical_name(name, num_layers=46) == name
 
 
 def test_routed_experts_are_told_from_everything_else() -> None:
@@ -103,7 +102,7 @@ def stored(layout: str, experts: list[dict[str, Array]]) -> tuple[str, dict[str,
 
 
 # The one of GGUF files is tried with such files.
-FAMILY_LAYOUTS = sorted({layout for family in FAMILY_RULES.values() for layout in family.layouts})
+FAMILY_LAYOUTS = sorted({layout for family in FAMILIES.values() for layout in family.names.layouts})
 
 
 @pytest.mark.parametrize("layout", FAMILY_LAYOUTS)
@@ -117,20 +116,20 @@ def test_every_layout_yields_the_same_experts(tmp_path: Path, layout: str) -> No
     ]
     family, tensors = stored(layout, experts)
     write_safetensors(tmp_path / "model.safetensors", tensors)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    index = CheckpointIndex.open(tmp_path)
-    assert find_layout(index, family).layout.name == layout
+    index = open_index(tmp_path)
+    found = find_layout(index, family)
+    assert found.layout.name == layout
     with SliceReader() as reader:
         for number, expected in enumerate(experts):
-            sources = expert_tensors(index, 1, number)
+            sources = found.tensors(1, number)
             for matrix in ("gate", "up", "down"):
                 source: Any = getattr(sources, matrix)
                 assert source.shape == shapes[matrix]
                 np.testing.assert_array_equal(source.read(reader), expected[matrix])
             neurons = slice(1, 4)
             np.testing.assert_array_equal(sources.up.read(reader, rows=neurons), expected["up"][neurons])
-            found = sources.down.read(reader, cols=neurons)
-            np.testing.assert_array_equal(found, expected["down"][:, neurons])
+            columns = sources.down.read(reader, cols=neurons)
+            np.testing.assert_array_equal(columns, expected["down"][:, neurons])
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(6, 3), (4, 4), (5, 3)])
@@ -149,22 +148,22 @@ def test_shapes_tell_how_stacked_experts_lie(layout: str, hidden: int, inner: in
         for name, (count, rows, cols) in shapes.items()
     }
     write_safetensors(tmp_path / "model.safetensors", tensors)
-    assert find_layout(CheckpointIndex.open(tmp_path), "qwen3_vl_moe").layout.name == layout
+    assert find_layout(open_index(tmp_path), "qwen3_vl_moe").layout.name == layout
 
 
 def test_errors_name_what_was_looked_for(tmp_path: Path) -> None:
     """No experts at all, one expert too many, and an unknown family."""
     write_safetensors(tmp_path / "model.safetensors", {"model.norm.weight": np.ones(4, np.float32)})
-    index = CheckpointIndex.open(tmp_path)
+    index = open_index(tmp_path)
     with pytest.raises(CheckpointError, match=r"experts\.7\.gate_proj\.weight"):
         find_layout(index, "qwen3_moe")
-    with pytest.raises(CheckpointError, match=r"'bert'; known: .*glm4_moe"):
+    with pytest.raises(CheckpointError, match=r"'bert' is not supported; known: .*glm4_moe"):
         find_layout(index, "bert")
     stack = {
         f"model.layers.0.moe.{name}_proj.weight": np.ones((2, 3, 3), np.float32) for name in ("gate", "up")
     }
     write_safetensors(tmp_path / "model.safetensors", stack)
-    layout = find_layout(CheckpointIndex.open(tmp_path), "step3p5")
+    layout = find_layout(open_index(tmp_path), "step3p5")
     with pytest.raises(CheckpointError, match=r"has 2 experts; expert 2 is missing"):
         layout.source(0, 2, "gate")
     with pytest.raises(CheckpointError, match=r"down_proj\.weight' is missing"):

@@ -12,11 +12,11 @@ import pytest
 
 from moebius import expert_slices as identities
 from moebius.app import cli
-from moebius.checkpoint.index import CheckpointIndex
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import PlacementConfig
 from moebius.errors import WRONG_IDENTITY_EXIT, WrongIdentity
 from moebius.expert_slices import SliceRequest, checkpoint_fingerprint, expert_identity, identity_part
+from moebius.models.checkpoint import open_index
+from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import TinyMoe
 
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fingerprint(directory: Path) -> str:
     """Of the checkpoint there."""
-    return checkpoint_fingerprint(CheckpointIndex.open(directory))
+    return checkpoint_fingerprint(open_index(directory))
 
 
 def test_a_copy_elsewhere_is_the_same_checkpoint(model: Path, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_weights_changed_in_place_are_noticed(model: Path, tmp_path: Path, part:
         config.write_text(config.read_text().replace('"silu"', '"gelu"'))
         assert config.read_text() != (model / "config.json").read_text()
     else:
-        index = CheckpointIndex.open(changed)
+        index = open_index(changed)
         infos = sorted(index.tensors.values(), key=lambda info: (str(info.file), info.offset))
         info = infos[0] if part == "first weight" else infos[-1]
         with info.file.open("r+b") as file:
@@ -64,7 +64,7 @@ def test_weights_changed_in_place_are_noticed(model: Path, tmp_path: Path, part:
 
 def test_large_files_are_sampled(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading stays bounded, whatever the checkpoint's size."""
-    file = next(iter(CheckpointIndex.open(model).tensors.values())).file
+    file = next(iter(open_index(model).tensors.values())).file
     monkeypatch.setattr(identities, "_BLOCK", 16)
     blocks = list(identities._samples(file, 5))
     content = file.read_bytes()
@@ -87,7 +87,7 @@ def test_every_setting_that_changes_answers_is_part_of_it(
     model: Path, name: str, change: dict[str, Any]
 ) -> None:
     """By its name, so that the difference can be told."""
-    geometry = MoeGeometry.from_config(model)
+    geometry = read_geometry(model)
     request = SliceRequest(str(model), split_count=2)
     ours = expert_identity(request, geometry, "aa", exact=False)
     theirs = expert_identity(replace(request, **change), geometry, "aa", exact=False)
@@ -98,7 +98,7 @@ def test_every_setting_that_changes_answers_is_part_of_it(
 
 def test_equal_settings_written_otherwise_are_the_same(model: Path) -> None:
     """Equal shares may be left out, and every server of a model has the same identity."""
-    geometry = MoeGeometry.from_config(model)
+    geometry = read_geometry(model)
     ours = expert_identity(SliceRequest(str(model), split_count=2), geometry, "aa", exact=False)
     written = SliceRequest("/other/path", split_index=1, split_count=2, split_shares=(1, 1))
     assert expert_identity(written, geometry, "aa", exact=False) == ours

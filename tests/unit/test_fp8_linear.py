@@ -9,12 +9,12 @@ import torch
 
 from gpu_service.layers.linear import Linear
 from gpu_service.loader.load import load_weights
-from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.ops.linear import dequantise, fp8_linear
 from gpu_service.ops.triton.linear import fp8_linear as triton_fp8_linear
 from gpu_service.parallel.context import ParallelContext
+from moebius.models.read import read_model_config
 from tests.helpers.model_formats import MODEL_FORMATS, ModelFormat
 from tests.helpers.paged_runner import PagedRunner
 from tests.helpers.quantised_models import (
@@ -59,7 +59,7 @@ def test_the_kernel_is_the_reference(
 
 
 def load(directory: Path, parallel: ParallelContext, *, keep_fp8: bool) -> CausalLM:
-    model = build_model(ModelConfig.from_dir(directory), parallel=parallel)
+    model = build_model(read_model_config(directory), parallel=parallel)
     load_weights(model, directory, keep_fp8=keep_fp8)
     return model
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from moebius import _kernels
-from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
 from moebius.checkpoint.matrix_finder import side_name
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
+from moebius.models.checkpoint import ExpertCheckpoint
+from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import TinyMoe, write_safetensors
 from tests.helpers.quantised_models import QuantisedModel
 from tests.helpers.quantised_sources import (
@@ -85,7 +85,7 @@ def test_stacked_experts_mean_their_weights(layout: str, family: str, scales: st
     model = QuantisedModel({}, {}, {**tiny.config(), "quantization_config": quantization})
     store(layout, encode, model)
     model.write(tmp_path)
-    geometry = replace(MoeGeometry.from_config(tmp_path), model_type=family)
+    geometry = replace(read_geometry(tmp_path), model_type=family)
     checkpoint = ExpertCheckpoint.open(str(tmp_path), geometry)
     with SliceReader() as reader:
         for key, weights in model.meant.items():
@@ -106,6 +106,6 @@ def test_experts_taken_apart_are_found(tmp_path: Path) -> None:
     QuantisedModel({}, {}, tiny.config()).write(tmp_path)
     write_safetensors(tmp_path / "model.safetensors", tensors)
     for family in ("qwen3_vl_moe", "qwen3_5_moe"):
-        geometry = replace(MoeGeometry.from_config(tmp_path), model_type=family)
+        geometry = replace(read_geometry(tmp_path), model_type=family)
         found = ExpertCheckpoint.open(str(tmp_path), geometry).expert(0, 0)
         assert found.down.name == name.format("down")

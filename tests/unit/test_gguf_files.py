@@ -12,16 +12,17 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from gpu_service.loader.load import load_weights
-from gpu_service.model_config import ModelConfig, ModelConfigError
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from moebius.app.commands.models import with_checkpoint
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.gguf.config import gguf_config
 from moebius.checkpoint.gguf.files import gguf_files, is_gguf, served_name
-from moebius.checkpoint.gguf.names import ARCHITECTURE_RULES, COMMON_RULES, canonical_name
-from moebius.checkpoint.index import CheckpointIndex
+from moebius.checkpoint.gguf.names import COMMON_RULES, canonical_name
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.models.checkpoint import open_index
+from moebius.models.config import ModelConfigError
+from moebius.models.read import read_config, read_model_config
+from moebius.models.registry import FAMILIES
 from tests.helpers.gguf_files import GgufTypes, write_gguf
 from tests.helpers.gguf_models import CASES, GgufFile, cached_gguf_files
 
@@ -33,7 +34,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
 
 def refused(path: Path, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        CheckpointIndex.open(path)
+        open_index(path)
 
 
 def small_file(
@@ -85,7 +86,7 @@ def test_an_unknown_architecture_is_named_beside_those_that_are_known(tmp_path: 
     refused(path, "general.architecture is 'gemma3'; allowed: deepseek2, .*qwen3moe")
     refused(small_file(tmp_path / "v32.gguf", "deepseek32"), "general.architecture is 'deepseek32'")
     with pytest.raises(ModelConfigError, match="gemma3"):
-        ModelConfig.from_dir(path)
+        read_model_config(path)
     refused(small_file(tmp_path / "dense.gguf", "llama", 0), "llama.expert_count is 0")
 
 
@@ -120,7 +121,7 @@ def test_a_missing_dense_tensor_is_named(
     oracle = gguf("qwen3_moe_tied").oracle
     path = tmp_path / "m.gguf"
     write_gguf(oracle, path, GgufTypes(), leave_out=left_out)
-    model = build_model(ModelConfig.from_dir(path))
+    model = build_model(read_model_config(path))
     with pytest.raises(CheckpointError, match=f"1 missing: {re.escape(missing)}"):
         load_weights(model, path)
 
@@ -168,9 +169,9 @@ def test_parts_are_found_from_any_of_them_and_missed_by_name(
     parts = gguf_files(first)
     assert len(parts) > 2
     assert gguf_files(parts[-1]) == parts == gguf_files(first.parent)
-    names = set(CheckpointIndex.open(first).tensors)
-    assert set(CheckpointIndex.open(parts[-1]).tensors) == names
-    assert gguf_config(parts[-1]) == gguf_config(first)
+    names = set(open_index(first).tensors)
+    assert set(open_index(parts[-1]).tensors) == names
+    assert read_config(parts[-1]) == read_config(first)
     assert served_name(first) == "qwen3_moe"
     for part in parts:
         shutil.copy(part, tmp_path)
@@ -190,7 +191,7 @@ def test_a_directory_is_a_gguf_model_if_it_has_one_and_no_safetensors(tmp_path: 
     assert gguf_files(tmp_path) == (model,)
     other = small_file(tmp_path / "m-Q8_0.gguf")
     refused(tmp_path, r"2 GGUF models \(m-Q4_K_M\.gguf, m-Q8_0\.gguf\)")
-    assert set(CheckpointIndex.open(other).tensors) == {"model.embed_tokens.weight"}
+    assert set(open_index(other).tensors) == {"model.embed_tokens.weight"}
     (tmp_path / "model.safetensors").touch()
     assert not is_gguf(tmp_path)
 
@@ -207,10 +208,10 @@ def test_commands_take_a_file_or_a_directory_of_one(gguf: Callable[[str], GgufFi
 
 def test_every_rule_says_what_its_example_says() -> None:
     """Each row is reachable: its own example is renamed by it, not by a row before it."""
-    for architecture, rules in {"": COMMON_RULES, **ARCHITECTURE_RULES}.items():
-        for rule in rules:
+    for own in ((), *(spec.rules for family in FAMILIES.values() for spec in family.gguf)):
+        for rule in own or COMMON_RULES:
             name, wanted = rule.example
-            found = canonical_name(architecture, name)
+            found = canonical_name(own, name)
             assert found is not None
             assert (found.name, found.change) == (wanted, rule.change)
 
@@ -225,9 +226,9 @@ def test_metadata_that_changes_the_function_is_refused(
     at = content.index(key) + len(key) + 4
     path.write_bytes(content[:at] + (1).to_bytes(4, "little") + content[at + 4 :])
     with pytest.raises(CheckpointError, match="expert_gating_func is 1; allowed: 2 with glm4_moe"):
-        gguf_config(path)
+        read_config(path)
     content = gguf("gpt_oss").path.read_bytes()
     path.write_bytes(content.replace(b"yarn", b"rope"))
     with pytest.raises(CheckpointError, match=r"rope\.scaling\.type is 'rope'; allowed: none, linear, yarn"):
-        gguf_config(path)
+        read_config(path)
     assert CASES["gpt_oss"].changes["rope_parameters"]["rope_type"] == "yarn"

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
 from moebius.checkpoint.gguf.schemes import KEPT_SCHEMES
 from moebius.checkpoint.mapped_reader import MappedReader
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.checkpoint import ExpertCheckpoint
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 from moebius.packed_layout import ExpertLayout, PanelLayout, unpack_expert
 from moebius.weight_formats import weight_format
 from tests.helpers.gguf_models import make_gguf
@@ -113,7 +114,7 @@ def test_biases_and_stacks_of_a_model(tmp_path: Path) -> None:
 
     file = make_gguf("gpt_oss", tmp_path)
     stored = {tensor.name: tensor for tensor in GGUFReader(file.path).tensors}
-    checkpoint = ExpertCheckpoint.open(str(file.path), MoeGeometry.from_config(file.path))
+    checkpoint = ExpertCheckpoint.open(str(file.path), read_geometry(file.path))
     with MappedReader() as reader:
         for which, name in NAMES.items():
             tensor = stored[f"blk.1.{name}.weight"]

@@ -11,10 +11,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 from numpy.typing import NDArray
 
 from moebius.checkpoint.gguf.blocks import FLOAT_TYPES, QUANTISED_TYPES
-from moebius.checkpoint.index import CheckpointIndex
 from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_values import as_float32
+from moebius.models.checkpoint import open_index
 from tests.helpers.gguf_models import make_gguf
 
 EXPERTS, ROWS, COLS = 3, 6, 512
@@ -61,7 +61,7 @@ def test_slices_are_those_of_the_decoded_tensor(
             "blk.0.ffn_up_exps.weight": (other, "F32"),
         },
     )
-    index = CheckpointIndex.open(path)
+    index = open_index(path)
     query = index["model.layers.0.self_attn.q_proj.weight"]
     gate = index["model.layers.0.mlp.experts.gate_proj.weight"]
     whole = quants.dequantize(matrix, GGMLQuantizationType[kind])
@@ -97,7 +97,7 @@ def test_parts_of_rearranged_tensors_are_those_of_the_whole(
 ) -> None:
     """What a tensor-parallel rank reads: some heads' rows, or some columns, and rows inside of heads."""
     file = make_gguf(name, tmp_path)
-    index = CheckpointIndex.open(file.path)
+    index = open_index(file.path)
     tensors = file.oracle.state_dict()
     for parameter in parameters:
         tensor = f"model.layers.1.{module}.{parameter}"

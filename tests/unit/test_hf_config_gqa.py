@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpu_service.model_config import ModelConfig, ModelConfigError
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.read import read_geometry, read_model_config
 
 COMMON: dict[str, Any] = {
     "vocab_size": 100,
@@ -63,13 +63,13 @@ MINIMAX = EXPERTS_ONLY | {
 def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
     values = {key: value for key, value in (base | changes).items() if value != "absent"}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    return ModelConfig.from_dir(tmp_path)
+    return read_model_config(tmp_path)
 
 
 def _moe_layers(tmp_path: Path, base: dict[str, Any], **changes: Any) -> tuple[int, ...]:
     """As both services read them, which must agree."""
     layers = _read(tmp_path, base, **changes).moe_layer_ids
-    assert MoeGeometry.from_config(tmp_path).moe_layers == layers
+    assert read_geometry(tmp_path).moe_layers == layers
     return layers
 
 
@@ -93,7 +93,7 @@ def test_mixtral_and_olmoe(tmp_path: Path) -> None:
     for base in (MIXTRAL, OLMOE):
         config = _read(tmp_path, base)
         assert (config.moe.intermediate_size, config.moe.shared_intermediate_size) == (48, 0)
-        assert MoeGeometry.from_config(tmp_path).moe_intermediate_size == 48
+        assert read_geometry(tmp_path).moe_intermediate_size == 48
         assert _moe_layers(tmp_path, base) == (0, 1, 2, 3)
     assert _read(tmp_path, OLMOE, norm_topk_prob=True).moe.router.post == "renormalize"
 

@@ -13,12 +13,12 @@ import torch
 from gpu_service.cache.kv_cache import bytes_per_page
 from gpu_service.cache.state_cache import state_bytes
 from gpu_service.layers.linear import gated_query_order, linear_attention_order
-from gpu_service.model_config import LinearAttentionConfig, ModelConfig, ModelConfigError
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.parallel.context import ParallelContext
 from gpu_service.parallel.partition import check_divisible, shard_config
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import ConfigError
+from moebius.models.config import LinearAttentionConfig, ModelConfig, ModelConfigError
+from moebius.models.read import read_geometry, read_model_config
 
 # With the sizes of Qwen3-Next-80B-A3B.
 NEXT: dict[str, Any] = {
@@ -72,7 +72,7 @@ NEXT_5: dict[str, Any] = {
 def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
     values = {key: value for key, value in (base | changes).items() if value != "absent"}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    return ModelConfig.from_dir(tmp_path)
+    return read_model_config(tmp_path)
 
 
 def _text(tmp_path: Path, **changes: Any) -> ModelConfig:
@@ -90,7 +90,7 @@ def test_qwen3_next_is_read(tmp_path: Path) -> None:
     assert (config.moe.shared_gate, config.moe.router.post) == (True, "renormalize")
     assert config.centered_norms
     assert len(config.moe.layers) == 48
-    assert MoeGeometry.from_config(tmp_path).moe_layers == config.moe_layer_ids
+    assert read_geometry(tmp_path).moe_layers == config.moe_layer_ids
     # Keys and values in 12 layers; 36 matrices of 32 heads, and what their convolutions remember.
     assert bytes_per_page(config, 16, torch.bfloat16) == 12 * 16 * 2 * 2 * 256 * 2
     assert state_bytes(config) == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
@@ -105,7 +105,7 @@ def test_the_text_model_of_qwen3_5_is_read_where_it_is(tmp_path: Path) -> None:
         assert (config.rope.mrope_sections, config.rope.mrope_interleaved) == ((11, 11, 10), True)
         assert (config.intermediate_size, config.moe.router.post) == (0, "renormalize")
         assert len(config.moe.layers) == 40
-    assert MoeGeometry.from_config(tmp_path).moe_layers == tuple(range(40))
+    assert read_geometry(tmp_path).moe_layers == tuple(range(40))
     assert build_model(alone).config is alone
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from gpu_service.cache.kv_cache import make_cache, page_bytes
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.memory.plan import StepSize, activation_bytes
-from gpu_service.model_config import IndexerConfig, ModelConfig, ModelConfigError
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import check_divisible, shard_config
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import ConfigError
+from moebius.models.config import IndexerConfig, ModelConfig, ModelConfigError
+from moebius.models.read import read_geometry, read_model_config
 from tests.unit.test_hf_mla import V3
 
 # The keys of the published DeepSeek-V3.2 and GLM-5.2 that change the function, with small sizes.
@@ -48,7 +49,7 @@ def read(directory: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
     """What a config.json with these keys means."""
     values = {key: value for key, value in (base | changes).items() if value != "absent"}
     (directory / "config.json").write_text(json.dumps(values))
-    return ModelConfig.from_dir(directory)
+    return read_model_config(directory)
 
 
 def indexer(config: ModelConfig) -> IndexerConfig:
@@ -68,7 +69,7 @@ def test_deepseek_has_an_indexer_in_every_layer(tmp_path: Path) -> None:
     assert config.num_mtp_layers == 1
     older = read(tmp_path, V32, layer_types=["deepseek_sparse_attention"] * 4)
     assert indexer(older) == indexer(config), "what transformers 5.17 writes for indexed_attention"
-    assert MoeGeometry.from_config(tmp_path).moe_layers == (3,)
+    assert read_geometry(tmp_path).moe_layers == (3,)
 
 
 def test_glm_lists_which_layers_choose(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_glm_lists_which_layers_choose(tmp_path: Path) -> None:
     assert config.unread_keys == ()
     wanted = IndexerConfig(6, 8, 16, interleaved=True, layers=frozenset({0, 1, 2, 6}))
     assert indexer(config) == wanted
-    assert MoeGeometry.from_config(tmp_path).moe_layers == (3, 4, 5, 6, 7)
+    assert read_geometry(tmp_path).moe_layers == (3, 4, 5, 6, 7)
     assert indexer(read(tmp_path, GLM, indexer_types=None, index_topk_pattern="FFFSSSFS")) == wanted
     assert indexer(read(tmp_path, GLM, indexer_types=None)) == wanted
     # GLM-5 knows no sharing.
@@ -130,8 +131,8 @@ def test_pages_hold_the_keys_of_layers_that_choose(tmp_path: Path) -> None:
     latent, key = 24, 8
     for part, layers, choosing in ((config, 8, 4), (heads, 8, 4), (stage, 4, 2)):
         wanted = 16 * 2 * (layers * latent + choosing * key)
-        assert page_bytes(part, 16, part.torch_dtype) == wanted
-        cache = make_cache(part, 3, 16, part.torch_dtype)
+        assert page_bytes(part, 16, TORCH_DTYPES[part.dtype]) == wanted
+        cache = make_cache(part, 3, 16, TORCH_DTYPES[part.dtype])
         assert cache.nbytes == 3 * wanted
 
 

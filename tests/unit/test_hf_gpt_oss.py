@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gpu_service.model_config import ModelConfig, ModelConfigError
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.config import ModelConfigError
+from moebius.models.read import read_geometry, read_model_config
 
 PUBLISHED: dict[str, Any] = {
     "model_type": "gpt_oss",
@@ -54,7 +54,7 @@ def write(tmp_path: Path, changes: dict[str, Any]) -> Path:
 
 
 def test_the_published_config(tmp_path: Path) -> None:
-    config = ModelConfig.from_dir(write(tmp_path, {}))
+    config = read_model_config(write(tmp_path, {}))
     assert config.unread_keys == ()
     assert config.attention_windows == (128, None, 128, None)
     assert (config.attention_sinks, config.attention_bias) == (True, True)
@@ -68,10 +68,10 @@ def test_the_published_config(tmp_path: Path) -> None:
 
 def test_windows_follow_the_layer_types(tmp_path: Path) -> None:
     """Without a list every other layer slides, the first one first."""
-    without = ModelConfig.from_dir(write(tmp_path, {"layer_types": "absent"}))
+    without = read_model_config(write(tmp_path, {"layer_types": "absent"}))
     assert without.attention_windows == (128, None, 128, None)
     full = {"layer_types": ["full_attention"] * 4, "sliding_window": None}
-    assert ModelConfig.from_dir(write(tmp_path, full)).attention_windows == ()
+    assert read_model_config(write(tmp_path, full)).attention_windows == ()
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_what_is_not_supported_is_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelConfigError, match=message):
-        ModelConfig.from_dir(write(tmp_path, changes))
+        read_model_config(write(tmp_path, changes))
 
 
 def test_the_experts_activation_is_read(tmp_path: Path) -> None:
-    geometry = MoeGeometry.from_config(write(tmp_path, {"swiglu_alpha": 1.5, "swiglu_limit": 6}))
+    geometry = read_geometry(write(tmp_path, {"swiglu_alpha": 1.5, "swiglu_limit": 6}))
     assert (geometry.activation, geometry.alpha, geometry.limit) == ("gpt_oss", 1.5, 6.0)
-    assert MoeGeometry.from_config(write(tmp_path, {})).alpha == 1.702
-    with pytest.raises(CheckpointError, match="swiglu_alpha is -1"):
-        MoeGeometry.from_config(write(tmp_path, {"swiglu_alpha": -1}))
+    assert read_geometry(write(tmp_path, {})).alpha == 1.702
+    with pytest.raises(CheckpointError, match="swiglu_alpha = -1"):
+        read_geometry(write(tmp_path, {"swiglu_alpha": -1}))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gpu_service.model_config import ModelConfig, ModelConfigError
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.read import read_geometry, read_model_config
 
 # The keys of the published DeepSeek-V3 that change the function, in its own spelling, with small sizes.
 V3: dict[str, Any] = {
@@ -78,7 +78,7 @@ FLASH: dict[str, Any] = V3 | {
 def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
     values = {key: value for key, value in (base | changes).items() if value != "absent"}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    return ModelConfig.from_dir(tmp_path)
+    return read_model_config(tmp_path)
 
 
 def test_the_published_spelling_is_read_to_the_last_key(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_the_published_spelling_is_read_to_the_last_key(tmp_path: Path) -> None:
     assert (router.num_groups, router.top_groups, router.scale) == (4, 2, 2.5)
     assert (router.post, router.float32_gate) == ("renormalize", True)
     assert (config.moe_layer_ids, config.moe.shared_intermediate_size) == ((3,), 16)
-    assert MoeGeometry.from_config(tmp_path).moe_layers == (3,)
+    assert read_geometry(tmp_path).moe_layers == (3,)
 
 
 def test_the_scores_temperature(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_glm_flash_may_list_its_layers(tmp_path: Path) -> None:
     assert _read(tmp_path, FLASH).moe_layer_ids == (3,)
     kinds = ["sparse", "dense", "dense", "sparse"]
     assert _read(tmp_path, FLASH, mlp_layer_types=kinds).moe_layer_ids == (0, 3)
-    assert MoeGeometry.from_config(tmp_path).moe_layers == (0, 3)
+    assert read_geometry(tmp_path).moe_layers == (0, 3)
 
 
 @pytest.mark.parametrize(

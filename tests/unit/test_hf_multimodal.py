@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gpu_service.model_config import ModelConfig, ModelConfigError
-from moebius.checkpoint.moe_config import MoeGeometry
-from moebius.checkpoint.text_config import flat_config
+from moebius.checkpoint.config_file import flat_config
+from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.read import read_geometry, read_model_config
 
 TEXT: dict[str, Any] = {
     "vocab_size": 100,
@@ -45,7 +45,7 @@ def _write(directory: Path, model_type: str, text: dict[str, Any], **outer: Any)
 
 
 def _read(directory: Path, model_type: str, text: dict[str, Any], **outer: Any) -> ModelConfig:
-    return ModelConfig.from_dir(_write(directory, model_type, text, **outer))
+    return read_model_config(_write(directory, model_type, text, **outer))
 
 
 def test_inner_keys_count_before_outer_ones_but_not_when_null() -> None:
@@ -91,8 +91,8 @@ def test_kimi_ties_its_head_unless_someone_says_no(tmp_path: Path) -> None:
 def test_expert_servers_read_the_same(
     tmp_path: Path, family: str, text: dict[str, Any], layers: tuple[int, ...]
 ) -> None:
-    geometry = MoeGeometry.from_config(_write(tmp_path, family, text, torch_dtype="float32"))
-    config = ModelConfig.from_dir(tmp_path)
+    geometry = read_geometry(_write(tmp_path, family, text, torch_dtype="float32"))
+    config = read_model_config(tmp_path)
     assert geometry.moe_layers == config.moe_layer_ids == layers
     assert (geometry.model_type, geometry.dtype) == (config.model_type, config.dtype) == (family, "float32")
 

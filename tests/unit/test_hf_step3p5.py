@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from gpu_service.model_config import ModelConfig, ModelConfigError
 from gpu_service.parallel.context import ParallelContext
 from gpu_service.parallel.partition import check_divisible, shard_config
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import ConfigError
+from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.read import read_geometry, read_model_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 STEP: dict[str, Any] = {
@@ -56,7 +56,7 @@ def _directory(directory: Path, **changes: Any) -> Path:
 
 
 def _read(directory: Path, **changes: Any) -> ModelConfig:
-    return ModelConfig.from_dir(_directory(directory, **changes))
+    return read_model_config(_directory(directory, **changes))
 
 
 def test_every_layer_has_its_own(tmp_path: Path) -> None:
@@ -75,11 +75,11 @@ def test_every_layer_has_its_own(tmp_path: Path) -> None:
 
 
 def test_expert_servers_read_the_same(tmp_path: Path) -> None:
-    geometry = MoeGeometry.from_config(_directory(tmp_path))
+    geometry = read_geometry(_directory(tmp_path))
     assert (geometry.moe_layers, geometry.num_experts, geometry.top_k) == ((1, 2, 3), 8, 2)
     assert (geometry.activation, geometry.layer_limits) == ("silu_clamped", (math.inf, math.inf, 7.0, 7.0))
     assert [geometry.limit_of(layer) for layer in (1, 2)] == [math.inf, 7.0]
-    unclamped = MoeGeometry.from_config(_directory(tmp_path, swiglu_limits="absent"))
+    unclamped = read_geometry(_directory(tmp_path, swiglu_limits="absent"))
     assert unclamped.limit_of(3) == math.inf
 
 
@@ -127,4 +127,4 @@ def test_what_is_not_supported_is_refused_by_name(
 @pytest.mark.parametrize("limits", [[0.0, 1.0], [0.0, True, 0.0, 0.0], "7", [0.0, -1, 0.0, 0.0]])
 def test_expert_servers_refuse_clamps_that_are_none(tmp_path: Path, limits: Any) -> None:
     with pytest.raises(CheckpointError, match="swiglu_limits"):
-        MoeGeometry.from_config(_directory(tmp_path, swiglu_limits=limits))
+        read_geometry(_directory(tmp_path, swiglu_limits=limits))

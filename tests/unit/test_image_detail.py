@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gpu_service.model_config import ModelConfig
 from gpu_service.validation import Bounds, InvalidField, make_requests
 from gpu_service.vision.processor import LOW_DETAIL_PIXELS, ImagePreparer
+from moebius.models.config import ModelConfig
+from moebius.models.read import read_model_config
 from protos import engine_pb2 as pb
 from tests.helpers.tiny_vision_models import IMAGE_TOKEN, VISION_MODELS, write_vision_model
 
@@ -34,7 +35,7 @@ FAMILIES = {
 def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     directory = tmp_path_factory.mktemp("seeing")
     write_vision_model("qwen3_vl_moe", directory)
-    return ModelConfig.from_dir(directory)
+    return read_model_config(directory)
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from moebius import _kernels
-from moebius.checkpoint.index import CheckpointIndex
 from moebius.checkpoint.integer_methods import awq, gptq
 from moebius.checkpoint.matrix_finder import MatrixFinder
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.weight_schemes import WeightScheme
+from moebius.models.checkpoint import open_index
 from tests.helpers.checkpoints import write_safetensors
 from tests.helpers.quantised_sources import bfloat16_bits
 
@@ -36,7 +36,7 @@ SCALES: dict[str, Any] = {
 def dequantised(directory: Path, tensors: dict[str, Any], schemes: tuple[WeightScheme, ...]) -> Any:
     """Of a matrix of 8 rows and one group of columns."""
     write_safetensors(directory / "model.safetensors", {f"m.{key}": value for key, value in tensors.items()})
-    index = CheckpointIndex.open(directory)
+    index = open_index(directory)
     matrix = MatrixFinder(index.tensors, directory, schemes).find("m.weight", (8, GROUP))
     with SliceReader() as reader:
         return _kernels.dequantise_matrix(matrix.read(reader))

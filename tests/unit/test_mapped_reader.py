@@ -15,6 +15,7 @@ from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import CheckpointIndex
 from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.checkpoint.reader import SliceReader
+from moebius.models.checkpoint import open_index
 from tests.helpers.checkpoints import write_safetensors
 
 ROWS, COLS, PLANES = 48, 40, 3
@@ -32,7 +33,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> CheckpointIndex:
         "stack": rng.integers(0, 255, (PLANES, ROWS, COLS), np.uint8),
     }
     write_safetensors(directory / "model.safetensors", tensors)
-    return CheckpointIndex.open(directory)
+    return open_index(directory)
 
 
 @given(data=st.data())
@@ -70,7 +71,7 @@ def test_reset_gives_pages_back(tmp_path: Path) -> None:
     """Resident memory grows by what is read, and shrinks by as much."""
     big = np.ones((4096, 4096), np.float32)
     write_safetensors(tmp_path / "model.safetensors", {"big": big})
-    info = CheckpointIndex.open(tmp_path)["big"]
+    info = open_index(tmp_path)["big"]
     with MappedReader() as reader:
         before = resident_file_kib()
         assert reader.read_slice(info).shape == big.shape
@@ -84,7 +85,7 @@ def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = {name: np.ones((1024, 1024), np.float32) for name in ("first", "second")}
     write_safetensors(path, tensors)
-    index = CheckpointIndex.open(tmp_path)
+    index = open_index(tmp_path)
     with MappedReader() as reader:
         reader.read_slice(index["first"])
         os.truncate(path, index["second"].offset + 4096)

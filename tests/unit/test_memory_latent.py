@@ -14,9 +14,8 @@ from gpu_service.engine.step import ForwardInputs
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.plan import StepSize
 from gpu_service.memory.profile import profile_activations
-from gpu_service.model_config import ModelConfig
-from gpu_service.models.registry import build_model
-from moebius.checkpoint.moe_config import MoeGeometry
+from gpu_service.models.compose import build_model
+from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.fake_memory import GIB, FakeMemory
 from tests.helpers.tiny_models import make_tiny_model
 
@@ -34,7 +33,7 @@ def test_both_forms_of_a_step_are_measured(name: str, seen: list[tuple[bool, boo
     In a small step that is not measured, for what libraries keep, and in the largest.
     """
     make_tiny_model(name, tmp_path)
-    config = ModelConfig.from_dir(tmp_path)
+    config = read_model_config(tmp_path)
     model, memory, found = build_model(config), FakeMemory(10 * GIB), []
     load_weights(model, tmp_path)
 
@@ -57,7 +56,7 @@ def test_both_forms_of_a_step_are_measured(name: str, seen: list[tuple[bool, boo
         model,
         lambda pages: make_cache(config, pages, 4, torch.float32),
         watched,
-        MoeGeometry.from_config(tmp_path),
+        read_geometry(tmp_path),
         StepSize(6, 2),
         4,
         memory,

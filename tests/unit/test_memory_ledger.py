@@ -14,16 +14,16 @@ from structlog.testing import capture_logs
 
 from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import KVCache
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.device_memory import make_device_memory
 from gpu_service.memory.ledger import MemoryLedger, export
 from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, DENSE, KV, MemoryLine, MemoryPlan, StepSize
 from gpu_service.memory.profile import profile_activations
-from gpu_service.model_config import ModelConfig
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from moebius.app.random_model import RandomModelOptions, write_random_model
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
+from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.fake_memory import GIB, FakeMemory
 
 PLAN = MemoryPlan(
@@ -112,7 +112,7 @@ def test_profile_runs_the_largest_step(tmp_path: Path) -> None:
     A small step before it, in which libraries allocate what they keep, is not counted.
     """
     write_random_model(tmp_path / "model", RandomModelOptions("tiny"))
-    config = ModelConfig.from_dir(tmp_path / "model")
+    config = read_model_config(tmp_path / "model")
     model = build_model(config)
     load_weights(model, tmp_path / "model")
     memory = FakeMemory(10 * GIB)
@@ -126,12 +126,12 @@ def test_profile_runs_the_largest_step(tmp_path: Path) -> None:
         memory.free(nbytes)
         sampled.append(logits.shape)
 
-    make_cache = partial(KVCache, config, page_size=16, dtype=config.torch_dtype)
+    make_cache = partial(KVCache, config, page_size=16, dtype=TORCH_DTYPES[config.dtype])
     found = profile_activations(
         model,
         lambda pages: make_cache(pages),
         lambda cache: make_attention(config, cache, "cpu"),
-        MoeGeometry.from_config(tmp_path / "model"),
+        read_geometry(tmp_path / "model"),
         StepSize(100, 8),
         16,
         memory,

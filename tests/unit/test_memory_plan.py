@@ -33,14 +33,14 @@ from gpu_service.memory.plan import (
     size_kv_pool,
     useful_pages,
 )
-from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.parallel.context import SOLO, ParallelContext
 from moebius.app.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
 from moebius.errors import UserError
+from moebius.models.read import read_model_config
 from tests.helpers.fake_memory import GIB, FakeMemory
 from tests.unit.test_hf_config_linear import NEXT
 
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     """The full shape, composed on the meta device."""
     directory = tmp_path_factory.mktemp("shape")
     (directory / "config.json").write_text(json.dumps(parse_shape("qwen3-30b-a3b", 0).hf_config(None)))
-    return build_model(ModelConfig.from_dir(directory))
+    return build_model(read_model_config(directory))
 
 
 def settings(**flags: Any) -> MoebiusConfig:
@@ -208,7 +208,7 @@ def test_pool_is_refused_when_too_little_is_left(model: CausalLM) -> None:
 def test_states_of_linear_attention_are_counted(tmp_path: Path) -> None:
     """Three for each request that runs, one for each snapshot, that of zeros and that of padding."""
     (tmp_path / "config.json").write_text(json.dumps(NEXT))
-    hybrid = build_model(ModelConfig.from_dir(tmp_path))
+    hybrid = build_model(read_model_config(tmp_path))
     config = settings(max_num_seqs=8, state_snapshots=5)
     planned = plan(hybrid, config)
     assert planned.of(STATES) == (2 + 3 * 8 + 5) * state_bytes(hybrid.config)

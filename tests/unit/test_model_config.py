@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpu_service.model_config import ModelConfig, ModelConfigError, ModelOverrides
+from moebius.models.config import ModelConfig, ModelConfigError, ModelOverrides
+from moebius.models.read import read_model_config
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -37,7 +38,7 @@ def _read(
 ) -> ModelConfig:
     values = {key: value for key, value in (base | changes).items() if value != "absent"}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    return ModelConfig.from_dir(tmp_path, overrides)
+    return read_model_config(tmp_path, overrides)
 
 
 def test_families_differ_where_they_should(tmp_path: Path) -> None:
@@ -115,4 +116,4 @@ def test_unknown_keys_are_kept_for_the_log(tmp_path: Path) -> None:
 
 def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelConfigError, match=r"config.json does not exist"):
-        ModelConfig.from_dir(tmp_path)
+        read_model_config(tmp_path)

@@ -12,8 +12,9 @@ import torch
 from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.resident.experts import Share
 from gpu_service.layers.moe import MoE
-from gpu_service.model_config import ModelConfigError, MoeConfig, RouterConfig
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
+from moebius.models.config import ModelConfigError, MoeConfig, RouterConfig
+from moebius.models.registry import family_of
 from tests.unit.test_paged_attention import CONFIG
 
 HIDDEN = 12
@@ -166,7 +167,7 @@ def test_a_context_without_experts_is_refused() -> None:
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ModelConfigError, match=r"'mamba' is not supported; known: .*glm4_moe.*qwen3_moe"):
-        build_model(replace(CONFIG, model_type="mamba"))
+        family_of("mamba")
 
 
 def test_building_allocates_nothing() -> None:

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_service.model_config import RouterConfig
 from gpu_service.ops.router import route
 from gpu_service.ops.triton.router import route as triton_route
+from moebius.models.config import RouterConfig
 from tests.tolerances import OP_FLOAT32
 
 pytestmark = [

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_service.loader.load import load_weights
-from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.parallel.context import ParallelContext
 from gpu_service.parallel.partition import shard_config
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import SliceReader
 from moebius.errors import ConfigError
+from moebius.models.read import read_model_config
 from tests.unit import test_weight_loading as solo
 
 # Two query heads per KV head; 11 tokens, 10 neurons and 5 shared ones do not divide evenly by four.
@@ -53,7 +53,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def load(directory: Path, tp: int = 1, rank: int = 0, stages: int = 1, stage: int = 0) -> CausalLM:
     """One rank's part; nothing of it is run, so it needs no group."""
     parallel = ParallelContext(rank, tp, stage, stages)
-    model = build_model(ModelConfig.from_dir(directory), parallel=parallel)
+    model = build_model(read_model_config(directory), parallel=parallel)
     load_weights(model, directory)
     return model
 
@@ -171,7 +171,7 @@ def test_models_that_can_not_be_divided_are_refused(checkpoint: Path) -> None:
 
 def test_a_ranks_config_counts_its_own(checkpoint: Path) -> None:
     """Cache and attention see local heads and layers, numbered from the stage's first."""
-    whole = ModelConfig.from_dir(checkpoint)
+    whole = read_model_config(checkpoint)
     config = shard_config(whole, ParallelContext(1, 4, 1, 2))
     assert (config.num_heads, config.num_kv_heads, config.num_layers) == (1, 1, 1)
     assert (config.moe_layer_ids, config.vocab_size) == ((0,), 11)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import PlacementConfig
 from moebius.errors import UserError
+from moebius.models.geometry import MoeGeometry
 from moebius.placement import ExpertStatistics, Placement, format_layers, make_placement, parse_layers, spread
 
 STATIC = ("uniform", "front-loading", "random")

@@ -15,6 +15,7 @@ from gpu_service.assembly.forecast import Forecast
 from gpu_service.assembly.kv_memory import SharedKvMemory, cache_shape
 from gpu_service.assembly.rank_plan import make_kv_memory
 from gpu_service.cache.request_states import allocate_states
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.plan import (
@@ -27,19 +28,18 @@ from gpu_service.memory.plan import (
     parameter_bytes,
     size_kv_pool,
 )
-from gpu_service.model_config import ModelConfig
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.parallel.group import SoloGroup
 from moebius.app.planning.hardware import GPU_MODELS
 from moebius.app.planning.memory import arena_bytes, expert_servers, server_bytes, stored_experts
 from moebius.app.planning.planner import Planner
 from moebius.app.random_model.shapes import parse_shape
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
 from moebius.expert_slices import SliceRequest
 from moebius.mailbox import SHARED_MEMORY, Mailbox, MailboxGeometry
 from moebius.mailbox_layout import segment_bytes
+from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.fake_memory import FakeMemory
 from tests.helpers.model_formats import MODEL_FORMATS
@@ -66,7 +66,7 @@ def test_packed_experts_take_what_was_planned(tmp_path: Path, encoder: str, dtyp
     """To the byte, of each of two servers."""
     sizes = TinyMoe(hidden_size=96, moe_intermediate_size=256, num_layers=2, num_experts=3)
     model = QuantisedMoe(encoder, sizes).write(tmp_path / "model")
-    geometry = MoeGeometry.from_config(model)
+    geometry = read_geometry(model)
     stored = stored_experts(model, geometry)
     config = settings(model, expert_servers="2", expert_split=split, expert_dtype=dtype)
     for server in expert_servers(config, geometry, stored, 1):
@@ -78,7 +78,7 @@ def test_packed_experts_take_what_was_planned(tmp_path: Path, encoder: str, dtyp
 def test_biases_are_counted(tmp_path: Path) -> None:
     """gpt-oss: stacked MXFP4 with biases."""
     model = GptOssMoe().write(tmp_path / "model")
-    geometry = MoeGeometry.from_config(model)
+    geometry = read_geometry(model)
     stored = stored_experts(model, geometry)
     (server,) = expert_servers(settings(model), geometry, stored, 1)
     assert server_bytes(stored, geometry.hidden_size, server.part, "keep") == packed_bytes(model, 0)
@@ -106,7 +106,7 @@ def test_a_configuration_tells_what_headers_will(tmp_path: Path, encoder: str) -
     bare.mkdir()
     config = json.loads((model / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
-    found, declared = (stored_experts(path, MoeGeometry.from_config(path)) for path in (model, bare))
+    found, declared = (stored_experts(path, read_geometry(path)) for path in (model, bare))
     assert declared.keys() == found.keys()
     for layer, experts in found.items():
         assert declared[layer].gate_up.removesuffix("_f16") == experts.gate_up.removesuffix("_f16")
@@ -153,8 +153,8 @@ def test_the_engine_takes_what_was_planned(tmp_path: Path, name: str) -> None:
     assert planned["engine: KV cache"] == shape.make(pages).nbytes
     states = allocate_states(config.gpu, model.rank_config, torch.device("cpu"))
     assert planned.get("engine: states of linear attention", 0) == (states.nbytes if states else 0)
-    geometry = MoeGeometry.from_config(tmp_path)
-    dtype = model.config.torch_dtype
+    geometry = read_geometry(tmp_path)
+    dtype = TORCH_DTYPES[model.config.dtype]
     held = make_resident_experts(config, geometry, torch.device("cpu"), dtype)
     assert held is not None
     assert planned["engine: resident experts"] == held.nbytes
@@ -188,7 +188,7 @@ def test_a_gpus_ledger_is_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_can_not_be_read_is_named(tmp_path: Path) -> None:
     """Impossible divisions, formats that can not be kept, a scheme that is not known."""
     model = QuantisedMoe("fp8_block").write(tmp_path / "model")
-    geometry = MoeGeometry.from_config(model)
+    geometry = read_geometry(model)
     stored = stored_experts(model, geometry)
     with pytest.raises(UserError, match="split_count is 9"):
         expert_servers(settings(model, expert_servers="9"), geometry, stored, 1)
@@ -215,6 +215,6 @@ def test_layers_kept_in_fp8_are_planned_so(tmp_path: Path) -> None:
         Forecast(settings(directory, dense_weights=choice), on_gpu=False).ranks[0].dense_bytes
         for choice in ("keep", "dequantise")
     )
-    loaded = build_model(ModelConfig.from_dir(directory))
+    loaded = build_model(read_model_config(directory))
     load_weights(loaded, directory, keep_fp8=True)
     assert kept == parameter_bytes(loaded) < whole

@@ -11,9 +11,9 @@ from gpu_service.assembly.forecast import Forecast
 from gpu_service.loader.names import wanted_name
 from gpu_service.parallel.context import SOLO
 from moebius.app.planning.memory import stored_experts
+from moebius.checkpoint.expert_layouts import is_routed_expert
 from moebius.checkpoint.index import CheckpointIndex
-from moebius.checkpoint.moe_config import MoeGeometry
-from moebius.checkpoint.rules import is_routed_expert
+from moebius.models.read import read_geometry
 from tests.helpers.plan_models import settings, write_config, write_headers
 from tests.helpers.published_checkpoints import Published
 from tests.tolerances import PLANNED_BYTES
@@ -55,7 +55,7 @@ def test_a_published_checkpoint_is_planned_as_its_headers_say(tmp_path: Path, na
     index = published.index(tmp_path)
     tensors = index.tensors.values()
     write_headers(tmp_path, ((info.name, info.dtype, info.shape, info.nbytes) for info in tensors))
-    geometry = MoeGeometry.from_config(tmp_path)
+    geometry = read_geometry(tmp_path)
     found = stored_experts(tmp_path, geometry)
     declared = stored_experts(write_config(tmp_path / "bare", published.config), geometry)
     assert found.keys() == declared.keys()

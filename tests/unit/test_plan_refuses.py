@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from expert_service.loader import plan_load
 from gpu_service.loader.load import load_weights
-from gpu_service.model_config import ModelConfig
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from moebius.app import cli
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
+from moebius.models.read import read_geometry, read_model_config
 from tests.helpers import spoilt_checkpoints as spoil
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
 from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, byte_level_tokenizer, write_tokenizer
@@ -73,8 +72,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def of_services(directory: Path) -> str:
     """What the first service says that does not load."""
     try:
-        plan_load(MoeGeometry.from_config(directory), str(directory))
-        load_weights(build_model(ModelConfig.from_dir(directory)), directory)
+        plan_load(read_geometry(directory), str(directory))
+        load_weights(build_model(read_model_config(directory)), directory)
     except CheckpointError as error:
         return str(error)
     return ""

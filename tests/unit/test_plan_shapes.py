@@ -15,8 +15,9 @@ from gpu_service.memory.plan import RESIDENT
 from moebius.app.planning.capacity import DoesNotFit, Wish
 from moebius.app.planning.memory import RAM, stored_experts
 from moebius.app.planning.planner import Planner, make_plan
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 from tests.helpers.plan_models import GIB, PUBLISHED, hardware, settings, write_config, write_headers
 from tests.tolerances import PLANNED_BYTES, STATED_PARAMETERS
 
@@ -37,7 +38,7 @@ def qwen(published: dict[str, Path]) -> Planner:
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_parameters_are_as_many_as_stated(published: dict[str, Path], name: str) -> None:
     """Dense ones of the composed model and routed ones of the geometry make up the published number."""
-    geometry = MoeGeometry.from_config(published[name])
+    geometry = read_geometry(published[name])
     ranks = Forecast(settings(published[name]), on_gpu=True).ranks
     embedding = geometry.hidden_size * int(PUBLISHED[name][0]["vocab_size"])
     each = 3 * geometry.hidden_size * geometry.moe_intermediate_size
@@ -89,7 +90,7 @@ def header_tensors(geometry: MoeGeometry, experts: int) -> Iterator[tuple[str, s
 def test_headers_say_what_the_configuration_said(published: dict[str, Path], tmp_path: Path) -> None:
     """DeepSeek-V3 with a header of its real shapes and no data: the same plan."""
     directory = write_config(tmp_path / "deepseek-v3", PUBLISHED["deepseek-v3"][0])
-    geometry = MoeGeometry.from_config(directory)
+    geometry = read_geometry(directory)
     write_headers(directory, header_tensors(geometry, 1))
     assert stored_experts(directory, geometry) == stored_experts(published["deepseek-v3"], geometry)
     plans = [

@@ -10,15 +10,16 @@ import pytest
 
 from gpu_service.loader.load import find_sources
 from gpu_service.loader.names import expected_names, wanted_name
-from gpu_service.model_config import ModelConfig, ModelOverrides
-from gpu_service.models.registry import MODEL_BUILDERS, build_model
+from gpu_service.models.compose import build_model
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
 from moebius.checkpoint.index import CheckpointIndex
 from moebius.checkpoint.matrix_finder import MatrixFinder
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.quantisation import read_schemes
-from moebius.checkpoint.rules import find_layout
+from moebius.models.checkpoint import ExpertCheckpoint, find_layout
+from moebius.models.config import ModelConfig, ModelOverrides
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry, read_model_config
+from moebius.models.registry import FAMILIES
 from tests.helpers.published_checkpoints import FIXTURES, Published, count, expand
 
 NAMES = sorted(file.stem for file in FIXTURES.glob("*.json"))
@@ -68,7 +69,7 @@ def _check_dense(index: CheckpointIndex, config: ModelConfig) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_dense_layers_load_completely(name: str, tmp_path: Path) -> None:
     index = Published.load(name).index(tmp_path)
-    config = ModelConfig.from_dir(tmp_path, TEXT_ONLY)
+    config = read_model_config(tmp_path, TEXT_ONLY)
     # Each key is read, or known to change nothing.
     assert config.unread_keys == ()
     _check_dense(index, config)
@@ -90,8 +91,8 @@ def test_all_experts_are_found(name: str, tmp_path: Path) -> None:
     """In every MoE layer, the first and the last of them; the fixture numbers as many as there are."""
     published = Published.load(name)
     index = published.index(tmp_path)
-    geometry = MoeGeometry.from_config(tmp_path)
-    config = ModelConfig.from_dir(tmp_path, TEXT_ONLY)
+    geometry = read_geometry(tmp_path)
+    config = read_model_config(tmp_path, TEXT_ONLY)
     assert (geometry.moe_layers, geometry.num_experts) == (
         config.moe_layer_ids,
         config.moe.router.num_experts,
@@ -108,7 +109,7 @@ def test_all_experts_are_found(name: str, tmp_path: Path) -> None:
 def test_every_family_has_a_published_model() -> None:
     """But for the text model of Qwen3.5 by itself."""
     covered = {str(Published.load(name).config["model_type"]) for name in NAMES}
-    assert set(MODEL_BUILDERS) - covered <= {"qwen3_5_moe_text"}
+    assert set(FAMILIES) - covered <= {"qwen3_5_moe_text"}
 
 
 def test_patterns() -> None:
@@ -132,13 +133,13 @@ def test_a_configuration_that_does_not_fit_is_noticed(
     published = Published.load(name)
     index = Published(published.config | change, published.tensors).index(tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        _check_dense(index, ModelConfig.from_dir(tmp_path, TEXT_ONLY))
+        _check_dense(index, read_model_config(tmp_path, TEXT_ONLY))
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     """One more than the checkpoint has."""
     published = Published.load("deepseek-v2-lite")
     index = Published(published.config | {"n_routed_experts": 65}, published.tensors).index(tmp_path)
-    geometry = MoeGeometry.from_config(tmp_path)
+    geometry = read_geometry(tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.64\.gate_proj"):
         _experts(index, geometry).expert(1, 64)

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from gpu_service.loader import sources
 from gpu_service.loader.load import load_weights
-from gpu_service.model_config import ModelConfig
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.parallel.context import ParallelContext
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.kernels_source import SourceMatrix
+from moebius.models.read import read_model_config
 from tests.helpers.model_formats import MODEL_FORMATS
 from tests.helpers.quantised_models import Models, cached_plain_models, quantise
 from tests.tolerances import DEQUANTISED_FLOAT32
@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def parameters(directory: Path, parallel: ParallelContext) -> dict[str, torch.Tensor]:
     """A rank's, out of their packed layouts."""
-    model = build_model(ModelConfig.from_dir(directory), parallel=parallel)
+    model = build_model(read_model_config(directory), parallel=parallel)
     load_weights(model, directory)
     found = dict(model.named_parameters())
     return {name: value.to_dense() if value.is_mkldnn else value for name, value in found.items()}

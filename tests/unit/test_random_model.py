@@ -27,8 +27,8 @@ from moebius.app.random_model.values import (
     parse_skew,
     wanted_shares,
 )
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
+from moebius.models.read import read_geometry
 from tests.helpers.paged_runner import PagedRunner, load_runner
 from tests.tolerances import ROUTER_SHARES_FITTED
 
@@ -40,7 +40,7 @@ def write(directory: Path, weight_format: str = "bfloat16", skew: str = "none", 
 
 
 def runner_on(directory: Path) -> PagedRunner:
-    geometry = MoeGeometry.from_config(directory)
+    geometry = read_geometry(directory)
     client = LocalExpertClient(str(directory), geometry, torch.bfloat16)
     return load_runner(directory, experts=client)
 

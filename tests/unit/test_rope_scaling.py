@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.hf_config.keys import HfKeys
-from gpu_service.hf_config.rope import read_rope
 from gpu_service.layers.decoder import RotaryEmbedding
-from gpu_service.model_config import ModelConfigError
 from gpu_service.ops.rope import rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.triton import rope as triton_rope
+from moebius.models.config import ModelConfigError
+from moebius.models.keys import HfKeys
+from moebius.models.rope import read_rope
 from tests.tolerances import ROPE_TABLE_FLOAT32
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}

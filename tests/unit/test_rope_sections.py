@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.hf_config.keys import HfKeys
-from gpu_service.hf_config.rope import SectionDefaults, read_rope
 from gpu_service.layers.decoder import RotaryEmbedding
-from gpu_service.model_config import ModelConfigError, RopeConfig
 from gpu_service.ops.rope import section_axes
+from moebius.models.config import ModelConfigError, RopeConfig
+from moebius.models.keys import HfKeys
+from moebius.models.rope import SectionDefaults, read_rope
 
 HEAD_DIM = 24
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpu_service.model_config import RouterConfig
 from gpu_service.ops.router import route
+from moebius.models.config import RouterConfig
 from tests.tolerances import OP_FLOAT32
 
 ROWS, HIDDEN = 33, 24

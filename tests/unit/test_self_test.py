@@ -17,8 +17,8 @@ from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.verify.errors import ROWS, allowed_error
 from gpu_service.verify.probe import spread
 from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestFailed, run_self_test
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import ExpertConfig, ModelConfigSection, MoebiusConfig, PlacementConfig
+from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import TinyMoe
 
 MODEL = TinyMoe(num_layers=4)
@@ -54,7 +54,7 @@ def under_test(
     dtype: torch.dtype = torch.float32,
 ) -> ExpertsUnderTest:
     """What an engine has that loaded its experts from `loaded`; `placed` says which are on its device."""
-    geometry = MoeGeometry.from_config(loaded)
+    geometry = read_geometry(loaded)
     client = experts or LocalExpertClient(str(loaded), geometry, dtype)
     stream = HostDeviceStream()
     resident = None
@@ -101,7 +101,7 @@ def test_servers_that_divide_every_expert_are_all_named(good: Path, bad: Path) -
 
 def test_a_wrong_expert_on_the_device_is_refused(good: Path, bad: Path) -> None:
     """What is resident is compared as well as what servers hold."""
-    good_client = LocalExpertClient(str(good), MoeGeometry.from_config(good), torch.float32)
+    good_client = LocalExpertClient(str(good), read_geometry(good), torch.float32)
     placed = settings(bad, {"gpu_layers": "3"})
     with pytest.raises(SelfTestFailed, match=r"layer 3, expert 6 on the engine's device"):
         run_self_test(settings(good), under_test(bad, good_client, placed))
@@ -135,7 +135,7 @@ class _Lost(LocalExpertClient):
 
 def test_a_server_lost_meanwhile_is_waited_for(good: Path) -> None:
     """The step is run again once it is back; what a server refuses is not tried again."""
-    client = _Lost(str(good), MoeGeometry.from_config(good), torch.float32)
+    client = _Lost(str(good), read_geometry(good), torch.float32)
     client.failure_once = ExpertUnavailable(0, "gone")
     report = run_self_test(settings(good), under_test(good, client))
     assert report is not None
@@ -148,7 +148,7 @@ def test_a_server_lost_meanwhile_is_waited_for(good: Path) -> None:
 
 def test_requantised_experts_pass_within_their_format(good: Path) -> None:
     """int4 is far from exact and accepted as int4; the same answers are refused as unrounded ones."""
-    geometry = MoeGeometry.from_config(good)
+    geometry = read_geometry(good)
     client = LocalExpertClient(str(good), geometry, torch.float32, "int4")
     report = run_self_test(settings(good, expert_dtype="int4"), under_test(good, client))
     assert report is not None
@@ -171,7 +171,7 @@ def test_what_is_allowed_follows_the_format() -> None:
 
 def test_a_nan_is_refused(good: Path) -> None:
     """NaN is no small error."""
-    client = _NanClient(str(good), MoeGeometry.from_config(good), torch.float32)
+    client = _NanClient(str(good), read_geometry(good), torch.float32)
     with pytest.raises(SelfTestFailed, match="relative error inf"):
         run_self_test(settings(good), under_test(good, client))
 

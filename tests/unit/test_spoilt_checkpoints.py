@@ -12,11 +12,11 @@ import pytest
 
 from expert_service.loader import plan_load
 from gpu_service.loader.load import load_weights
-from gpu_service.model_config import ModelConfig, ModelConfigError
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
+from moebius.models.config import ModelConfigError
+from moebius.models.read import read_geometry, read_model_config
 from tests.helpers import spoilt_checkpoints as spoil
 from tests.helpers.model_formats import MODEL_FORMATS
 from tests.helpers.quantised_models import Models, QuantisedModel, cached_plain_models, quantise
@@ -210,9 +210,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def load_all(directory: Path) -> None:
     """Dense layers, then the plan of the experts, then all of them."""
-    model = build_model(ModelConfig.from_dir(directory))
+    model = build_model(read_model_config(directory))
     load_weights(model, directory)
-    plan = plan_load(MoeGeometry.from_config(directory), str(directory))
+    plan = plan_load(read_geometry(directory), str(directory))
     with SliceReader() as reader:
         for expert in plan.experts.values():
             for matrix in (expert.gate, expert.up, expert.down):

@@ -102,6 +102,71 @@ def test_only_the_roof_imports_services() -> None:
     assert upward == []
 
 
+def import_graph() -> dict[str, set[str]]:
+    """Each module of the product with the product's modules that it imports, anywhere in the file.
+
+    Not counted are imports under TYPE_CHECKING, which no process ever runs.
+    """
+    paths = {
+        ".".join(path.with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sources()
+        if path.suffix == ".py"
+    }
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        tree = ast.parse((ROOT / path).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+                node.body = []
+        # The longest known name counts: that of a module rather than of the package it is in.
+        found = imported_modules(tree)
+        longest = {
+            name for name in found if not any(other.startswith(f"{name}.") for other in found & paths.keys())
+        }
+        graph[module] = (longest & paths.keys()) - {module}
+    return graph
+
+
+def import_circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than two modules (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in graph[module]:
+            if other not in index:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            begin = stack.index(module)
+            component, stack[begin:] = stack[begin:], []
+            if len(component) > 2:
+                found.append(sorted(component))
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_imports_run_in_no_circle() -> None:
+    """No more than two modules import one another, directly or through others."""
+    assert import_circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"e"}, "e": {"d"}}) == [["a", "b", "c"]]
+    assert import_circles(import_graph()) == []
+
+
+def test_models_are_described_without_torch() -> None:
+    """What all services share of a model, every family's module included, leaves torch out of the process."""
+    program = "import sys, moebius.models.read; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
 def test_gateway_process_never_loads_torch() -> None:
     """Importing the whole gateway leaves torch out of the process, transitively too."""
     program = "import sys, gateway.main; sys.exit('torch' in sys.modules)"

@@ -29,6 +29,11 @@ MODEL = {
     "moe_intermediate_size": 32,
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
+    "vocab_size": 11,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
 }
 
 
@@ -129,7 +134,7 @@ def test_what_can_not_be_served_is_named(model: Path) -> None:
         planned(model, state_dir="/tmp/" + "x" * 120)
     with pytest.raises(StartupError, match=r"cannot serve HTTP on 203\.0\.113\.1:0"):
         planned(model, host="203.0.113.1")
-    with pytest.raises(CheckpointError, match="allows 1 to 8"):
+    with pytest.raises(CheckpointError, match="allowed: 1 to 8"):
         planned(model, top_k="9")
 
 

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.hf_config.keys import HfKeys
-from gpu_service.hf_config.vision import read_vision
-from gpu_service.models.vision.registry import TOWER_BUILDERS
+from gpu_service.models.vision.registry import build_from_config
 from gpu_service.models.vision.tower import VisionTower
-from gpu_service.vision.config import VisionConfig
-from moebius.checkpoint.rules import FAMILY_RULES
-from moebius.checkpoint.tower_rules import TOWER_RULES, tower_name
+from moebius.models.config import VisionConfig
+from moebius.models.keys import HfKeys
+from moebius.models.registry import FAMILIES, family_of
+from moebius.models.vision import read_vision
 from tests.helpers.published_checkpoints import FIXTURES, Published, expand
 
 MODELS = {
@@ -26,20 +25,23 @@ _PREFIXES = ("model.visual.", "vision_tower.", "mm_projector.")
 
 def _build(config: dict[str, Any], hidden_size: int) -> VisionTower:
     with torch.device("meta"):
-        return TOWER_BUILDERS[config["model_type"]](config, hidden_size, torch.bfloat16)
+        return build_from_config(config, hidden_size, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_released_names_fill_the_tower(name: str) -> None:
     """Every tensor has its place, of its shape, no place is left, and the text model's loader wants none."""
-    config, family = MODELS[name].config, MODELS[name].config["model_type"]
+    config = MODELS[name].config
+    family = family_of(config["model_type"])
+    vision = family.vision
+    assert vision is not None
     tower = _build(config, config["text_config"]["hidden_size"])
     found: dict[str, tuple[int, ...]] = {}
     for pattern, _, shape in MODELS[name].tensors:
         for published in expand(pattern) if pattern.startswith(_PREFIXES) else ():
-            inner = tower_name(family, published)
+            inner = vision.tower_name(published)
             assert inner is not None, published
-            assert FAMILY_RULES[family].canonical_name(published, num_layers=100) is None
+            assert family.names.canonical_name(published, num_layers=100) is None
             for part, values in tower.parts(inner, torch.empty(shape, device="meta")):
                 assert part not in found
                 found[part] = tuple(values.shape)
@@ -47,7 +49,9 @@ def test_released_names_fill_the_tower(name: str) -> None:
 
 
 def test_every_family_that_sees_has_a_published_model() -> None:
-    assert {published.config["model_type"] for published in MODELS.values()} == set(TOWER_RULES)
+    assert {published.config["model_type"] for published in MODELS.values()} == {
+        family.model_type for family in FAMILIES.values() if family.vision is not None
+    }
 
 
 def test_a_tower_of_another_model_is_refused() -> None:
@@ -56,5 +60,5 @@ def test_a_tower_of_another_model_is_refused() -> None:
 
 
 def test_kimis_own_spelling_is_read() -> None:
-    vision = read_vision(HfKeys("config.json", dict(MODELS["kimi-k2.5"].config)), "kimi_k25")
+    vision = read_vision(HfKeys("config.json", dict(MODELS["kimi-k2.5"].config)), family_of("kimi_k25"))
     assert vision == VisionConfig(163605, 2, 14, 1152, 4304)

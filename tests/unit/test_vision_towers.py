@@ -18,27 +18,28 @@ from gpu_service.cache.kv_cache import bytes_per_page
 from gpu_service.loader.load import load_tower
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import IMAGES, VISION, plan_memory, size_kv_pool
-from gpu_service.model_config import ModelConfig, ModelConfigError, ModelOverrides
-from gpu_service.models.registry import build_model
-from gpu_service.models.vision.registry import TOWER_BUILDERS, build_tower
-from gpu_service.vision.config import VisionConfig
-from gpu_service.vision.processor import ImagePreparer, KimiImageProcessor
+from gpu_service.models.compose import build_model
+from gpu_service.models.vision.registry import build_tower
+from gpu_service.vision.processor import PROCESSORS, ImagePreparer, KimiImageProcessor
 from gpu_service.vision.prompt import ImageError
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.tower_rules import TOWER_RULES, tower_name
 from moebius.config_loader import load_config
 from moebius.errors import UserError
+from moebius.models.config import ModelConfigError, ModelOverrides, VisionConfig
+from moebius.models.read import read_model_config
+from moebius.models.registry import FAMILIES
 from tests.helpers.tiny_vision_models import kimi_sizes, noise, write_vision_model
 
 
 def test_every_family_that_sees_has_names_and_a_tower() -> None:
-    assert set(TOWER_RULES) == set(TOWER_BUILDERS)
-    for rules in TOWER_RULES.values():
-        for rule in rules:
+    towers = [family.vision for family in FAMILIES.values() if family.vision is not None]
+    assert len(towers) == 4
+    for vision in towers:
+        for rule in vision.renames:
             assert rule.apply(rule.example[0]) == (True, rule.example[1])
-    for family in TOWER_RULES:
-        assert tower_name(family, "model.language_model.norm.weight") is None
-        assert tower_name(family, "language_model.model.norm.weight") is None
+        assert vision.tower_name("model.language_model.norm.weight") is None
+        assert vision.tower_name("language_model.model.norm.weight") is None
+        assert vision.processor in PROCESSORS
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +78,17 @@ def test_a_tower_that_does_not_fit_is_an_error_by_name(
     tensors = load_file(directory / "model.safetensors")
     spoil(tensors)
     save_file(tensors, directory / "model.safetensors")
-    config = ModelConfig.from_dir(directory)
+    config = read_model_config(directory)
     tower = build_tower(config, directory, "cpu")
     with pytest.raises(CheckpointError, match=message):
         load_tower(tower, directory, config.model_type)
 
 
 def test_a_model_that_sees_says_so(checkpoint: Path) -> None:
-    config = ModelConfig.from_dir(checkpoint)
+    config = read_model_config(checkpoint)
     assert config.vision == VisionConfig(200, 2, 4, 24, 36)
     assert config.unread_keys == ()
-    assert ModelConfig.from_dir(checkpoint, ModelOverrides(language_model_only=True)).vision is None
+    assert read_model_config(checkpoint, ModelOverrides(language_model_only=True)).vision is None
     # Residual and the inner side of an MLP are what lives at once.
     assert config.vision is not None
     assert encoding_bytes(config.vision, patches=10, itemsize=2) == 10 * 8 * 24 * 2
@@ -96,7 +97,7 @@ def test_a_model_that_sees_says_so(checkpoint: Path) -> None:
 def test_a_gpu_keeps_room_for_images(checkpoint: Path) -> None:
     """The tower is weights like others; what images take comes later, so the KV pool leaves it."""
     config = load_config(None, {"model": str(checkpoint), "image_cache_mib": 64})
-    model_config = ModelConfig.from_dir(checkpoint)
+    model_config = read_model_config(checkpoint)
     vision = vision_memory(config, model_config)
     tower = build_tower(model_config, checkpoint, "cpu")
     assert vision.tower_bytes == sum(tensor.nbytes for tensor in (*tower.parameters(), *tower.buffers()))
@@ -117,19 +118,19 @@ def test_a_gpu_keeps_room_for_images(checkpoint: Path) -> None:
 def test_half_a_description_is_an_error_or_no_vision(missing: str, checkpoint: Path, tmp_path: Path) -> None:
     directory = _copy(checkpoint, tmp_path, **{missing: None})
     if missing == "vision_config":
-        assert ModelConfig.from_dir(directory).vision is None
+        assert read_model_config(directory).vision is None
         return
     with pytest.raises(ModelConfigError, match="image_token_id"):
-        ModelConfig.from_dir(directory)
+        read_model_config(directory)
     # What is left out need not be right.
-    blind = ModelConfig.from_dir(directory, ModelOverrides(language_model_only=True))
+    blind = read_model_config(directory, ModelOverrides(language_model_only=True))
     assert (blind.vision, blind.unread_keys) == (None, ())
 
 
 def test_a_checkpoint_must_say_how_images_are_prepared(checkpoint: Path, tmp_path: Path) -> None:
     directory = _copy(checkpoint, tmp_path)
     settings = json.loads((directory / "preprocessor_config.json").read_text())
-    config = ModelConfig.from_dir(directory)
+    config = read_model_config(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(settings | {"patch_size": 8}))
     with pytest.raises(UserError, match="patches of 8"):
         ImagePreparer(config, directory, 1.0)
@@ -142,7 +143,7 @@ def test_a_checkpoint_must_say_how_images_are_prepared(checkpoint: Path, tmp_pat
 
 
 def test_files_that_are_no_images_are_refused(checkpoint: Path) -> None:
-    preparer = ImagePreparer(ModelConfig.from_dir(checkpoint), checkpoint, 0.001)
+    preparer = ImagePreparer(read_model_config(checkpoint), checkpoint, 0.001)
     whole = noise(1, 40, 16)
     thin = io.BytesIO()
     Image.new("RGB", (900, 1)).save(thin, "PNG")
@@ -158,7 +159,7 @@ def test_files_that_are_no_images_are_refused(checkpoint: Path) -> None:
 
 def test_an_image_is_upright_and_opaque(checkpoint: Path) -> None:
     """The camera's orientation is applied, palettes and grey become RGB."""
-    preparer = ImagePreparer(ModelConfig.from_dir(checkpoint), checkpoint, 1.0)
+    preparer = ImagePreparer(read_model_config(checkpoint), checkpoint, 1.0)
     buffer = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees

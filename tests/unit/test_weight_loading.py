@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_service.loader.load import load_weights
-from gpu_service.model_config import ModelConfig
 from gpu_service.models.common import CausalLM
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from moebius.checkpoint.errors import CheckpointError
+from moebius.models.read import read_model_config
 
 Tensors = dict[str, torch.Tensor]
 CONFIG = {
@@ -75,7 +75,7 @@ def _change(directory: Path, edit: Callable[[Tensors], object]) -> None:
 
 
 def _load(directory: Path) -> CausalLM:
-    model = build_model(ModelConfig.from_dir(directory))
+    model = build_model(read_model_config(directory))
     load_weights(model, directory)
     return model
 

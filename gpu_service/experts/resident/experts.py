@@ -17,8 +17,8 @@ from gpu_service.experts.local_client import EXPERT_ACTIVATIONS
 from gpu_service.experts.resident.panels import LayerFormat, PanelViews, views
 from gpu_service.experts.resident.source import PackedExpertSource
 from gpu_service.experts.resident.unpack import UnpackedMatrix, unpack_expert
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
+from moebius.models.geometry import MoeGeometry
 
 
 @dataclass(eq=False)

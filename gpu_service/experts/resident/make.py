@@ -25,9 +25,9 @@ from gpu_service.experts.resident.experts import (
 from gpu_service.experts.resident.source import PackedExpertSource
 from gpu_service.parallel.context import SOLO, ParallelContext
 from moebius.checkpoint.mapped_reader import MappedReader
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError, brief
+from moebius.models.geometry import MoeGeometry
 from moebius.placement import Placement, make_placement
 
 _log = structlog.get_logger(__name__)

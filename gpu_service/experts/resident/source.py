@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from gpu_service.experts.resident.panels import LayerFormat, layer_format
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.reader import SliceReader
 from moebius.expert_slices import REQUANTISED, rank_neurons
+from moebius.models.checkpoint import ExpertCheckpoint, ExpertMatrices
+from moebius.models.geometry import MoeGeometry
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,4 +99,4 @@ class PackedExpertSource:
     def _span(self, found: ExpertMatrices) -> tuple[int, int]:
         """This rank's neurons; quantisation groups stay whole."""
         size = self.geometry.moe_intermediate_size
-        return rank_neurons(size, found.neuron_multiple, self._target, *self._ranks)
+        return rank_neurons(size, found.intermediate_multiple, self._target, *self._ranks)

@@ -1,47 +1,42 @@
-"""From `model_type` to the tower that sees for it."""
+"""Builds the vision tower of a family, from transformers' classes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpu_service.model_config import ModelConfig
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.models.vision.kimi_k25 import build_kimi_tower
-from gpu_service.models.vision.tower import GridTower, VisionTower
-from gpu_service.vision.config import transformers_needed
+from gpu_service.models.vision.tower import GridTower, VisionTower, transformers_needed
+from moebius.models.config import ModelConfig
+from moebius.models.registry import vision_family
 
-TowerBuilder = Callable[[Mapping[str, Any], int, torch.dtype], VisionTower]
+
+def build_from_config(config: Mapping[str, Any], hidden_size: int, dtype: torch.dtype) -> VisionTower:
+    """From config.json's keys, on torch's current device and without values. Raises ValueError."""
+    family = vision_family(config["model_type"]).tower
+    if family == "Kimi_K25":
+        return build_kimi_tower(config, hidden_size, dtype)
+    return _grid_tower(family, config, hidden_size, dtype)
 
 
-def _grid_tower(family: str) -> TowerBuilder:
+def _grid_tower(family: str, config: Mapping[str, Any], hidden_size: int, dtype: torch.dtype) -> VisionTower:
     """Of a family whose tower is one class of transformers."""
+    import transformers
 
-    def build(config: Mapping[str, Any], hidden_size: int, dtype: torch.dtype) -> VisionTower:
-        import transformers
-
-        vision = getattr(transformers, f"{family}VisionConfig")(**config["vision_config"])
-        if vision.out_hidden_size != hidden_size:
-            raise ValueError(
-                f"vision_config: out_hidden_size = {vision.out_hidden_size} is not the model's hidden_size "
-                f"({hidden_size})"
-            )
-        tower = getattr(transformers, f"{family}VisionModel")
-        return GridTower(tower._from_config(vision, dtype=dtype, attn_implementation="sdpa"))
-
-    return build
-
-
-TOWER_BUILDERS: Mapping[str, TowerBuilder] = {
-    "glm4v_moe": _grid_tower("Glm4vMoe"),
-    "kimi_k25": build_kimi_tower,
-    "qwen3_5_moe": _grid_tower("Qwen3_5Moe"),
-    "qwen3_vl_moe": _grid_tower("Qwen3VLMoe"),
-}
+    vision = getattr(transformers, f"{family}VisionConfig")(**config["vision_config"])
+    if vision.out_hidden_size != hidden_size:
+        raise ValueError(
+            f"vision_config: out_hidden_size = {vision.out_hidden_size} is not the model's hidden_size "
+            f"({hidden_size})"
+        )
+    tower = getattr(transformers, f"{family}VisionModel")
+    return GridTower(tower._from_config(vision, dtype=dtype, attn_implementation="sdpa"))
 
 
 def build_tower(config: ModelConfig, directory: str | Path, device: torch.device | str) -> VisionTower:
@@ -51,7 +46,7 @@ def build_tower(config: ModelConfig, directory: str | Path, device: torch.device
     """
     raw = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     with transformers_needed(), _without_values(), torch.device(device):
-        tower = TOWER_BUILDERS[config.model_type](raw, config.hidden_size, config.torch_dtype)
+        tower = build_from_config(raw, config.hidden_size, TORCH_DTYPES[config.dtype])
     return tower.eval().requires_grad_(False)
 
 

@@ -4,10 +4,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from moebius.errors import UserError
+
+
+@contextmanager
+def transformers_needed() -> Iterator[None]:
+    """Around imports of transformers, which only models that take images need.
+
+    Raises UserError, where it is not installed, with what to install and how to do without.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "transformers":
+            raise
+        raise UserError(
+            "the model's vision tower needs transformers, which is not installed: "
+            "pip install 'moebius[vision]'; or set language_model_only: true to serve text alone"
+        ) from error
 
 
 class VisionTower(nn.Module, ABC):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from gpu_service.model_config import RouterConfig
 from gpu_service.ops.triton.jit import jit, next_power_of_2
+from moebius.models.config import RouterConfig
 
 _SCORES = {"none": 0, "softmax": 1, "sigmoid": 2}
 _POSTS = {"none": 0, "renormalize": 1, "softmax": 2}

@@ -319,6 +319,12 @@ def write_checkpoint(directory: Path, shape: LoadShape, name: str) -> int:
         "num_experts": shape.num_experts,
         "num_experts_per_tok": min(8, shape.num_experts),
         "torch_dtype": "bfloat16",
+        # Of the parts that expert servers do not have, and that this checkpoint does not.
+        "vocab_size": 1,
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": 1,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1,
     }
     if quantization is not None:
         config["quantization_config"] = quantization

@@ -17,9 +17,9 @@ import torch
 from moebius import _kernels
 from moebius.app.bench.mailbox import DEADLINE_MS, ECHO_LINE, HIDDEN_SIZE, TOP_K, echo_mailbox
 from moebius.app.bench.output import BenchTable, Column, write_json
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
 from moebius.mailbox import Mailbox
+from moebius.models.geometry import MoeGeometry
 
 SIGNALS = ("doorbell", "memops", "host")
 MAX_ROWS = 4096

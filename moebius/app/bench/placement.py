@@ -15,9 +15,10 @@ from moebius.app.bench.engine.measure import DecodeResult, make_setting, measure
 from moebius.app.bench.engine.run import EngineBenchOptions, with_room
 from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, running_servers
 from moebius.app.bench.output import write_json
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 
 STRATEGIES = ("uniform", "frequency", "front-loading", "random")
 # Streams of the run whose routing the strategy `frequency` is given.
@@ -128,7 +129,7 @@ def record(servers: ExpertServers, options: PlacementOptions, path: Path) -> Non
         tokens = options.engine.max_tokens
         engine.submit(prompts, tokens, options.engine.temperature).wait(tokens)
         after = servers.counters()
-    geometry = MoeGeometry.from_config(config.model.model, config.model.top_k)
+    geometry = read_geometry(config.model.model, config.model.top_k)
     path.write_bytes(statistics_of(before, after, geometry, config.experts.expert_split == "expert"))
 
 

@@ -10,9 +10,10 @@ import typer
 
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import is_gguf
-from moebius.checkpoint.moe_config import read_config
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.models.checkpoint import open_index
+from moebius.models.read import read_config
 
 DEMO = "demo"
 
@@ -71,12 +72,12 @@ def check_files(config: MoebiusConfig, needs_weights: bool = True) -> None:
     CheckpointError naming the file.
     """
     from gateway.text.tokenizer import Tokenizer
-    from moebius.checkpoint.index import CheckpointIndex, has_weights
+    from moebius.checkpoint.index import has_weights
 
     model = Path(config.model.model)
     if not needs_weights and not has_weights(model):
         return
-    CheckpointIndex.open(model)
+    open_index(model)
     try:
         tokenizer = Tokenizer.from_dir(model, config.gateway.chat_template)
     except UserError:

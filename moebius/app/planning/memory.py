@@ -7,14 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_checkpoint import ExpertCheckpoint
 from moebius.checkpoint.expert_layouts import LAYER_PREFIXES, LAYOUTS
 from moebius.checkpoint.index import NUMPY_DTYPES, has_weights
 from moebius.checkpoint.matrix_finder import MatrixFinder
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.quantisation import read_schemes
-from moebius.checkpoint.rules import FAMILY_RULES
 from moebius.checkpoint.stored_arrays import count_elements
 from moebius.checkpoint.weight_schemes import PLAIN, WeightScheme
 from moebius.config import MoebiusConfig
@@ -22,12 +18,13 @@ from moebius.errors import UserError
 from moebius.expert_slices import REQUANTISED, ExpertSlice, SliceRequest, plan_slice, rank_neurons
 from moebius.mailbox_layout import segment_bytes
 from moebius.mailbox_plan import mailbox_geometry
+from moebius.models.checkpoint import ExpertCheckpoint
+from moebius.models.geometry import MoeGeometry
+from moebius.models.registry import family_of
 from moebius.packed_layout import ExpertLayout, PanelLayout
 from moebius.placement import make_placement
 from moebius.weight_formats import weight_format
 
-# Families whose experts have biases; others have none, and headers tell where there are any.
-BIASED = frozenset({"gpt_oss"})
 # kernels/moe/arena.cc: a layer's experts lie in whole pages, huge ones from half of one on.
 _SMALL_PAGE, _HUGE_PAGE = 4096, 2 * 2**20
 
@@ -56,16 +53,13 @@ def stored_experts(directory: str | Path, geometry: MoeGeometry) -> dict[int, St
     checkpoint = ExpertCheckpoint.open(str(directory), geometry)
     found = {layer: checkpoint.expert(layer, 0) for layer in geometry.moe_layers}
     return {
-        layer: StoredExperts(*expert.formats, expert.has_bias, expert.neuron_multiple, expert.nbytes)
+        layer: StoredExperts(*expert.formats, expert.has_bias, expert.intermediate_multiple, expert.nbytes)
         for layer, expert in found.items()
     }
 
 
 def _declared(directory: str | Path, geometry: MoeGeometry, layer: int) -> StoredExperts:
-    family = FAMILY_RULES.get(geometry.model_type)
-    if family is None:
-        raise CheckpointError(f"model_type {geometry.model_type!r} is not known")
-    layout = LAYOUTS[family.layouts[0]]
+    layout = LAYOUTS[family_of(geometry.model_type).names.layouts[0]]
     finder = MatrixFinder({}, Path(directory), read_schemes(directory))
     gate, down = (
         finder.declared(f"{LAYER_PREFIXES[0]}{layer}.{template.name.format(expert=0)}")
@@ -78,7 +72,7 @@ def _declared(directory: str | Path, geometry: MoeGeometry, layer: int) -> Store
     return StoredExperts(
         _declared_format(gate, geometry),
         _declared_format(down, geometry),
-        geometry.model_type in BIASED,
+        geometry.has_bias,
         math.lcm(*rows, *columns),
         size,
     )

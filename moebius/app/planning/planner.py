@@ -39,10 +39,10 @@ from moebius.app.planning.memory import (
 )
 from moebius.app.planning.speed import make_work, predict_decode, predict_prefill
 from moebius.checkpoint.index import has_weights
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import ConfigError, UserError
 from moebius.expert_slices import REQUANTISED
+from moebius.models.read import read_geometry
 
 if TYPE_CHECKING:
     from gpu_service.memory.plan import ExpertMemory, MemoryPlan
@@ -57,7 +57,7 @@ class Planner:
 
         self.config = config
         self.on_gpu = on_gpu
-        self.geometry = MoeGeometry.from_config(config.model.model, config.model.top_k)
+        self.geometry = read_geometry(config.model.model, config.model.top_k)
         self.stored: Mapping[int, StoredExperts] = stored_experts(config.model.model, self.geometry)
         self.forecast = Forecast(config, on_gpu)
         self.model = self.forecast.model_config

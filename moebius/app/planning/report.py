@@ -22,9 +22,9 @@ from moebius.app.planning.hardware import HardwareOptions, hardware
 from moebius.app.planning.planner import make_plan
 from moebius.app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE, Speed
 from moebius.checkpoint.index import has_weights
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.models.read import read_geometry
 
 GIB = 2**30
 FORMULA = (
@@ -191,7 +191,7 @@ def _refuse_incomplete(config: MoebiusConfig) -> None:
     from gpu_service.assembly.forecast import read_model
     from gpu_service.loader.load import check_weights
 
-    geometry = MoeGeometry.from_config(directory, config.model.top_k)
+    geometry = read_geometry(directory, config.model.top_k)
     if geometry.moe_layers:
         plan_load(geometry, directory, config.experts.expert_dtype)
     check_weights(read_model(config), directory)

@@ -13,16 +13,16 @@ from moebius.app.bench.engine.bounds import expected_distinct
 from moebius.app.planning.hardware import Hardware
 from moebius.app.planning.memory import Residency, StoredExperts, expert_format, num_servers
 from moebius.app.supervisor.placement import place_experts, usable_cpus
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.kernel_times import PanelTimes, find_times, this_host
 from moebius.kernels import float32_isa, isa_level
 from moebius.mailbox_plan import request_rows
+from moebius.models.geometry import MoeGeometry
 from moebius.packed_layout import PANEL_COLUMNS
 
 if TYPE_CHECKING:
     from gpu_service.assembly.forecast import Forecast, RankForecast
-    from gpu_service.model_config import ModelConfig
+    from moebius.models.config import ModelConfig
 
 # Shares of the vendor's figures that dense products reach on a GPU: not measured here, see docs/plan.md.
 GPU_BANDWIDTH_SHARE = 0.8
@@ -262,7 +262,7 @@ def make_work(
         servers=num_servers(config, hardware.sockets),
         ranks=ranks,
         request_rows=request_rows(config) if mailbox else config.gpu.max_num_batched_tokens,
-        item_bytes=model.torch_dtype.itemsize,
+        item_bytes=model.dtype_bytes,
     )
 
 

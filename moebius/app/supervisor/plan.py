@@ -39,10 +39,11 @@ from moebius.app.supervisor.placement import (
 )
 from moebius.app.supervisor.runfile import clean_up_stale, own_state_directory
 from moebius.checkpoint.gguf.files import served_name
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig, Section
 from moebius.config_loader import effective_config
 from moebius.errors import ConfigError, StartupError
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 
 # sockaddr_un.sun_path holds 108 bytes, the last one zero.
 MAX_SOCKET_PATH = 107
@@ -71,7 +72,7 @@ def make_plan(config: MoebiusConfig) -> ServePlan:
     Raises ConfigError (settings that can not be served), CheckpointError (a model we do not know) and
     StartupError (state directory or port unusable).
     """
-    model = MoeGeometry.from_config(config.model.model, config.model.top_k)
+    model = read_geometry(config.model.model, config.model.top_k)
     chosen = config.supervisor.state_dir
     state_dir = own_state_directory(Path(chosen).absolute() if chosen else default_state_dir())
     # Before the port is tried: what a killed supervisor left may still hold it.

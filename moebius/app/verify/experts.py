@@ -30,10 +30,10 @@ from gpu_service.verify.errors import relative_error, rounded_to
 from gpu_service.verify.probe import spread
 from moebius.app.verify.report import ExpertError
 from moebius.app.verify.staged_model import Routed
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import MoebiusConfig
 from moebius.expert_slices import ExpertDtype, SliceRequest, plan_slice
 from moebius.kernels import ExpertEngine, FloatArray
+from moebius.models.geometry import MoeGeometry
 
 
 class PackedExperts(ExpertClient):

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from gpu_service.assembly.process import prepare_process, resolve_device
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.ops import backends
@@ -39,11 +40,12 @@ from moebius.app.verify.staged_model import LoadedStage, Routed, StagedModel, ch
 from moebius.checkpoint.gguf.files import companion_directory, gguf_files, is_gguf
 from moebius.checkpoint.gguf.header import read_header
 from moebius.checkpoint.gguf.tokenizer import read_tokenizer
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.checkpoint.tiktoken_vocabulary import has_vocabulary, read_vocabulary
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.expert_slices import REQUANTISED
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 from moebius.placement import parse_layers
 
 BUNDLED_TEXT = Path(__file__).with_name("text.txt")
@@ -125,10 +127,10 @@ class Comparison:
         self._same = ours.directory == reference.directory
         self._wanted = ReferenceExperts(
             str(reference.directory),
-            MoeGeometry.from_config(reference.directory, config.model.top_k),
-            reference.config.torch_dtype,
+            read_geometry(reference.directory, config.model.top_k),
+            TORCH_DTYPES[reference.config.dtype],
         )
-        dtype = ours.config.torch_dtype
+        dtype = TORCH_DTYPES[ours.config.dtype]
         self.rows_dtype: RowsDtype = "float32" if dtype == torch.float32 else "bfloat16"
         self.packed = PackedExperts(config, geometry, dtype, layers, self._wanted)
         self._resident: ResidentExperts | None = None
@@ -177,7 +179,7 @@ class Comparison:
         compared = [layer for layer in stage.layers if layer in self._layers]
         self._resident = None
         if compared and self._geometry.moe_layers:
-            device, dtype = resolve_device(self._config.gpu), self._ours.config.torch_dtype
+            device, dtype = resolve_device(self._config.gpu), TORCH_DTYPES[self._ours.config.dtype]
             self._resident = make_resident_experts(
                 self._config, self._geometry, device, dtype, layers=compared
             )
@@ -267,8 +269,10 @@ def verify_model(
     device = prepare_process(config)
     ours = StagedModel.open(config, Path(config.model.model), device)
     reference = _reference(config, options.against, ours)
-    backends.install(device, config.gpu.attention_backend, ours.config.torch_dtype, sizes_of(ours.config))
-    geometry = MoeGeometry.from_config(ours.directory, config.model.top_k)
+    backends.install(
+        device, config.gpu.attention_backend, TORCH_DTYPES[ours.config.dtype], sizes_of(ours.config)
+    )
+    geometry = read_geometry(ours.directory, config.model.top_k)
     if not geometry.moe_layers:
         raise UserError(f"{ours.directory} has no mixture-of-experts layers: there is nothing to verify")
     chosen = parse_layers(options.layers, geometry.moe_layers, geometry.num_layers, "--layers")

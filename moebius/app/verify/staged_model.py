@@ -21,14 +21,14 @@ from gpu_service.layers.moe import MoE
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.plan import StepSize
 from gpu_service.memory.profile import profile_inputs, with_dummy_states
-from gpu_service.model_config import ModelConfig, ModelOverrides
 from gpu_service.models.common import CausalLM
-from gpu_service.models.registry import build_model
+from gpu_service.models.compose import build_model
 from gpu_service.parallel.context import ParallelContext, SoloCollectives
 from gpu_service.parallel.partition import check_divisible, stage_layers
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import ConfigError, UserError
+from moebius.models.config import ModelConfig, ModelOverrides
+from moebius.models.read import read_geometry, read_model_config
 
 
 class _HandOver(SoloCollectives):
@@ -63,7 +63,7 @@ class StagedModel:
         """Reads config.json only, with the settings of `config`. Raises ModelConfigError."""
         chosen = config.model
         overrides = ModelOverrides(chosen.top_k, chosen.max_model_len, chosen.dtype, language_model_only=True)
-        model = ModelConfig.from_dir(directory, overrides)
+        model = read_model_config(directory, overrides)
         return StagedModel(directory, model, config.gpu, device, _most_stages(model))
 
     def layers(self, stage: int) -> range:
@@ -193,7 +193,7 @@ def check_same_shape(ours: StagedModel, reference: StagedModel, top_k: int | Non
 
 
 def _shape(model: StagedModel, top_k: int | None) -> Mapping[str, Any]:
-    geometry = MoeGeometry.from_config(model.directory, top_k)
+    geometry = read_geometry(model.directory, top_k)
     return {
         "vocab_size": model.config.vocab_size,
         "num_layers": geometry.num_layers,

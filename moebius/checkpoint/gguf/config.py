@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.gguf.families import COMMON_KEYS, FAMILIES, HARMLESS_KEYS, GgufFamily
+from moebius.checkpoint.gguf.family import COMMON_KEYS, HARMLESS_KEYS, GgufFamily
 from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
-from moebius.checkpoint.gguf.model import GgufModel, open_gguf
+from moebius.checkpoint.gguf.model import GgufModel
 
 # Kinds of rotary scaling that files may ask for.
 _SCALINGS = ("none", "linear", "yarn")
@@ -19,33 +18,14 @@ _BIASED = ("attn_q", "attn_kv_a_mqa")
 _ALL_FLOAT32 = 0
 
 
-def family_of(model: GgufModel) -> GgufFamily:
-    """How the architecture is read. Raises CheckpointError naming it and those that are known."""
-    choose = FAMILIES.get(model.architecture)
-    if choose is None:
-        raise CheckpointError(
-            f"{model.file}: general.architecture is {model.architecture!r}; "
-            f"allowed: {', '.join(sorted(FAMILIES))}"
-        )
-    family = choose(MetadataKeys(model))
-    if not model.value("expert_count"):
-        raise CheckpointError(
-            f"{model.file}: {model.architecture}.expert_count is {model.value('expert_count')!r}; only "
-            "mixture-of-experts models are served"
-        )
-    return family
-
-
-def gguf_config(model_path: str | Path) -> dict[str, Any]:
-    """What config.json would say. Raises CheckpointError naming file, key and what is allowed.
+def gguf_config(model: GgufModel, model_type: str, family: GgufFamily) -> dict[str, Any]:
+    """What config.json of a family would say. Raises CheckpointError naming file, key and what is allowed.
 
     Keys of the architecture that nothing here understands are kept under their own names, so that whoever
     reads the result can report them.
     """
-    model = open_gguf(model_path)
-    family = family_of(model)
     keys = MetadataKeys(model)
-    config: dict[str, Any] = {"model_type": family.model_type}
+    config: dict[str, Any] = {"model_type": model_type}
     for name, target in {**COMMON_KEYS, **family.keys}.items():
         value = keys.get(name)
         if value is not None:
@@ -54,7 +34,7 @@ def gguf_config(model_path: str | Path) -> dict[str, Any]:
     config |= _rope(model, keys, family)
     config |= family.constants
     config |= family.derive(keys, config)
-    _check_gating(model, keys, family)
+    _check_gating(keys, model_type, family)
     if "intermediate_size" not in config:
         # Files without dense layers need not say how wide one would be.
         config["intermediate_size"] = config.get("moe_intermediate_size")
@@ -119,12 +99,12 @@ def _rope(model: GgufModel, keys: MetadataKeys, family: GgufFamily) -> dict[str,
     return {"rope_scaling": scaling}
 
 
-def _check_gating(model: GgufModel, keys: MetadataKeys, family: GgufFamily) -> None:
+def _check_gating(keys: MetadataKeys, model_type: str, family: GgufFamily) -> None:
     found = keys.get("expert_gating_func")
     if found not in (None, 0, family.gating):
-        raise keys.error("expert_gating_func", found, f"{family.gating} with {family.model_type}")
+        raise keys.error("expert_gating_func", found, f"{family.gating} with {model_type}")
     scale = keys.get("expert_weights_scale")
     if "routed_scaling_factor" not in family.keys.values() and scale not in (None, 0.0, 1.0):
-        raise keys.error("expert_weights_scale", scale, f"1.0 with {family.model_type}")
+        raise keys.error("expert_weights_scale", scale, f"1.0 with {model_type}")
     if scale is not None and not math.isfinite(scale):
         raise keys.error("expert_weights_scale", scale, "a number")

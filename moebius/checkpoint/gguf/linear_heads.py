@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.gguf.model import GgufModel
+
+if TYPE_CHECKING:
+    # Its module loads a package that few processes need.
+    from moebius.checkpoint.gguf.model import GgufModel
 
 Order = NDArray[np.intp]
 

@@ -10,9 +10,8 @@ from moebius.checkpoint.derived import DerivedValues
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.block_parts import BLOCK_PARTS
 from moebius.checkpoint.gguf.blocks import FLOAT_TYPES
-from moebius.checkpoint.gguf.config import family_of
-from moebius.checkpoint.gguf.model import GgufModel, StoredBlocks, open_gguf
-from moebius.checkpoint.gguf.names import Change, canonical_name
+from moebius.checkpoint.gguf.model import GgufModel, StoredBlocks
+from moebius.checkpoint.gguf.names import Change, GgufRule, canonical_name
 from moebius.checkpoint.gguf.rearranged import is_part, merged, rearranged
 from moebius.checkpoint.gguf.schemes import KEPT_SCHEMES
 from moebius.checkpoint.gguf.values import Dequantised, PartOfBlocks
@@ -26,19 +25,16 @@ PACKED_AS = "bfloat16"
 _ROUTED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(?P<which>gate_up|gate|up|down)_proj\.weight")
 
 
-def open_gguf_index(model_path: str | Path) -> CheckpointIndex:
-    """Every tensor by its canonical name; nothing but headers is read.
+def gguf_index(model_path: str | Path, model: GgufModel, rules: tuple[GgufRule, ...]) -> CheckpointIndex:
+    """Every tensor by its canonical name, by the architecture's `rules` and the common ones.
 
-    Raises CheckpointError as `open_gguf` does, and naming an architecture that is not known, or tensors that
-    it does not have.
+    Raises CheckpointError naming tensors that the architecture does not have.
     """
-    model = open_gguf(model_path)
-    family_of(model)
     tensors: dict[str, TensorInfo] = {}
     parts: dict[str, dict[Change, TensorInfo]] = {}
     unknown: list[str] = []
     for stored in model.tensors.values():
-        renamed = canonical_name(model.architecture, stored.name)
+        renamed = canonical_name(rules, stored.name)
         if renamed is None:
             unknown.append(stored.name)
         elif renamed.name is None:

@@ -9,7 +9,7 @@ import torch
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
 from gpu_service.experts.resident.triton_kernels import gemm, launch, routing
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2
-from moebius.checkpoint.moe_config import MoeGeometry
+from moebius.models.geometry import MoeGeometry
 
 _IDS_BLOCK = 256
 _COMBINE_BLOCK = 512

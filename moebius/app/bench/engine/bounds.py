@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moebius.app.bench.limits import BandwidthLimit, available_memory, cache_bytes, probe_bytes
-from moebius.checkpoint.index import CheckpointIndex
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.kernel_times import cpu_name
+from moebius.models.checkpoint import open_index
+from moebius.models.read import read_geometry
 from moebius.topology import Topology
 
 if TYPE_CHECKING:
@@ -154,8 +154,8 @@ class WeightBytes:
     @staticmethod
     def of(directory: Path) -> WeightBytes:
         """Sums up a checkpoint. Raises CheckpointError."""
-        sizes = {name: info.nbytes for name, info in CheckpointIndex.open(directory).tensors.items()}
-        geometry = MoeGeometry.from_config(directory)
+        sizes = {name: info.nbytes for name, info in open_index(directory).tensors.items()}
+        geometry = read_geometry(directory)
         routed = sum(size for name, size in sizes.items() if ".experts." in name)
         dense = sum(sizes.values()) - routed
         if any(name.startswith("lm_head.") for name in sizes):

@@ -11,8 +11,9 @@ import numpy as np
 from moebius.app.bench.engine.bounds import Bandwidths, StepTraffic, WeightBytes, bound_of, expected_distinct
 from moebius.app.bench.engine.drive import EngineUnderTest, decode_window
 from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
-from moebius.checkpoint.moe_config import MoeGeometry
 from moebius.errors import UserError
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
 
 _RECORDED_STEPS = 24
 
@@ -72,8 +73,8 @@ def make_setting(engine: EngineUnderTest, servers: ExpertServers, bandwidths: Ba
 
     config, model = servers.config, engine.built.model_config
     weights = WeightBytes.of(Path(config.model.model))
-    geometry = MoeGeometry.from_config(config.model.model, config.model.top_k)
-    item = 1 if config.gpu.kv_cache_dtype == "fp8_e4m3" else model.torch_dtype.itemsize
+    geometry = read_geometry(config.model.model, config.model.top_k)
+    item = 1 if config.gpu.kv_cache_dtype == "fp8_e4m3" else model.dtype_bytes
     return Setting(
         geometry,
         weights,

@@ -1,1 +1,0 @@
-"""config.json of each family, read into a `ModelConfig`."""

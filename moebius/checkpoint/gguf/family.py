@@ -1,0 +1,121 @@
+"""How the metadata of a GGUF architecture says what config.json says, and what several architectures share.
+
+Keys are llama.cpp's, below the architecture's name. What a family's code decides and its config.json states,
+but GGUF leaves to llama.cpp's code, is among the constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from moebius.checkpoint.gguf.names import GgufRule
+
+if TYPE_CHECKING:
+    # Few processes need the package that knows the format's types.
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
+
+Config = dict[str, Any]
+
+
+def _nothing(keys: MetadataKeys, config: Config) -> Config:
+    return {}
+
+
+def _plain_yarn(keys: MetadataKeys) -> Config:
+    return {}
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """How files of one architecture are read; `moebius.models.families` have them."""
+
+    # general.architecture of the files. Of several families of one architecture that whose `gating` the file
+    # names is read, without any the first by name.
+    architecture: str
+    # Key below the architecture's name -> key of config.json, besides `COMMON_KEYS`.
+    keys: Mapping[str, str]
+    # expert_gating_func of the family: 1 softmax, 2 sigmoid, 3 softmax over the chosen.
+    gating: int
+    # What the family's code decides.
+    constants: Config = field(default_factory=dict)
+    # What follows from several keys, or from which tensors there are; given the config so far.
+    derive: Callable[[MetadataKeys, Config], Config] = _nothing
+    # Numbers of YaRN that the family has besides the common ones.
+    yarn: Callable[[MetadataKeys], Config] = _plain_yarn
+    # Names of tensors that differ from `names.COMMON_RULES`, tried before those.
+    rules: tuple[GgufRule, ...] = ()
+
+
+COMMON_KEYS: Mapping[str, str] = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "expert_used_count": "num_experts_per_tok",
+    "rope.freq_base": "rope_theta",
+}
+# Sizes that follow from others or from tensors, and hints for other engines.
+HARMLESS_KEYS = (
+    "attention.value_length",
+    "expert_count",
+    "rope.scaling.finetuned",
+    "vocab_size",
+)
+SPARSE_KEYS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
+# Experts are as wide as `intermediate_size` says.
+ALL_SPARSE_KEYS = {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"}
+DEEPSEEK_KEYS = {
+    "expert_count": "n_routed_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+MLA_KEYS = DEEPSEEK_KEYS | {
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
+}
+
+
+def rotated(keys: MetadataKeys, config: Config) -> Config:
+    """The part of a head that is rotated; without a key all of it."""
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return {"partial_rotary_factor": keys.integer("rope.dimension_count", head) / head}
+
+
+def grouped(keys: MetadataKeys) -> Config:
+    """DeepSeek's groups of experts; a file without them has one."""
+    return {
+        "n_group": keys.integer("expert_group_count", 0) or 1,
+        "topk_group": keys.integer("expert_group_used_count", 0) or 1,
+        "norm_topk_prob": bool(keys.get("expert_weights_norm")),
+    }
+
+
+def latent(keys: MetadataKeys, config: Config) -> Config:
+    """Newer files give the sizes of a head before its latent form under names of their own."""
+    rope = keys.integer("rope.dimension_count")
+    query = keys.integer("attention.key_length_mla", keys.integer("attention.key_length"))
+    value = keys.integer("attention.value_length_mla", keys.integer("attention.value_length"))
+    return grouped(keys) | {
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": rope,
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": query - rope,
+        "v_head_dim": value,
+    }
+
+
+def deepseek_yarn(keys: MetadataKeys) -> Config:
+    """The files have a tenth of the temperature's exponent; both of its uses are the same in all models."""
+    tenth = keys.get("rope.scaling.yarn_log_multiplier")
+    if not tenth:
+        return {}
+    mscale = round(tenth * 10, 6)
+    return {"mscale": mscale, "mscale_all_dim": mscale}

@@ -1,0 +1,213 @@
+"""What the config.json of several families have in common, in the same keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moebius.models.config import RouterConfig
+from moebius.models.keys import HfKeys
+
+# What gates the MLPs, by the name that checkpoints use; a model has one for dense layers and experts.
+_ACTIVATIONS = ("silu",)
+
+# Keys that say nothing about the function the model computes at inference.
+_HARMLESS = (
+    "architectures",
+    "attention_dropout",
+    "auto_map",
+    "initializer_range",
+    "max_window_layers",
+    "output_router_logits",
+    "pad_token_id",
+    # Of routed experts, which are not read here; the loader refuses dense weights that are not floats.
+    "quantization_config",
+    "router_aux_loss_coef",
+    "transformers_version",
+    "use_cache",
+)
+
+# What transformers 4 writes into nested configurations besides: settings of its own `generate` and of tasks.
+_OF_GENERATE = (
+    "_name_or_path",
+    "add_cross_attention",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "chunk_size_feed_forward",
+    "cross_attention_hidden_size",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "id2label",
+    "is_decoder",
+    "is_encoder_decoder",
+    "label2id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "prefix",
+    "problem_type",
+    "pruned_heads",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict",
+    "return_dict_in_generate",
+    "sep_token_id",
+    "suppress_tokens",
+    "task_specific_params",
+    "temperature",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torchscript",
+    "typical_p",
+    "use_bfloat16",
+)
+
+# Keys of relatives of these families that would change the function if they were set.
+_REFUSED = (
+    "attention_chunk_size",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_common(hf: HfKeys, *, dense_size: int | None = None) -> dict[str, Any]:
+    """Fields that all families spell alike; raises on features that no family here has.
+
+    `dense_size`: the width of dense layers where a family says nothing of them.
+    """
+    hf.skip("model_type", *_HARMLESS, *_OF_GENERATE)
+    for name in _REFUSED:
+        hf.refuse(name)
+    heads = hf.integer("num_attention_heads")
+    kv_heads = hf.integer("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise hf.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+    hidden_size = hf.integer("hidden_size")
+    activation = hf.string("hidden_act", default="silu")
+    if activation not in _ACTIVATIONS:
+        raise hf.error("hidden_act", activation, ", ".join(_ACTIVATIONS))
+    dtype = hf.string("dtype", "torch_dtype", default="bfloat16")
+    bos = hf.integers("bos_token_id")
+    return {
+        "vocab_size": hf.integer("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": hf.integer("intermediate_size") if dense_size is None else dense_size,
+        "num_layers": hf.integer("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": hf.integer("head_dim", default=hidden_size // heads),
+        "rms_norm_eps": hf.number("rms_norm_eps"),
+        "activation": activation,
+        "dtype": dtype,
+        "max_model_len": hf.integer("max_position_embeddings"),
+        "attention_bias": hf.boolean("attention_bias", default=False),
+        "tie_word_embeddings": hf.boolean("tie_word_embeddings", default=False),
+        "eos_token_ids": hf.integers("eos_token_id"),
+        "bos_token_id": bos[0] if bos else None,
+    }
+
+
+def read_softmax_router(hf: HfKeys, *, renormalizes: bool = False) -> RouterConfig:
+    """Qwen's and OLMoE's: softmax over all experts.
+
+    `renormalizes`: what a missing `norm_topk_prob` means in the family.
+    """
+    return RouterConfig(
+        num_experts=hf.integer("num_experts", "num_local_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="softmax",
+        post="renormalize" if hf.boolean("norm_topk_prob", default=renormalizes) else "none",
+    )
+
+
+def read_biased_router(hf: HfKeys, *, renormalizes: bool = True) -> RouterConfig:
+    """DeepSeek-V3's: sigmoid scores, chosen with a correction bias, groups by the sum of their best two.
+
+    `renormalizes`: what a missing `norm_topk_prob` means in the family.
+    """
+    hf.skip("moe_router_dtype")  # always float32 here
+    return RouterConfig(
+        num_experts=hf.integer("n_routed_experts", "num_local_experts", "num_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="sigmoid",
+        correction_bias=True,
+        num_groups=hf.integer("n_group", default=1),
+        top_groups=hf.integer("topk_group", default=1),
+        group_score="top2_sum",
+        post="renormalize" if hf.boolean("norm_topk_prob", default=renormalizes) else "none",
+        renormalize_epsilon=1e-20,
+        scale=hf.number("routed_scaling_factor", default=1.0),
+        float32_gate=True,
+    )
+
+
+def read_sparse_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
+    """Qwen's MoE layers: every `decoder_sparse_step`-th, but those of `mlp_only_layers`."""
+    dense = set(hf.integers("mlp_only_layers"))
+    step = hf.integer("decoder_sparse_step", default=1)
+    return frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+
+
+def refuse_used_window(hf: HfKeys) -> None:
+    """Raises when Qwen's sliding window is switched on; its size means nothing while it is not."""
+    if hf.boolean("use_sliding_window", default=False):
+        raise hf.error("use_sliding_window", True, "false")
+    hf.skip("sliding_window")
+
+
+def refuse_windows(hf: HfKeys) -> None:
+    """Raises unless every layer sees the whole context."""
+    for name in hf.strings("layer_types"):
+        if name != FULL:
+            raise hf.error("layer_types", name, FULL)
+
+
+def refuse_bias(hf: HfKeys, common: dict[str, Any]) -> None:
+    """Raises where a family without biases in attention is said to have them."""
+    if common["attention_bias"]:
+        raise hf.error("attention_bias", True, "false")
+
+
+def read_windows(hf: HfKeys, num_layers: int) -> tuple[int | None, ...]:
+    """`layer_types` and `sliding_window` as the window of each layer; without a list, even layers slide.
+
+    Empty where no layer has a window. Raises ModelConfigError for a list of another length, an unknown
+    type, or layers that slide without a window.
+    """
+    default = tuple(FULL if layer % 2 else SLIDING for layer in range(num_layers))
+    kinds = hf.strings("layer_types") or default
+    if len(kinds) != num_layers:
+        raise hf.error("layer_types", list(kinds), f"one type for each of the {num_layers} layers")
+    unknown = [kind for kind in kinds if kind not in (FULL, SLIDING)]
+    if unknown:
+        raise hf.error("layer_types", unknown[0], f"{FULL}, {SLIDING}")
+    if SLIDING not in kinds:
+        hf.skip("sliding_window")
+        return ()
+    window = hf.integer("sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def read_mtp_layers(hf: HfKeys, *names: str) -> int:
+    """Layers of multi-token prediction after the last decoder layer."""
+    return hf.integer(*(names or ("num_nextn_predict_layers", "num_mtp_layers")), default=0, minimum=0)

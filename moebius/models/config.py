@@ -1,0 +1,302 @@
+"""What the model is, independent of how its checkpoint spells it.
+
+A `ModelConfig` is made once from a checkpoint's `config.json` (`read.read_model_config`) and never holds an
+object of another library. The modules in `families` know the key names of each family; everything downstream
+reads only the fields below, which are also the switches by which `gpu_service.models` composes the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from moebius.checkpoint.errors import CheckpointError
+
+ScoreFunction = Literal["softmax", "sigmoid", "none"]
+GroupScore = Literal["max", "top2_sum"]
+RouterPost = Literal["none", "renormalize", "softmax"]
+DTypeName = Literal["float32", "bfloat16"]
+
+# Bytes of an element.
+DTYPE_BYTES: Mapping[DTypeName, int] = {"float32": 4, "bfloat16": 2}
+# Positions of a token with mRoPE: time, height, width.
+NUM_AXES = 3
+
+
+class ModelConfigError(CheckpointError):
+    """A checkpoint's config.json asks for something we do not know, do not support, or that is absurd."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding; filled by `rope.read_rope`."""
+
+    theta: float
+    # Leading elements of each head that are rotated; the rest pass through.
+    rotary_dim: int
+    # False: element j pairs with j + rotary_dim/2. True: pairs are (2j, 2j+1).
+    interleaved: bool = False
+    # A key of `rope.ROPE_SCALINGS`, and the numbers that kind needs.
+    scaling_kind: str = "default"
+    scaling: tuple[tuple[str, float], ...] = ()
+    # LongRoPE: what each pair's frequency is divided by where no sequence is longer than the original length,
+    # and where some may be; empty: nothing.
+    pair_factors: tuple[tuple[float, ...], ...] = ()
+    # Cosines and sines are multiplied by it (YaRN, LongRoPE), and so every score by its square.
+    attention_factor: float = 1.0
+    # mRoPE: how many pairs turn by the time, the height and the width of a token; empty: all by one position.
+    mrope_sections: tuple[int, ...] = ()
+    # False: sections follow one another. True: pairs alternate between the three, the rest is time.
+    mrope_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """One point of the router space that all families share; see `ops.router.route`."""
+
+    num_experts: int
+    top_k: int
+    score: ScoreFunction
+    # A bias added to the scores for the selection only; the weights stay unbiased.
+    correction_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "top2_sum"
+    post: RouterPost = "none"
+    # Added to the sum before dividing by it (GLM and DeepSeek: 1e-20).
+    renormalize_epsilon: float = 0.0
+    scale: float = 1.0
+    # Whether the gate matmul runs in float32 whatever the model's dtype.
+    float32_gate: bool = False
+    # Whether the gate adds a bias to its logits.
+    gate_bias: bool = False
+    # Whether the checkpoint stores the correction bias as one row of a matrix.
+    correction_bias_is_row: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """The mixture-of-experts blocks; filled by the family's reader."""
+
+    router: RouterConfig
+    intermediate_size: int
+    # Width of the always-active experts taken together; 0 when the family has none.
+    shared_intermediate_size: int
+    # Indices of the layers that are MoE; all others have a dense MLP.
+    layers: frozenset[int]
+    # Whether the always-active experts' sum is multiplied by the sigmoid of a gate, per token.
+    shared_gate: bool = False
+    # What routed experts compute between their matrices: an activation of kernels/product/product.h, and, of
+    # those that have them, the sigmoid's slope and where gate and up are clamped.
+    expert_activation: str = "silu"
+    expert_alpha: float = 1.702
+    expert_limit: float = 7.0
+    # Where the routed experts of each decoder layer clamp instead; infinite: they do not; empty:
+    # `expert_limit` in all.
+    expert_limits: tuple[float, ...] = ()
+    # Whether routed experts' projections have biases.
+    expert_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerConfig:
+    """DeepSeek Sparse Attention: how a token chooses the ones it attends to."""
+
+    # Of the small attention that only scores; its keys have one head.
+    num_heads: int
+    # Elements of its queries and keys; the first `qk_rope_head_dim` of them are rotated.
+    head_dim: int
+    # A token attends to at most so many, itself included.
+    top_k: int
+    # As `RopeConfig.interleaved`, of these queries and keys.
+    interleaved: bool
+    # Layers that choose for themselves; any other takes what the nearest of these before it chose.
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class MlaConfig:
+    """Multi-head latent attention; filled by `mla.read_mla_common`. Names as in config.json."""
+
+    # Rank of the queries' projection; None: they are projected directly.
+    q_lora_rank: int | None
+    # Elements of a token's latent, from which all heads' keys and values are projected.
+    kv_lora_rank: int
+    # A query or key of a head: what carries no position, then what is rotated.
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    # Factor of the scores: that of the head's size, times what rotary scaling adds.
+    softmax_scale: float
+    # None: a token attends to all earlier ones.
+    indexer: IndexerConfig | None = None
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Elements that the cache holds of a token in each layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttentionConfig:
+    """Layers of gated delta rule, whose state is of fixed size per request; filled by `linear`."""
+
+    num_key_heads: int
+    # A multiple of the key heads: each of those serves as many consecutive value heads.
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    # Tokens that the causal convolution before the recurrence sees, the newest included.
+    conv_width: int
+    # Indices of these layers; all others attend.
+    layers: frozenset[int]
+    # Whether one matrix makes queries, keys, values and gates, its rows grouped by key head.
+    interleaved: bool = False
+
+    @property
+    def key_size(self) -> int:
+        """Elements of all heads' keys, and of all heads' queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Elements of all heads' values."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.key_size + self.value_size
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """What the engine has to know of a vision tower; filled by the family's `VisionFamily.read`.
+
+    The tower itself is composed from `vision_config` by `gpu_service.models.vision`.
+    """
+
+    # The token that stands for images in a prompt.
+    image_token_id: int
+    # Patches along each side of what becomes one token.
+    merge_size: int
+    # Height and width of a patch, pixels.
+    patch_size: int
+    # Widths of the tower: its residual stream and the intermediate size of its MLPs.
+    hidden_size: int
+    intermediate_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOverrides:
+    """What the user may change about a checkpoint; filled from `MoebiusConfig.model`."""
+
+    top_k: int | None = None
+    max_model_len: int | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # Whether a vision tower is left out.
+    language_model_only: bool = False
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Filled by `read.read_model_config`; sizes in elements, lengths in tokens."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    # Width of the dense MLP layers.
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    activation: str
+    rope: RopeConfig
+    moe: MoeConfig
+    dtype: DTypeName
+    # Longest prompt + output: the checkpoint's, or the smaller override.
+    max_model_len: int
+    # Whether queries and keys are normed: each head by itself, or all heads together with
+    # `qk_norm_full_width`; before they are rotated, or after with `qk_norm_after_rope`.
+    qk_norm: bool = False
+    qk_norm_full_width: bool = False
+    qk_norm_after_rope: bool = False
+    # Whether the checkpoint's norms hold their weight less 1 (not those inside linear attention).
+    centered_norms: bool = False
+    # Whether the projections before attention have biases, and the one after it.
+    attention_bias: bool = False
+    output_bias: bool = False
+    # Whether the attention's result is weighed by a sigmoid: of a gate for each element, which the query
+    # projection makes besides, or of one for each head, which has a projection of its own.
+    output_gate: bool = False
+    head_gate: bool = False
+    # Per layer, the latest positions that a query sees, or None for all; empty: every layer sees all.
+    attention_windows: tuple[int | None, ...] = ()
+    # Query heads of each layer, where layers differ; `num_heads` is the largest; empty: it is all layers'.
+    layer_num_heads: tuple[int, ...] = ()
+    # Rotary embedding of each layer, where layers differ; empty: `rope` is all layers'.
+    layer_ropes: tuple[RopeConfig, ...] = ()
+    # Where each layer's dense MLP or shared experts clamp gate and up; infinite, or no list: they do not.
+    mlp_limits: tuple[float, ...] = ()
+    # Whether each query head has a learned logit that joins its softmax's sum and has no value.
+    attention_sinks: bool = False
+    # Whether the head is the embedding: what the checkpoint says, unless it stores another head.
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    # Layers after the last decoder layer that hold multi-token prediction; the loader skips them.
+    num_mtp_layers: int = 0
+    # None: grouped-query attention. Else `num_kv_heads` is `num_heads`, and `head_dim` a query's.
+    mla: MlaConfig | None = None
+    # None: the model does not see, or is served without its tower.
+    vision: VisionConfig | None = None
+    # None: every layer attends.
+    linear: LinearAttentionConfig | None = None
+    # Keys of config.json that nothing here reads; logged, so that nothing is ignored in silence.
+    unread_keys: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of an element of dense weights, activations and KV."""
+        return DTYPE_BYTES[self.dtype]
+
+    @cached_property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers that have a cache of tokens, ascending; their places here are its layers."""
+        linear = frozenset() if self.linear is None else self.linear.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in linear)
+
+    @cached_property
+    def q_size(self) -> int:
+        """Width of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @cached_property
+    def kv_size(self) -> int:
+        """Width of the key (or value) projection."""
+        return self.num_kv_heads * self.head_dim
+
+    @cached_property
+    def softmax_scale(self) -> float:
+        """Factor of the attention scores."""
+        if self.mla is not None:
+            return self.mla.softmax_scale
+        return float(self.head_dim**-0.5)
+
+    @cached_property
+    def moe_layer_ids(self) -> tuple[int, ...]:
+        """MoE layers, ascending."""
+        return tuple(sorted(self.moe.layers))
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        """Whether the layer routes to experts (else: dense MLP)."""
+        return layer_id in self.moe.layers

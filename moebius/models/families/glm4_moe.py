@@ -1,0 +1,69 @@
+"""GLM-4.5 to 4.7, and the language models of GLM-4.5V and 4.6V: partial rotary, sigmoid router."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moebius.checkpoint.gguf.family import DEEPSEEK_KEYS, Config, GgufFamily, grouped, rotated
+from moebius.models.common import read_biased_router, read_common, read_mtp_layers
+from moebius.models.config import ModelConfig, MoeConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import ROTARY, TEXT, VISION, VISUAL, TensorNames
+from moebius.models.rope import read_rope
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
+from moebius.models.family import VisionFamily
+from moebius.models.rope import SectionDefaults
+from moebius.models.vision import read_grid_vision
+
+_SECTIONS = SectionDefaults((8, 12, 12), interleaved=False)
+
+
+def read_glm4_moe(hf: HfKeys, *, mrope: SectionDefaults | None = None) -> ModelConfig:
+    """GLM-4.5 to 4.7: sigmoid router with groups, dense first layers, half of a head rotated."""
+    common = read_common(hf)
+    hf.refuse("sliding_window")
+    first_moe = hf.integer("first_k_dense_replace", default=1, minimum=0)
+    router = read_biased_router(hf)
+    moe_size = hf.integer("moe_intermediate_size")
+    shared = hf.integer("n_shared_experts", default=1, minimum=0) * moe_size
+    return ModelConfig(
+        **common,
+        model_type=hf.string("model_type"),
+        rope=read_rope(hf, common["head_dim"], default_partial_factor=0.5, mrope=mrope),
+        moe=MoeConfig(router, moe_size, shared, frozenset(range(first_moe, common["num_layers"]))),
+        qk_norm=hf.boolean("use_qk_norm", default=False),
+        num_mtp_layers=read_mtp_layers(hf),
+    )
+
+
+def read_glm4v_moe(hf: HfKeys) -> ModelConfig:
+    """GLM-4.5V and 4.6V: GLM-4.5 without norms of queries and keys, and mRoPE in consecutive sections."""
+    config = read_glm4_moe(hf, mrope=_SECTIONS)
+    if config.qk_norm:
+        raise hf.error("use_qk_norm", True, "false")
+    return replace(config, attention_bias=hf.boolean("attention_bias", default=True))
+
+
+def _glm(keys: MetadataKeys, config: Config) -> Config:
+    has_norm = bool(keys.layers_with("attn_q_norm.weight"))
+    return rotated(keys, config) | grouped(keys) | {"use_qk_norm": has_norm}
+
+
+FAMILIES = (
+    Family(
+        "glm4_moe",
+        read_glm4_moe,
+        TensorNames((ROTARY,), mtp_layers=True),
+        gguf=(GgufFamily("glm4moe", DEEPSEEK_KEYS, 2, derive=_glm),),
+    ),
+    Family(
+        "glm4v_moe",
+        read_glm4v_moe,
+        TensorNames((VISION, TEXT), mtp_layers=True),
+        VisionFamily(read_grid_vision, (VISUAL,), tower="Glm4vMoe", processor="glm"),
+    ),
+)

@@ -1,0 +1,53 @@
+"""Mixtral: no biases, no dense layers, weights of the chosen experts sum to one."""
+
+from __future__ import annotations
+
+from moebius.checkpoint.gguf.family import ALL_SPARSE_KEYS, GgufFamily, rotated
+from moebius.checkpoint.gguf.names import gguf_layer
+from moebius.models.common import read_common, refuse_bias
+from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import MINIMAX_GATE, ROTARY, TensorNames
+from moebius.models.rope import read_rope
+
+
+def read_mixtral(hf: HfKeys) -> ModelConfig:
+    """Mixtral: every layer is MoE, and `intermediate_size` is an expert's."""
+    common = read_common(hf)
+    refuse_bias(hf, common)
+    hf.refuse("sliding_window")
+    hf.skip("router_jitter_noise")  # of training
+    router = RouterConfig(
+        num_experts=hf.integer("num_local_experts", "num_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="softmax",
+        post="renormalize",
+    )
+    return ModelConfig(
+        **common,
+        model_type="mixtral",
+        rope=read_rope(hf, common["head_dim"], default_theta=1e6),
+        moe=MoeConfig(router, common["intermediate_size"], 0, frozenset(range(common["num_layers"]))),
+    )
+
+
+FAMILIES = (
+    Family(
+        "mixtral",
+        read_mixtral,
+        TensorNames((ROTARY, MINIMAX_GATE), ("per_expert_w123",)),
+        gguf=(
+            GgufFamily(
+                "llama",
+                ALL_SPARSE_KEYS,
+                1,
+                derive=rotated,
+                rules=(
+                    gguf_layer("attn_q.weight", "self_attn.q_proj.weight", "query_pairs"),
+                    gguf_layer("attn_k.weight", "self_attn.k_proj.weight", "key_pairs"),
+                ),
+            ),
+        ),
+    ),
+)

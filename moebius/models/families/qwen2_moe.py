@@ -1,0 +1,64 @@
+"""Qwen1.5-MoE and Qwen2-57B-A14B: biases before attention, shared experts with a gate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily, rotated
+from moebius.models.common import (
+    read_common,
+    read_softmax_router,
+    read_sparse_layers,
+    refuse_bias,
+    refuse_used_window,
+    refuse_windows,
+)
+from moebius.models.config import ModelConfig, MoeConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import ROTARY, SHARED, TensorNames
+from moebius.models.rope import read_rope
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
+
+
+def _qwen2(keys: MetadataKeys, config: Config) -> Config:
+    # The family spells its bias otherwise; the general key would be one on the output projection.
+    return rotated(keys, config) | {"qkv_bias": config["attention_bias"], "attention_bias": False}
+
+
+def read_qwen2_moe(hf: HfKeys) -> ModelConfig:
+    """Qwen1.5-MoE and Qwen2-57B-A14B: shared experts are weighed by a gate of their own."""
+    common = read_common(hf)
+    refuse_bias(hf, common)
+    common["attention_bias"] = hf.boolean("qkv_bias", default=True)
+    refuse_used_window(hf)
+    refuse_windows(hf)
+    layers = read_sparse_layers(hf, common["num_layers"])
+    router = read_softmax_router(hf)
+    shared = hf.integer("shared_expert_intermediate_size")
+    return ModelConfig(
+        **common,
+        model_type="qwen2_moe",
+        rope=read_rope(hf, common["head_dim"]),
+        moe=MoeConfig(router, hf.integer("moe_intermediate_size"), shared, layers, shared_gate=True),
+    )
+
+
+FAMILIES = (
+    Family(
+        "qwen2_moe",
+        read_qwen2_moe,
+        TensorNames((ROTARY, SHARED)),
+        gguf=(
+            GgufFamily(
+                "qwen2moe",
+                SPARSE_KEYS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+                1,
+                {"norm_topk_prob": False},
+                _qwen2,
+            ),
+        ),
+    ),
+)

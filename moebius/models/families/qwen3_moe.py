@@ -1,0 +1,79 @@
+"""Qwen3-MoE and Qwen3-Coder, and the language model of Qwen3-VL-MoE: norms of each query and key head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily, rotated
+from moebius.models.common import read_common, read_softmax_router, read_sparse_layers, refuse_used_window
+from moebius.models.config import ModelConfig, MoeConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import ROTARY, TEXT, VISION, VISUAL, TensorNames
+from moebius.models.rope import read_rope
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
+from moebius.models.family import VisionFamily
+from moebius.models.rope import SectionDefaults
+from moebius.models.vision import read_grid_vision
+
+_SECTIONS = SectionDefaults((24, 20, 20), interleaved=True)
+
+
+def read_qwen3_moe(
+    hf: HfKeys, *, default_theta: float = 10000.0, mrope: SectionDefaults | None = None
+) -> ModelConfig:
+    """Qwen3-MoE and Qwen3-Coder; the defaults are those of the text tower that uses this too."""
+    common = read_common(hf)
+    refuse_used_window(hf)
+    # Qwen3-Coder names what its relatives have and it has not.
+    hf.refuse("qkv_bias")
+    hf.refuse("shared_expert_intermediate_size", 0)
+    if not hf.boolean("use_qk_norm", default=True):
+        raise hf.error("use_qk_norm", False, "true")
+    layers = read_sparse_layers(hf, common["num_layers"])
+    router = read_softmax_router(hf)
+    return ModelConfig(
+        **common,
+        model_type=hf.string("model_type"),
+        rope=read_rope(hf, common["head_dim"], default_theta=default_theta, mrope=mrope),
+        moe=MoeConfig(router, hf.integer("moe_intermediate_size"), 0, layers),
+        qk_norm=True,
+        output_bias=common["attention_bias"],
+    )
+
+
+def read_qwen3_vl_moe(hf: HfKeys) -> ModelConfig:
+    """Qwen3-VL-MoE: Qwen3-MoE that renormalises whatever `norm_topk_prob` says, and alternating mRoPE."""
+    config = read_qwen3_moe(hf, default_theta=500000.0, mrope=_SECTIONS)
+    router = replace(config.moe.router, post="renormalize")
+    return replace(config, moe=replace(config.moe, router=router))
+
+
+def _qwen3_vl(keys: MetadataKeys, config: Config) -> Config:
+    # Of images alone: a token of text has the same position on all axes.
+    keys.skip("rope.dimension_sections", "n_deepstack_layers")
+    return rotated(keys, config)
+
+
+FAMILIES = (
+    Family(
+        "qwen3_moe",
+        read_qwen3_moe,
+        TensorNames((ROTARY,)),
+        gguf=(
+            GgufFamily("qwen3moe", SPARSE_KEYS, 1, {"norm_topk_prob": True}, rotated),
+            # Without the vision tower, which is a file of another kind.
+            GgufFamily("qwen3vlmoe", SPARSE_KEYS, 1, {"norm_topk_prob": True}, _qwen3_vl),
+        ),
+    ),
+    Family(
+        "qwen3_vl_moe",
+        read_qwen3_vl_moe,
+        # As published, and as transformers 5 writes it: shapes tell.
+        TensorNames((VISION, TEXT), ("fused_transposed", "fused", "per_expert")),
+        VisionFamily(read_grid_vision, (VISUAL,), tower="Qwen3VLMoe", processor="qwen"),
+    ),
+)

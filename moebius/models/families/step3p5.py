@@ -1,0 +1,220 @@
+"""Step-3.5-Flash: windows, heads, rotary embedding and clamps by layer, a gate for each head's output.
+
+Its lists have an entry for each layer, MTP layers after the last one included. Sources: the published
+config.json and, for the function that its keys ask for, transformers 5.23 (Step3p7TextConfig).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from moebius.models.common import FULL, SLIDING, read_common, read_mtp_layers, read_windows
+from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import ROTARY, TensorNames, rename
+from moebius.models.rope import read_rope
+
+_GATE = rename(
+    r"(model\.layers\.\d+\.)moe\.gate\.weight",
+    r"\1mlp.gate.weight",
+    "model.layers.4.moe.gate.weight",
+    "model.layers.4.mlp.gate.weight",
+)
+_BIAS = rename(
+    r"(model\.layers\.\d+\.)moe\.router_bias",
+    r"\1mlp.gate.e_score_correction_bias",
+    "model.layers.4.moe.router_bias",
+    "model.layers.4.mlp.gate.e_score_correction_bias",
+)
+_SHARED = rename(
+    r"(model\.layers\.\d+\.)share_expert\.(.*)",
+    r"\1mlp.shared_experts.\2",
+    "model.layers.4.share_expert.up_proj.weight",
+    "model.layers.4.mlp.shared_experts.up_proj.weight",
+)
+
+
+# Of training and of other engines, and what other keys say as well.
+_HARMLESS = (
+    "max_seq_len",
+    "moe_dynamic_exp_p",
+    "moe_every_n_layer",
+    "moe_layer_offset",
+    # The family's code makes the norms whatever it says.
+    "use_qk_norm",
+)
+# Layers before the first mixture of experts where no list says which they are.
+_DENSE_LAYERS = 3
+# Keys with the only value that is supported, which is also what it is where it is missing.
+_FIXED: dict[str, object] = {
+    "att_impl_type": "GQA",
+    "moe_router_activation": "sigmoid",
+    "norm_expert_weight": True,
+    "sink": False,
+    "use_head_wise_attn_gate": True,
+    "use_mfa": False,
+    "use_moe": True,
+    "use_moe_router_bias": True,
+    "zero_centered": True,
+}
+
+
+def _check_fixed(hf: HfKeys) -> None:
+    for name, value in _FIXED.items():
+        if hf.has(name) and hf.value(name) != value:
+            raise hf.error(name, hf.value(name), repr(value))
+
+
+def _per_layer(hf: HfKeys, name: str, num_layers: int) -> tuple[Any, ...]:
+    """A list without its entries of MTP layers; empty where there is none."""
+    value = hf.value(name) if hf.has(name) else None
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) < num_layers:
+        raise hf.error(name, value, f"a list of {num_layers} entries or more")
+    return tuple(value[:num_layers])
+
+
+def _numbers(hf: HfKeys, name: str, num_layers: int, default: float) -> tuple[float, ...]:
+    """A number above zero for each layer; one number is that of all."""
+    if hf.has(name) and not isinstance(hf.value(name), list):
+        return (hf.number(name),) * num_layers
+    values = _per_layer(hf, name, num_layers) or (default,) * num_layers
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise hf.error(name, value, "numbers > 0")
+    return tuple(float(value) for value in values)
+
+
+def _ropes(hf: HfKeys, kinds: tuple[str, ...], head_dim: int) -> tuple[RopeConfig, ...]:
+    """Rotary embedding of each layer; those that slide have no scaling."""
+    thetas = _numbers(hf, "rope_theta", len(kinds), 10000.0)
+    factors = _numbers(hf, "partial_rotary_factors", len(kinds), 1.0)
+    if hf.integers("use_rope_layers"):
+        raise hf.error("use_rope_layers", list(hf.integers("use_rope_layers")), "absent or empty")
+    for name in hf.strings("yarn_only_types"):
+        if name != FULL:
+            raise hf.error("yarn_only_types", name, FULL)
+
+    def rope(kind: str, theta: float, factor: float) -> RopeConfig:
+        changes: dict[str, Any] = {"rope_theta": theta, "partial_rotary_factor": factor}
+        return read_rope(
+            hf.with_values(**changes, **({} if kind == FULL else {"rope_scaling": None})), head_dim
+        )
+
+    return tuple(rope(*layer) for layer in zip(kinds, thetas, factors, strict=True))
+
+
+def _num_heads(hf: HfKeys, kinds: tuple[str, ...], common: dict[str, Any]) -> tuple[int, ...]:
+    """Query heads of each layer; keys and values are alike in all."""
+    plain = common["num_heads"]
+    other = hf.section("attention_other_setting")
+    if other is None:
+        return (plain,) * len(kinds)
+    other.skip("true_head_dim")
+    kv_heads = common["num_kv_heads"]
+    for name, value in (("num_attention_groups", kv_heads), ("head_dim", common["head_dim"])):
+        if other.has(name) and other.integer(name) != value:
+            raise other.error(name, other.integer(name), f"{value}, as in other layers")
+    if other.string("attention_type", default=SLIDING) != SLIDING:
+        raise other.error("attention_type", other.string("attention_type"), SLIDING)
+    sliding = other.integer("num_attention_heads", default=plain)
+    if sliding % kv_heads:
+        raise other.error("num_attention_heads", sliding, f"a multiple of num_attention_groups ({kv_heads})")
+    if other.unread:
+        raise other.error(other.unread[0], "...", "keys of the heads of layers that slide")
+    return tuple(sliding if kind == SLIDING else plain for kind in kinds)
+
+
+def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
+    """`moe_layers_enum`, numbers in a list or in a string with commas; without it all from the third."""
+    listed = hf.value("moe_layers_enum")
+    if listed is None:
+        return frozenset(range(min(_DENSE_LAYERS, num_layers), num_layers))
+    items = listed.split(",") if isinstance(listed, str) else listed
+    try:
+        numbers = {int(item) for item in items if str(item).strip()}
+    except (TypeError, ValueError):
+        raise hf.error("moe_layers_enum", listed, "layers' numbers, separated by commas") from None
+    return frozenset(number for number in numbers if 0 <= number < num_layers)
+
+
+def _read_moe(hf: HfKeys, num_layers: int) -> MoeConfig:
+    router = RouterConfig(
+        num_experts=hf.integer("moe_num_experts", "n_routed_experts"),
+        top_k=hf.integer("moe_top_k", "num_experts_per_tok"),
+        score="sigmoid",
+        correction_bias=True,
+        post="renormalize",
+        scale=hf.number("moe_router_scaling_factor", default=1.0),
+        float32_gate=hf.boolean("need_fp32_gate", default=True),
+    )
+    layers = _moe_layers(hf, num_layers)
+    shared = hf.integer("share_expert_dim", "share_expert_dims")
+    return MoeConfig(
+        router,
+        hf.integer("moe_intermediate_size"),
+        shared,
+        layers,
+        expert_activation="silu_clamped",
+        expert_limits=_clamp_limits(hf, "swiglu_limits", num_layers) or (math.inf,) * num_layers,
+    )
+
+
+def _clamp_limits(hf: HfKeys, name: str, num_layers: int) -> tuple[float, ...]:
+    """Where each layer clamps gate and up, infinite where it does not (null or 0); no list: empty."""
+    limits = []
+    for value in _per_layer(hf, name, num_layers):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            raise hf.error(name, value, f"{num_layers} numbers >= 0 or null")
+        limits.append(float(value) if value else math.inf)
+    return tuple(limits)
+
+
+def read_step3p5(hf: HfKeys) -> ModelConfig:
+    """Step-3.5-Flash: every layer may have its own number of heads, window, rotary embedding and clamp."""
+    hf.skip(*_HARMLESS)
+    _check_fixed(hf)
+    common = read_common(
+        hf.with_values(
+            num_key_value_heads=hf.integer("num_attention_groups", "num_key_value_heads"),
+            rms_norm_eps=hf.number("rms_norm_eps", default=1e-5),
+            max_position_embeddings=hf.integer("max_position_embeddings", "max_seq_len"),
+        )
+    )
+    if common["attention_bias"]:
+        raise hf.error("attention_bias", True, "false")
+    num_layers = common["num_layers"]
+    kinds = _per_layer(hf, "layer_types", num_layers) or (FULL,) * num_layers
+    heads = _num_heads(hf, kinds, common)
+    ropes = _ropes(hf, kinds, common["head_dim"])
+    return ModelConfig(
+        # Of layers that differ, what plans memory takes the largest.
+        **(common | {"num_heads": max(heads)}),
+        model_type="step3p5",
+        rope=ropes[0],
+        layer_ropes=ropes,
+        layer_num_heads=heads,
+        moe=_read_moe(hf, num_layers),
+        qk_norm=True,
+        head_gate=True,
+        centered_norms=True,
+        attention_windows=read_windows(hf.with_values(layer_types=list(kinds)), num_layers),
+        mlp_limits=_clamp_limits(hf, "swiglu_limits_shared", num_layers),
+        num_mtp_layers=read_mtp_layers(hf, "num_nextn_predict_layers"),
+    )
+
+
+FAMILIES = (
+    Family(
+        "step3p5",
+        read_step3p5,
+        TensorNames(
+            (ROTARY, _GATE, _BIAS, _SHARED),
+            ("stacked", "per_expert_step", "per_expert_step_old"),
+            mtp_layers=True,
+        ),
+    ),
+)

@@ -1,0 +1,49 @@
+"""What one family of models is. Each module in `families` describes one; `registry` finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from moebius.checkpoint.gguf.family import GgufFamily
+from moebius.models.config import ModelConfig, VisionConfig
+from moebius.models.keys import HfKeys
+from moebius.models.names import RenameRule, TensorNames
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """The vision tower of a multimodal family."""
+
+    # Of config.json and of its `vision_config`.
+    read: Callable[[HfKeys, HfKeys], VisionConfig]
+    # From checkpoint names to those of transformers' modules, below `visual`, `vision_tower`, `mm_projector`;
+    # tried in order, and what none matches is no part of the tower.
+    renames: tuple[RenameRule, ...]
+    # How transformers' classes of the tower begin.
+    tower: str
+    # A key of `gpu_service.vision.processor.PROCESSORS`.
+    processor: Literal["glm", "kimi", "qwen"]
+
+    def tower_name(self, name: str) -> str | None:
+        """The name in the tower's module; None: the tensor is no part of the tower."""
+        for rule in self.renames:
+            matches, renamed = rule.apply(name)
+            if matches:
+                return renamed
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type`. What computes it follows from the switches of the `ModelConfig` that `read` makes."""
+
+    model_type: str
+    # Raises ModelConfigError naming key, value and what is allowed.
+    read: Callable[[HfKeys], ModelConfig]
+    names: TensorNames
+    # None: text only.
+    vision: VisionFamily | None = None
+    # GGUF architectures whose files are read as this family.
+    gguf: tuple[GgufFamily, ...] = ()

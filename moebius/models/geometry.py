@@ -1,0 +1,57 @@
+"""The part of a model's description that an expert server needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moebius.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class MoeGeometry:
+    """The routed experts' geometry; filled by `of`. Sizes in elements."""
+
+    model_type: str
+    hidden_size: int
+    # All decoder layers, dense ones included.
+    num_layers: int
+    # The layers that route to experts, ascending.
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    moe_intermediate_size: int
+    # "silu": experts compute down(silu(gate(x)) * up(x)); others as in kernels/product/product.h.
+    activation: str
+    # "float32" or "bfloat16": what the config says weights and activations are.
+    dtype: str
+    # Of the activations that have them: the sigmoid's slope, and where gate and up are clamped.
+    alpha: float = 1.702
+    limit: float = 7.0
+    # Where the experts of each decoder layer clamp instead; infinite: they do not; empty: `limit` in all.
+    layer_limits: tuple[float, ...] = ()
+    # Whether experts have biases.
+    has_bias: bool = False
+
+    def limit_of(self, layer: int) -> float:
+        """Where the experts of a decoder layer clamp."""
+        return self.layer_limits[layer] if self.layer_limits else self.limit
+
+    @staticmethod
+    def of(config: ModelConfig) -> MoeGeometry:
+        """Of the whole model, not of a rank's part."""
+        moe = config.moe
+        return MoeGeometry(
+            model_type=config.model_type,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            moe_layers=config.moe_layer_ids,
+            num_experts=moe.router.num_experts,
+            top_k=moe.router.top_k,
+            moe_intermediate_size=moe.intermediate_size,
+            activation=moe.expert_activation,
+            dtype=config.dtype,
+            alpha=moe.expert_alpha,
+            limit=moe.expert_limit,
+            layer_limits=moe.expert_limits,
+            has_bias=moe.expert_bias,
+        )

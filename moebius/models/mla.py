@@ -1,0 +1,79 @@
+"""What the config.json of families with multi-head latent attention have in common.
+
+Sources: DeepSeek-V2 (arXiv:2405.04434), DeepSeek-V3 (arXiv:2412.19437), and the configuration classes of
+transformers 5.23. Kimi-K2 is DeepSeek-V3 under a name of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moebius.models.common import read_biased_router, read_common
+from moebius.models.config import MlaConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.keys import HfKeys
+from moebius.models.rope import read_rope, yarn_mscale
+
+# Of training, of other engines' parallelism, and what follows from other keys.
+_HARMLESS = ("aux_loss_alpha", "ep_size", "head_dim", "pretraining_tp", "qk_head_dim", "seq_aux")
+
+
+def read_mla_common(hf: HfKeys) -> dict[str, Any]:
+    """`read_common`, with a query's size for a head's, and what is common to latent attention."""
+    hf.skip(*_HARMLESS)
+    common = read_common(hf)
+    heads = common["num_heads"]
+    if common["num_kv_heads"] != heads:
+        raise hf.error("num_key_value_heads", common["num_kv_heads"], f"num_attention_heads ({heads})")
+    rope_dim = hf.integer("qk_rope_head_dim", minimum=2)
+    rope = read_rope(hf, rope_dim, interleaved=hf.boolean("rope_interleave", default=True))
+    if rope.rotary_dim != rope_dim:
+        raise hf.error("partial_rotary_factor", rope.rotary_dim / rope_dim, "1.0 with latent attention")
+    mla = _read_mla(hf, rope)
+    return common | {"head_dim": mla.qk_head_dim, "rope": rope, "mla": mla}
+
+
+def _read_mla(hf: HfKeys, rope: RopeConfig) -> MlaConfig:
+    rope_dim, nope_dim = rope.rotary_dim, hf.integer("qk_nope_head_dim")
+    # YaRN's temperature, which these families apply to the scores, to the extent that mscale_all_dim says.
+    numbers = dict(rope.scaling)
+    all_dim = numbers.get("mscale_all_dim")
+    temperature = 1.0 if all_dim is None else yarn_mscale(numbers["factor"], all_dim)
+    return MlaConfig(
+        q_lora_rank=hf.integer("q_lora_rank") if hf.has("q_lora_rank") else None,
+        kv_lora_rank=hf.integer("kv_lora_rank"),
+        qk_nope_head_dim=nope_dim,
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=hf.integer("v_head_dim"),
+        softmax_scale=(nope_dim + rope_dim) ** -0.5 * temperature**2,
+    )
+
+
+def read_moe(hf: HfKeys, router: RouterConfig, layers: frozenset[int]) -> MoeConfig:
+    """Shared experts are as wide as routed ones."""
+    if hf.integer("moe_layer_freq", default=1) != 1:
+        raise hf.error("moe_layer_freq", hf.integer("moe_layer_freq"), "1")
+    size = hf.integer("moe_intermediate_size")
+    return MoeConfig(router, size, hf.integer("n_shared_experts", default=0, minimum=0) * size, layers)
+
+
+def after_dense(hf: HfKeys, num_layers: int) -> frozenset[int]:
+    """MoE layers where the first ones are dense."""
+    return frozenset(range(hf.integer("first_k_dense_replace", minimum=0), num_layers))
+
+
+def listed_or_after_dense(hf: HfKeys, num_layers: int) -> frozenset[int]:
+    """MoE layers as `mlp_layer_types` lists them; where it does not, those after the first dense ones."""
+    kinds = hf.strings("mlp_layer_types")
+    if not kinds:
+        return after_dense(hf, num_layers)
+    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise hf.error("mlp_layer_types", list(kinds), f"{num_layers} of 'dense' and 'sparse'")
+    hf.skip("first_k_dense_replace")
+    return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
+
+
+def read_v3_router(hf: HfKeys) -> RouterConfig:
+    """The one kind that DeepSeek-V3's keys can name here."""
+    hf.refuse("scoring_func", "sigmoid")
+    hf.refuse("topk_method", "noaux_tc")
+    return read_biased_router(hf)
