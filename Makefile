@@ -5,12 +5,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo serve test test-kernels-all setup kernels lint types unit protos wheels-gpu clean
+.PHONY: demo serve test test-fast test-all test-fuzz test-kernels-all setup kernels lint types unit protos wheels-gpu clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo    answer one chat request on this machine, GPU or not"
 	@echo "make serve   the same, staying up on http://127.0.0.1:8000"
-	@echo "make test    lint, types and the whole test suite"
+	@echo "make test    lint, types and the test suite; CONTRIBUTING.md lists smaller and larger ones"
 
 demo: setup
 	$(BIN)/moebius demo
@@ -33,10 +33,23 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# A file's tests stay together, so that what they share is made once.
-WORKERS ?= 2
+# A file's tests stay together, so that what they share is made once. One worker more than a small machine has cores:
+# tests of services, which one worker runs, mostly wait for their processes. tests/selection.py chooses what runs.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 unit: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	$(PYTEST)
+
+test-fast: setup lint
+	$(PYTEST) --fast
+
+test-all: setup lint types
+	$(PYTEST) --full
+
+# The tests that draw their cases, with all of them: sanitizers, requests, and every property that hypothesis checks.
+test-fuzz: setup
+	$(BIN)/python -m pytest --full --hypothesis-profile=explore tests/kernels/test_fuzz_sanitizers.py \
+	  tests/service/test_gateway_fuzz.py
 
 # All kernels at the sizes of all published models, for all architectures; docs/gpu-architectures.md has the table.
 test-kernels-all: setup

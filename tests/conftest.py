@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import selection
+
 # Examples follow from the test's name and code, so that a red suite means that a change broke something.
 # `--hypothesis-profile=explore` draws new ones, and more of them.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -28,11 +30,24 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 ONE_AT_A_TIME = Path(__file__).parent / "service"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """See `selection`."""
+    selection.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """See `selection`."""
+    config.pluginmanager.register(selection.Selection(config), "selection")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests for devices that this machine lacks, saying so; tells workers which tests stay together."""
     for item in items:
         together = ONE_AT_A_TIME if ONE_AT_A_TIME in item.path.parents else item.path
         item.add_marker(pytest.mark.xdist_group(str(together)))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # The longest group begins first: as the last one it would leave the other workers without work.
+        items.sort(key=lambda item: ONE_AT_A_TIME not in item.path.parents)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         wanted = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0

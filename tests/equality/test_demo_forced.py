@@ -26,6 +26,7 @@ def choices(experts: KernelExperts, answer: GoldenAnswer) -> list[int]:
     return picked
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", [(1,), (1, 2, 4)])
 @pytest.mark.parametrize("penalty", REPETITION_PENALTIES)
 def test_greedy_picks_are_those_of_transformers(penalty: float, weights: tuple[int, ...]) -> None:

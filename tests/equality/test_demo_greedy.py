@@ -49,6 +49,7 @@ def expected(answers: list[GoldenAnswer]) -> list[list[int]]:
     return [[token for token in answer.output_ids if token != EOS] for answer in answers]
 
 
+@pytest.mark.full
 def test_one_by_one_synchronous() -> None:
     """Batch 1, whole prompts, no overlap, undivided experts: the plainest order of steps."""
     answers = golden_answers(1.1)

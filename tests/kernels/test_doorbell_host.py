@@ -29,6 +29,7 @@ def test_box_has_the_size_the_kernels_expect() -> None:
     assert ctypes.sizeof(Box) == host_kernels().box_bytes()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("grid", "block"), [(1, 1), (3, 1), (1, 64), (2, 40)])
 @pytest.mark.parametrize(("source", "carried"), [("float32", "float32"), ("bfloat16", "bfloat16")])
 @pytest.mark.parametrize("num_servers", [1, 3])

@@ -26,6 +26,11 @@ PROMPTS = [
 ]
 
 
+def family(name: str) -> str:
+    """Of a tiny model: what its variants have in common."""
+    return TINY_MODELS[name].model_type
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
     return cached_tiny_models(tmp_path_factory.mktemp("tiny"))
@@ -91,6 +96,7 @@ def test_the_config_readers_of_both_services_agree(
     assert (theirs.moe_intermediate_size, theirs.dtype) == (ours.moe.intermediate_size, ours.dtype)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("chunk", [1, 3, 8])
 def test_chunked_prefill_is_unchunked_prefill(runner: PagedRunner, chunk: int) -> None:
     _, whole = runner.prefill(PROMPTS[0])
@@ -108,6 +114,7 @@ def test_a_reused_prefix_gives_the_logits_of_a_fresh_one(runner: PagedRunner) ->
     torch.testing.assert_close(reused, fresh[8:], rtol=0, atol=LOGITS_FLOAT32_SELF)
 
 
+@pytest.mark.covering(1, name=family)
 def test_decoding_alone_equals_decoding_in_a_batch(runner: PagedRunner) -> None:
     alone, sequences, last = [], [], []
     for prompt in PROMPTS:

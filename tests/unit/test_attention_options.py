@@ -60,6 +60,7 @@ def check(name: str, case: Case, tolerance: float = LOGITS_FLOAT32_SELF) -> None
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("option", sorted(OPTIONS))
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("mixture", sorted(MIXTURES))

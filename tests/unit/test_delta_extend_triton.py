@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are c
 LENGTHS = [1, 65, 1, 2, 63, 64, 130]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "sizes", [LinearSizes(2, 4, 8, 10), LinearSizes(1, 3, 12, 6), LinearSizes(2, 2, 6, 36)], ids=str

@@ -1,0 +1,131 @@
+"""Which tests a target of the Makefile runs, and a line at the end about what it leaves to others.
+
+`make test` runs everything but what is marked `full`, and of tests marked `covering` a part of their
+combinations; `--full` (`make test-all`) runs all, `--fast` (`make test-fast`) what `FAST` lists. Tests that
+are named one by one (`file.py::test[case]`) always run.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+# Where a change of the gateway, the scheduler, the caches, configuration or checkpoints shows first, and one
+# whole system: a tiny model served and asked over HTTP.
+FAST = (
+    "tests/unit/test_api_keys.py*",
+    "tests/unit/test_block_table.py*",
+    "tests/unit/test_checkpoint_*",
+    "tests/unit/test_cli.py*",
+    "tests/unit/test_config_loader.py*",
+    "tests/unit/test_gateway_*",
+    "tests/unit/test_hf_*",
+    "tests/unit/test_model_config.py*",
+    "tests/unit/test_page_pool.py*",
+    "tests/unit/test_radix_cache.py*",
+    "tests/unit/test_request_states.py*",
+    "tests/unit/test_scheduler*",
+    "tests/unit/test_structure.py*",
+    "tests/service/test_gguf_serve.py*",
+)
+# Marks of tests that a machine may be unable to run, and where they run.
+ELSEWHERE = {"multigpu": "on several GPUs", "gpu": "on a GPU", "amx": "on AMX", "numa": "in make test-numa"}
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """`--full` and `--fast`."""
+    group = parser.getgroup("selection")
+    group.addoption("--full", action="store_true", help="all combinations of parameters, all fuzz cases")
+    group.addoption("--fast", action="store_true", help="tests that find most mistakes within two minutes")
+
+
+class Selection:
+    """A pytest plugin, in the main process and in each worker."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        # Tests that were deselected, by where they run.
+        self._left: dict[str, int] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Deselects what other targets run."""
+        if self._config.getoption("--fast"):
+            left = {item for item in items if not any(fnmatch(item.nodeid, each) for each in FAST)}
+            where = "in make test"
+        elif self._config.getoption("--full") or any("::" in each for each in self._config.args):
+            return
+        else:
+            left, where = set(_spared(items)), "in make test-all"
+        if left:
+            self._left[where] = len(left)
+            self._config.hook.pytest_deselected(items=list(left))
+            items[:] = [item for item in items if item not in left]
+
+    def pytest_sessionfinish(self) -> None:
+        """A worker's message to the main process."""
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput["left"] = self._left
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A worker has ended; all of them leave out the same."""
+        self._left |= getattr(node, "workeroutput", {}).get("left", {})
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """The line about all that was not run."""
+        left = Counter(self._left)
+        for report in terminalreporter.stats.get("skipped", []):
+            marked = (where for mark, where in ELSEWHERE.items() if mark in report.keywords)
+            left[next(marked, "skipped for another reason (-rs)")] += 1
+        if left:
+            told = ", ".join(f"{count} {where}" for where, count in sorted(left.items()))
+            terminalreporter.write_line(f"Tests that run elsewhere: {told}.")
+
+
+def _spared(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """What is marked `full`, and combinations that a covering set does without."""
+    functions: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("full"):
+            yield item
+        elif item.get_closest_marker("covering") and isinstance(item, pytest.Function):
+            functions.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for function in functions.values():
+        yield from set(function) - set(covering(function))
+
+
+def covering(items: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """Some of one function's cases, in which all values of any n of its axes meet; n: the mark's argument.
+
+    Greedy. Among equals a case is chosen by its name: the same one on every run, another one in another test.
+    """
+    met = {item: _choices(item) for item in items}
+    missing = set().union(*met.values())
+    order = sorted(items, key=lambda item: zlib.crc32(item.name.encode()))
+    found = []
+    while missing:
+        best = max(order, key=lambda item: len(met[item] & missing))
+        missing -= met[best]
+        found.append(best)
+    return found
+
+
+def _choices(item: pytest.Function) -> set[tuple[Any, ...]]:
+    """What of each n axes one case has. Arguments that one `parametrize` gives are one axis.
+
+    A keyword of the mark is a function of the parameter of that name: values of one result count as one.
+    """
+    mark = next(item.iter_markers("covering"))
+    params = {name: mark.kwargs.get(name, repr)(value) for name, value in item.callspec.params.items()}
+    given = [each.args[0] for each in item.iter_markers("parametrize")]
+    axes = [each.replace(" ", "").split(",") if isinstance(each, str) else list(each) for each in given]
+    axes += [[name] for name in params if not any(name in axis for axis in axes)]  # fixtures
+    values = sorted(tuple((name, params[name]) for name in axis) for axis in axes)
+    return set(combinations(values, min(mark.args[0], len(values))))
