@@ -1,1 +1,1 @@
-"""Paged attention backends behind one facade."""
+"""Paged attention: backends over keys and values of heads, and (`mla`) over latents."""

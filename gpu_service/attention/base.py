@@ -1,4 +1,4 @@
-"""The half of an attention backend's contract that is about steps, whatever the attention reads."""
+"""The contract of attention backends: planning a step, whatever is read; attending to keys and values."""
 
 from __future__ import annotations
 

@@ -89,7 +89,6 @@ class FlashInferAttention(AttentionBackend):
 
     @classmethod
     def unsupported(cls, config: ModelConfig, kv_cache: KVCache) -> str:
-        """See the base class."""
         return (
             unsupported_layers(config)
             or unsupported_types(kv_cache.dtype, config.head_dim)
@@ -101,7 +100,6 @@ class FlashInferAttention(AttentionBackend):
         return self._group not in _SCALAR_GROUPS
 
     def plan(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
         check_step(inputs, self.kv_cache.page_size)
         self._inputs = inputs
         if not inputs.is_uniform_decode and self._is_first_chunks(inputs):
@@ -116,7 +114,6 @@ class FlashInferAttention(AttentionBackend):
             self._plan_paged(inputs, bounds)
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
         check_step(inputs, self.kv_cache.page_size)
         num_requests = len(inputs.seq_lens)
         wrapper = self._captured.get(num_requests)
@@ -128,9 +125,7 @@ class FlashInferAttention(AttentionBackend):
         self._plan_decode(wrapper, inputs, bounds, wrapper._paged_kv_indices_buf)
 
     def plan_replay(self, inputs: ForwardInputs) -> None:
-        """See the base class.
-
-        What the graph reads of pages is written on the device; the rest of the plan is FlashInfer's own
+        """What the graph reads of pages is written on the device; the rest of the plan is FlashInfer's own
         shorter way for a wrapper that was planned before: no copies of indices, nothing asked of the device.
         """
         wrapper = self._captured.get(len(inputs.seq_lens))
@@ -166,7 +161,7 @@ class FlashInferAttention(AttentionBackend):
         layer_id: int,
         layer: AttentionLayer = PLAIN,
     ) -> torch.Tensor:
-        """See the base class. Layers are all alike here; `unsupported` refuses models where they differ."""
+        """Layers are all alike here; `unsupported` refuses models where they differ."""
         inputs, cache = self._inputs, self.kv_cache
         assert inputs is not None, "plan comes first"
         key_scale, value_scale = cache.key_scales[layer_id], cache.value_scales[layer_id]

@@ -1,4 +1,8 @@
-"""Whether FlashInfer can run here, asked before anything is allocated."""
+"""What both of FlashInfer's backends (of heads, of latents) need around its planner.
+
+Whether it can run here, asked before anything is allocated; page lists as it wants them; how much memory its
+plans take; and `PlanStaging`, the memory that it plans in.
+"""
 
 from __future__ import annotations
 
@@ -82,14 +86,19 @@ def _bytes(num_tiles: int, rows: int, num_heads: int, head_dim: int) -> int:
 
 
 def eager_bytes(num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> int:
-    """For any step that is not captured."""
+    """Of results of split requests, for any step that is not captured.
+
+    FlashInfer's kernels hand out tiles of rows; where keys are split, every tile's results are kept as
+    float32 with one more number per row. The planner refuses a plan that does not fit, so the memory is sized
+    for the largest one (`PrefillPlan` and `FA2DetermineCtaTileQ` of 0.6.13).
+    """
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     num_tiles = _PROGRAMS_PER_SM * sms // num_kv_heads
     return max(SMALLEST, _bytes(num_tiles, 64 if head_dim >= 256 else 128, num_heads, head_dim))
 
 
 def captured_bytes(num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-    """For a captured step: every request has its own tiles, all of them as if they were split."""
+    """The same for a captured step: every request has its own tiles, all of them as if they were split."""
     group = num_heads // num_kv_heads
     rows = tile_rows(group, head_dim)
     num_tiles = -(-num_requests * group // rows) + num_requests - 1
@@ -112,7 +121,15 @@ class Event(Protocol):
 
 
 class PlanStaging:
-    """Lends its buffers to one wrapper at a time, for one plan."""
+    """The memory that FlashInfer's planner works in: one wrapper of a backend at a time has it, for one plan.
+
+    A plan is made on the host in a pinned buffer and copied to the device without waiting. Planning the next
+    step before that copy ran would corrupt the plan of a step that is still queued: with overlap scheduling
+    this happens. So there are two pinned buffers in turn, each with an event recorded after its copy; a
+    buffer is written again only once its event has passed. By then the step before the last one has ended, so
+    the wait is not felt. On the device one buffer suffices: the copy of the next plan is queued after the
+    kernels that read this one, because both are on the forward's stream.
+    """
 
     def __init__(
         self, device: torch.device, result_bytes: int, make_event: Callable[[], Event] | None = None
@@ -175,7 +192,7 @@ def _list_pages_kernel(  # type: ignore[no-untyped-def]
     block_table, seq_lens, indices, indptr, last_page_len, num_requests, table_stride,
     PAGE_SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, WRITE_BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Program per request: its pages go behind those of the requests before it."""
+    """Program per request: its pages go after those of the requests before it."""
     request = tl.program_id(0)
     others = tl.arange(0, BLOCK_R)
     before = tl.load(seq_lens + others, mask=(others < request) & (others < num_requests), other=0)

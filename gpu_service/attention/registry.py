@@ -1,4 +1,8 @@
-"""Which attention backend a device gets: decided once, at start."""
+"""Which attention backend a model's cache gets on a device: decided once, at start.
+
+A cache of keys and values takes grouped-query attention, a cache of latents latent attention; the setting
+`attention_backend` means the same for both.
+"""
 
 from __future__ import annotations
 

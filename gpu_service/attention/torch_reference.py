@@ -1,4 +1,9 @@
-"""What of the cache a step reads, and what it must not see: once for each window that layers have."""
+"""Paged attention in plain torch: the reference of every other backend, and what a machine without GPU runs.
+
+Requests that compute one token share padded, masked calls of torch's attention (one per class of similar
+length); each prefill chunk gets its own. Keys are gathered by whole pages, because long contiguous rows copy
+fastest. What is gathered is planned once for each window that layers have (`GatherPlan`).
+"""
 
 from __future__ import annotations
 
@@ -123,7 +128,7 @@ def _plan_decode(
         hidden = positions >= kv_lens
     else:
         first = torch.tensor(first_pages, device=device)[:, None]
-        # Behind a request's last page its own pages are repeated; the mask hides them.
+        # After a request's last page its own pages are repeated; the mask hides them.
         columns = (first + torch.arange(num_pages, device=device)).clamp_(max=own.shape[1] - 1)
         pages = own.gather(1, columns)
         positions = positions + first * page_size
@@ -198,7 +203,6 @@ class TorchReferenceAttention(AttentionBackend):
         self._dequantised = torch.empty(shape, dtype=kv_cache.dtype, device=kv_cache.device)
 
     def plan(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
         check_step(inputs, self.kv_cache.page_size)
         self._inputs, self._table = inputs, inputs.block_table.long()
         self._plans = {}
@@ -237,7 +241,6 @@ class TorchReferenceAttention(AttentionBackend):
         layer_id: int,
         layer: AttentionLayer = PLAIN,
     ) -> torch.Tensor:
-        """See the base class."""
         assert self._inputs is not None, "plan comes first"
         self.kv_cache.append(layer_id, key, value, self._inputs.slot_mapping)
         plan, sinks = self._plan_of(layer.window), layer.sinks

@@ -36,17 +36,16 @@ class TritonAttention(AttentionBackend):
         self._partials = PartialResults(group, config.head_dim, kv_cache.device)
 
     def plan(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
         check_step(inputs, self.kv_cache.page_size)
         self._prepare(inputs, max(inputs.seq_lens, default=1))
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
-        """See the base class. Splits are chosen for the longest sequence that the block table can hold."""
+        """Splits are chosen for the longest sequence that the block table can hold."""
         check_step(inputs, self.kv_cache.page_size)
         self._prepare(inputs, inputs.block_table.shape[1] * self.kv_cache.page_size)
 
     def plan_replay(self, inputs: ForwardInputs) -> None:
-        """See the base class: the recorded kernels find all they need in the refilled tensors."""
+        """The recorded kernels find all they need in the refilled tensors."""
 
     def forward(
         self,
@@ -56,7 +55,6 @@ class TritonAttention(AttentionBackend):
         layer_id: int,
         layer: AttentionLayer = PLAIN,
     ) -> torch.Tensor:
-        """See the base class."""
         inputs, cache = self._inputs, self.kv_cache
         assert inputs is not None, "plan comes first"
         key_scale, value_scale = cache.key_scales[layer_id], cache.value_scales[layer_id]

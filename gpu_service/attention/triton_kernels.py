@@ -1,8 +1,13 @@
-"""Attention of requests that compute one token each, their keys divided over several programs.
+"""Attention over pages as Triton kernels: `decode` for single tokens, `prefill` for chunks.
 
-Source of the method: T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference"
-(2023): every split keeps a running maximum, sum and weighted values of its keys; a second kernel combines
-them by their log-sum-exp. Scores are kept in base 2, where a GPU's exponential is cheapest.
+Decode: T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference" (2023): keys are
+divided over several programs, every split keeps a running maximum, sum and weighted values of its keys; a
+second kernel combines them by their log-sum-exp. Scores are kept in base 2, where a GPU's exponential is
+cheapest.
+
+Prefill: T. Dao, "FlashAttention-2" (2023). The query heads of a KV head are packed into the rows of a tile,
+so that keys are read once for all of them. Which request a program serves is found on the device by
+bisection: the host prepares nothing.
 """
 
 from __future__ import annotations
@@ -205,7 +210,7 @@ _LOWEST = -1.0e30
 
 @jit
 def _hide(scores, position, own, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """-inf for keys behind a row's own position, or before its window."""
+    """-inf for keys after a row's own position, or before its window."""
     scores = tl.where(position <= own, scores, float("-inf"))
     if WINDOW > 0:
         scores = tl.where(position > own - WINDOW, scores, float("-inf"))

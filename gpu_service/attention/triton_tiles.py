@@ -1,4 +1,4 @@
-"""Tile sizes of the attention kernels and how many programs share one request's keys."""
+"""Tile sizes of the attention kernels, how many programs share a request's keys, memory for their results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from gpu_service.device.limits import device_limits
 from gpu_service.ops.triton.jit import next_power_of_2
 
-# A product on tensor cores has at least this many rows.
+# A GEMM on tensor cores has at least this many rows.
 MIN_ROWS = 16
-# A tile of keys is at least one product deep.
+# A tile of keys is at least one tensor-core instruction deep.
 _FEWEST_KEYS = 16
 MAX_SPLITS = 64
 # Splits are handed out while there are fewer than two programs per multiprocessor; rounding up twice (to a

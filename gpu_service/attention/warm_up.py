@@ -18,7 +18,7 @@ from moebius.models.config import ModelConfig
 
 # Tiles hold 16, 64 or 128 rows, a query times the heads of its group; these reach all of them.
 _CHUNKS = (2, 8, 128)
-# Behind so many tokens a decode is divided over several programs by every backend.
+# After so many tokens a decode is divided over several programs by every backend.
 _LONG = 4096
 
 
@@ -88,9 +88,9 @@ def _attend_latents(attention: MlaAttentionBackend, num_rows: int) -> None:
         selection = attention.select(zeros(index.num_heads, index.head_dim), weights, 0)
     query = zeros(sizes.num_heads, sizes.nope_dim + sizes.rope_dim)
     latent, key_rope = zeros(sizes.latent_dim), zeros(sizes.rope_dim)
-    if attention.expands:
+    if attention.non_absorbed:
         value = zeros(sizes.num_heads, sizes.value_dim)
-        attention.forward_expanded(query, query, value, latent, key_rope, 0)
+        attention.forward_non_absorbed(query, query, value, latent, key_rope, 0)
     else:
         query_latent = zeros(sizes.num_heads, sizes.latent_dim)
         attention.forward(query_latent, query[..., sizes.nope_dim :], latent, key_rope, 0, selection)

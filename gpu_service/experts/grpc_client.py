@@ -1,4 +1,4 @@
-"""Reaches expert servers anywhere by gRPC; the records are those of the mailbox."""
+"""Reaches expert servers anywhere by gRPC, a `Compute` stream each; the records are those of the mailbox."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ class GrpcExpertClient(ExpertClient):
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
-        """See `ExpertClient.submit`."""
         plain = make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
         ticket = GrpcTicket(
             plain.layer,
@@ -117,7 +116,6 @@ class GrpcExpertClient(ExpertClient):
         )
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """See `ExpertClient.collect`."""
         if not isinstance(ticket, GrpcTicket) or ticket.generation != self._generation:
             raise ValueError("the ticket is not one of this client's since its last recovery")
         begin = time.perf_counter()
@@ -146,7 +144,7 @@ class GrpcExpertClient(ExpertClient):
         return add_to(partial, output)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """See `ExpertClient.wait_ready`; asks each server's standard health service, then who it is.
+        """Asks each server's standard health service, then who it is.
 
         Raises WrongIdentity when a server serves another checkpoint than this engine from the start.
         """
@@ -198,20 +196,18 @@ class GrpcExpertClient(ExpertClient):
         self._expected[index] = found
 
     def newcomers(self) -> tuple[int, ...]:
-        """See `ExpertClient.newcomers`."""
         return self._newcomers.unconfirmed()
 
     def confirm(self) -> None:
-        """See `ExpertClient.confirm`."""
         self._newcomers.confirm()
 
     def reject(self, reason: str) -> None:
-        """See `ExpertClient.reject`: this engine does not work with these processes; others may."""
+        """This engine does not work with these processes; others may."""
         for server in self._newcomers.unconfirmed():
             self._rejected[self._newcomers.process(server)] = reason
 
     def problem(self) -> str:
-        """See `ExpertClient.problem`; asks all servers' health service at once."""
+        """Asks all servers' health service at once."""
         deadline = time.monotonic() + _PROBE_S
         asked = [_ask_health(channel, deadline) for channel in self._channels]
         for index, answer in enumerate(asked):
@@ -221,22 +217,19 @@ class GrpcExpertClient(ExpertClient):
         return ""
 
     def interrupt(self) -> None:
-        """See `ExpertClient.interrupt`."""
         self._interrupted.set()
 
     def recover(self, timeout_s: float) -> None:
-        """See `ExpertClient.recover`; opens new streams, so that late answers can not be mistaken."""
+        """Opens new streams, so that late answers can not be mistaken."""
         self._close_streams()
         self._generation += 1
         self.wait_ready(timeout_s)
         self._stats = replace(self._stats, recoveries=self._stats.recoveries + 1)
 
     def stats(self) -> ExpertClientStats:
-        """See `ExpertClient.stats`."""
         return replace(self._stats)
 
     def close(self) -> None:
-        """See `ExpertClient.close`."""
         self._close_streams()
         for channel in self._channels:
             channel.close()

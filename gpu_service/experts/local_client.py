@@ -1,4 +1,8 @@
-"""What experts compute between their products, by the names of `MoeGeometry.activation`."""
+"""The reference: experts computed in this process by torch in float32, straight from the checkpoint.
+
+Slow and memory-hungry on purpose: it is what the expert servers are compared with, and it lets the engine
+run without any.
+"""
 
 from __future__ import annotations
 
@@ -84,15 +88,16 @@ class LocalExpertClient(ExpertClient):
         dtype: torch.dtype,
         weight_dtype: WeightDtype = "keep",
         keeps: bool = True,
-        neurons: tuple[int, int] | None = None,
+        intermediate_range: tuple[int, int] | None = None,
     ) -> None:
         """Not `keeps`: an expert is read at every use and freed after it, so that one is held at a time.
 
-        `neurons` `[begin, end)` of every expert: what a server computes that holds just these.
+        `intermediate_range` `[begin, end)`: compute only these channels of every expert, as a server that
+        holds just these.
         """
         self.geometry = geometry
         self._keeps = keeps
-        self._neurons = neurons
+        self._intermediate_range = intermediate_range
         self._dtype = dtype
         self._weight_dtype = weight_dtype
         self.checkpoint = ExpertCheckpoint.open(model_path, geometry)
@@ -102,11 +107,11 @@ class LocalExpertClient(ExpertClient):
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
-        """See `ExpertClient.submit`; the work is done by `collect`."""
+        """The work is done by `collect`."""
         return make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """See `ExpertClient.collect`: the sum over chosen experts e of weight[e] · expert e's output."""
+        """The sum over chosen experts e of weight[e] · expert e's output."""
         begin = time.perf_counter()
         hidden_states = ticket.hidden_states.float()
         output = torch.zeros_like(hidden_states)
@@ -121,8 +126,10 @@ class LocalExpertClient(ExpertClient):
             rows, choices = (ticket.topk_ids == expert).nonzero(as_tuple=True)
             chosen = hidden_states[rows]
             activation, limit = self.geometry.activation, self.geometry.limit_of(ticket.layer)
-            neurons = EXPERT_ACTIVATIONS[activation](gate(chosen), up(chosen), self.geometry.alpha, limit)
-            output.index_add_(0, rows, down(neurons) * ticket.topk_weights[rows, choices, None])
+            intermediate = EXPERT_ACTIVATIONS[activation](
+                gate(chosen), up(chosen), self.geometry.alpha, limit
+            )
+            output.index_add_(0, rows, down(intermediate) * ticket.topk_weights[rows, choices, None])
         seconds = time.perf_counter() - begin
         counters = self._stats
         self._stats = ExpertClientStats(
@@ -141,8 +148,12 @@ class LocalExpertClient(ExpertClient):
         found = self.checkpoint.expert(layer, expert)
         with SliceReader() as reader:
             gate, up, down = (self._linear(reader, matrix) for matrix in (found.gate, found.up, found.down))
-        if self._neurons is not None:
-            gate, up, down = gate.rows(*self._neurons), up.rows(*self._neurons), down.columns(*self._neurons)
+        if self._intermediate_range is not None:
+            gate, up, down = (
+                gate.rows(*self._intermediate_range),
+                up.rows(*self._intermediate_range),
+                down.columns(*self._intermediate_range),
+            )
         if self._keeps:
             self._experts[layer, expert] = gate, up, down
         return gate, up, down
@@ -166,7 +177,6 @@ class LocalExpertClient(ExpertClient):
         """Nothing can be lost."""
 
     def stats(self) -> ExpertClientStats:
-        """See `ExpertClient.stats`."""
         return self._stats
 
     def close(self) -> None:

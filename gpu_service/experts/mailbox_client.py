@@ -79,7 +79,6 @@ class MailboxExpertClient(ExpertClient):
         self._compute_ns = [0] * mailbox.geometry.num_servers
 
     def agree_with_ranks(self, agree: Callable[[int], int]) -> None:
-        """See `ExpertClient.agree_with_ranks`."""
         self._agree = agree
         self._mailbox.kernel.claim(device=False)
         self._start_over(agree)
@@ -89,14 +88,14 @@ class MailboxExpertClient(ExpertClient):
         kernel = self._mailbox.kernel
         if self._mailbox.client == 0:
             kernel.abandon_requests(self._slots.start, len(self._slots))
-        # A barrier, too: until here a peer may still have had to be told that this rank gave up.
+        # A barrier, too: until here a peer may still have waited for the news that this rank gave up.
         kernel.set_epoch(agree(kernel.highest_epoch()))
         kernel.clear_failure()
 
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
-        """See `ExpertClient.submit`. What finds no free slot is submitted by `collect`."""
+        """What finds no free slot is submitted by `collect`."""
         plain = make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
         ticket = MailboxTicket(
             plain.layer, plain.hidden_states, plain.topk_ids, plain.topk_weights, self._generation
@@ -128,7 +127,7 @@ class MailboxExpertClient(ExpertClient):
             ticket.next_row = end
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """See `ExpertClient.collect`. A freed slot is refilled before the next chunk is awaited."""
+        """A freed slot is refilled before the next chunk is awaited."""
         if not isinstance(ticket, MailboxTicket) or ticket.generation != self._generation:
             raise ValueError("the ticket is not one of this client's since its last recovery")
         begin = time.perf_counter()
@@ -179,31 +178,26 @@ class MailboxExpertClient(ExpertClient):
         self._mailbox.kernel.report_failure(ABANDONED, server, layer, chunk.slot, chunk.epoch)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """See `ExpertClient.wait_ready`."""
         self._servers.wait_ready(timeout_s)
 
     def problem(self) -> str:
-        """See `ExpertClient.problem`."""
         return self._servers.problem()
 
     def interrupt(self) -> None:
-        """See `ExpertClient.interrupt`."""
         self._servers.interrupt()
 
     def newcomers(self) -> tuple[int, ...]:
-        """See `ExpertClient.newcomers`."""
         return self._servers.newcomers.unconfirmed()
 
     def confirm(self) -> None:
-        """See `ExpertClient.confirm`."""
         self._servers.newcomers.confirm()
 
     def reject(self, reason: str) -> None:
-        """See `ExpertClient.reject`: their processes leave the mailbox and end."""
+        """Their processes leave the mailbox and end."""
         self._servers.reject_newcomers(reason)
 
     def recover(self, timeout_s: float) -> None:
-        """See `ExpertClient.recover`. All slots are free afterwards: a new epoch overrides an old request."""
+        """All slots are free afterwards: a new epoch overrides an old request."""
         self._generation += 1
         self._free = deque(self._slots)
         if self._agree is not None:
@@ -212,7 +206,6 @@ class MailboxExpertClient(ExpertClient):
         self._stats.recoveries += 1
 
     def stats(self) -> ExpertClientStats:
-        """See `ExpertClient.stats`."""
         compute = tuple(nanoseconds * 1e-9 for nanoseconds in self._compute_ns)
         counters = self._stats
         return ExpertClientStats(

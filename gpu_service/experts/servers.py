@@ -1,4 +1,9 @@
-"""Which processes serve the experts: are they ready, which are new, do these compute as before."""
+"""Which processes serve the experts: whether they are ready, which are new, and that these compute as before.
+
+Two things can have changed when a server returns: what it is meant to compute (its identity, compared before
+anything else) and what it really computes (compared with what its predecessor computed, by `CheckedExperts`).
+A process that was found right stays confirmed for its life.
+"""
 
 from __future__ import annotations
 
@@ -116,11 +121,9 @@ class MailboxServers:
             self._mailbox.reject(server, self.newcomers.process(server), reason)
 
     def interrupt(self) -> None:
-        """See `ExpertClient.interrupt`."""
         self._interrupted.set()
 
     def problem(self) -> str:
-        """See `ExpertClient.problem`."""
         for index in range(self._mailbox.geometry.num_servers):
             server = self._mailbox.server_state(index)
             if server.state != "ready":
@@ -157,7 +160,7 @@ class CheckedExperts(ExpertClient):
         self._inner.confirm()
 
     def recover(self, timeout_s: float) -> None:
-        """See `ExpertClient.recover`. The error names what the last server was sent away for."""
+        """The error names what the last server was sent away for."""
         deadline = time.monotonic() + timeout_s
         problem = ""
         while True:
@@ -189,43 +192,33 @@ class CheckedExperts(ExpertClient):
         return ""
 
     def agree_with_ranks(self, agree: Callable[[int], int]) -> None:
-        """See `ExpertClient.agree_with_ranks`."""
         self._inner.agree_with_ranks(agree)
 
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
-        """See `ExpertClient.submit`."""
         return self._inner.submit(layer, hidden_states, topk_ids, topk_weights)
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """See `ExpertClient.collect`."""
         return self._inner.collect(ticket, partial)
 
     def begin_step(self) -> None:
-        """See `ExpertClient.begin_step`."""
         self._inner.begin_step()
 
     def failure(self) -> ExpertUnavailable | ExpertComputeFailed | None:
-        """See `ExpertClient.failure`."""
         return self._inner.failure()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """See `ExpertClient.wait_ready`."""
         self._inner.wait_ready(timeout_s)
 
     def problem(self) -> str:
-        """See `ExpertClient.problem`."""
         return self._inner.problem()
 
     def interrupt(self) -> None:
-        """See `ExpertClient.interrupt`."""
         self._inner.interrupt()
 
     def stats(self) -> ExpertClientStats:
-        """See `ExpertClient.stats`."""
         return self._inner.stats()
 
     def close(self) -> None:
-        """See `ExpertClient.close`."""
         self._inner.close()

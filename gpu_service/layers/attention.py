@@ -74,7 +74,7 @@ class GQAttention(nn.Module):
         self._group = parallel.tensor_group
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """See `Divided`: of the parameters that are this module's own, a rank has those of its heads."""
+        """Of the parameters that are this module's own, a rank has those of its heads."""
         if self.sinks is not None:
             yield CheckpointPart("", "sinks", self._query_heads, None)
 

@@ -1,4 +1,4 @@
-"""Token embedding and output head, divided over tensor-parallel ranks by vocabulary."""
+"""The frame of every model: embedding, rotary tables, decoder layer, residual stream, output head."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ class Embedding(nn.Module):
         return self._parallel.tensor_group.all_reduce(embedded.masked_fill_(elsewhere.unsqueeze(1), 0.0))
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """See `layers.linear.Divided`."""
         yield CheckpointPart("", "weight", self._shard, ShardRange.whole(self._hidden_size))
 
 
@@ -55,7 +54,6 @@ class Head(Linear):
         self._hidden_size = hidden_size
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """See `layers.linear.Divided`."""
         yield CheckpointPart("", "weight", self._shard, ShardRange.whole(self._hidden_size))
 
 
@@ -121,7 +119,7 @@ class ResidualStream:
     def add(self, update: torch.Tensor) -> None:
         """`update` `[T, H]` becomes part of the sum; its memory is the stream's from now on.
 
-        Float32 beside a 16-bit stream is welcome: it saves a cast and a rounding.
+        Float32 on a 16-bit stream is welcome: it saves a cast and a rounding.
         """
         self.sum()
         self._pending = update

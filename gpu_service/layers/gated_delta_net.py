@@ -1,4 +1,4 @@
-"""Which requests of a step compute one token and which several: found once, for all layers."""
+"""Linear attention by the gated delta rule. Source: Gated DeltaNet (arXiv:2412.06464), as in Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StepSequences:
 
 
 class Projected(NamedTuple):
-    """One product's columns, views of it; T = tokens, H = value heads."""
+    """One GEMM's columns, views of it; T = tokens, H = value heads."""
 
     qkv: torch.Tensor  # [T, conv_size]
     gate: torch.Tensor  # [T, value_size]
@@ -61,7 +61,7 @@ class GatedDeltaNet(nn.Module):
     """Projection, convolution, recurrence, gated norm, output; reads and writes states instead of a cache.
 
     `state_layer` counts the linear-attention layers of the pipeline stage.
-    `config` is the whole model's; a rank computes its own heads, and the output product sums over ranks.
+    `config` is the whole model's; a rank computes its own heads, and the output projection sums over ranks.
     """
 
     checkpoint_name = "linear_attn"
@@ -95,12 +95,12 @@ class GatedDeltaNet(nn.Module):
         )
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """See `Divided`: of the parameters that are this module's own, a rank has those of its heads."""
+        """Of the parameters that are this module's own, a rank has those of its heads."""
         for name in ("A_log", "dt_bias"):
             yield CheckpointPart("", name, self._heads, None)
 
     def forward(self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the states behind the step are in the slots that it writes."""
+        """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
         inputs, states = context.inputs, context.states
         assert states is not None, "a model with linear attention needs states"
         sizes = (self._sizes.conv_size, self._sizes.value_size, *(2 * [self._sizes.num_value_heads]))
@@ -141,7 +141,7 @@ class ConvWeight(nn.Module):
         self._channels = channels_of(linear, keys)
 
     def pack(self) -> None:
-        """See `Packed`: a rank keeps its channels."""
+        """Keeps this rank's channels."""
         self.weight = nn.Parameter(self.weight[self._channels], requires_grad=False)
 
     @property

@@ -1,7 +1,8 @@
-"""Matrix products: alone, fused, and divided over tensor-parallel ranks.
+"""Linear layers: alone, fused, and divided over tensor-parallel ranks.
 
 Modules here hold parameters on the `meta` device until the loader fills them; they state which parts of
 which checkpoint tensors fill which rows (`checkpoint_parts`), so that the loader needs no list of its own.
+Checkpoints that mix by head what is computed apart are put in order by the functions at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class CheckpointPart:
     cols: ShardRange | None
     # First row of the parameter that it fills.
     begin: int = 0
-    # Dimensions behind rows and columns, of which nothing is left out (a convolution's).
+    # Dimensions after rows and columns, of which nothing is left out (a convolution's).
     rest: tuple[int, ...] = ()
 
 
@@ -69,15 +70,15 @@ class Linear(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        return self._product(hidden_states, self.bias)
+        return self._gemm(hidden_states, self.bias)
 
-    def _product(self, hidden_states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _gemm(self, hidden_states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.weight_scales is None:
             return linear(hidden_states, self.weight, bias)
         return fp8_linear(hidden_states, self.weight, self.weight_scales, self._first_column, bias)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """See `Divided`: scales of a weight kept in 8 bits have no name of their own."""
+        """The parameters under their own names; scales of a weight kept in 8 bits have none."""
         rows, columns = self.weight.shape
         yield CheckpointPart("", "weight", ShardRange.whole(rows), ShardRange.whole(columns))
         if self.bias is not None:
@@ -98,9 +99,9 @@ class Linear(nn.Module):
 
 
 class FusedLinear(Linear):
-    """Several projections of one input as one matrix product; their rows lie in the order of `parts`.
+    """Several projections of one input as one GEMM; their rows lie in the order of `parts`.
 
-    The checkpoint stores each part under its own name beside this module's: `q_proj.weight`, .... A rank
+    The checkpoint stores each part under its own name next to this module's: `q_proj.weight`, .... A rank
     holds the rows of each part that its shard says (column parallel): what it computes needs no exchange.
 
     `order`: where the checkpoint mixes what is to lie apart, the loaded rows in the order that they are
@@ -122,7 +123,7 @@ class FusedLinear(Linear):
         self._order = None if order is None else list(order)
 
     def pack(self) -> None:
-        """See the base class; the rows are put into their order before."""
+        """Puts the rows into their order first, then as `Linear`."""
         if self._order is not None:
             for name, rows in list(self.named_parameters(recurse=False)):
                 # As bytes where it can be, because torch indexes no 8-bit floats.
@@ -132,7 +133,6 @@ class FusedLinear(Linear):
         super().pack()
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """See `Divided`."""
         begin = 0
         for sibling, shard in self.parts.items():
             yield CheckpointPart(sibling, "weight", shard, ShardRange.whole(self.in_features), begin)
@@ -142,7 +142,7 @@ class FusedLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """A product whose input is divided over ranks: each multiplies its columns, the results are summed.
+    """A GEMM whose input is divided over ranks: each multiplies its columns, the results are summed.
 
     With `reduce=False` the sum is left to the caller, who has more to add before it. The bias is added by
     the first rank only, so that the sum holds it once.
@@ -164,12 +164,11 @@ class RowParallelLinear(Linear):
         self._group = parallel.tensor_group if reduce else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[T, in_features]` of this rank to `[T, out_features]`, summed over ranks unless told not to."""
-        output = self._product(hidden_states, self.bias if self._adds_bias else None)
+        """`[T, in_features]` of this rank to `[T, out_features]`, summed over ranks unless `reduce=False`."""
+        output = self._gemm(hidden_states, self.bias if self._adds_bias else None)
         return output if self._group is None else self._group.all_reduce(output)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """See `Divided`."""
         rows = ShardRange.whole(self.out_features)
         yield CheckpointPart("", "weight", rows, self.in_features)
         if self.bias is not None:

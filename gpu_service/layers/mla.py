@@ -1,7 +1,7 @@
-"""The indexer of sparse attention: chooses, for each token, the ones that it attends to.
+"""Multi-head latent attention, and the indexer of its sparse form.
 
-Source: DeepSeek-V3.2 (arXiv:2512.02556), section 2.1; layers that take over another one's choice: IndexCache
-(arXiv:2603.12201).
+Sources: DeepSeek-V2 (arXiv:2405.04434), section 2.1; sparse: DeepSeek-V3.2 (arXiv:2512.02556), section 2.1;
+layers that take over another one's choice: IndexCache (arXiv:2603.12201).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, expand, project_values
+from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, project_values, up_project
 from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import LayerNorm, RMSNorm
@@ -40,7 +40,7 @@ class StepSelection:
 
 
 class Indexer(nn.Module):
-    """Small queries and keys whose products only rank tokens. Every rank has all of it.
+    """Small queries and keys whose dot products only rank tokens. Every rank has all of it.
 
     Attribute names are those of the checkpoint. `index_layer` counts the layers of this stage that choose.
     """
@@ -111,7 +111,6 @@ class LatentProjection(nn.Module):
         return self.weight.view(self._num_heads, -1, self._latent_dim)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """See `layers.linear.Divided`."""
         yield CheckpointPart("", "weight", self._rows, ShardRange.whole(self._latent_dim))
 
 
@@ -148,7 +147,7 @@ class MLAttention(nn.Module):
         query_rows = heads.scaled(mla.qk_head_dim)
         latent_rows = {"kv_a_proj_with_mqa": ShardRange.whole(mla.cached_dim)}
         if mla.q_lora_rank is None:
-            # Never biased, so that it can not share the product of the latents.
+            # Never biased, so that it can not share the GEMM of the latents.
             self.q_proj = FusedLinear(size, {"q_proj": query_rows}, bias=False, dtype=dtype)
             self.a_proj = FusedLinear(size, latent_rows, bias=bias, dtype=dtype)
         else:
@@ -173,9 +172,9 @@ class MLAttention(nn.Module):
         apply_rope(query_rope, rope)
         apply_rope(key_rope[:, None], rope)
         weight, layer_id = self.kv_b_proj.by_head(), self.layer_id
-        if backend.expands:
-            key, value = expand(latent, key_rope, weight, mla.qk_nope_head_dim)
-            attended = backend.forward_expanded(query, key, value, latent, key_rope, layer_id)
+        if backend.non_absorbed:
+            key, value = up_project(latent, key_rope, weight, mla.qk_nope_head_dim)
+            attended = backend.forward_non_absorbed(query, key, value, latent, key_rope, layer_id)
         else:
             key_weight, value_weight = weight[:, : mla.qk_nope_head_dim], weight[:, mla.qk_nope_head_dim :]
             query_latent = absorb_query(query_nope, key_weight)

@@ -1,4 +1,7 @@
-"""The gated MLP: dense layers and shared experts."""
+"""What follows attention in a layer: a gated MLP, or the mixture-of-experts block.
+
+The block routes, and adds up what expert servers and the device itself compute.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +43,11 @@ class GatedMLP(nn.Module):
         `limit`: where the activated gate is cut off above, and `up` on both sides.
         """
         super().__init__()
-        neurons = even_shard(intermediate_size, parallel.tp_rank, parallel.tp_size)
-        parts = {"gate_proj": neurons, "up_proj": neurons}
+        channels = even_shard(intermediate_size, parallel.tp_rank, parallel.tp_size)
+        parts = {"gate_proj": channels, "up_proj": channels}
         self.gate_up_proj = FusedLinear(hidden_size, parts, bias=False, dtype=dtype)
         self.down_proj = RowParallelLinear(
-            neurons, hidden_size, bias=False, dtype=dtype, parallel=parallel, reduce=reduce
+            channels, hidden_size, bias=False, dtype=dtype, parallel=parallel, reduce=reduce
         )
         self._activation: Callable[[torch.Tensor], torch.Tensor] = GATED_ACTIVATIONS[activation]
         if limit != math.inf:
@@ -59,7 +62,7 @@ class GatedMLP(nn.Module):
 class Router(nn.Module):
     """Gate matmul followed by `ops.router.route`.
 
-    The weight is kept in the dtype the product runs in: with a float32 gate a bfloat16 checkpoint is
+    The weight is kept in the dtype the GEMM runs in: with a float32 gate a bfloat16 checkpoint is
     widened once at load instead of at every step. The correction bias is always float32.
     """
 
@@ -140,7 +143,7 @@ class MoE(nn.Module):
             partial = self._shared(self.shared_experts, hidden_states, context)
         # A client that the host drives may leave its answer there.
         answer = collect(partial).to(hidden_states.device)
-        # Every rank's answer has its own rows only, and what it computes itself its own neurons only.
+        # Every rank's answer has its own rows only, and what it computes itself its own channels only.
         return self._group.all_reduce(answer)
 
     def _shared(

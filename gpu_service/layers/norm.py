@@ -1,4 +1,4 @@
-"""Normalisation modules."""
+"""RMSNorm in the forms that families have (plain, `(1 + w)`, over all heads together), and LayerNorm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CenteredRMSNorm(RMSNorm):
     """The norm of families whose checkpoints hold `weight - 1`: it multiplies by 1 + what was stored.
 
     The one is added once, by `pack`, so that every implementation of the op serves both norms. The sum is
-    kept in float32: a stored 0.003 would be lost beside a 1 in bfloat16.
+    kept in float32: a stored 0.003 would be lost next to a 1 in bfloat16.
     """
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
@@ -66,7 +66,6 @@ class FullWidthNorm(nn.Module):
         self.counted = rows.size * num_ranks
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """See `Divided`."""
         yield CheckpointPart("", "weight", self.rows, None)
 
     def apply_statistics(self, values: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
@@ -78,7 +77,7 @@ class FullWidthNorm(nn.Module):
 def norm_full_width(
     heads: torch.Tensor, q_norm: FullWidthNorm, k_norm: FullWidthNorm, group: Collectives
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm the queries and the keys that one product made side by side.
+    """Norm the queries and the keys that one GEMM made side by side.
 
     heads `[T, num_heads + num_kv_heads, head_dim]`, queries first, rows of a token contiguous. Returns new
     queries `[T, num_heads, head_dim]` and keys `[T, num_kv_heads, head_dim]`. One all-reduce of two numbers

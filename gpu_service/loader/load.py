@@ -1,4 +1,10 @@
-"""Which tensors of a checkpoint every parameter is read from, and proof that none is missing or left over."""
+"""Fills a model and its vision tower from a checkpoint, and proves that nothing is missing or left over.
+
+Which rows a name fills comes from the modules (`loader/names.py`), which tensors hold them from the
+checkpoint (`find_sources`). Peak memory is the model plus one tensor: nothing is mapped, and routed experts
+are never read. A rank of several reads its rows and columns only; what is left over is proven by all stages
+together. Towers stay in floating point in every published checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,13 @@ import numpy as np
 import torch
 
 from gpu_service.loader.names import Target, expected_names, wanted_name
-from gpu_service.loader.sources import Means, PlainSource, QuantisedSource, WeightSource, keep_stored_fp8
+from gpu_service.loader.sources import (
+    LoadContext,
+    PlainSource,
+    QuantisedSource,
+    WeightSource,
+    keep_stored_fp8,
+)
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.models.vision.registry import build_tower
@@ -121,7 +133,7 @@ class _Search:
                     yield info
 
     def check_unused(self) -> None:
-        """Note every tensor that no source reads, but for those that quantisers leave behind."""
+        """Note every tensor that no source reads, but for those that quantisers leave over."""
         for name, info in self.finder.tensors.items():
             if info.name in self.used or (self.finder.schemes and is_ignored(name)):
                 continue
@@ -129,7 +141,7 @@ class _Search:
                 self.problems["unused"].append(info.name)
 
     def _is_empty_bias(self, name: str, info: TensorInfo) -> bool:
-        """GPTQ quantisers write zeros beside matrices that never had a bias."""
+        """GPTQ quantisers write zero biases for matrices that never had a bias."""
         matrix = name.removesuffix(".bias") + ".weight"
         is_bias = name.endswith(".bias") and isinstance(self.sources.get(matrix), QuantisedSource)
         return is_bias and info.dtype in FLOATS and not read_slice(info).any()
@@ -215,9 +227,9 @@ def load_weights(model: CausalLM, directory: str | Path, *, keep_fp8: bool = Fal
     expected, sources = _find(model, directory, keep_fp8)
     threads = torch.get_num_threads()
     with SliceReader() as reader, ThreadPoolExecutor(threads) as workers:
-        means = Means(reader, workers, threads)
+        context = LoadContext(reader, workers, threads)
         for name, target in expected.items():
-            sources[name].fill(target, means, model.device)
+            sources[name].fill(target, context, model.device)
     _check_no_meta(model)
     model.pack()
 

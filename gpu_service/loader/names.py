@@ -37,7 +37,7 @@ class Target:
 
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-# A module outside of layers, beside embedding and head.
+# A module outside of layers, other than embedding and head.
 _NORM = "model.norm"
 
 

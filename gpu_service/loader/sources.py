@@ -1,7 +1,8 @@
-"""Where the values of parameters come from: tensors of floats, or quantised matrices that are dequantised.
+"""Where the values of parameters come from: tensors of floats, and quantised matrices, dequantised or kept.
 
 Quantised weights are read at their stored size and dequantised block by block into the parameter, so that
-peak memory stays the model plus one tensor. A rank reads the groups and words that its part lies in.
+peak memory stays the model plus one tensor. A rank reads the groups and words that its part lies in. Linear
+layers may stay in the fp8 they are stored in: codes as they are, scales repeated for single rows.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _DERIVED_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class LoadContext:
     """What a load works with; filled by `load.load_weights`."""
 
     reader: SliceReader
@@ -49,7 +50,7 @@ class Means:
 class WeightSource(Protocol):
     """One tensor of a checkpoint, by whatever number of arrays it is stored in."""
 
-    def fill(self, target: Target, means: Means, device: torch.device) -> None:
+    def fill(self, target: Target, context: LoadContext, device: torch.device) -> None:
         """Write the target's part to its parameter, which gets memory on `device` if it has none.
 
         Raises CheckpointError naming a tensor that can not be read, or that holds NaN or infinity.
@@ -74,14 +75,13 @@ class PlainSource:
 
     info: TensorInfo
 
-    def fill(self, target: Target, means: Means, device: torch.device) -> None:
-        """See `WeightSource`."""
+    def fill(self, target: Target, context: LoadContext, device: torch.device) -> None:
         output, cols = target_rows(target, target.parameter, device), target.cols
         picked = None if cols is None or cols.is_whole else cols.slice
         first, last, step = target.rows.begin, target.rows.end, self._step(target.rows.size)
         for begin in range(first, last, step):
             end = min(begin + step, last)
-            array = means.reader.read_slice(self.info, slice(begin, end), picked)
+            array = context.reader.read_slice(self.info, slice(begin, end), picked)
             check_values(array, self.info.dtype, self.info.name, output.dtype == torch.bfloat16)
             output[begin - first : end - first].copy_(self._as_torch(array))
 
@@ -104,15 +104,14 @@ class QuantisedSource:
 
     matrix: StoredMatrix
 
-    def fill(self, target: Target, means: Means, device: torch.device) -> None:
-        """See `WeightSource`."""
+    def fill(self, target: Target, context: LoadContext, device: torch.device) -> None:
         output = target_rows(target, target.parameter, device)
         if not len(output):
             return
-        source, first_row, first_col = read_part(self.matrix, target, means.reader)
+        source, first_row, first_col = read_part(self.matrix, target, context.reader)
         wanted = slice(first_col, first_col + output.shape[1])
-        for begin, values in _dequantised(source, means):
-            # Finite codes and scales may have products that are not.
+        for begin, values in _dequantised(source, context):
+            # Finite codes and scales may multiply to values that are not.
             check_values(values, "F32", self.matrix.name, output.dtype == torch.bfloat16)
             # Rows of this block that the rank wants, counted from its first one.
             first, last = max(begin, first_row), min(begin + len(values), first_row + len(output))
@@ -134,19 +133,21 @@ def _outwards(shard: ShardRange, multiple: int) -> slice:
     return slice(begin, min(-(-shard.end // multiple) * multiple, shard.total))
 
 
-def _dequantised(source: SourceMatrix, means: Means) -> Iterator[tuple[int, np.typing.NDArray[np.float32]]]:
+def _dequantised(
+    source: SourceMatrix, context: LoadContext
+) -> Iterator[tuple[int, np.typing.NDArray[np.float32]]]:
     """Blocks of rows in order, each with its first row's position."""
     assert source.rows is not None
     assert source.cols is not None
     step = max(1, _BLOCK_ELEMENTS // source.cols // _BLOCK_ROWS) * _BLOCK_ROWS
     bounds = [(begin, min(begin + step, source.rows)) for begin in range(0, source.rows, step)]
-    for first in range(0, len(bounds), means.num_workers):
-        together = bounds[first : first + means.num_workers]
+    for first in range(0, len(bounds), context.num_workers):
+        together = bounds[first : first + context.num_workers]
         parts = [source.take_rows(*bound) for bound in together]
         if len(parts) == 1:
             yield together[0][0], _kernels.dequantise_matrix(parts[0])
             continue
-        found = means.workers.map(_kernels.dequantise_matrix, parts)
+        found = context.workers.map(_kernels.dequantise_matrix, parts)
         yield from zip((begin for begin, _ in together), found, strict=True)
 
 
@@ -178,13 +179,13 @@ class Fp8Source:
 
     matrix: StoredMatrix
 
-    def fill(self, target: Target, means: Means, device: torch.device) -> None:
-        """See `WeightSource`; fills both parameters of the module."""
+    def fill(self, target: Target, context: LoadContext, device: torch.device) -> None:
+        """Fills both parameters of the module."""
         weight, scales = (target_rows(target, name, device) for name in (_WEIGHT, _SCALES))
         if not len(weight):
             return
         # Rows of fp8 are no words: the part begins with its own first one.
-        source, _, first_col = read_part(self.matrix, target, means.reader)
+        source, _, first_col = read_part(self.matrix, target, context.reader)
         codes = np.ascontiguousarray(source.codes[:, first_col : first_col + weight.shape[1]])
         weight.copy_(torch.from_numpy(codes).view(torch.float8_e4m3fn))
         scales.copy_(torch.from_numpy(_row_scales(source, scales.shape[1])))

@@ -73,7 +73,7 @@ class Backbone(nn.Module):
         for index, layer in enumerate(self.layers, self._first_layer):
             stream = layer(stream, ropes[self._rotary_of[index]], context)
             if images is not None and images.reaches(index):
-                images.add_behind(index, stream.sum())
+                images.add_after(index, stream.sum())
         if self.norm is None:
             hidden_states = stream.sum()
             self._parallel.send_to_next_stage(hidden_states)

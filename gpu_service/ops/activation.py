@@ -12,7 +12,7 @@ from gpu_service.ops.registry import Op
 
 @Op
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU's inner product: gate_up `[..., 2 * I]`, gate first; returns `silu(gate) * up`, `[..., I]`.
+    """SwiGLU: gate_up `[..., 2 * I]`, gate first; returns `silu(gate) * up`, `[..., I]`.
 
     May overwrite its input.
     """
@@ -22,7 +22,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @Op
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """GeGLU's inner product (Shazeer 2020) with the exact GELU; shapes as `silu_and_mul`."""
+    """GeGLU (Shazeer 2020) with the exact GELU; shapes as `silu_and_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate).mul_(up)
 

@@ -50,7 +50,7 @@ def append_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """See `ops.kv.append_kv`: one request, whose t-th page of one token is the t-th slot."""
+    """As `ops.kv.append_kv`; one request, whose t-th page of one token is the t-th slot."""
     tokens, num_heads, _ = key.shape
     device = key.device
     positions = torch.arange(tokens, dtype=torch.int32, device=device)
@@ -81,7 +81,7 @@ def rope_table(
     interleaved: bool,
     attention_factor: float = 1.0,
 ) -> RopeTable:
-    """See `ops.rope.rope_table`; with the float32 table that FlashInfer reads beside the usual one."""
+    """As `ops.rope.rope_table`; with the float32 table that FlashInfer reads next to the usual one."""
     table = rope.rope_table.reference(positions, frequencies, dtype, interleaved, attention_factor)
     angles = rope.pair_positions(positions).float() * frequencies
     rows = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
@@ -105,7 +105,7 @@ def can_apply_rope(heads: torch.Tensor, table: RopeTable) -> bool:
 
 
 def apply_rope(heads: torch.Tensor, table: RopeTable) -> torch.Tensor:
-    """See `ops.rope.apply_rope`; factors in float32."""
+    """As `ops.rope.apply_rope`; factors in float32."""
     flashinfer_rope.apply_rope_with_cos_sin_cache_inplace(
         positions=table.rows,
         query=heads[:, :-1],
@@ -127,7 +127,7 @@ def can_truncate(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.
 def truncate_probabilities(
     probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """See `ops.sampling.truncate_probabilities`; all of equal probabilities at the threshold are kept.
+    """As `ops.sampling.truncate_probabilities`; all of equal probabilities at the threshold are kept.
 
     Only which tokens survive is taken from FlashInfer: its rescaled values depend on the order in which
     sums were taken, and a draw must not.
@@ -148,7 +148,7 @@ _VECTOR = 8
 
 
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `ops.norm.rms_norm`; rounded once, after the weight."""
+    """As `ops.norm.rms_norm`; rounded once, after the weight."""
     # `out` is given because FlashInfer's own keeps the input's gaps between rows.
     output = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
     norm.rmsnorm(hidden_states, weight, eps, out=output)
@@ -171,7 +171,7 @@ def can_rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) 
 def fused_add_rms_norm(
     update: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """See `ops.norm.fused_add_rms_norm`; the norm is taken of the sum before it is rounded."""
+    """As `ops.norm.fused_add_rms_norm`; the norm is taken of the sum before it is rounded."""
     norm.fused_add_rmsnorm(update, residual, weight, eps)
     return update
 
@@ -199,7 +199,6 @@ def can_gated(gate_up: torch.Tensor) -> bool:
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `ops.activation.silu_and_mul`."""
     output: torch.Tensor = activation.silu_and_mul(gate_up)
     return output
 

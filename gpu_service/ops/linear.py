@@ -1,7 +1,7 @@
-"""Matrix products with weights in torch's own layout, or packed once for a CPU.
+"""Linear layers: weights in torch's own layout, packed once for a CPU, or kept in fp8.
 
 oneDNN multiplies two to three times faster when the weight has been put into its blocked layout before,
-and dense products are what a step on a CPU spends most of its time in. The packed product is the one
+and dense GEMMs are what a step on a CPU spends most of its time in. The packed GEMM is the one
 torch's own compiler emits for frozen weights.
 """
 

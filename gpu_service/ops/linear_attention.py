@@ -96,9 +96,9 @@ def causal_conv_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """One or more tokens of each of R requests, whose rows `sequences` tells; else as `causal_conv_update`.
+    """One or more tokens of each of R requests, whose rows `sequences` gives; else as `causal_conv_update`.
 
-    The recent inputs written are those behind each request's last row. Returns `[T, C]`.
+    The recent inputs written are those after each request's last row. Returns `[T, C]`.
     """
     outputs = []
     for neighbours in sequences.neighbours:
@@ -112,7 +112,7 @@ def causal_conv_extend(
     return torch.cat(outputs)
 
 
-# Tokens whose mutual influence is solved at once; longer chunks cost more products, shorter ones more steps.
+# Tokens whose mutual influence is solved at once; longer chunks cost larger GEMMs, shorter ones more steps.
 CHUNK = 64
 # Added to the squares of a head, as the models were trained.
 _EPSILON = 1e-6
@@ -197,9 +197,9 @@ def gated_delta_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """One or more tokens of each of R requests, whose rows `sequences` tells; else as `gated_delta_update`.
+    """One or more tokens of each of R requests, whose rows `sequences` gives; else as `gated_delta_update`.
 
-    The states written are those behind each request's last row. Returns `[T, H, value_head_dim]`.
+    The states written are those after each request's last row. Returns `[T, H, value_head_dim]`.
     """
     values, (_, _, key_dim, value_dim) = [], states.shape
     for neighbours in sequences.neighbours:
@@ -220,7 +220,7 @@ def chunked_delta_rule(
     """The recurrence over one request's next tokens, a chunk at a time instead of a token.
 
     state float32 `[H, key_head_dim, value_head_dim]`, which stays as it is. Returns float32
-    `[T, H, value_head_dim]` and the state behind the last token.
+    `[T, H, value_head_dim]` and the state after the last token.
 
     Within a chunk, the changes u_i = beta_i (v_i - k_i^T S_i) that its tokens write to the state depend on
     each other through a triangular system (section 3.3 of the source): with G the sum of the log decays,

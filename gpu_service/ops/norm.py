@@ -1,4 +1,4 @@
-"""Root-mean-square norms."""
+"""Root-mean-square norms: plain, of a sum, and gated (after linear attention)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def fused_add_rms_norm(
 ) -> torch.Tensor:
     """`residual += update`, then `rms_norm(residual)`: the two halves of a pre-norm layer's seam.
 
-    update and residual `[T, N]`, rows contiguous; weight `[N]` as above. The update may be
-    float32 beside 16-bit others: then it is rounded after the addition only. The residual is increased in
-    place, the update may be overwritten. Returns the normed `[T, N]` in the residual's dtype; it may be
+    update and residual `[T, N]`, rows contiguous; weight `[N]` as above. The update may be float32 where the
+    others are 16-bit: then it is rounded after the addition only. The residual is increased in place, the
+    update may be overwritten. Returns the normed `[T, N]` in the residual's dtype; it may be
     the update's memory.
     """
     return rms_norm.reference(residual.add_(update), weight, eps)

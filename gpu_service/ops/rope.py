@@ -1,4 +1,8 @@
-"""Rotary position embedding (Su et al. 2021): tables for one step, rotation."""
+"""Rotary position embedding (Su et al. 2021): tables for one step, rotation.
+
+mRoPE gives each pair one of a token's three positions (time, height, width). Sources: Qwen2-VL
+(arXiv:2409.12191) for sections that follow one another, Qwen3-VL for alternating ones.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +63,7 @@ def apply_rope(heads: torch.Tensor, table: RopeTable) -> torch.Tensor:
     """Rotate the first `rotary_dim` elements of every head in place.
 
     heads `[T, num_heads, head_dim]` (any strides). Returns the same tensor. With (a, b) the elements of
-    a pair: a' = a cos - b sin, b' = b cos + a sin; the table's signs turn that into two products.
+    a pair: a' = a cos - b sin, b' = b cos + a sin; the table's signs turn that into two multiplications.
     """
     cos, sin, interleaved = table.cos, table.sin, table.interleaved
     rotary_dim = cos.shape[-1]
@@ -81,7 +85,7 @@ def qk_norm_rope(
     num_heads: int,
     table: RopeTable,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rope(rms_norm(...))` of the queries and the keys that one product made side by side.
+    """`apply_rope(rms_norm(...))` of the queries and the keys that one GEMM made side by side.
 
     heads `[T, num_heads + num_kv_heads, head_dim]` (any strides over the first two), queries first; it
     may be overwritten. q_weight, k_weight `[head_dim]`. Returns queries `[T, num_heads, head_dim]` and

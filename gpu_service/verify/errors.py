@@ -1,4 +1,9 @@
-"""Measures of how far results are from a reference; all in float64, on whatever device they are."""
+"""How far results are from a reference, and how far experts may be: the one table of these tolerances.
+
+Errors are computed in float64, on whatever device the results are. Tolerances are relative errors of an
+expert's output as `relative_error` measures them. What is loaded wrongly (another expert, another slice, a
+scale of the wrong group) has an error near or above 1; docs/verify.md says where the numbers come from.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +77,9 @@ def perplexity(loss: torch.Tensor) -> float:
 
 RowsDtype = Literal["float32", "bfloat16"]
 
-# Exact weights, rows of that type: sums in another order; neurons rounded to bfloat16 once or twice.
+# Exact weights, rows of that type: sums in another order; intermediates rounded to bfloat16 once or twice.
 ROWS: Mapping[RowsDtype, float] = {"float32": 1e-4, "bfloat16": 1e-2}
-# Formats whose kernels bring rows and neurons to 8 bits.
+# Formats whose kernels bring rows and intermediate activations to 8 bits.
 QUANTISED_ROWS = 6e-2
 # Weights rounded to so many bits; three matrices are, and their errors add up as squares.
 WEIGHTS: Mapping[int, float] = {32: 0.0, 16: 8e-3, 8: 0.1, 4: 0.4}

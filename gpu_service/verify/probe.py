@@ -1,4 +1,7 @@
-"""Rows that go to chosen experts only, and what each expert's answer to them differs by."""
+"""Rows that go to chosen experts only, what the answers differ by, and who computed them.
+
+Of servers that divide an expert, each is asked alone, for its own intermediate channels.
+"""
 
 from __future__ import annotations
 
@@ -162,10 +165,12 @@ def _error(
     address: str,
 ) -> float:
     """Of one server's part."""
-    neurons = _neurons(address)
+    intermediate_range = _intermediate_range(address)
     probe = make_probe(layer, (expert,), geometry.hidden_size, geometry.top_k, dtype)
     arguments = (layer, probe.hidden_states, probe.topk_ids, probe.topk_weights)
-    reference = LocalExpertClient(config.model.model, geometry, dtype, keeps=False, neurons=neurons)
+    reference = LocalExpertClient(
+        config.model.model, geometry, dtype, keeps=False, intermediate_range=intermediate_range
+    )
     client = GrpcExpertClient([address], geometry, dtype, config.experts.mailbox_deadline_ms)
     try:
         answer = client.collect(client.submit(*arguments))
@@ -174,7 +179,7 @@ def _error(
     return relative_error(answer, reference.collect(reference.submit(*arguments)))
 
 
-def _neurons(address: str) -> tuple[int, int]:
+def _intermediate_range(address: str) -> tuple[int, int]:
     """What the server says it holds of every expert."""
     make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub
     with grpc.insecure_channel(address) as channel:

@@ -1,4 +1,9 @@
-"""What the self-test of experts found, and how it refuses to serve."""
+"""Before an engine serves: a few experts of the loaded model against the checkpoint, by the real way.
+
+Rows go to expert servers as those of requests do (`submit`, `collect`), and to experts on the device.
+Nothing of it is seen by a recorder, a cache or a sampler. Every rank tests its own layers; ranks of a stage
+add up their parts and come to the same verdict.
+"""
 
 from __future__ import annotations
 
@@ -226,14 +231,14 @@ def _with_server(config: MoebiusConfig, tested: ExpertsUnderTest, wrong: ExpertE
 def _compare(
     config: MoebiusConfig, tested: ExpertsUnderTest, probes: Sequence[Probe], found: Sequence[torch.Tensor]
 ) -> list[ProbedLayer]:
-    oracle = LocalExpertClient(config.model.model, tested.geometry, tested.dtype, keeps=False)
+    reference = LocalExpertClient(config.model.model, tested.geometry, tested.dtype, keeps=False)
     rows: RowsDtype = "float32" if tested.dtype == torch.float32 else "bfloat16"
     layers = []
     for probe, answer in zip(probes, found, strict=True):
-        wanted = oracle.collect(
-            oracle.submit(probe.layer, probe.hidden_states, probe.topk_ids, probe.topk_weights)
+        wanted = reference.collect(
+            reference.submit(probe.layer, probe.hidden_states, probe.topk_ids, probe.topk_weights)
         )
-        stored = [oracle.checkpoint.expert(probe.layer, expert) for expert in probe.experts]
+        stored = [reference.checkpoint.expert(probe.layer, expert) for expert in probe.experts]
         formats = [name for one in stored for name in (one.gate.packed_format, one.down.packed_format)]
         kind = rounded_to(config.experts.expert_dtype, stored)
         allowed = allowed_error(rows, kind, formats, config.experts.max_requantise_error)

@@ -33,20 +33,20 @@ class ImageFeatures:
     """What image tokens are in the stream; filled by `ImageEncoder.features_of`."""
 
     rows: torch.Tensor  # int64 [N]
-    # [1 + D, N, H]: instead of the embeddings, then what is added behind each of the first D layers.
+    # [1 + D, N, H]: instead of the embeddings, then what is added after each of the first D layers.
     values: torch.Tensor
 
     def replace_embeddings(self, stream: torch.Tensor) -> None:
         """Writes into `stream` `[T, H]`."""
         stream.index_copy_(0, self.rows, self.values[0].to(stream.dtype))
 
-    def add_behind(self, layer: int, stream: torch.Tensor) -> None:
-        """Adds into `stream` `[T, H]`, the sum behind decoder layer `layer`, what belongs there, if any."""
+    def add_after(self, layer: int, stream: torch.Tensor) -> None:
+        """Adds what belongs there, if anything, into `stream` `[T, H]`, as decoder layer `layer` left it."""
         if self.reaches(layer):
             stream.index_add_(0, self.rows, self.values[1 + layer].to(stream.dtype))
 
     def reaches(self, layer: int) -> bool:
-        """Whether anything is added behind decoder layer `layer`."""
+        """Whether anything is added after decoder layer `layer`."""
         return layer + 1 < self.values.shape[0]
 
 

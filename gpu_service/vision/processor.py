@@ -1,7 +1,7 @@
-"""Kimi-K2.5's image processor: never larger, padded at the right and below to whole tokens.
+"""From an image file to what the tower reads: transformers' image processors on Pillow and numpy.
 
-transformers' own needs torchvision; this one computes sizes by its rule (`navit_resize`) and resizes with
-Pillow, as the code published with the checkpoint does.
+Kimi-K2.5's is our own, because transformers' needs torchvision: it computes sizes by the same rule
+(`navit_resize`) and resizes with Pillow, as the code published with the checkpoint does.
 """
 
 from __future__ import annotations
@@ -223,6 +223,6 @@ def content_key(data: bytes, *, low_detail: bool = False) -> int:
     """A negative number of 63 bits: equal files of equal detail have equal keys; no token id is negative."""
     digest = hashlib.sha256(data).digest()
     if low_detail:
-        # Of the digest rather than of the file with something behind it, which could be another file.
+        # Of the digest rather than of the file with something appended, which could be another file.
         digest = hashlib.sha256(digest + b"low").digest()
     return -1 - (int.from_bytes(digest[:8], "big") >> 1)

@@ -51,26 +51,26 @@ class PromptImage:
 
     @property
     def end(self) -> int:
-        """One behind its last token."""
+        """One past its last token."""
         return self.start + self.image.num_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionPrompt:
-    """What a request with images has beside its tokens; filled by `locate`."""
+    """What a request with images has besides its tokens; filled by `locate`."""
 
     images: tuple[PromptImage, ...]
     # int64 [3, P], positions of the prompt's P tokens in time, height and width.
     positions: Positions
-    # What is added to the index of a token behind the prompt: an image takes fewer positions than tokens.
+    # What is added to the index of a token after the prompt: an image takes fewer positions than tokens.
     offset: int
 
     def axis_positions(self, start: int, end: int) -> Positions:
-        """int64 `[3, end - start]` for the tokens at [start, end), those of the prompt or behind it."""
+        """int64 `[3, end - start]` for the tokens at [start, end), those of the prompt or after it."""
         prompt_len = self.positions.shape[1]
-        behind = np.arange(max(start, prompt_len), max(end, prompt_len)) + self.offset
+        after = np.arange(max(start, prompt_len), max(end, prompt_len)) + self.offset
         return np.concatenate(
-            (self.positions[:, start:end], np.broadcast_to(behind, (NUM_AXES, len(behind)))), axis=1
+            (self.positions[:, start:end], np.broadcast_to(after, (NUM_AXES, len(after)))), axis=1
         )
 
     def keyed(self, tokens: Sequence[int]) -> list[int]:
@@ -85,7 +85,7 @@ class VisionPrompt:
 def place_images(
     token_ids: Sequence[int], images: Sequence[PreparedImage], image_token_id: int
 ) -> tuple[list[int], VisionPrompt]:
-    """Puts each image in the place of its placeholder; the longer prompt, and what it has beside tokens.
+    """Puts each image in the place of its placeholder; the longer prompt, and what it has besides tokens.
 
     Raises ImageError unless there are as many placeholders as images.
     """
@@ -107,10 +107,10 @@ def place_images(
 
 
 def locate(num_tokens: int, placed: Sequence[PromptImage]) -> VisionPrompt:
-    """What a prompt of so many tokens has beside them. `placed`: its images, ascending.
+    """What a prompt of so many tokens has besides them. `placed`: its images, ascending.
 
     Text counts on along all axes. An image's tokens share one position in time and count along the
-    others; what follows begins behind the longer side (Qwen2-VL, arXiv 2409.12191, section 2.1).
+    others; what follows begins after the longer side (Qwen2-VL, arXiv 2409.12191, section 2.1).
     """
     pieces: list[Positions] = []
     position = taken = 0

@@ -20,7 +20,7 @@ from tests.helpers.mla_cases import (
     make_mla_case,
     naive_mla,
     run_absorbed,
-    run_expanded,
+    run_non_absorbed,
 )
 from tests.tolerances import MLA_BFLOAT16, MLA_FLOAT32
 
@@ -54,7 +54,7 @@ def test_every_backend_is_plain_attention(shape: str, storage: torch.dtype | Non
     attention = backend_for(case, backend)
     expected = naive_mla(case)
     attention.plan(case.inputs)
-    output = run_expanded(case, attention) if attention.expands else run_absorbed(case, attention)
+    output = run_non_absorbed(case, attention) if attention.non_absorbed else run_absorbed(case, attention)
     torch.testing.assert_close(output.double(), expected, rtol=MLA_BFLOAT16, atol=MLA_BFLOAT16)
 
 

@@ -25,7 +25,7 @@ class CapturableMlaAttention(TorchMlaAttention):
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
         """See the base class."""
-        self._captured, self.expands = inputs, False
+        self._captured, self.non_absorbed = inputs, False
         self.selects = self._may_select(inputs.block_table.shape[1] * self.cache.page_size)
 
     def plan_replay(self, inputs: ForwardInputs) -> None:

@@ -12,8 +12,8 @@ from gpu_service.attention.mla.base import (
     MlaAttentionBackend,
     MlaDimensions,
     absorb_query,
-    expand,
     project_values,
+    up_project,
 )
 from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.engine.step import ForwardInputs
@@ -139,13 +139,13 @@ def run_absorbed(case: MlaCase, backend: MlaAttentionBackend, planned: bool = Fa
     return project_values(attended, case.value_weight)
 
 
-def run_expanded(case: MlaCase, backend: MlaAttentionBackend) -> torch.Tensor:
+def run_non_absorbed(case: MlaCase, backend: MlaAttentionBackend) -> torch.Tensor:
     """The step with keys written out; `[T, H, value_dim]`."""
     backend.plan(case.inputs)
-    assert backend.expands
-    key, value = expand(case.latent, case.key_rope, case.weight, case.dimensions.nope_dim)
+    assert backend.non_absorbed
+    key, value = up_project(case.latent, case.key_rope, case.weight, case.dimensions.nope_dim)
     query = torch.cat((case.query_nope, case.query_rope), dim=-1)
-    return backend.forward_expanded(query, key, value, case.latent, case.key_rope, LAYER)
+    return backend.forward_non_absorbed(query, key, value, case.latent, case.key_rope, LAYER)
 
 
 def naive_scores(case: MlaCase) -> list[torch.Tensor]:
@@ -186,7 +186,7 @@ def naive_mla(case: MlaCase, chosen: list[list[int]] | None = None) -> torch.Ten
         positions = torch.arange(inputs.seq_lens[request], device=stored.device)
         pages = inputs.block_table[request].long()[positions // cache.page_size]
         rows = stored[pages * cache.page_size + positions % cache.page_size]
-        key, value = expand(
+        key, value = up_project(
             rows[:, : d.latent_dim],
             rows[:, d.latent_dim :],
             case.weight.double(),

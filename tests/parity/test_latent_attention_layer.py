@@ -46,7 +46,7 @@ def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, t
         positions = torch.arange(old, old + new)
         inputs = make_inputs([(old, new)], TABLE, positions + PAGE_SIZE)
         attention.plan(inputs)
-        expanded.append(attention.expands)
+        expanded.append(attention.non_absorbed)
         context = ForwardContext(inputs, cache, attention, None)
         layer = model.model.layers[LAYER].self_attn
         outputs.append(layer(hidden_states[old : old + new], rotary.table(positions), context))

@@ -40,7 +40,7 @@ from tests.helpers.attention_cases import (
     run,
 )
 from tests.helpers.fake_attention_library import FakeEvent, PlanningWrapper, run_copies
-from tests.helpers.mla_cases import DEEPSEEK, TINY, make_mla_case, naive_mla, run_absorbed, run_expanded
+from tests.helpers.mla_cases import DEEPSEEK, TINY, make_mla_case, naive_mla, run_absorbed, run_non_absorbed
 from tests.tolerances import ATTENTION_FLOAT16, LOGITS_FLOAT32_SELF, MLA_FLOAT32
 
 
@@ -190,7 +190,7 @@ def test_latent_mixtures(name: str) -> None:
     expected = naive_mla(case)
     attention = FlashInferMlaAttention(TINY, case.cache, events=FakeEvent)
     output = run_absorbed(case, attention)
-    assert not attention.expands, "no ragged kernel has these sizes"
+    assert not attention.non_absorbed, "no ragged kernel has these sizes"
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=MLA_FLOAT32)
 
 
@@ -198,8 +198,8 @@ def test_latent_first_chunks_are_written_out_where_a_kernel_has_the_sizes() -> N
     case = make_mla_case(DEEPSEEK, [(0, 4), (0, 2)], page_size=64)
     attention = FlashInferMlaAttention(DEEPSEEK, case.cache, events=FakeEvent)
     expected = naive_mla(case)
-    torch.testing.assert_close(run_expanded(case, attention).double(), expected, rtol=0, atol=MLA_FLOAT32)
-    with pytest.raises(ValueError, match="planned for forward_expanded"):
+    torch.testing.assert_close(run_non_absorbed(case, attention).double(), expected, rtol=0, atol=MLA_FLOAT32)
+    with pytest.raises(ValueError, match="planned for forward_non_absorbed"):
         run_absorbed(case, attention)
 
 

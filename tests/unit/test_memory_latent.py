@@ -44,7 +44,7 @@ def test_both_forms_of_a_step_are_measured(name: str, seen: list[tuple[bool, boo
 
         def watch(inputs: ForwardInputs) -> None:
             plan(inputs)
-            found.append((attention.expands, attention.selects))
+            found.append((attention.non_absorbed, attention.selects))
             nbytes = 1000 * len(found) if inputs.query_start_loc[-1] == 6 else 50_000
             memory.allocate(nbytes)
             memory.free(nbytes)

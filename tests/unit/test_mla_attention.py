@@ -23,7 +23,7 @@ from tests.helpers.mla_cases import (
     make_mla_case,
     naive_mla,
     run_absorbed,
-    run_expanded,
+    run_non_absorbed,
 )
 from tests.tolerances import ATTENTION_FLOAT16, MLA_FLOAT32
 
@@ -56,7 +56,7 @@ def test_written_out_keys_give_the_same(mixture: str, name: str) -> None:
     """Both ways leave the same latents behind, so that later steps do not see which was taken."""
     case = make_mla_case(TINY, MIXTURES[mixture])
     expected, absorbed = naive_mla(case), replace(case, cache=case.fresh_cache())
-    output = run_expanded(case, backend_for(case, name))
+    output = run_non_absorbed(case, backend_for(case, name))
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=MLA_FLOAT32)
     run_absorbed(absorbed, TorchMlaAttention(absorbed.dimensions, absorbed.cache))
     assert torch.equal(absorbed.cache.pages(LAYER), case.cache.pages(LAYER))
@@ -75,14 +75,14 @@ def test_keys_are_written_out_only_where_nothing_earlier_is_attended_to(name: st
         case = make_mla_case(TINY, shape)
         backend = backend_for(case, name)
         backend.plan(case.inputs)
-        assert backend.expands == (mixture in FIRST_CHUNKS)
+        assert backend.non_absorbed == (mixture in FIRST_CHUNKS)
     query = torch.zeros(1, 5, 20)
     with pytest.raises(ValueError, match="first chunks"):
-        backend.forward_expanded(query, query, query, case.latent, case.key_rope, LAYER)
+        backend.forward_non_absorbed(query, query, query, case.latent, case.key_rope, LAYER)
     quantised = make_mla_case(TINY, MIXTURES["first chunk"], storage_dtype=E4M3)
     backend = backend_for(quantised, name)
     backend.plan(quantised.inputs)
-    assert not backend.expands, "what is stored must not depend on how a prompt was cut"
+    assert not backend.non_absorbed, "what is stored must not depend on how a prompt was cut"
 
 
 def test_a_captured_step_follows_its_refilled_tensors() -> None:

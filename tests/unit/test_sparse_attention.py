@@ -70,7 +70,7 @@ def test_attention_to_the_chosen_tokens(shape: Shape, storage: torch.dtype | Non
     backend, chosen = backend_for(case, name), naive_selection(case)
     assert any(len(row) == TOP_K for row in chosen)
     backend.plan(case.inputs)
-    assert (backend.selects, backend.expands) == (True, False)
+    assert (backend.selects, backend.non_absorbed) == (True, False)
     assert listed(backend.select(case.index_query, case.head_weights, 0)) == chosen
     expected = naive_mla(case, chosen)
     output = run_absorbed(case, backend)

@@ -102,6 +102,6 @@ def test_features_stand_in_their_rows_and_behind_their_layers() -> None:
     features.replace_embeddings(stream)
     assert stream.tolist() == [[0] * 5, [0, 1, 2, 3, 4], [0] * 5, [5, 6, 7, 8, 9]]
     assert [features.reaches(layer) for layer in range(2)] == [True, False]
-    features.add_behind(0, stream)
-    features.add_behind(1, stream)
+    features.add_after(0, stream)
+    features.add_after(1, stream)
     assert stream.tolist() == [[0] * 5, [10, 12, 14, 16, 18], [0] * 5, [20, 22, 24, 26, 28]]

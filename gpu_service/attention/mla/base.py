@@ -1,7 +1,8 @@
-"""From heads to latents and back. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2.
+"""The contract of a backend for multi-head latent attention, and the way from heads to latents and back.
 
-With c the latent of a token, W_k and W_v a head's projections: q · (W_k c) = (W_k^T q) · c, and
-sum(p W_v c) = W_v sum(p c). So both projections can be applied to one query instead of to every key.
+Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2. With c the latent of a token, W_k and W_v a head's
+projections: q · (W_k c) = (W_k^T q) · c, and sum(p W_v c) = W_v sum(p c). So both projections can be applied
+to one query instead of to every key ("absorbed").
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def project_values(attended: torch.Tensor, value_weight: torch.Tensor) -> torch.
     return torch.bmm(attended.transpose(0, 1), value_weight.transpose(1, 2)).transpose(0, 1)
 
 
-def expand(
+def up_project(
     latent: torch.Tensor, key_rope: torch.Tensor, weight: torch.Tensor, nope_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents `[T, latent_dim]` and rotated parts `[T, rope_dim]` written out for every head.
@@ -85,8 +86,8 @@ class MlaAttentionBackend(PlannedAttention):
             )
         self.dimensions = dimensions
         self.cache = cache
-        # Whether the planned step takes `forward_expanded`, else `forward`; filled by `plan`.
-        self.expands = False
+        # Whether the planned step takes `forward_non_absorbed`, else `forward`; filled by `plan`.
+        self.non_absorbed = False
         # Whether queries of the planned step may have to choose, else selections are None; filled by `plan`.
         self.selects = False
 
@@ -114,7 +115,7 @@ class MlaAttentionBackend(PlannedAttention):
         """
 
     @abstractmethod
-    def forward_expanded(
+    def forward_non_absorbed(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -125,7 +126,7 @@ class MlaAttentionBackend(PlannedAttention):
     ) -> torch.Tensor:
         """The same for a step of first chunks only, with keys and values of each head written out.
 
-        Fewer operations than `forward` while nothing earlier is attended to; taken where `expands`.
+        Fewer operations than `forward` while nothing earlier is attended to; taken where `non_absorbed`.
         query, key `[T, num_heads, nope_dim + rope_dim]`; value `[T, num_heads, value_dim]`. Returns
         `[T, num_heads, value_dim]`: what `forward` gives after the value projection.
         """
@@ -146,10 +147,10 @@ class MlaAttentionBackend(PlannedAttention):
         index = self.dimensions.index
         return index is not None and longest > index.top_k
 
-    def _require_expands(self) -> None:
-        if not self.expands:
+    def _require_non_absorbed(self) -> None:
+        if not self.non_absorbed:
             raise ValueError(
-                "keys are written out only in steps of first chunks; ask `expands` after planning"
+                "keys are written out only in steps of first chunks; ask `non_absorbed` after planning"
             )
 
 

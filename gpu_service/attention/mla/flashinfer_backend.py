@@ -29,7 +29,7 @@ from gpu_service.engine.step import ForwardInputs
 # The one geometry of latents that FlashInfer's kernels have: that of all published families.
 LATENT_DIMS = (512, 64)
 # (nope + rope, value) sizes with a ragged kernel.
-EXPANDED_DIMS = ((192, 128), (256, 256), (128, 128))
+NON_ABSORBED_DIMS = ((192, 128), (256, 256), (128, 128))
 
 
 class FlashInferMlaAttention(MlaAttentionBackend):
@@ -56,7 +56,6 @@ class FlashInferMlaAttention(MlaAttentionBackend):
 
     @classmethod
     def unsupported(cls, dimensions: MlaDimensions, cache: MlaCache) -> str:
-        """See the base class."""
         sizes = dimensions.latent_dim, dimensions.rope_dim
         if dimensions.index is not None:
             return "FlashInfer's latent attention reads all tokens, and this model attends to selected ones"
@@ -69,30 +68,27 @@ class FlashInferMlaAttention(MlaAttentionBackend):
         return unsupported_device(cache.device) or _unsupported_interface()
 
     def plan(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
         check_step(inputs, self.cache.page_size)
         self._inputs = inputs
         num_pages = sum(-(-length // self.cache.page_size) for length in inputs.seq_lens)
         if self._indices.shape[0] < num_pages:
             self._indices = self._indices.new_empty(2 * num_pages)
         sizes = self.dimensions.nope_dim + self.dimensions.rope_dim, self.dimensions.value_dim
-        self.expands = has_only_first_chunks(inputs) and sizes in EXPANDED_DIMS
-        if self.expands:
+        self.non_absorbed = has_only_first_chunks(inputs) and sizes in NON_ABSORBED_DIMS
+        if self.non_absorbed:
             self._plan_ragged(inputs)
         else:
             self._plan_absorbed(self._absorbed, inputs, self._indices)
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
         check_step(inputs, self.cache.page_size)
         num_requests = len(inputs.seq_lens)
         if num_requests not in self._captured:
             self._captured[num_requests] = self._new_captured(num_requests, inputs.block_table.shape[1])
-        self._inputs, self.expands = inputs, False
+        self._inputs, self.non_absorbed = inputs, False
         self.plan_replay(inputs)
 
     def plan_replay(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
         wrapper = self._captured.get(len(inputs.seq_lens))
         if wrapper is None:
             raise ValueError(
@@ -109,19 +105,19 @@ class FlashInferMlaAttention(MlaAttentionBackend):
         layer_id: int,
         selection: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See the base class. A step planned for written-out keys must use `forward_expanded`."""
+        """Raises ValueError for a step that was planned for `forward_non_absorbed`."""
         if selection is not None:
             raise NotImplementedError("FlashInferMlaAttention can not attend to selected tokens")
         assert self._inputs is not None, "plan comes first"
         if self._wrapper is self._ragged:
-            raise ValueError("this step was planned for forward_expanded: `expands` is True")
+            raise ValueError("this step was planned for forward_non_absorbed: `non_absorbed` is True")
         self.cache.append(layer_id, latent, key_rope, self._inputs.slot_mapping)
         output = torch.empty_like(query_latent, memory_format=torch.contiguous_format)
         pages = self.cache.latents(layer_id), self.cache.rotated(layer_id)
         self._wrapper.run(query_latent, query_rope, *pages, out=output)
         return output
 
-    def forward_expanded(
+    def forward_non_absorbed(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -130,8 +126,7 @@ class FlashInferMlaAttention(MlaAttentionBackend):
         key_rope: torch.Tensor,
         layer_id: int,
     ) -> torch.Tensor:
-        """See the base class."""
-        self._require_expands()
+        self._require_non_absorbed()
         assert self._inputs is not None, "plan comes first"
         self.cache.append(layer_id, latent, key_rope, self._inputs.slot_mapping)
         output = torch.empty_like(value, memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
-"""Which tokens sparse attention reads, in plain torch: the oracle of the kernels in `triton_index.py`.
+"""Latent attention in plain torch: the reference of the other backends, and what a machine without GPU runs.
 
-Source: DeepSeek-V3.2 (arXiv:2512.02556), section 2.1. Its Hadamard rotation leaves scores as they are and
-its 8-bit products approximate them; as in transformers, neither is done here.
+Which tokens sparse attention reads: DeepSeek-V3.2 (arXiv:2512.02556), section 2.1. Its Hadamard rotation
+leaves scores as they are and its 8-bit GEMMs approximate them; as in transformers, neither is done here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def select_tokens(scores: torch.Tensor, lengths: torch.Tensor, top_k: int) -> to
         room = top_k - above.sum(-1, keepdim=True)
         chosen = above | (level & (level.cumsum(-1) <= room))
     selection = torch.full((num_rows, top_k + 1), -1, dtype=torch.int32, device=scores.device)
-    # What is not chosen goes to a column behind the last, which is dropped.
+    # What is not chosen goes to a column after the last, which is dropped.
     column = torch.where(chosen, chosen.cumsum(-1) - 1, top_k)
     selection.scatter_(1, column, positions.to(torch.int32).expand(num_rows, -1))
     return selection[:, :top_k]
@@ -81,12 +81,11 @@ class TorchMlaAttention(MlaAttentionBackend):
         self._slot_mapping = torch.empty(0, dtype=torch.int64)
 
     def plan(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
         check_step(inputs, self.cache.page_size)
         self._slot_mapping = inputs.slot_mapping
         self.selects = self._may_select(max(inputs.seq_lens, default=0))
-        expandable = not self.cache.is_quantised and has_only_first_chunks(inputs)
-        self.expands = expandable and not self.selects
+        allowed = not self.cache.is_quantised and has_only_first_chunks(inputs)
+        self.non_absorbed = allowed and not self.selects
         starts, table = inputs.query_start_loc, inputs.block_table.long()
         self._spans = [
             self._span(slice(starts[i], starts[i + 1]), kv_len, table[i])
@@ -109,7 +108,6 @@ class TorchMlaAttention(MlaAttentionBackend):
         layer_id: int,
         selection: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See the base class."""
         self.cache.append(layer_id, latent, key_rope, self._slot_mapping)
         query = torch.cat((query_latent, query_rope), dim=-1)
         output = torch.empty_like(query_latent)
@@ -146,7 +144,6 @@ class TorchMlaAttention(MlaAttentionBackend):
         return keys, _selection_mask(chosen, span.kv_len, keys.dtype)
 
     def select(self, query: torch.Tensor, head_weights: torch.Tensor, index_layer: int) -> torch.Tensor:
-        """See the base class."""
         index, keys = self.dimensions.index, self.cache.index_keys
         assert index is not None, "asked only where `selects`"
         assert keys is not None, "the cache of this model holds the indexer's keys"
@@ -159,7 +156,7 @@ class TorchMlaAttention(MlaAttentionBackend):
             selection[rows] = select_tokens(scores, lengths, index.top_k)
         return selection
 
-    def forward_expanded(
+    def forward_non_absorbed(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -168,8 +165,7 @@ class TorchMlaAttention(MlaAttentionBackend):
         key_rope: torch.Tensor,
         layer_id: int,
     ) -> torch.Tensor:
-        """See the base class."""
-        self._require_expands()
+        self._require_non_absorbed()
         self.cache.append(layer_id, latent, key_rope, self._slot_mapping)
         starts = [span.rows.start for span in self._spans] + [query.shape[0]]
         return attend_first_chunks(query, key, value, starts, self.dimensions.softmax_scale)

@@ -35,20 +35,19 @@ class TritonMlaAttention(MlaAttentionBackend):
         self._partials = PartialResults(heads, dimensions.latent_dim, cache.device)
 
     def plan(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
         check_step(inputs, self.cache.page_size)
         self._prepare(inputs, max(inputs.seq_lens, default=1))
-        expandable = not self.cache.is_quantised and has_only_first_chunks(inputs)
-        self.expands = expandable and not self.selects
+        allowed = not self.cache.is_quantised and has_only_first_chunks(inputs)
+        self.non_absorbed = allowed and not self.selects
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
-        """See the base class. Splits are chosen for the longest sequence that the block table can hold."""
+        """Splits are chosen for the longest sequence that the block table can hold."""
         check_step(inputs, self.cache.page_size)
         self._prepare(inputs, inputs.block_table.shape[1] * self.cache.page_size)
-        self.expands = False
+        self.non_absorbed = False
 
     def plan_replay(self, inputs: ForwardInputs) -> None:
-        """See the base class: the recorded kernels find all they need in the refilled tensors."""
+        """The recorded kernels find all they need in the refilled tensors."""
 
     def forward(
         self,
@@ -59,7 +58,6 @@ class TritonMlaAttention(MlaAttentionBackend):
         layer_id: int,
         selection: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See the base class."""
         inputs, scale = self._inputs, self.cache.scales[layer_id]
         assert inputs is not None, "plan comes first"
         self.cache.append(layer_id, latent, key_rope, inputs.slot_mapping)
@@ -79,7 +77,6 @@ class TritonMlaAttention(MlaAttentionBackend):
         )
 
     def select(self, query: torch.Tensor, head_weights: torch.Tensor, index_layer: int) -> torch.Tensor:
-        """See the base class."""
         index, keys, inputs = self.dimensions.index, self.cache.index_keys, self._inputs
         assert inputs is not None, "plan comes first"
         assert index is not None, "asked only where `selects`"
@@ -96,7 +93,7 @@ class TritonMlaAttention(MlaAttentionBackend):
             self._scores,
         )
 
-    def forward_expanded(
+    def forward_non_absorbed(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -105,10 +102,9 @@ class TritonMlaAttention(MlaAttentionBackend):
         key_rope: torch.Tensor,
         layer_id: int,
     ) -> torch.Tensor:
-        """See the base class."""
         inputs = self._inputs
         assert inputs is not None, "plan comes first"
-        self._require_expands()
+        self._require_non_absorbed()
         self.cache.append(layer_id, latent, key_rope, inputs.slot_mapping)
         return attend_first_chunks(query, key, value, inputs.query_start_loc, self.dimensions.softmax_scale)
 

@@ -1,9 +1,14 @@
 """Latent attention as Triton kernels: a program serves a block of heads of one row over a share of its keys.
 
 A latent is read once and serves as key and as value, of 16 heads or of 64. Rows of chunks are served like
-decodes, one by one: right for any mixture, fast for decodes; long prompts belong to `forward_expanded` or to
-FlashInfer. Of sparse attention a row's keys are those of its selection, in the same order and shares as if
+decodes, one by one: right for any mixture, fast for decodes; long prompts belong to `forward_non_absorbed` or
+to FlashInfer. Of sparse attention a row's keys are those of its selection, in the same order and shares as if
 there were no others.
+
+The indexer of sparse attention: scores of a few rows' tokens, then a row's highest. The threshold that a
+row's choice lies above is found digit by digit, most significant first, from counts of how many scores have
+each digit; no score moves, so equal ones keep the order of their tokens. Everything is read from device
+tensors: any step can be captured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What the doorbell client needs of a device: work queued in the order of launches, and words it can set."""
+"""Reaches expert servers of this host from a GPU stream: the mailbox's client without host work per layer.
+
+`DoorbellLauncher` is what it needs of a device: work queued in the order of launches, and words it can set.
+"""
 
 from __future__ import annotations
 
@@ -122,14 +125,13 @@ class DoorbellExpertClient(ExpertClient):
             self._start_over()
 
     def agree_with_ranks(self, agree: Callable[[int], int]) -> None:
-        """See `ExpertClient.agree_with_ranks`."""
         self._agree = agree
         self._start_over()
 
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
-        """See `ExpertClient.submit`. What finds no free slot is submitted by `collect`."""
+        """What finds no free slot is submitted by `collect`."""
         check_submission(self.geometry, layer, hidden_states, topk_ids, topk_weights)
         if hidden_states.dtype not in SOURCE_DTYPES:
             raise ValueError(f"hidden_states has dtype {hidden_states.dtype}; allowed: {SOURCE_DTYPES}")
@@ -144,7 +146,7 @@ class DoorbellExpertClient(ExpertClient):
         return ticket
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """See `ExpertClient.collect`. A freed slot is refilled before the next chunk is awaited."""
+        """A freed slot is refilled before the next chunk is awaited."""
         if not isinstance(ticket, DoorbellTicket) or ticket.generation != self._generation:
             raise ValueError("the ticket is not one of this client's since its last recovery")
         hidden_states = ticket.hidden_states
@@ -204,37 +206,32 @@ class DoorbellExpertClient(ExpertClient):
         self._launcher.set_words(State.TRACE, words)
 
     def failure(self) -> ExpertUnavailable | ExpertComputeFailed | None:
-        """See `ExpertClient.failure`; all ranks of the mailbox see the same step fail."""
+        """All ranks of the mailbox see the same step fail."""
         return failure_of(self._mailbox, self._deadline_ms, self._watch.reason)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """See `ExpertClient.wait_ready`."""
         generations = self._servers.wait_ready(timeout_s)
         self._launcher.set_words(State.GENERATION, generations)
         self._launcher.synchronize()
 
     def problem(self) -> str:
-        """See `ExpertClient.problem`."""
         return self._servers.problem()
 
     def interrupt(self) -> None:
-        """See `ExpertClient.interrupt`."""
         self._servers.interrupt()
 
     def newcomers(self) -> tuple[int, ...]:
-        """See `ExpertClient.newcomers`."""
         return self._servers.newcomers.unconfirmed()
 
     def confirm(self) -> None:
-        """See `ExpertClient.confirm`."""
         self._servers.newcomers.confirm()
 
     def reject(self, reason: str) -> None:
-        """See `ExpertClient.reject`: their processes leave the mailbox and end."""
+        """Their processes leave the mailbox and end."""
         self._servers.reject_newcomers(reason)
 
     def recover(self, timeout_s: float) -> None:
-        """See `ExpertClient.recover`: ends the device's work first, then starts over with all ranks."""
+        """Ends the device's work first, then starts over with all ranks."""
         self._launcher.synchronize()
         self._start_over()
         self.wait_ready(timeout_s)
@@ -268,7 +265,7 @@ class DoorbellExpertClient(ExpertClient):
         )
 
     def close(self) -> None:
-        """See `ExpertClient.close`. Servers go on, waiting as for a host-driven client."""
+        """Servers go on, waiting as for a host-driven client."""
         self._watch.close()
         self._launcher.close()
         self._mailbox.kernel.release()

@@ -28,7 +28,7 @@ from moebius.mailbox_layout import offsets, row_begin
 U32, POINTER = ctypes.c_uint32, ctypes.c_uint64
 DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
 BLOCK = 512
-# Bytes that one block moves well: fewer blocks leave PCIe's latency uncovered, more only queue behind it.
+# Bytes that one block moves well: fewer blocks leave PCIe's latency uncovered, more only queue up.
 BLOCK_BYTES = 8192
 MAX_BLOCKS = 32
 
@@ -39,7 +39,7 @@ _cuda: Any = torch.cuda
 class CudaLauncher(DoorbellLauncher):
     """Zero copy below a measured size, the copy engine from there on.
 
-    Everything a step will use is loaded and launched once here, so that nothing is loaded behind a wait.
+    Everything a step will use is loaded and launched once here: nothing is loaded while a kernel waits.
     """
 
     def __init__(
@@ -93,7 +93,6 @@ class CudaLauncher(DoorbellLauncher):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
     ) -> None:
-        """See the base class."""
         parts = PACK_RING | (PACK_CLEAR if self._is_memops else 0)
         nbytes = hidden_states.numel() * self._width
         if self.crossover.copies_request(nbytes) and hidden_states.element_size() == self._width:
@@ -131,7 +130,6 @@ class CudaLauncher(DoorbellLauncher):
         driver.copy(target, hidden_states.data_ptr(), hidden_states.shape[0] * row_bytes, self._stream)
 
     def add(self, slot: int, layer: int, begin: int, partial: torch.Tensor) -> None:
-        """See the base class."""
         if self._is_memops:
             self._wait_for_flags(slot)
         if partial.numel() == 0 or not self.crossover.copies_response(partial.nbytes):
@@ -169,18 +167,17 @@ class CudaLauncher(DoorbellLauncher):
             driver.wait_until_equal(flags + line, 1, self._stream)
 
     def set_words(self, first: int, values: Sequence[int]) -> None:
-        """See the base class; on the current stream, without waiting for it."""
+        """On the current stream, without waiting for it."""
         words = [value - 2**64 if value >= 2**63 else value for value in values]
         self.state[first : first + len(words)].copy_(
             torch.tensor(words, dtype=torch.int64), non_blocking=True
         )
 
     def synchronize(self) -> None:
-        """See the base class; all streams of the device."""
+        """All streams of the device."""
         _cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """See the base class."""
         self.synchronize()
         self._memory.close()
 

@@ -1,7 +1,7 @@
 // The mailbox's client as two kernels; the protocol is described in kernels/mailbox/layout.h.
 //
-// Compiled at run time by NVRTC, behind a preamble of MBX_* constants (offsets of layout.h) and STATE_* and FAILED_*
-// constants (of interface.py). Tests compile the very same file with a host compiler, behind a shim of the CUDA
+// Compiled at run time by NVRTC, after a preamble of MBX_* constants (offsets of layout.h) and STATE_* and FAILED_*
+// constants (of program.py). Tests compile the very same file with a host compiler, after a shim of the CUDA
 // names it uses, and run it against real servers.
 //
 // Memory. `box.base` is the segment, registered host memory: every access crosses PCIe. `box.state` is GPU
@@ -15,7 +15,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// By value at each launch; mirrored by interface.py. All words are 64 bits wide, so there is no padding.
+// By value at each launch; mirrored by program.py. All words are 64 bits wide, so there is no padding.
 struct Box {
   u8* base;
   u64* state;

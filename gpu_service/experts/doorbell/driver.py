@@ -16,7 +16,7 @@ class DriverError(RuntimeError):
 
 
 def checked(call: str, result: Any) -> Any:
-    """The values behind a call's status. Raises DriverError unless it succeeded."""
+    """The values that follow a call's status. Raises DriverError unless it succeeded."""
     status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
         raise DriverError(f"{call}: {status.name}")

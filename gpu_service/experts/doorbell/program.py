@@ -1,4 +1,7 @@
-"""What `doorbell.cu` and the host agree on: launch arguments, words in GPU memory, the layout's constants."""
+"""`doorbell.cu` as seen from the host: launch arguments, words in GPU memory, constants, and its compilation.
+
+NVRTC compiles it at the first start on a machine, which needs no compiler installed, and the result is kept.
+"""
 
 from __future__ import annotations
 

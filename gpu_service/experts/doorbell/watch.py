@@ -1,8 +1,8 @@
-"""The host's eye on a device-driven step: who is dead, and what waits too long.
+"""The host's part in a device-driven step: who is dead, what waits too long, and what went wrong.
 
 A kernel that waits can read host memory, but not file locks: it would notice a server's death only by its
-deadline. And stream memory operations have no deadline at all. This thread looks at the mailbox every few
-milliseconds while requests are open and tells the device to give up; nothing else depends on it.
+deadline. And stream memory operations have no deadline at all. The thread of `Watch` looks at the mailbox
+every few milliseconds while requests are open and makes the device give up; nothing else depends on it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def watch_deadline_ms(deadline_ms: int, is_memops: bool) -> int:
 
 
 class Watch:
-    """Armed by each step; `reason` says why the device was told to give up."""
+    """Armed by each step; `reason` says why the host made the device give up."""
 
     def __init__(self, mailbox: Mailbox, slots: range, deadline_ms: int, releases_waits: bool) -> None:
         """`releases_waits`: also end stream memory operations, which can not look around themselves."""
@@ -129,7 +129,7 @@ def failure_of(
 ) -> ExpertUnavailable | ExpertComputeFailed | None:
     """What this client, or else a peer that shares its slots, has reported; None: nothing.
 
-    `reason`: why the host told its device to give up, if it did.
+    `reason`: why the host made its device give up, if it did.
     """
     peers = (client for client in range(mailbox.geometry.num_clients) if client != mailbox.client)
     for client in (mailbox.client, *peers):

@@ -1,4 +1,7 @@
-"""Slots of one layer on the device, and the map that says which expert is in which."""
+"""The resident experts of one rank: their slots on the device, and their part of each MoE layer.
+
+`ResidentKernels` is what a device computes of them; `TorchResidentKernels` defines it and runs anywhere.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +134,6 @@ class TorchResidentKernels(ResidentKernels):
         self._geometry = geometry
 
     def cpu_ids(self, slots: LayerSlots, topk_ids: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         slot = slots.slot_of_expert[topk_ids.clamp(min=0).long()]
         return torch.where(slot >= 0, -1, topk_ids)
 
@@ -143,7 +145,6 @@ class TorchResidentKernels(ResidentKernels):
         topk_weights: torch.Tensor,
         partial: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See the base class."""
         rows_in = hidden_states.float()
         output = torch.zeros_like(rows_in)
         chosen = set(topk_ids.flatten().tolist())
@@ -154,10 +155,10 @@ class TorchResidentKernels(ResidentKernels):
             rows, choices = (topk_ids == expert).nonzero(as_tuple=True)
             activation = EXPERT_ACTIVATIONS[self._geometry.activation]
             picked = rows_in[rows]
-            neurons = activation(
+            intermediate = activation(
                 _linear(picked, gate), _linear(picked, up), self._geometry.alpha, slots.limit
             )
-            output.index_add_(0, rows, _linear(neurons, down) * topk_weights[rows, choices, None])
+            output.index_add_(0, rows, _linear(intermediate, down) * topk_weights[rows, choices, None])
         if partial is None:
             return output
         return partial.add_(output) if partial.dtype == torch.float32 else partial.float().add_(output)

@@ -104,7 +104,7 @@ def resident_bytes(
 def expert_source(
     config: MoebiusConfig, geometry: MoeGeometry, compute_dtype: torch.dtype, parallel: ParallelContext
 ) -> PackedExpertSource:
-    """Experts in the format that the configuration asks for, this rank's neurons of each."""
+    """Experts in the format that the configuration asks for, this rank's intermediate channels of each."""
     return PackedExpertSource(
         config.model.model,
         geometry,

@@ -52,7 +52,7 @@ class PanelFormat:
 
     @property
     def chunk(self) -> int:
-        """k that a tile product takes at once: within one group, and no less than tensor cores want."""
+        """k that a GEMM tile takes at once: within one group, and no less than tensor cores want."""
         return min(self.group or 64, 64)
 
 
@@ -76,11 +76,11 @@ class LayerFormat:
 
     @property
     def intermediate_size(self) -> int:
-        """Neurons of each expert held here."""
+        """Intermediate channels of each expert held here."""
         return self.layout.down.k
 
     @property
-    def neuron_columns(self) -> int:
+    def intermediate_columns(self) -> int:
         """`intermediate_size` in whole panels."""
         return self.layout.intermediate_blocks * 16
 

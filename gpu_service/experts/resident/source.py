@@ -28,7 +28,7 @@ class PackedExpert:
 
 
 class PackedExpertSource:
-    """Packs single experts, or this rank's share of their neurons; thread safe with a reader per thread."""
+    """Packs single experts, or this rank's channels of them; thread safe with a reader per thread."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class PackedExpertSource:
     def format_of(self, layer: int) -> LayerFormat:
         """How the layer's experts are packed: as its first one is stored, unless `expert_dtype` says else.
 
-        Raises CheckpointError, and UserError when the neurons can not be divided among the ranks.
+        Raises CheckpointError, and UserError when the channels can not be divided among the ranks.
         """
         if layer not in self._formats:
             found = self._checkpoint.expert(layer, 0)
@@ -77,15 +77,15 @@ class PackedExpertSource:
                 f"{kind.gate_up.name}/{kind.down.name}; requantise them with --expert-dtype"
             )
         begin, end = self._span(found)
-        neurons = slice(begin, end)
-        down = found.down.read(reader, cols=neurons)
+        channels = slice(begin, end)
+        down = found.down.read(reader, cols=channels)
         if begin > 0:
             # The ranks' outputs are summed: the bias is the first one's.
             down = replace(down, bias=None)
         packed, error, reference = _kernels.pack_expert(
             *formats,
-            found.gate.read(reader, rows=neurons),
-            found.up.read(reader, rows=neurons),
+            found.gate.read(reader, rows=channels),
+            found.up.read(reader, rows=channels),
             down,
             has_bias=kind.gate_up.bias,
         )
@@ -97,6 +97,6 @@ class PackedExpertSource:
         return self._widest if stored == "float32" else stored
 
     def _span(self, found: ExpertMatrices) -> tuple[int, int]:
-        """This rank's neurons; quantisation groups stay whole."""
+        """This rank's intermediate channels; quantisation groups stay whole."""
         size = self.geometry.moe_intermediate_size
         return rank_neurons(size, found.intermediate_multiple, self._target, *self._ranks)

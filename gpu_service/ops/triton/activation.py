@@ -60,15 +60,12 @@ def _gated(gate_up: torch.Tensor, activation: object) -> torch.Tensor:
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `ops.activation.silu_and_mul`."""
     return _gated(gate_up, _silu)
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `ops.activation.gelu_and_mul`."""
     return _gated(gate_up, _gelu)
 
 
 def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `ops.activation.gelu_tanh_and_mul`."""
     return _gated(gate_up, _gelu_tanh)

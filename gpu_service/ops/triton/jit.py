@@ -1,4 +1,4 @@
-"""`triton.jit` with a type, and sizes of launches.
+"""`triton.jit` with a type, sizes of launches, and the first of several tiles that a device can run.
 
 Kernels annotate pointers as `tl.tensor`, because the compiler reads annotations too. Arithmetic is in
 float32 whatever the tensors hold; values are rounded where the references round.

@@ -64,7 +64,6 @@ def append_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """See `ops.kv.append_kv`."""
     tokens, num_heads, head_dim = key.shape
     if key.stride(2) != 1 or value.stride(2) != 1:
         raise ValueError(f"keys and values need contiguous heads, got {key.stride()} and {value.stride()}")

@@ -1,4 +1,4 @@
-"""A product whose 8-bit weights are widened on chip: they are read once, at their stored size."""
+"""A GEMM whose 8-bit weights are widened on chip: they are read once, at their stored size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpu_service.ops.linear import GROUP
 from gpu_service.ops.triton.e4m3 import as_loadable, widened
 from gpu_service.ops.triton.jit import jit, next_power_of_2
 
-# Rows of a product: tensor cores take at least 16; more than that many are multiplied in several programs.
+# Rows of a GEMM: tensor cores take at least 16; more than that many are multiplied in several programs.
 _FEWEST_ROWS, _MOST_ROWS = 16, 64
 # Outputs of a program: narrow ones spread a decode step over all processors.
 _NARROW, _WIDE = 16, 64
@@ -63,7 +63,7 @@ def fp8_linear(
     first_column: int,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `ops.fp8_linear.fp8_linear`; sums in float32, scaled group by group."""
+    """As `ops.fp8_linear.fp8_linear`; sums in float32, scaled group by group."""
     x = hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous()
     rows, (outputs, columns) = x.shape[0], weight.shape
     result = x.new_empty((rows, outputs))

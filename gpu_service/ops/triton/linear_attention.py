@@ -51,7 +51,7 @@ def causal_conv_update_kernel(
 
 @jit
 def softplus(x: tl.tensor) -> tl.tensor:
-    """log(1 + exp(x)), exact also where exp(x) is lost beside 1."""
+    """log(1 + exp(x)), exact also where exp(x) is lost next to 1."""
     small = tl.exp(tl.minimum(x, 20.0))
     total = 1.0 + small
     lost = total - 1.0
@@ -160,7 +160,6 @@ def causal_conv_update(
     reads: torch.Tensor,
     writes: torch.Tensor,
 ) -> torch.Tensor:
-    """See `ops.causal_conv.causal_conv_update`."""
     requests, channels = rows.shape
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     if requests:
@@ -189,7 +188,6 @@ def gated_delta_update(
     reads: torch.Tensor,
     writes: torch.Tensor,
 ) -> torch.Tensor:
-    """See `ops.delta_rule.gated_delta_update`."""
     output = torch.empty(qkv.shape[0], states.shape[1], states.shape[3], dtype=qkv.dtype, device=qkv.device)
     if qkv.shape[0]:
         launch_update(qkv, a, b, a_log, dt_bias, states, reads, writes, output)
@@ -241,7 +239,6 @@ def launch_update(
 def gated_rms_norm(
     values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """See `ops.gated_norm.gated_rms_norm`."""
     tokens, heads, size = values.shape
     output = torch.empty(tokens, heads * size, dtype=values.dtype, device=values.device)
     if tokens:

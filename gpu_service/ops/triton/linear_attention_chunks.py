@@ -1,4 +1,20 @@
-"""Rows of a mixed step in tiles none of which holds rows of two requests; nothing is prepared on the host."""
+"""Linear attention of a mixed step: convolution and delta rule, all requests' rows in the same launches.
+
+Rows are cut into tiles none of which holds rows of two requests; nothing is prepared on the host. Of the
+delta rule, single tokens take one launch, chunks of several tokens two more: `prepare_kernel` computes what a
+chunk's tokens do to one another, all chunks side by side; `scan_kernel` carries each state from chunk to
+chunk. With G the sum of a chunk's log decays, S the state before it, and as in section 3.3 of the source of
+`ops.linear_attention` the inverse T of
+
+    I + strictly lower part of (beta_i exp(G_i - G_j) k_i . k_j)
+
+the first makes V = T (beta v), W = T (beta exp(G) k), P = causal part of (exp(G_i - G_j) q_i . k_j), and
+the second changes = V - W S, outputs = exp(G) q S + P changes, and of the next chunk
+S = exp(G_last) S + (exp(G_last - G) k)^T changes.
+
+GEMMs take the rows' own dtype (float32: exactly) and sum in float32, where states stay. Queries and keys
+enter them as they come: their lengths are factors of rows and columns of the results.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +33,7 @@ from gpu_service.ops.triton.linear_attention import launch_update, softplus
 def request_of_tile(tile, query_starts, num_requests, first_row, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of the rows from `first_row` on: a tile's request, and where in these rows the request's tiles begin.
 
-    Returns the last request whose first tile is not behind `tile`, by bisection, and that first tile. Request
+    Returns the last request whose first tile is not after `tile`, by bisection, and that first tile. Request
     r owns tiles from start // ROWS + r on: at least as many as it needs, because rounding down loses less
     than one tile per request. So many rows of R requests are in rows // ROWS + R tiles, some of them empty.
     """
@@ -95,7 +111,6 @@ def causal_conv_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """See `ops.causal_conv.causal_conv_extend`."""
     (num_rows, channels), num_requests = rows.shape, reads.shape[0]
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     causal_conv_extend_kernel[(-(-channels // _CHANNELS), num_row_tiles(num_rows, num_requests, _ROWS))](
@@ -235,7 +250,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
         product = tl.load(at_product, mask=held[:, None], other=0.0)
         at_output = values + row * NUM_HEADS * VALUE_DIM + (by_head * VALUE_DIM + at_value[None, :])
         wanted = tl.load(at_output, mask=in_outputs, other=0.0).to(tl.float32)
-        # All loads come first, so that products hide them.
+        # All loads come first, so that GEMMs hide them.
         at_factor = of_query + row + position
         of_output = tl.load(at_factor, mask=held, other=0.0)[:, None]
         of_change = tl.load(at_factor + kind, mask=held, other=0.0)[:, None]
@@ -254,7 +269,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
 MAX_HEAD_DIM = 128
 # One request alone should fill the device, however many columns of a state its programs carry then.
 _WANTED_PROGRAMS, _MAX_COLUMNS, _FEW_COLUMNS = 128, 64, 32
-# A product on tensor cores has at least this many of everything.
+# A GEMM on tensor cores has at least this many of everything.
 _MIN_BLOCK = 16
 
 
@@ -285,14 +300,14 @@ class _Tile(NamedTuple):
 def _tiles(dtype: torch.dtype, value_heads: int, value_dim: int, limits: DeviceLimits) -> tuple[_Tile, ...]:
     """For a type of rows and the sizes of a model, best first: it takes one variant of each kernel."""
     if dtype == torch.float32:
-        # No tensor cores: what a product takes is in registers, and as many instructions as sums.
+        # No tensor cores: what a GEMM takes is in registers, and as many instructions as sums.
         return (_Tile(_MIN_BLOCK, _MIN_BLOCK, 1, 4),)
     fitting = next_power_of_2(value_heads * value_dim // _WANTED_PROGRAMS)
     fitting = max(_MIN_BLOCK, min(fitting, _MAX_COLUMNS, next_power_of_2(value_dim)))
     few = min(fitting, _FEW_COLUMNS)
     smaller = (_Tile(CHUNK, few, 3, 8), _Tile(CHUNK, few, 2, 8), _Tile(CHUNK, few, 1, 8))
     if not limits.multiplies_from_shared_memory:
-        # Both operands of a product pass through registers: more columns would not stay in them.
+        # Both operands of a GEMM pass through registers: more columns would not stay in them.
         return *smaller, _Tile(CHUNK, _MIN_BLOCK, 1, 4)
     return _Tile(CHUNK, fitting, 3, 4), _Tile(CHUNK, fitting, 2, 4), *smaller
 
@@ -308,7 +323,7 @@ def gated_delta_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """See `ops.delta_rule.gated_delta_extend`; single tokens are one launch of the update's kernel."""
+    """As `ops.delta_rule.gated_delta_extend`; single tokens are one launch of the update's kernel."""
     num_rows, (_, heads, _, value_dim) = qkv.shape[0], states.shape
     output = torch.empty(num_rows, heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     # Each leaves the other's requests out. Both are launched in any step, so that the first one compiles all.

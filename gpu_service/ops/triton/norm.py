@@ -70,7 +70,6 @@ def fused_add_rms_norm_kernel(
 
 
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `ops.norm.rms_norm`."""
     size = hidden_states.shape[-1]
     values = hidden_states
     if values.dim() != 3 or values.stride(2) != 1:
@@ -97,7 +96,6 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> t
 def fused_add_rms_norm(
     update: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """See `ops.norm.fused_add_rms_norm`."""
     rows, size = update.shape
     output = update if update.dtype == residual.dtype else torch.empty_like(residual)
     block = next_power_of_2(size)

@@ -1,4 +1,4 @@
-"""Rotary embedding: the step's table, and rotation in place.
+"""Rotary embedding: the step's table, and rotation in place, alone or with the norm of queries and keys.
 
 The two elements of pair j are `j * step` and `j * step + distance`: (1, rotary_dim / 2) for half-split
 pairs, (2, 1) for interleaved ones. A thread owns both, so that rotating in place is safe.
@@ -88,7 +88,6 @@ def rope_table(
     interleaved: bool,
     attention_factor: float = 1.0,
 ) -> RopeTable:
-    """See `ops.rope.rope_table`."""
     tokens, num_pairs = positions.shape[0], frequencies.shape[0]
     by_pair = pair_positions(positions).expand(-1, num_pairs)
     cos = torch.empty(tokens, 1, 2 * num_pairs, dtype=dtype, device=positions.device)
@@ -116,7 +115,6 @@ def heads_per_program(tokens: int) -> int:
 
 
 def apply_rope(heads: torch.Tensor, table: RopeTable) -> torch.Tensor:
-    """See `ops.rope.apply_rope`."""
     tokens, num_heads, _ = heads.shape
     if heads.stride(2) != 1:
         raise ValueError(f"rotary embedding needs contiguous heads, got strides {heads.stride()}")
@@ -222,7 +220,6 @@ def qk_norm_rope(
     num_heads: int,
     table: RopeTable,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.rope.qk_norm_rope`."""
     tokens, total, head_dim = heads.shape
     if heads.stride(2) != 1:
         raise ValueError(f"qk-norm and rotary embedding need contiguous heads, got strides {heads.stride()}")

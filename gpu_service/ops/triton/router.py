@@ -145,7 +145,6 @@ def route(
     config: RouterConfig,
     valid_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.router.route`."""
     logits = router_logits if router_logits.stride(-1) == 1 else router_logits.contiguous()
     tokens, num_experts = logits.shape
     shape, device = (tokens, config.top_k), logits.device

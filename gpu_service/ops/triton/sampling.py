@@ -59,7 +59,7 @@ def join_chunks_kernel(
 
 
 def argmax_and_finite(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.sampling.argmax_and_finite`; the lowest id wins a tie."""
+    """As `ops.sampling.argmax_and_finite`; the lowest id wins a tie."""
     values = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, size = values.shape
     num_chunks = -(-size // _CHUNK)

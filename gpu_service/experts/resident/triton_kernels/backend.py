@@ -26,7 +26,6 @@ class TritonResidentKernels(ResidentKernels):
         self._few_rows = few_rows
 
     def cpu_ids(self, slots: LayerSlots, topk_ids: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         output, count = torch.empty_like(topk_ids), topk_ids.numel()
         if count:
             grid = (-(-count // _IDS_BLOCK),)
@@ -43,7 +42,6 @@ class TritonResidentKernels(ResidentKernels):
         topk_weights: torch.Tensor,
         partial: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See the base class."""
         num_rows, hidden = hidden_states.shape
         in_place = partial is not None and partial.dtype == torch.float32
         result = partial if in_place else hidden_states.new_empty((num_rows, hidden), dtype=torch.float32)
@@ -52,10 +50,10 @@ class TritonResidentKernels(ResidentKernels):
             return result
         hidden_states, topk_ids = hidden_states.contiguous(), topk_ids.contiguous()
         pairs = topk_ids.numel()
-        neurons = hidden_states.new_empty((pairs, slots.kind.neuron_columns))
+        intermediate = hidden_states.new_empty((pairs, slots.kind.intermediate_columns))
         outputs = hidden_states.new_empty((pairs, hidden), dtype=torch.float32)
         if num_rows <= self._few_rows:
-            self._by_rows(slots, hidden_states, topk_ids, neurons, outputs)
+            self._by_rows(slots, hidden_states, topk_ids, intermediate, outputs)
         else:
             tile = launch.tile(pairs, self._geometry.num_experts)
             launch_fitting(
@@ -63,7 +61,7 @@ class TritonResidentKernels(ResidentKernels):
                 (tile, slots.kind, hidden_states.dtype),
                 hidden_states.device,
                 launch.with_smaller(tile),
-                functools.partial(self._by_tiles, slots, hidden_states, topk_ids, neurons, outputs),
+                functools.partial(self._by_tiles, slots, hidden_states, topk_ids, intermediate, outputs),
             )
         block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
         routing.combine[(num_rows, -(-hidden // block))](
@@ -81,7 +79,7 @@ class TritonResidentKernels(ResidentKernels):
         return result
 
     def warm_up(self, slots: LayerSlots, max_rows: int, dtype: torch.dtype) -> None:
-        """See the base class: a call for each kind of tile, and one for few rows. No id is chosen."""
+        """A call for each kind of tile, and one for few rows. No id is chosen."""
         geometry, device = self._geometry, slots.weights.device
         for rows_ in launch.sizes_to_warm_up(geometry.num_experts, geometry.top_k, self._few_rows, max_rows):
             ids = torch.full((rows_, geometry.top_k), -1, dtype=torch.int32, device=device)
@@ -95,7 +93,7 @@ class TritonResidentKernels(ResidentKernels):
         slots: LayerSlots,
         hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
-        neurons: torch.Tensor,
+        intermediate: torch.Tensor,
         outputs: torch.Tensor,
     ) -> None:
         kind, pairs = slots.kind, topk_ids.numel()
@@ -108,19 +106,19 @@ class TritonResidentKernels(ResidentKernels):
             gate_up.floats,
             topk_ids,
             slots.slot_of_expert,
-            neurons,
+            intermediate,
             self._geometry.alpha,
             slots.limit,
             TOP_K=topk_ids.shape[1],
             EXPERT_BYTES=kind.expert_bytes,
-            NEURON_COLUMNS=kind.neuron_columns,
+            INTERMEDIATE_COLUMNS=kind.intermediate_columns,
             PANEL=kind.gate_up,
             ACTIVATION=self._geometry.activation,
             LINES=launch.lines(kind.gate_up),
             num_warps=launch.warps(launch.lines(kind.gate_up)),
         )
         gemm.down_rows[(pairs, kind.layout.down_panels)](
-            neurons,
+            intermediate,
             down.words,
             down.scales,
             down.bytes,
@@ -131,7 +129,7 @@ class TritonResidentKernels(ResidentKernels):
             EXPERT_BYTES=kind.expert_bytes,
             DOWN_AT=kind.layout.down_offset,
             HIDDEN=kind.hidden_size,
-            NEURON_COLUMNS=kind.neuron_columns,
+            INTERMEDIATE_COLUMNS=kind.intermediate_columns,
             PANEL=kind.down,
             LINES=launch.lines(kind.down),
             UNROLLED=launch.UNROLLED,
@@ -143,7 +141,7 @@ class TritonResidentKernels(ResidentKernels):
         slots: LayerSlots,
         hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
-        neurons: torch.Tensor,
+        intermediate: torch.Tensor,
         outputs: torch.Tensor,
         tile: launch.Tile,
     ) -> None:
@@ -151,7 +149,7 @@ class TritonResidentKernels(ResidentKernels):
         gate_up, down = slots.gate_up, slots.down
         pairs, block_slots = align(slots, topk_ids, tile.rows)
         type_, precision = launch.multiplies_in(kind.gate_up, hidden_states.dtype)
-        gemm.gate_up_tiles[(block_slots.shape[0], -(-kind.neuron_columns // tile.columns))](
+        gemm.gate_up_tiles[(block_slots.shape[0], -(-kind.intermediate_columns // tile.columns))](
             hidden_states,
             gate_up.words,
             gate_up.scales,
@@ -159,13 +157,13 @@ class TritonResidentKernels(ResidentKernels):
             gate_up.floats,
             pairs,
             block_slots,
-            neurons,
+            intermediate,
             count,
             self._geometry.alpha,
             slots.limit,
             TOP_K=topk_ids.shape[1],
             EXPERT_BYTES=kind.expert_bytes,
-            NEURON_COLUMNS=kind.neuron_columns,
+            INTERMEDIATE_COLUMNS=kind.intermediate_columns,
             PANEL=kind.gate_up,
             ACTIVATION=self._geometry.activation,
             M=tile.rows,
@@ -176,7 +174,7 @@ class TritonResidentKernels(ResidentKernels):
         )
         type_, precision = launch.multiplies_in(kind.down, hidden_states.dtype)
         gemm.down_tiles[(block_slots.shape[0], -(-kind.hidden_size // tile.columns))](
-            neurons,
+            intermediate,
             down.words,
             down.scales,
             down.bytes,
@@ -188,7 +186,7 @@ class TritonResidentKernels(ResidentKernels):
             EXPERT_BYTES=kind.expert_bytes,
             DOWN_AT=kind.layout.down_offset,
             HIDDEN=kind.hidden_size,
-            NEURON_COLUMNS=kind.neuron_columns,
+            INTERMEDIATE_COLUMNS=kind.intermediate_columns,
             PANEL=kind.down,
             M=tile.rows,
             N=tile.columns,

@@ -1,7 +1,16 @@
-"""Elements, scales and columns of packed panels in registers; `PANEL` is a `PanelFormat`.
+"""GEMMs of rows with packed experts: panels are dequantised in registers; `PANEL` is a `PanelFormat`.
 
 Whole numbers become floats by setting them into the mantissa of a float whose exponent is known, and small
 floats by shifting their bits into place and multiplying by a power of two: both exact, both of full rate.
+
+Few rows (`gate_up_rows`, `down_rows`): one program multiplies one row with one panel, or a pair of them, of
+one chosen expert. Reading weights is all that counts: every word is loaded once, in whole lines. A program
+has fewer lines than threads (`launch.lines`): then the compiler loads the row where it is used, without
+exchanges in between. Programs of an expert that is not in a slot end at once.
+
+Many rows (`gate_up_tiles`, `down_tiles`): tiles on tensor cores over blocks of pairs that share an expert.
+Codes are multiplied as they are, which bfloat16 holds exactly, and group scales are applied to the sums of
+each group in float32.
 """
 
 from __future__ import annotations
@@ -153,11 +162,11 @@ def finish(result, floats, panel, PANEL: tl.constexpr):  # type: ignore[no-untyp
 
 @jit
 def gate_up_rows(  # type: ignore[no-untyped-def]
-    x, words, scales, bytes_, floats, ids, slot_of_expert, neurons, alpha, limit,
-    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, NEURON_COLUMNS: tl.constexpr, PANEL: tl.constexpr,
+    x, words, scales, bytes_, floats, ids, slot_of_expert, intermediate, alpha, limit,
+    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr,
     ACTIVATION: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Program (pair, block of 16 neurons): neurons [pairs, NEURON_COLUMNS] of a pair's expert."""
+    """Program (pair, block of 16 channels): intermediate [pairs, INTERMEDIATE_COLUMNS] of a pair's expert."""
     pair, block = tl.program_id(0), tl.program_id(1)
     slot = slot_of(ids, slot_of_expert, pair)
     if slot < 0:
@@ -175,14 +184,15 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
     g = finish(tl.sum(g, 0), floats, gate, PANEL)
     u = finish(tl.sum(u, 0), floats, up, PANEL)
     value = activate(g, u, alpha, limit, ACTIVATION)
-    target = neurons + pair * NEURON_COLUMNS + block * 16 + tl.arange(0, 16)
-    tl.store(target, value.to(neurons.dtype.element_ty))
+    target = intermediate + pair * INTERMEDIATE_COLUMNS + block * 16 + tl.arange(0, 16)
+    tl.store(target, value.to(intermediate.dtype.element_ty))
 
 
 @jit
 def down_rows(  # type: ignore[no-untyped-def]
-    neurons, words, scales, bytes_, floats, ids, slot_of_expert, outputs,
-    EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr, NEURON_COLUMNS: tl.constexpr,
+    intermediate, words, scales, bytes_, floats, ids, slot_of_expert, outputs,
+    EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr,
+    INTERMEDIATE_COLUMNS: tl.constexpr,
     PANEL: tl.constexpr, LINES: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, block of 16 columns): outputs float32 [pairs, HIDDEN], not yet weighted."""
@@ -191,7 +201,7 @@ def down_rows(  # type: ignore[no-untyped-def]
     if slot < 0:
         return
     panel = slot.to(tl.int64) * EXPERT_BYTES + DOWN_AT + block * PANEL.panel_bytes
-    row = neurons + pair * NEURON_COLUMNS
+    row = intermediate + pair * INTERMEDIATE_COLUMNS
     num_lines: tl.constexpr = PANEL.k_padded * PANEL.bits // 32
     total = tl.zeros([LINES, 16], tl.float32)
     if num_lines <= UNROLLED * LINES:
@@ -266,20 +276,20 @@ def finish_tile(total, floats, panel, column, PANEL: tl.constexpr):  # type: ign
 
 @jit_for_any("count")
 def gate_up_tiles(  # type: ignore[no-untyped-def]
-    x, words, scales, bytes_, floats, pairs, block_slots, neurons, count, alpha, limit,
-    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, NEURON_COLUMNS: tl.constexpr, PANEL: tl.constexpr,
+    x, words, scales, bytes_, floats, pairs, block_slots, intermediate, count, alpha, limit,
+    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr,
     ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of M pairs, N neurons): neurons [pairs, NEURON_COLUMNS]."""
+    """Program (block of M pairs, N intermediate channels): intermediate [pairs, INTERMEDIATE_COLUMNS]."""
     slot = tl.load(block_slots + tl.program_id(0))
     if slot < 0:
         return
     pair = tl.load(pairs + tl.program_id(0) * M + tl.arange(0, M))
     held = pair < count
-    neuron = tl.program_id(1) * N + tl.arange(0, N)
-    inside = neuron < NEURON_COLUMNS
+    channel = tl.program_id(1) * N + tl.arange(0, N)
+    inside = channel < INTERMEDIATE_COLUMNS
     # Programs past the last panel compute the last one again and store nothing.
-    block, column = tl.minimum(neuron // 16, NEURON_COLUMNS // 16 - 1), neuron % 16
+    block, column = tl.minimum(channel // 16, INTERMEDIATE_COLUMNS // 16 - 1), channel % 16
     gate = slot.to(tl.int64) * EXPERT_BYTES + block * (2 * PANEL.panel_bytes)
     up = gate + PANEL.panel_bytes
     row = (pair // TOP_K).to(tl.int64) * PANEL.k
@@ -294,14 +304,15 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
     g = finish_tile(g, floats, gate, column, PANEL)
     u = finish_tile(u, floats, up, column, PANEL)
     value = activate(g, u, alpha, limit, ACTIVATION)
-    target = neurons + pair.to(tl.int64)[:, None] * NEURON_COLUMNS + neuron[None, :]
-    tl.store(target, value.to(neurons.dtype.element_ty), mask=held[:, None] & inside[None, :])
+    target = intermediate + pair.to(tl.int64)[:, None] * INTERMEDIATE_COLUMNS + channel[None, :]
+    tl.store(target, value.to(intermediate.dtype.element_ty), mask=held[:, None] & inside[None, :])
 
 
 @jit_for_any("count")
 def down_tiles(  # type: ignore[no-untyped-def]
-    neurons, words, scales, bytes_, floats, pairs, block_slots, outputs, count,
-    EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr, NEURON_COLUMNS: tl.constexpr,
+    intermediate, words, scales, bytes_, floats, pairs, block_slots, outputs, count,
+    EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr,
+    INTERMEDIATE_COLUMNS: tl.constexpr,
     PANEL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (block of M pairs, N columns): outputs float32 [pairs, HIDDEN], not yet weighted."""
@@ -313,12 +324,12 @@ def down_tiles(  # type: ignore[no-untyped-def]
     feature = tl.program_id(1) * N + tl.arange(0, N)
     block, column = tl.minimum(feature // 16, (HIDDEN - 1) // 16), feature % 16
     panel = slot.to(tl.int64) * EXPERT_BYTES + DOWN_AT + block * PANEL.panel_bytes
-    row = pair.to(tl.int64) * NEURON_COLUMNS
+    row = pair.to(tl.int64) * INTERMEDIATE_COLUMNS
     total = tl.zeros([M, N], tl.float32)
     for begin in range(0, PANEL.k, PANEL.chunk):
         k = begin + tl.arange(0, PANEL.chunk)
         wanted = held[:, None] & (k < PANEL.k)[None, :]
-        rows = tl.load(neurons + row[:, None] + k[None, :], mask=wanted, other=0.0).to(TYPE)
+        rows = tl.load(intermediate + row[:, None] + k[None, :], mask=wanted, other=0.0).to(TYPE)
         total = add_product(total, rows, words, scales, bytes_, panel, column, begin, PANEL, TYPE, PRECISION)
     total = finish_tile(total, floats, panel, column, PANEL)
     target = outputs + pair.to(tl.int64)[:, None] * HIDDEN + feature[None, :]

@@ -15,7 +15,7 @@ FEW_ROWS = 8
 # Lines of 64 bytes that a program of the row kernels loads at once.
 MAX_LINES = 128
 # Times that a program of the down product loads lines without a loop. Written out for the 45 times that 2880
-# neurons need, a kernel would take a minute to compile.
+# intermediate channels need, a kernel would take a minute to compile.
 UNROLLED = 8
 # Elements that tensor cores multiply exactly in bfloat16.
 _EXACT_IN_BFLOAT16 = frozenset({"bfloat16", "float8", "int8", "int4", "float4"})

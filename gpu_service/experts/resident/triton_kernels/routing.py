@@ -1,6 +1,6 @@
 """Which (row, choice) pairs belong to which slot, and the sum of a row's choices.
 
-`align` orders pairs by slot and pads each slot's to whole blocks of BLOCK pairs, so that a tile product reads
+`align` orders pairs by slot and pads each slot's to whole blocks of BLOCK pairs, so that a GEMM tile reads
 one expert only. Everything stays on the device and has a size known on the host; the order of a slot's pairs
 is theirs, so results do not depend on timing.
 """
