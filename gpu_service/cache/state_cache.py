@@ -47,11 +47,14 @@ class StateCache:
         return sum(tensor.nbytes for tensor in (*self._conv, *self._recurrent))
 
     def conv(self, layer: int) -> torch.Tensor:
-        """Of the layer's convolution; `layer` counts the linear-attention layers."""
+        """Inputs of the layer's convolution, `[num_slots + 1, conv_width - 1, conv_size]`.
+
+        `layer` counts the linear-attention layers.
+        """
         return self._conv[layer]
 
     def recurrent(self, layer: int) -> torch.Tensor:
-        """Of the layer's recurrence."""
+        """The layer's recurrent states, float32 `[num_slots + 1, heads, key_head_dim, value_head_dim]`."""
         return self._recurrent[layer]
 
 

@@ -253,7 +253,7 @@ class StepPlan(ForwardInputs):
 
     @property
     def num_requests(self) -> int:
-        """R."""
+        """R, the requests of the step."""
         return len(self.seq_lens)
 
     @property

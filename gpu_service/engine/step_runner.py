@@ -29,7 +29,7 @@ class DeviceLost(RuntimeError):
 
 
 class Pending(ABC, Generic[Result]):
-    """Something launched that has not ended, or has."""
+    """The result of something launched, which may not have ended yet."""
 
     @abstractmethod
     def wait(self) -> Result:

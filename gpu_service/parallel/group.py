@@ -94,7 +94,7 @@ class SoloGroup(RankGroup):
         return value
 
     def fail(self, reason: str) -> None:
-        """Nobody else is concerned."""
+        """Raises RuntimeError: there is no other rank to end."""
         raise RuntimeError(reason)
 
     def close(self) -> None:

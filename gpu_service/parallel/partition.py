@@ -25,7 +25,7 @@ class ShardRange:
 
     @staticmethod
     def whole(total: int) -> ShardRange:
-        """All of it."""
+        """The whole dimension."""
         return ShardRange(0, total, total)
 
     @property
@@ -44,7 +44,7 @@ class ShardRange:
 
     @property
     def slice(self) -> slice:
-        """For indexing."""
+        """The range as a slice of the dimension."""
         return slice(self.begin, self.end)
 
 
