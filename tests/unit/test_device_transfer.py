@@ -15,7 +15,7 @@ from gpu_service.device.stream import (
     packed_offsets,
     packed_views,
 )
-from gpu_service.engine.sampling_plan import build_sampling_plan
+from gpu_service.engine.sampler import build_sampling_plan
 from gpu_service.engine.step import tensors_of, with_tensors
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
