@@ -81,7 +81,7 @@ class SliceRequest:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlice:
-    """Experts [expert_begin, expert_end), of each the neurons [intermediate_begin, intermediate_end)."""
+    """Experts [expert_begin, expert_end), and of each its channels [intermediate_begin, intermediate_end)."""
 
     expert_begin: int
     expert_end: int
@@ -95,7 +95,7 @@ class ExpertSlice:
 
     @property
     def intermediate_size(self) -> int:
-        """Neurons of each expert held here."""
+        """Intermediate channels of each expert held here."""
         return self.intermediate_end - self.intermediate_begin
 
     def held(self, resident: Collection[int]) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class ExpertSlice:
 
 
 def plan_slice(model: MoeGeometry, request: SliceRequest, group: int = 1) -> ExpertSlice:
-    """The slice of `request.split_index`; `group` neurons share scales and stay together.
+    """The slice of `request.split_index`; `group` intermediate channels share scales and stay together.
 
     Raises ValueError naming the setting.
     """
@@ -124,22 +124,24 @@ def plan_slice(model: MoeGeometry, request: SliceRequest, group: int = 1) -> Exp
 
 
 def _multiple(model: MoeGeometry, servers: int, group: int) -> int:
-    """Where neurons may be divided. Raises ValueError when groups would have to be cut."""
+    """Where intermediate channels may be divided. Raises ValueError when groups would have to be cut."""
     size = model.moe_intermediate_size
     if group > 1 and servers > 1 and size // group < servers:
         raise ValueError(
-            f"split_count is {servers}, but the {size} neurons of an expert are quantised in groups of "
-            f"{group} that can not be divided: allowed are at most {max(1, size // group)} servers, "
-            "or expert_split 'expert'"
+            f"split_count is {servers}, but the {size} intermediate channels of an expert are quantised in "
+            f"groups of {group} that can not be divided: allowed are at most {max(1, size // group)} "
+            "servers, or expert_split 'expert'"
         )
     wanted = math.lcm(INTERMEDIATE_MULTIPLE, group)
     return wanted if size // wanted >= servers else group
 
 
-def rank_neurons(size: int, group: int, packed: str | None, rank: int, count: int) -> tuple[int, int]:
-    """Neurons `[begin, end)` that a tensor-parallel rank holds of a resident expert of `size` neurons.
+def rank_intermediate_range(
+    size: int, group: int, packed: str | None, rank: int, count: int
+) -> tuple[int, int]:
+    """Intermediate channels `[begin, end)` of `size` that a tensor-parallel rank holds of a resident expert.
 
-    `group` neurons share scales and stay together, also those of `packed`, the format it is requantised to.
+    `group` channels share scales and stay together, also those of `packed`, the format it is requantised to.
     Raises UserError when there are more ranks than groups.
     """
     if count == 1:
@@ -148,8 +150,9 @@ def rank_neurons(size: int, group: int, packed: str | None, rank: int, count: in
         group = math.lcm(group, 32)
     if size // group < count:
         raise UserError(
-            f"tensor_parallel_size is {count}, but the {size} neurons of an expert are quantised in "
-            f"groups of {group} that stay whole: at most {max(1, size // group)} ranks are possible"
+            f"tensor_parallel_size is {count}, but the {size} intermediate channels of an expert are "
+            f"quantised in groups of {group} that stay whole: at most {max(1, size // group)} ranks are "
+            "possible"
         )
     wanted = math.lcm(INTERMEDIATE_MULTIPLE, group)
     return split_bounds(size, (1,) * count, wanted if size // wanted >= count else group)[rank]

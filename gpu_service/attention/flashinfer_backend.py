@@ -44,7 +44,7 @@ _SCALAR_GROUPS = (1, 2, 3)
 
 
 class FlashInferAttention(AttentionBackend):
-    """See the module's docstring.
+    """One FlashInfer wrapper for each kind of step, as in the table above.
 
     `deterministic` keeps every request's keys in one piece; `chunk_kernels` is "fa2" or "fa3" (Hopper);
     `events` makes what `torch.cuda.Event` makes, for tests.
@@ -183,7 +183,7 @@ class FlashInferAttention(AttentionBackend):
         return not self.kv_cache.is_quantised and list(new) == inputs.seq_lens
 
     def _new_captured(self, num_requests: int, max_pages: int) -> Any:
-        """A wrapper whose buffers a graph may hold."""
+        """A decode wrapper for batches of this size; its buffers keep their memory, as a graph needs."""
         device = self.kv_cache.device
 
         def buffer(size: int) -> torch.Tensor:

@@ -114,7 +114,7 @@ class Event(Protocol):
     """The part of `torch.cuda.Event` that is used."""
 
     def record(self) -> None:
-        """After what the current stream holds."""
+        """Mark the current end of the work queued on the current stream."""
 
     def synchronize(self) -> None:
         """Blocks until the recorded point has passed; at once if nothing was recorded."""

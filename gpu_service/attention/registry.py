@@ -138,7 +138,7 @@ def _entry(entries: dict[str, BackendEntry], name: str) -> BackendEntry:
 def _try_make(
     entry: BackendEntry, config: Any, cache: Any, device: torch.device, try_out: TryOut | None
 ) -> tuple[Any, str]:
-    """The backend, or None and why not."""
+    """The backend this entry makes, or None and why it can not be used here."""
     reason = entry.missing(device)
     if reason:
         return None, reason
@@ -212,7 +212,7 @@ def make_mla_attention(
     name: str = "auto",
     try_out: TryOut | None = None,
 ) -> MlaAttentionBackend:
-    """As `attention.registry.make_attention`."""
+    """The latent backend for a rank's sizes and its cache; arguments and errors as `make_attention`."""
     chosen: MlaAttentionBackend = choose_backend(
         MLA_BACKENDS, dimensions, cache, torch.device(device), name, try_out
     )

@@ -21,7 +21,7 @@ _cuda: Any = torch.cuda
 
 
 class DeviceEvent(ABC):
-    """A point in a stream."""
+    """A point in a stream's order of work, which hosts and other streams can wait for."""
 
     @abstractmethod
     def query(self) -> bool:

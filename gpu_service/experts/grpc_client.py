@@ -246,7 +246,7 @@ def _health_problem(channel: grpc.Channel, deadline: float) -> str | None:
 
 
 def _ask_health(channel: grpc.Channel, deadline: float) -> Any:
-    """A call under way."""
+    """Starts a health check of the server; `_health_answer` takes its result."""
     make_stub: Callable[[grpc.Channel], Any] = health_pb2_grpc.HealthStub
     timeout_s = min(_PROBE_S, max(_POLL_S, deadline - time.monotonic()))
     request = health_pb2.HealthCheckRequest(service=SERVICE)
@@ -265,7 +265,7 @@ def _health_answer(call: Any) -> str | None:
 
 
 def _records(rows: int) -> list[slice]:
-    """Which rows go in which record."""
+    """Rows of each record of a ticket: at most MOST_GRPC_ROWS in one."""
     starts = range(0, rows, MOST_GRPC_ROWS)
     return [slice(start, min(start + MOST_GRPC_ROWS, rows)) for start in starts]
 

@@ -67,7 +67,7 @@ class _Linear:
         return functional.linear(rows, self.weight, self.bias)
 
     def rows(self, begin: int, end: int) -> _Linear:
-        """Some of the outputs."""
+        """The layer that computes outputs [begin, end) only."""
         return _Linear(self.weight[begin:end], None if self.bias is None else self.bias[begin:end])
 
     def columns(self, begin: int, end: int) -> _Linear:
@@ -171,10 +171,10 @@ class LocalExpertClient(ExpertClient):
         return _Linear(torch.from_numpy(weight), bias)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Always ready."""
+        """Returns at once: the weights are read when they are first used."""
 
     def recover(self, timeout_s: float) -> None:
-        """Nothing can be lost."""
+        """Returns at once: no server can be lost."""
 
     def stats(self) -> ExpertClientStats:
         return self._stats

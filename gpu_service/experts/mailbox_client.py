@@ -218,5 +218,5 @@ class MailboxExpertClient(ExpertClient):
 
 
 def _address(tensor: torch.Tensor, row: int) -> int:
-    """Of one row of a contiguous matrix."""
+    """Address of one row of a contiguous matrix, for the C++ side."""
     return tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()

@@ -47,7 +47,7 @@ class Newcomers:
         )
 
     def arrived(self, present: Sequence[int]) -> None:
-        """These processes are ready now."""
+        """`present`: the number of each server's process that is ready now, in server order."""
         self._present = list(present)
 
     def unconfirmed(self) -> tuple[int, ...]:
@@ -56,11 +56,11 @@ class Newcomers:
         return tuple(server for server, (now, then) in pairs if now != then)
 
     def confirm(self) -> None:
-        """All that are present compute what they should."""
+        """Takes all processes that are present as checked."""
         self._confirmed = list(self._present)
 
     def process(self, server: int) -> int:
-        """The number of the process that is present."""
+        """The number (generation or instance) of a server's present process."""
         return self._present[server]
 
 

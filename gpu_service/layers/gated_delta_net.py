@@ -42,7 +42,7 @@ class StepSequences:
         self._latest: tuple[ForwardInputs, Sequences] | None = None
 
     def of(self, inputs: ForwardInputs) -> Sequences:
-        """All requests of the step, in order."""
+        """The requests of a step, in order; found by the first layer that asks and kept for the others."""
         if self._latest is None or self._latest[0] is not inputs:
             self._latest = inputs, make_sequences(inputs.query_start_loc, inputs.query_start_loc_tensor)
         return self._latest[1]
@@ -135,7 +135,7 @@ class ConvWeight(nn.Module):
     """Weights of a causal convolution; loaded whole, because a rank's channels do not lie together."""
 
     def __init__(self, linear: LinearAttentionConfig, keys: ShardRange, *, dtype: torch.dtype) -> None:
-        """Of the channels of these key heads."""
+        """`keys`: the rank's key heads, whose channels `pack` keeps."""
         super().__init__()
         self.weight = empty_parameter(linear.conv_size, 1, linear.conv_width, dtype=dtype)
         self._channels = channels_of(linear, keys)

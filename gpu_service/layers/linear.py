@@ -41,7 +41,7 @@ class Divided(Protocol):
     """A module whose parameters are not simply the checkpoint's tensors of the same names."""
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """What fills its parameters."""
+        """The parts of checkpoint tensors that fill this module's parameters, one after the other."""
 
 
 @runtime_checkable
@@ -85,7 +85,7 @@ class Linear(nn.Module):
             yield CheckpointPart("", "bias", ShardRange.whole(rows), None)
 
     def keep_fp8(self, first_column: int) -> None:
-        """Hold the weight as `ops.fp8_linear` takes it; called by the loader before values are there."""
+        """Hold the weight as `ops.linear.fp8_linear` takes it; the loader calls this before filling it."""
         rows, columns = self.weight.shape
         groups = -(-(first_column + columns) // GROUP)
         self.weight = empty_parameter(rows, columns, dtype=torch.float8_e4m3fn)

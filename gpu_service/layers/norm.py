@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         return fused_add_rms_norm(update, residual, self.weight, self.eps)
 
 
-class CenteredRMSNorm(RMSNorm):
+class OnePlusWeightRMSNorm(RMSNorm):
     """The norm of families whose checkpoints hold `weight - 1`: it multiplies by 1 + what was stored.
 
     The one is added once, by `pack`, so that every implementation of the op serves both norms. The sum is
@@ -50,7 +50,7 @@ class CenteredRMSNorm(RMSNorm):
 
 def make_norm(config: ModelConfig, size: int, *, dtype: torch.dtype) -> RMSNorm:
     """The norm that the model's layers and heads have, over `size` elements."""
-    kind = CenteredRMSNorm if config.centered_norms else RMSNorm
+    kind = OnePlusWeightRMSNorm if config.one_plus_weight_norms else RMSNorm
     return kind(size, config.rms_norm_eps, dtype=dtype)
 
 

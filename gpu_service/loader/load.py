@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from gpu_service.loader.names import Target, expected_names, wanted_name
@@ -22,6 +21,7 @@ from gpu_service.loader.sources import (
     PlainSource,
     QuantisedSource,
     WeightSource,
+    as_torch,
     keep_stored_fp8,
 )
 from gpu_service.models.common import CausalLM
@@ -32,7 +32,7 @@ from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.matrix_finder import MatrixFinder, is_ignored, side_name
 from moebius.checkpoint.quantisation import read_schemes
-from moebius.checkpoint.reader import Array, SliceReader, read_slice
+from moebius.checkpoint.reader import SliceReader, read_slice
 from moebius.checkpoint.stored_values import check_values
 from moebius.checkpoint.weight_schemes import FLOATS, WeightScheme
 from moebius.config import ModelConfigSection
@@ -160,7 +160,7 @@ def load_tower(tower: VisionTower, directory: str | Path, model_type: str) -> No
     with SliceReader() as reader:
         for name, info in located:
             array = reader.read(info)
-            for parameter, values in tower.parts(name, _as_torch(array, info.dtype)):
+            for parameter, values in tower.parts(name, as_torch(array, info.dtype)):
                 rounded = tensors[parameter].dtype == torch.bfloat16
                 check_values(array, info.dtype, info.name, rounded)
                 tensors[parameter].data.copy_(values)
@@ -200,20 +200,13 @@ def check_tower(
 def _parts(
     tower: VisionTower, name: str, info: TensorInfo, directory: str | Path
 ) -> list[tuple[str, torch.Tensor]]:
-    """Without memory."""
+    """The tower's parameters that a tensor fills, as tensors without memory. Raises CheckpointError."""
     try:
         return list(tower.parts(name, torch.empty(info.shape, device="meta")))
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{directory}: vision tensor {info.name} of shape {list(info.shape)} can not be divided: {error}"
         ) from error
-
-
-def _as_torch(array: Array, dtype: str) -> torch.Tensor:
-    if dtype == "BF16":
-        # torch reinterprets signed integers; numpy has no bfloat16.
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 def load_weights(model: CausalLM, directory: str | Path, *, keep_fp8: bool = False) -> None:
@@ -250,7 +243,7 @@ def check_weights(config: ModelConfig, directory: str | Path) -> None:
 def _find(
     model: CausalLM, directory: str | Path, keep_fp8: bool
 ) -> tuple[dict[str, Target], dict[str, WeightSource]]:
-    """What fills which parameter."""
+    """Every parameter's target and the source of its values, by canonical name. Raises CheckpointError."""
     index = open_index(directory)
     expected = expected_names(model)
     sources = find_sources(index.directory, _present(index, model), expected, read_schemes(directory))

@@ -57,6 +57,14 @@ class WeightSource(Protocol):
         """
 
 
+def as_torch(array: Array, dtype: str) -> torch.Tensor:
+    """The same memory as a tensor; `dtype` is that of a float tensor in the checkpoint."""
+    if dtype == "BF16":
+        # torch reinterprets signed integers; numpy has no bfloat16.
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
 def target_rows(target: Target, parameter: str, device: torch.device) -> torch.Tensor:
     """The rows that a target fills of a parameter of its module."""
     found = target.module.get_parameter(parameter)
@@ -71,7 +79,7 @@ def target_rows(target: Target, parameter: str, device: torch.device) -> torch.T
 
 @dataclass(frozen=True, slots=True)
 class PlainSource:
-    """A tensor of floats."""
+    """A tensor stored as floats, converted to the parameter's dtype."""
 
     info: TensorInfo
 
@@ -83,13 +91,7 @@ class PlainSource:
             end = min(begin + step, last)
             array = context.reader.read_slice(self.info, slice(begin, end), picked)
             check_values(array, self.info.dtype, self.info.name, output.dtype == torch.bfloat16)
-            output[begin - first : end - first].copy_(self._as_torch(array))
-
-    def _as_torch(self, array: Array) -> torch.Tensor:
-        if self.info.dtype == "BF16":
-            # torch reinterprets signed integers; numpy has no bfloat16.
-            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(array)
+            output[begin - first : end - first].copy_(as_torch(array, self.info.dtype))
 
     def _step(self, num_rows: int) -> int:
         """Rows that are read at once: all, unless the values have to be computed."""
@@ -175,12 +177,12 @@ def keep_stored_fp8(expected: Mapping[str, Target], sources: dict[str, WeightSou
 
 @dataclass(frozen=True, slots=True)
 class Fp8Source:
-    """A matrix whose codes and scales are kept: see `ops.fp8_linear`."""
+    """A matrix whose codes and scales are kept: see `ops.linear.fp8_linear`."""
 
     matrix: StoredMatrix
 
     def fill(self, target: Target, context: LoadContext, device: torch.device) -> None:
-        """Fills both parameters of the module."""
+        """Writes codes and scales, both parameters of the `Linear`."""
         weight, scales = (target_rows(target, name, device) for name in (_WEIGHT, _SCALES))
         if not len(weight):
             return

@@ -105,7 +105,7 @@ def install_tables(
 
 
 def uninstall(device_type: str) -> None:
-    """The references again."""
+    """Make every op run its torch reference on this device type again."""
     for op in OPS:
         op.use(device_type, None)
 

@@ -118,7 +118,7 @@ def apply_rope(heads: torch.Tensor, table: RopeTable) -> torch.Tensor:
 
 
 def can_truncate(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> bool:
-    """Dense float32 rows."""
+    """Whether the rows are dense float32."""
     return (
         probabilities.dtype == torch.float32 and probabilities.is_contiguous() and probabilities.numel() > 0
     )
@@ -156,7 +156,7 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> t
 
 
 def can_rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
-    """Rows, or heads in rows."""
+    """Whether rows, or heads in rows, are of 16 bits and aligned to vectors."""
     return (
         hidden_states.dtype in _HALVES
         and weight.dtype == hidden_states.dtype
@@ -179,7 +179,7 @@ def fused_add_rms_norm(
 def can_fused_add_rms_norm(
     update: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> bool:
-    """Both as for the norm alone, and of one dtype."""
+    """Whether `rms_norm` could take both, and they have one dtype."""
     return (
         update.dtype == residual.dtype
         and update.dim() == 2
@@ -189,7 +189,7 @@ def can_fused_add_rms_norm(
 
 
 def can_gated(gate_up: torch.Tensor) -> bool:
-    """Dense rows whose halves are both aligned."""
+    """Whether rows are dense and both their halves aligned to vectors."""
     return (
         gate_up.dtype in _HALVES
         and gate_up.numel() > 0

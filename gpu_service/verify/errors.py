@@ -45,7 +45,7 @@ class TokenScores:
 
     @staticmethod
     def join(parts: list[TokenScores]) -> TokenScores:
-        """Rows of several calls."""
+        """One record of the rows of several calls of `score`."""
         fields = ("kl", "same_top", "reference_loss", "loss")
         return TokenScores(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
 

@@ -164,7 +164,7 @@ def _error(
     expert: int,
     address: str,
 ) -> float:
-    """Of one server's part."""
+    """Relative error of one server's part of an expert against the checkpoint."""
     intermediate_range = _intermediate_range(address)
     probe = make_probe(layer, (expert,), geometry.hidden_size, geometry.top_k, dtype)
     arguments = (layer, probe.hidden_states, probe.topk_ids, probe.topk_weights)

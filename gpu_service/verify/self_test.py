@@ -74,7 +74,7 @@ class SelfTestReport:
 
     @property
     def errors(self) -> tuple[ExpertError, ...]:
-        """Of all layers."""
+        """Every measured error, layer by layer."""
         return tuple(error for layer in self.layers for error in layer.errors)
 
     @property

@@ -231,7 +231,7 @@ class ModelConfig:
     qk_norm_full_width: bool = False
     qk_norm_after_rope: bool = False
     # Whether the checkpoint's norms hold their weight less 1 (not those inside linear attention).
-    centered_norms: bool = False
+    one_plus_weight_norms: bool = False
     # Whether the projections before attention have biases, and the one after it.
     attention_bias: bool = False
     output_bias: bool = False

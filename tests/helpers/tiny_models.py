@@ -18,7 +18,7 @@ import torch
 
 from tests.helpers.tiny_dsa_models import DSA_MODELS
 from tests.helpers.tiny_gqa_models import GQA_MODELS
-from tests.helpers.tiny_linear_models import CENTERED_NORMS, LINEAR_MODELS
+from tests.helpers.tiny_linear_models import LINEAR_MODELS, ONE_PLUS_WEIGHT_NORMS
 from tests.helpers.tiny_mla_models import MLA_MODELS
 from tests.helpers.tiny_multimodal_text import MULTIMODAL_MODELS, TEXT_TOWERS
 
@@ -195,7 +195,7 @@ def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
 
 
 def _randomize(model: Any, seed: int) -> None:
-    centered = model.config.model_type in CENTERED_NORMS
+    centered = model.config.model_type in ONE_PLUS_WEIGHT_NORMS
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)

@@ -224,7 +224,9 @@ def test_groups_are_never_cut(tmp_path: Path, encoder: str, group: int, servers:
     geometry = read_geometry(model)
     plan = plan_load(geometry, str(model))
     assert plan.group == group
-    with pytest.raises(ValueError, match=rf"160 neurons .* groups of {group} that can not be divided"):
+    with pytest.raises(
+        ValueError, match=rf"160 intermediate channels .* groups of {group} that can not be divided"
+    ):
         plan_slice(geometry, SliceRequest("", split_count=servers), plan.group)
     most = 160 // group
     bounds = [

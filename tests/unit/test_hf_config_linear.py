@@ -88,7 +88,7 @@ def test_qwen3_next_is_read(tmp_path: Path) -> None:
     assert sorted((*config.attention_layers, *linear.layers)) == list(range(48))
     assert (config.rope.rotary_dim, config.rope.mrope_sections) == (64, ())
     assert (config.moe.shared_gate, config.moe.router.post) == (True, "renormalize")
-    assert config.centered_norms
+    assert config.one_plus_weight_norms
     assert len(config.moe.layers) == 48
     assert read_geometry(tmp_path).moe_layers == config.moe_layer_ids
     # Keys and values in 12 layers; 36 matrices of 32 heads, and what their convolutions remember.

@@ -33,7 +33,7 @@ NON_ABSORBED_DIMS = ((192, 128), (256, 256), (128, 128))
 
 
 class FlashInferMlaAttention(MlaAttentionBackend):
-    """See the module's docstring."""
+    """Absorbed steps by one wrapper (and one for each captured batch size), first chunks by another."""
 
     captures = True
 

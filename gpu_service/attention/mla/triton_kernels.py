@@ -273,7 +273,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     scores, selection, seq_lens, query_starts, first_row, num_requests, score_stride,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): positions ascending, then -1."""
+    """Program (row): writes the positions that the row selects, ascending, then -1."""
     row = first_row + tl.program_id(0)
     _, length = position_of(row, query_starts, seq_lens, num_requests)
     chosen_at = selection + row.to(tl.int64) * TOP_K

@@ -32,7 +32,7 @@ class Crossover:
         return self.request_bytes is not None and nbytes >= self.request_bytes
 
     def copies_response(self, nbytes: int) -> bool:
-        """The same of the answers of one server."""
+        """Whether so many bytes of one server's answer are copied by the engine."""
         return self.response_bytes is not None and nbytes >= self.response_bytes
 
 

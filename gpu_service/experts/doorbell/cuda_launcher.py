@@ -114,7 +114,7 @@ class CudaLauncher(DoorbellLauncher):
         parts: int,
         nbytes: int,
     ) -> None:
-        """The kernel alone, sized for `nbytes`."""
+        """Launches `pack_and_ring` to do `parts`, in as many blocks as `nbytes` of rows are worth."""
         pointers = (hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr())
         code = DTYPE_CODES[hidden_states.dtype]
         numbers = (code, slot, layer, rows, begin, hidden_states.shape[0], parts)
@@ -142,7 +142,7 @@ class CudaLauncher(DoorbellLauncher):
     def launch_add(
         self, slot: int, layer: int, begin: int, partial: torch.Tensor, parts: int, staged: int
     ) -> None:
-        """The kernel alone."""
+        """Launches `wait_and_add` to do `parts`; `staged`: address of copied answers, 0: in the mailbox."""
         blocks = _blocks(partial.nbytes) if parts & WAIT_ADD else 1
         numbers = (slot, layer, begin, partial.shape[0], parts)
         self._add.launch(self._stream, blocks, BLOCK, self.box, partial.data_ptr(), staged, *numbers)
@@ -167,14 +167,14 @@ class CudaLauncher(DoorbellLauncher):
             driver.wait_until_equal(flags + line, 1, self._stream)
 
     def set_words(self, first: int, values: Sequence[int]) -> None:
-        """On the current stream, without waiting for it."""
+        """Sets words of `State` on the current stream, without waiting for it."""
         words = [value - 2**64 if value >= 2**63 else value for value in values]
         self.state[first : first + len(words)].copy_(
             torch.tensor(words, dtype=torch.int64), non_blocking=True
         )
 
     def synchronize(self) -> None:
-        """All streams of the device."""
+        """Returns when the work of all streams of the device has ended."""
         _cuda.synchronize(self._device)
 
     def close(self) -> None:

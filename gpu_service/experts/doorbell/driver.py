@@ -63,7 +63,7 @@ class Module:
 
 
 class Kernel:
-    """One function of a module."""
+    """A kernel of a `Module`, loaded and ready to launch."""
 
     def __init__(self, name: str, function: Any, types: Sequence[type[Any]]) -> None:
         self._name, self._function, self._types = name, function, types

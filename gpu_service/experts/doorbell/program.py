@@ -133,7 +133,7 @@ def compiled(arch: str, directory: str) -> bytes:
 
 
 def cache_file(source: str, arch: str, directory: str) -> Path:
-    """Where the code of this very source is kept."""
+    """The file that keeps the machine code of `source` for `arch`, named after a digest of the source."""
     root = Path(directory).expanduser() if directory else Path.home() / ".cache" / "moebius"
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     return root / "doorbell" / f"{arch}-{digest}.cubin"

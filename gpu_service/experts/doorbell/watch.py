@@ -54,7 +54,7 @@ class Watch:
         self._thread.start()
 
     def arm(self) -> None:
-        """A step begins."""
+        """Called by each step before it is launched: wakes the thread."""
         with self._changed:
             self._steps += 1
             self._changed.notify_all()

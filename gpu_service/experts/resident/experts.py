@@ -71,7 +71,7 @@ class LayerSlots:
 def make_slots(
     kind: LayerFormat, count: int, num_experts: int, device: torch.device, limit: float
 ) -> LayerSlots:
-    """`count` empty slots."""
+    """Device memory for `count` experts of a format, all slots empty."""
     return LayerSlots(
         kind,
         torch.empty((count, kind.expert_bytes), dtype=torch.uint8, device=device),

@@ -11,7 +11,7 @@ from gpu_service.experts.resident.panels import LayerFormat, layer_format
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import SliceReader
-from moebius.expert_slices import REQUANTISED, rank_neurons
+from moebius.expert_slices import REQUANTISED, rank_intermediate_range
 from moebius.models.checkpoint import ExpertCheckpoint, ExpertMatrices
 from moebius.models.geometry import MoeGeometry
 
@@ -99,4 +99,4 @@ class PackedExpertSource:
     def _span(self, found: ExpertMatrices) -> tuple[int, int]:
         """This rank's intermediate channels; quantisation groups stay whole."""
         size = self.geometry.moe_intermediate_size
-        return rank_neurons(size, found.intermediate_multiple, self._target, *self._ranks)
+        return rank_intermediate_range(size, found.intermediate_multiple, self._target, *self._ranks)

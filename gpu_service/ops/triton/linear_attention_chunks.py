@@ -323,7 +323,7 @@ def gated_delta_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """As `ops.delta_rule.gated_delta_extend`; single tokens are one launch of the update's kernel."""
+    """As `ops.linear_attention.gated_delta_extend`; single tokens are one launch of the update's kernel."""
     num_rows, (_, heads, _, value_dim) = qkv.shape[0], states.shape
     output = torch.empty(num_rows, heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     # Each leaves the other's requests out. Both are launched in any step, so that the first one compiles all.

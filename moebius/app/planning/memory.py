@@ -15,7 +15,7 @@ from moebius.checkpoint.stored_arrays import count_elements
 from moebius.checkpoint.weight_schemes import PLAIN, WeightScheme
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.expert_slices import REQUANTISED, ExpertSlice, SliceRequest, plan_slice, rank_neurons
+from moebius.expert_slices import REQUANTISED, ExpertSlice, SliceRequest, plan_slice, rank_intermediate_range
 from moebius.mailbox_layout import segment_bytes
 from moebius.mailbox_plan import mailbox_geometry
 from moebius.models.checkpoint import ExpertCheckpoint
@@ -344,7 +344,7 @@ def resident_bytes(
     for layer in layers:
         if counts[layer]:
             found = stored[layer]
-            begin, end = rank_neurons(size, found.group, REQUANTISED.get(dtype), tp_rank, ranks)
+            begin, end = rank_intermediate_range(size, found.group, REQUANTISED.get(dtype), tp_rank, ranks)
             packed = packed_expert(found, geometry.hidden_size, end - begin, dtype, widest)
             count, total = count + counts[layer], total + counts[layer] * packed.expert_bytes
     return count, total

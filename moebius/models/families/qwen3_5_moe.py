@@ -56,7 +56,7 @@ def read_qwen3_5_moe(hf: HfKeys) -> ModelConfig:
         qk_norm=True,
         output_gate=True,
         output_bias=common["attention_bias"],
-        centered_norms=True,
+        one_plus_weight_norms=True,
         linear=read_linear_attention(hf, common["num_layers"], interleaved=False),
         num_mtp_layers=read_mtp_layers(hf, *MTP_KEYS),
     )

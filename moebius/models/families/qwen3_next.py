@@ -33,7 +33,7 @@ def read_qwen3_next(hf: HfKeys) -> ModelConfig:
         qk_norm=True,
         output_gate=True,
         output_bias=common["attention_bias"],
-        centered_norms=True,
+        one_plus_weight_norms=True,
         linear=read_linear_attention(hf, common["num_layers"], interleaved=True),
         num_mtp_layers=read_mtp_layers(hf, *MTP_KEYS),
     )

@@ -200,7 +200,7 @@ def read_step3p5(hf: HfKeys) -> ModelConfig:
         moe=_read_moe(hf, num_layers),
         qk_norm=True,
         head_gate=True,
-        centered_norms=True,
+        one_plus_weight_norms=True,
         attention_windows=read_windows(hf.with_values(layer_types=list(kinds)), num_layers),
         mlp_limits=_clamp_limits(hf, "swiglu_limits_shared", num_layers),
         num_mtp_layers=read_mtp_layers(hf, "num_nextn_predict_layers"),

@@ -266,7 +266,7 @@ def add_product(  # type: ignore[no-untyped-def]
 
 @jit
 def finish_tile(total, floats, panel, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales of whole columns, and biases."""
+    """Applies scales of whole columns and adds biases; float32 [M, N]."""
     if PANEL.column_scale:
         total *= tl.load(floats + (panel + PANEL.column_scale_at) // 4 + column)[None, :]
     if PANEL.bias:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.layers.norm import CenteredRMSNorm
+from gpu_service.layers.norm import OnePlusWeightRMSNorm
 from gpu_service.ops import norm, rope
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.triton import norm as triton_norm
@@ -24,7 +24,7 @@ def test_the_loaded_norm_is_transformers(dtype: torch.dtype) -> None:
     oracle = Qwen3NextRMSNorm(24, eps=1e-6).to(dtype)
     # Near zero, where 1 + weight has no bfloat16 of its own.
     nn.init.normal_(oracle.weight, std=0.003)
-    ours = CenteredRMSNorm(24, 1e-6, dtype=dtype)
+    ours = OnePlusWeightRMSNorm(24, 1e-6, dtype=dtype)
     ours.weight = nn.Parameter(oracle.weight.detach().float(), requires_grad=False)
     ours.pack()
     hidden_states = (torch.randn(5, 3, 24) * 7).to(dtype)
