@@ -71,6 +71,7 @@ class GQAttention(nn.Module):
         elif config.qk_norm:
             self.q_norm = make_norm(config, config.head_dim, dtype=dtype)
             self.k_norm = make_norm(config, config.head_dim, dtype=dtype)
+        self._norm_after_rope = config.qk_norm_after_rope
         self._group = parallel.tensor_group
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
@@ -105,7 +106,10 @@ class GQAttention(nn.Module):
         if isinstance(q_norm, FullWidthNorm) and isinstance(k_norm, FullWidthNorm):
             query, key = norm_full_width(heads, q_norm, k_norm, self._group)
             return apply_rope(query, rope), apply_rope(key, rope)
-        if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+        if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) and not self._norm_after_rope:
             return qk_norm_rope(heads, q_norm.weight, k_norm.weight, q_norm.eps, num_heads, rope)
         apply_rope(heads, rope)
-        return heads[:, :num_heads], heads[:, num_heads:]
+        query, key = heads[:, :num_heads], heads[:, num_heads:]
+        if q_norm is not None and k_norm is not None:
+            return q_norm(query.contiguous()), k_norm(key.contiguous())
+        return query, key

@@ -1,4 +1,4 @@
-"""Tiny configurations of the families of `gpu_service/hf_config/gqa.py`, for `tiny_models.TINY_MODELS`."""
+"""Tiny configurations of families with grouped-query attention, for `tiny_models.TINY_MODELS`."""
 
 from __future__ import annotations
 
@@ -41,6 +41,37 @@ GQA_MODELS: dict[str, dict[str, Any]] = {
             "num_key_value_heads": 6,
             "tie_word_embeddings": True,
             "rope_parameters": _YARN,
+        },
+        "shard_bytes": 60_000,
+    },
+    # Experts and the shared MLP are as wide as `intermediate_size` says.
+    "hunyuan_v1_moe": {
+        "model_type": "hunyuan_v1_moe",
+        "changes": {
+            "intermediate_size": 28,
+            "moe_intermediate_size": 28,
+            "num_experts": 7,
+            "moe_topk": 3,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 10000.0,
+                "alpha": 50.0,
+                "factor": 1.0,
+            },
+        },
+    },
+    "hunyuan_v1_moe_lists_bias_tied": {
+        "model_type": "hunyuan_v1_moe",
+        "changes": {
+            "intermediate_size": 36,
+            "moe_intermediate_size": [36, 36, 36],
+            "num_experts": 5,
+            "moe_topk": [2, 2, 2],
+            "num_shared_expert": [1, 1, 1],
+            "attention_bias": True,
+            "num_key_value_heads": 6,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
         },
         "shard_bytes": 60_000,
     },

@@ -171,26 +171,9 @@ def choosing_at_most(tiny: TinyModel, num_tokens: int) -> TinyModel:
 
 def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    name = {
-        "deepseek_v2": "DeepseekV2",
-        "deepseek_v3": "DeepseekV3",
-        "deepseek_v32": "DeepseekV32",
-        "dots1": "Dots1",
-        "ernie4_5_moe": "Ernie4_5_Moe",
-        "glm4_moe": "Glm4Moe",
-        "glm4_moe_lite": "Glm4MoeLite",
-        "glm_moe_dsa": "GlmMoeDsa",
-        "gpt_oss": "GptOss",
-        "minimax_m2": "MiniMaxM2",
-        "mixtral": "Mixtral",
-        "olmoe": "Olmoe",
-        "qwen2_moe": "Qwen2Moe",
-        "qwen3_5_moe_text": "Qwen3_5Moe",
-        "qwen3_moe": "Qwen3Moe",
-        "qwen3_next": "Qwen3Next",
-    }[model_type]
-    model = getattr(transformers, f"{name}ForCausalLM")
+    model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
     return model.config_class, model
 
 

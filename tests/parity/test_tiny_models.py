@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gpu_service.experts.local_client import LocalExpertClient
-from moebius.models.read import read_geometry, read_model_config
+from moebius.models.read import read_geometry
 from tests.helpers.paged_runner import Decoding, PagedRunner, load_runner
 from tests.helpers.tiny_models import TINY_MODELS, cached_tiny_models, greedy_answer
 from tests.tolerances import LOGITS_FLOAT32_SELF, LOGITS_FLOAT32_VS_TRANSFORMERS
@@ -82,18 +82,6 @@ def test_the_in_process_expert_client_completes_the_same_model(
     _, logits = runner.prefill(PROMPTS[0])
     expected = _oracle_logits(oracle, PROMPTS[0])
     torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
-
-
-def test_the_config_readers_of_both_services_agree(
-    name: str, tiny: Callable[[str], tuple[Path, Any]]
-) -> None:
-    """The engine and the expert servers read config.json with different code."""
-    directory, _ = tiny(name)
-    ours, theirs = read_model_config(directory), read_geometry(directory)
-    assert theirs.moe_layers == ours.moe_layer_ids
-    assert (theirs.num_experts, theirs.top_k) == (ours.moe.router.num_experts, ours.moe.router.top_k)
-    assert (theirs.hidden_size, theirs.num_layers) == (ours.hidden_size, ours.num_layers)
-    assert (theirs.moe_intermediate_size, theirs.dtype) == (ours.moe.intermediate_size, ours.dtype)
 
 
 @pytest.mark.covering(1)

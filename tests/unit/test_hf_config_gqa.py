@@ -1,4 +1,4 @@
-"""Invariant: families of `hf_config.gqa` are read as published, and what they do not compute is refused."""
+"""Invariant: families with grouped-query attention are read as published; other settings are refused."""
 
 from __future__ import annotations
 
@@ -57,6 +57,15 @@ MINIMAX = EXPERTS_ONLY | {
     "num_mtp_modules": 3,
     "use_qk_norm": True,
     "use_routing_bias": True,
+}
+HUNYUAN = {key: value for key, value in COMMON.items() if key != "num_experts_per_tok"} | {
+    "model_type": "hunyuan_v1_moe",
+    "num_experts": 8,
+    "moe_topk": [2, 2, 2, 2],
+    "num_shared_expert": [1, 1, 1, 1],
+    "attention_head_dim": 10,
+    "rope_theta": 100.0,
+    "rope_scaling": {"type": "dynamic", "alpha": 16.0, "factor": 1.0, "mscale": 1.0},
 }
 
 
@@ -144,6 +153,17 @@ def test_minimax_m2(tmp_path: Path) -> None:
     assert _moe_layers(tmp_path, MINIMAX) == (0, 1, 2, 3)
 
 
+def test_hunyuan_v1_moe(tmp_path: Path) -> None:
+    """Lists that are alike in all layers, and a fixed alpha that is a larger base: 100 * 16^(10/8)."""
+    config = _read(tmp_path, HUNYUAN)
+    assert (config.rope.scaling_kind, config.rope.theta) == ("default", pytest.approx(3200.0))
+    assert (config.head_dim, config.qk_norm, config.qk_norm_after_rope) == (10, True, True)
+    moe = config.moe
+    assert (moe.router.top_k, moe.intermediate_size, moe.shared_intermediate_size) == (2, 48, 48)
+    assert config.unread_keys == ()
+    assert _moe_layers(tmp_path, HUNYUAN) == (0, 1, 2, 3)
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "message"),
     [
@@ -167,6 +187,12 @@ def test_minimax_m2(tmp_path: Path) -> None:
         (DOTS, {"n_shared_experts": "absent"}, "n_shared_experts is missing"),
         (ERNIE, {"use_bias": True}, "use_bias = True"),
         (ERNIE, {"moe_use_aux_free": False}, "moe_use_aux_free = False"),
+        (HUNYUAN, {"moe_topk": [2, 2, 2, 3]}, r"moe_topk = \[2, 2, 2, 3\]"),
+        (HUNYUAN, {"moe_intermediate_size": 24}, "moe_intermediate_size = 24"),
+        (HUNYUAN, {"num_shared_expert": 2}, "num_shared_expert = 2"),
+        (HUNYUAN, {"use_cla": True}, "use_cla = True"),
+        (HUNYUAN, {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        (HUNYUAN, {"rope_scaling": {"type": "yarn", "alpha": 2.0}}, "rope_type = 'yarn'"),
         (MINIMAX, {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list = 0"),
         (MINIMAX, {"use_qk_norm": False}, "use_qk_norm = False"),
         (MINIMAX, {"shared_intermediate_size": 64}, "shared_intermediate_size = 64"),

@@ -1,4 +1,4 @@
-"""Invariant: families of `hf_config.linear` are read as published; what they do not compute is refused."""
+"""Invariant: families with linear attention are read as published; what they do not compute is refused."""
 
 from __future__ import annotations
 
