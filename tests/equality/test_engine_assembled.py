@@ -14,11 +14,13 @@ import pytest
 from gpu_service import build
 from gpu_service.assembly import experts as expert_assembly
 from gpu_service.assembly import steps as step_assembly
+from gpu_service.cache.kv_cache import KVCache
 from gpu_service.device.host_graphs import RecordedOperations
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
 from gpu_service.request import Request, SamplingParams
 from moebius.config import MoebiusConfig
+from moebius.models.config import ModelConfig
 from tests.helpers.built_engine import running_engine
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.device_experts import DenseExperts
@@ -33,11 +35,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+def _capturable(config: ModelConfig, cache: KVCache, *_: object) -> CapturableAttention:
+    return CapturableAttention(config, cache)
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     """From here on engines are assembled as for a GPU."""
     monkeypatch.setattr(build, "device_stream", lambda _: HostDeviceStream())
-    monkeypatch.setattr(build, "make_attention", lambda config, cache, *_: CapturableAttention(config, cache))
+    monkeypatch.setattr(
+        step_assembly, "make_attention", lambda config, cache, *_: CapturableAttention(config, cache)
+    )
     monkeypatch.setattr(step_assembly, "CudaDeviceStream", HostDeviceStream)
     monkeypatch.setattr(step_assembly, "CudaGraphs", lambda _: RecordedOperations())
     monkeypatch.setattr(expert_assembly, "make_expert_client", lambda *_: DenseExperts(directory, 10))
