@@ -22,7 +22,7 @@ from expert_service.spans import SpanRecorder
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError, WrongIdentity
 from moebius.expert_slices import SliceRequest
-from moebius.mailbox_errors import IdentityMismatch, MailboxError
+from moebius.mailbox import IdentityMismatch, MailboxError
 from moebius.mailbox_plan import grpc_message_bytes
 from moebius.models.read import read_geometry
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server

@@ -18,7 +18,7 @@ from expert_service.spans import Call, SpanRecorder, sampled_parent
 from moebius import __version__, _kernels
 from moebius.expert_slices import ExpertDtype, SliceRequest, parse_expert_dtype
 from moebius.kernels import FloatArray
-from moebius.mailbox_errors import MailboxError
+from moebius.mailbox import MailboxError
 from moebius.mailbox_plan import MOST_GRPC_ROWS
 from protos import expert_pb2, expert_pb2_grpc
 from protos import expert_pb2 as pb

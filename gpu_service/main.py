@@ -29,7 +29,7 @@ from gpu_service.validation import Bounds
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig
 from moebius.errors import USER_ERROR_EXIT, UserError, report_failure
-from moebius.mailbox_errors import MailboxError
+from moebius.mailbox import MailboxError
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
 from protos import engine_pb2_grpc
 
@@ -43,7 +43,7 @@ _LAST_STEP_S = 5.0
 # Prompts of a million tokens are 4 MB of varints; logprobs of them are larger.
 _MESSAGE_BYTES = 256 * 1024 * 1024
 # A gateway pings through silent streams, every 30 s; a server refuses pings closer than five minutes apart
-# unless configured otherwise, and ends the connection with all its calls.
+# unless told otherwise, and ends the connection with all its calls.
 MIN_PING_INTERVAL_MS = 10_000
 
 

@@ -24,7 +24,7 @@ class CallBuffer:
         self._ended_by = ""
 
     def put(self, delta: OutputDelta) -> None:
-        """Adds a delta to what `take` returns. Called in the event loop."""
+        """Called in the event loop."""
         self._deltas.append(delta)
         self._arrived.set()
 

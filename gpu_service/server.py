@@ -199,7 +199,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         request: pb.GetModelInfoRequest,
         context: grpc.aio.ServicerContext[pb.GetModelInfoRequest, pb.GetModelInfoResponse],
     ) -> pb.GetModelInfoResponse:
-        """Static facts of the served model."""
+        """Static facts."""
         return (await self._ready(context)).info
 
     async def GetLoad(

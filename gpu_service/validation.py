@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from gpu_service.engine.sampler import derive_seed
+from gpu_service.engine.sampling_plan import derive_seed
 from gpu_service.request import Request, SamplingParams
 from gpu_service.vision.processor import ImagePreparer
 from gpu_service.vision.prompt import ImageError, PreparedImage, VisionPrompt, place_images

@@ -1,4 +1,4 @@
-# `make kernels`: rebuild the C++ module and put it beside its typed face, without a reinstall.
+# `make kernels`: rebuild the two C++ modules and put them next to their typed faces, without a reinstall.
 # The lock lets several shells ask at once; the rename never changes a file that a process has mapped.
 # An editable install imports its own copy, so that one is replaced too.
 .PHONY: kernels

@@ -1,12 +1,16 @@
-"""Types of the C++ module; its faces are `moebius.kernels`, `moebius.topology` and `moebius.mailbox`."""
+"""Types of the C++ module.
+
+Its faces are `moebius.kernels`, `.weight_formats`, `.topology` and `.mailbox`.
+"""
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moebius.kernels_source import SourceMatrix
+from moebius.kernels_source import Code, ScaleType, SourceMatrix
 
 # --- experts (kernels/bindings/bind_moe.cc) ---------------------------------------------------------------
 
@@ -23,6 +27,12 @@ class EngineCounters(TypedDict):
 
 def isa_level() -> str: ...
 def supported_isas() -> list[str]: ...
+
+class GemmKernel:
+    """A kernel that does not belong to the product, for `ExpertEngine`."""
+
+    @property
+    def name(self) -> str: ...
 
 class ExpertBackend:
     @property
@@ -47,7 +57,7 @@ class ExpertEngine(ExpertBackend):
         cpus: list[int],
         numa_node: int,
         isa: str,
-        kernel: str,
+        kernel: str | GemmKernel,
     ) -> None: ...
     def reserve(self, layer: int, count: int) -> None: ...
     def load_expert(
@@ -58,7 +68,6 @@ class ExpertEngine(ExpertBackend):
         up: NDArray[Any] | SourceMatrix,
         down: NDArray[Any] | SourceMatrix,
     ) -> tuple[float, float]: ...
-    def fill_random(self, layer: int, seed: int) -> None: ...
     def packed_expert(self, layer: int, expert: int) -> NDArray[np.uint8]: ...
     def calibrate(self) -> None: ...
     def plan(self) -> list[tuple[Any, ...]]: ...
@@ -87,17 +96,49 @@ class ExpertEngine(ExpertBackend):
 
 # --- weight formats (kernels/bindings/bind_format.cc) -----------------------------------------------------
 
-class PanelOffsets(TypedDict):
+PANEL_COLUMNS: int
+
+class FormatFields(TypedDict):
+    code: Code
+    bits: int
+    scale: ScaleType | None
+    group_size: int
+    panel_scale: bool
+    zeros: bool
+    mins: bool
+    column_scale: bool
+    quantised_rows: bool
+
+class PanelFields(TypedDict):
+    k: int
+    has_bias: bool
     k_padded: int
     groups: int
     scales_offset: int
     zeros_offset: int
+    mins_offset: int
     column_scale_offset: int
     bias_offset: int
     panel_bytes: int
 
-def weight_format_names() -> list[str]: ...
-def panel_layout(format: str, k: int, has_bias: bool = False) -> PanelOffsets: ...
+class ExpertFields(TypedDict):
+    gated: bool
+    panels_per_column_block: int
+    intermediate_blocks: int
+    down_panels: int
+    down_offset: int
+    expert_bytes: int
+
+def weight_formats() -> dict[str, FormatFields]: ...
+def panel_layout(format: str, k: int, has_bias: bool = False) -> PanelFields: ...
+def expert_layout(
+    gate_up_format: str,
+    down_format: str,
+    hidden_size: int,
+    intermediate_size: int,
+    gated: bool,
+    has_bias: bool,
+) -> ExpertFields: ...
 def packing_obstacle(format: str, source: SourceMatrix | NDArray[Any]) -> str: ...
 def pack_matrix(
     format: str, source: SourceMatrix | NDArray[Any], *, has_bias: bool = False, reference: bool = False
@@ -117,43 +158,9 @@ def unpack_matrix(
 ) -> NDArray[np.float32]: ...
 def unpack_bias(format: str, packed: NDArray[np.uint8], rows: int, k: int) -> NDArray[np.float32]: ...
 def dequantise_matrix(source: SourceMatrix | NDArray[Any]) -> NDArray[np.float32]: ...
-
-# --- requantising (kernels/bindings/bind_requantise.cc) ---------------------------------------------------
-
 def requantise_matrix(
     format: str, source: SourceMatrix | NDArray[Any]
 ) -> tuple[NDArray[np.uint8], float, float]: ...
-
-# --- products and vector kernels (kernels/bindings/bind_product.cc) ----------------------------------------
-
-def product_names() -> list[str]: ...
-def products_for(format_name: str, row_type: str) -> list[str]: ...
-def product(
-    kernel_name: str,
-    format_name: str,
-    packed: NDArray[np.uint8],
-    k: int,
-    num_panels: int,
-    has_bias: bool,
-    rows: NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.int8],
-    row_scales: NDArray[np.float32] | None = None,
-    equally_spaced: bool = True,
-) -> NDArray[np.float32]: ...
-def activate(
-    isa: str, activation: str, alpha: float, limit: float, result: NDArray[np.float32], to_bfloat16: bool
-) -> NDArray[Any]: ...
-def scatter(
-    isa: str,
-    result: NDArray[np.float32],
-    row_ids: NDArray[np.uint32],
-    weights: NDArray[np.float32],
-    output: NDArray[np.float32],
-) -> None: ...
-def bfloat16_to_float32(isa: str, source: NDArray[np.uint16]) -> NDArray[np.float32]: ...
-def float16_to_float32(isa: str, source: NDArray[np.uint16]) -> NDArray[np.float32]: ...
-def float32_to_bfloat16(isa: str, source: NDArray[np.float32]) -> NDArray[np.uint16]: ...
-def quantise_row(isa: str, source: NDArray[np.float32]) -> tuple[NDArray[np.int8], float]: ...
-def count_nonfinite(isa: str, source: NDArray[np.float32]) -> int: ...
 
 # --- topology (kernels/bindings/bind_topology.cc) ----------------------------------------------------------
 
@@ -188,6 +195,45 @@ def page_nodes(address: int, nbytes: int) -> list[int]: ...
 # --- mailbox (kernels/bindings/bind_mailbox.cc) ------------------------------------------------------------
 
 MAILBOX_ABI_VERSION: int
+MAILBOX_MAGIC: int
+MAILBOX_MAX_SERVERS: int
+
+class ClientFailure(IntEnum):
+    """Why a client gave up a step; numbers and names of `ClientFailure` in layout.h."""
+
+    NONE = ...
+    DEADLINE = ...
+    STALE_EPOCH = ...
+    COMPUTE = ...
+    RESTARTED = ...
+    ABANDONED = ...
+    PEER = ...
+    SHUT_DOWN = ...
+
+class RegionFields(TypedDict):
+    flags: int
+    requests: int
+    responses: int
+    total: int
+    hidden_states: int
+    topk_ids: int
+    topk_weights: int
+    output: int
+    request_stride: int
+    response_stride: int
+
+def mailbox_layout() -> dict[str, tuple[int, dict[str, tuple[int, int]]]]: ...
+def mailbox_regions(
+    *,
+    hidden_size: int,
+    top_k: int,
+    num_slots: int,
+    max_rows: int,
+    num_servers: int,
+    dtype: int,
+    num_clients: int,
+) -> RegionFields: ...
+def mailbox_row_begin(rows: int, client: int, num_clients: int) -> int: ...
 
 class MailboxGeometry:
     num_layers: int
@@ -275,11 +321,6 @@ class Mailbox:
     def open_epoch(self, slot: int) -> int: ...
     def overdue(self, slot: int, since_ns: int, deadline_ns: int) -> tuple[int, str] | None: ...
 
-class EchoBackend(ExpertBackend):
-    def __init__(
-        self, hidden_size: int, *, scale: float = 1.0, delay_us: int = 0, fail_layer: int = -1
-    ) -> None: ...
-
 class MailboxServer:
     def __init__(
         self,
@@ -305,52 +346,7 @@ class MailboxServer:
     def stop(self) -> None: ...
     def take_traced_calls(self) -> list[tuple[bytes, bytes, int, int, int, int, int]]: ...
 
-class MailboxHostCall:
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        slot: int,
-        layer: int,
-        hidden_states: int,
-        topk_ids: int,
-        topk_weights: int,
-        rows: int,
-        output: int,
-        deadline_ms: int,
-    ) -> None: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def failures(self) -> int: ...
-    submit_function: int
-    collect_function: int
-
 def mailbox_unlink(name: str) -> bool: ...
 def mailbox_is_stale(name: str) -> bool: ...
 def mailbox_health(name: str) -> list[MailboxServerState]: ...
 def mailbox_identity_difference(expected: str, found: str) -> str: ...
-def mailbox_offsets() -> dict[str, int]: ...
-def mailbox_spin_ns(participants: int, cores: int = 0) -> tuple[int, int]: ...
-def mailbox_stress(
-    mailbox: Mailbox, *, rounds: int, seed: int, scale_sum: float, deadline_ms: int, recovery_s: float
-) -> dict[str, int]: ...
-def mailbox_round_trips(
-    mailbox: Mailbox, *, rows: int, rounds: int, warmup: int, deadline_ms: int
-) -> list[float]: ...
-def ping_pong(address: int, *, asks: bool, rounds: int, spin_ns: int) -> list[float]: ...
-
-# --- what the machine can do (kernels/bindings/bind_probe.cc) ---------------------------------------------
-
-class BandwidthProbe:
-    def __init__(self, *, isa: str, cpus: list[int], nbytes: int, huge_pages: bool) -> None: ...
-    @property
-    def nbytes(self) -> int: ...
-    def measure(self, *, block_bytes: int, prefetch_bytes: int, hint: str, passes: int) -> float: ...
-
-def peak_units(isa: str) -> list[tuple[str, str]]: ...
-def measure_peak(unit: str, *, cpus: list[int], seconds: float) -> float: ...
-def pool_stress(
-    *, threads: int, runs: int, spin_microseconds: int, throw_every: int, pause_every: int
-) -> tuple[int, int, float]: ...
-def pool_default_threads(cpus: list[int]) -> int: ...
-def pool_default_spin_microseconds(threads: int) -> int: ...

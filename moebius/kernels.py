@@ -143,8 +143,7 @@ class ExpertEngine:
         numa_node: node that packed weights are bound to; -1 for none. See `numa_bound`.
         isa: forces an instruction-set level, for tests: only kernels of just that level are used, or of the
             next lower one where it has none. "auto" is `isa_level()` and all levels below it.
-        kernel: name of a product kernel to use wherever it can be, for tests; "auto": by the plan.
-        calibrate: measure the kernels on random weights now; see `calibrate`.
+        kernel: name of a GEMM kernel to use wherever it can be, or one of a test; "auto": by the plan.
 
     Raises:
         ValueError: an argument is out of range, named with its value and what is allowed.
@@ -168,8 +167,7 @@ class ExpertEngine:
         cpus: Sequence[int] = (),
         numa_node: int = -1,
         isa: Isa = "auto",
-        kernel: str = "auto",
-        calibrate: bool = False,
+        kernel: str | _kernels.GemmKernel = "auto",
     ) -> None:
         gate_up = [weight_format] if isinstance(weight_format, str) else list(weight_format)
         down = [down_format] if isinstance(down_format, str) else list(down_format or gate_up)
@@ -191,8 +189,6 @@ class ExpertEngine:
             isa=isa,
             kernel=kernel,
         )
-        if calibrate:
-            self.calibrate()
 
     def reserve(self, layer: int, count: int) -> None:
         """Take memory for `count` experts of a layer only, whichever are loaded; before the first is.
@@ -227,16 +223,6 @@ class ExpertEngine:
         """
         return LoadError(*self._engine.load_expert(layer, expert, gate, up, down))
 
-    def fill_random(self, layer: int, seed: int) -> None:
-        """Fill every expert of a layer with valid random weights, on all threads, for benchmarks.
-
-        Rows of variance 1 give results of order 1.
-
-        Raises:
-            ValueError: unknown layer, or an expert of it was loaded before.
-        """
-        self._engine.fill_random(layer, seed)
-
     def packed_expert(self, layer: int, expert: int) -> NDArray[np.uint8]:
         """Read-only view of an expert's packed bytes, which keeps the engine alive.
 
@@ -250,8 +236,8 @@ class ExpertEngine:
     def calibrate(self) -> None:
         """Measure the kernels and use the fastest for each number of rows; see `plan`.
 
-        Measures on loaded experts, or on random weights for formats of which no layer is loaded. Takes up to
-        about 0.3 s per distinct pair of formats; forward calls wait meanwhile.
+        Measures on loaded experts, for up to about 0.3 s per distinct pair of formats; forward calls wait.
+        Formats of which no expert is loaded keep their first candidates.
         """
         self._engine.calibrate()
 
@@ -299,7 +285,7 @@ class ExpertEngine:
         return self._engine.huge_page_bytes()
 
     @property
-    def backend(self) -> _kernels.ExpertBackend:
+    def backend(self) -> _kernels.ExpertEngine:
         """The C++ object, for `MailboxServer`; it lives as long as either holds it."""
         return self._engine
 

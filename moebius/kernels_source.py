@@ -56,8 +56,8 @@ class SourceMatrix:
     # Added to stored zero points, modulo 16: 1 for GPTQ checkpoints of version 1.
     zeros_offset: int = 0
     # What code 0 means, for int4 (whose codes then are 0 to 15) and int8; shape, dtype and place in memory
-    # are those of `scales`. None: no minimums.
-    minimums: NDArray[Any] | None = None
+    # are those of `scales`. None: no mins.
+    mins: NDArray[Any] | None = None
     # float32 [rows]: per-channel scales.
     column_scale: NDArray[np.float32] | None = None
     # Per-tensor or global scale, as a factor (reciprocals are resolved by the reader).
@@ -78,7 +78,7 @@ class SourceMatrix:
             rows=end - begin,
             scales=None if self.scales is None else _along(self.scales, scale_rows, transposed),
             scale_row_begin=block % self.scale_rows,
-            minimums=None if self.minimums is None else _along(self.minimums, scale_rows, transposed),
+            mins=None if self.mins is None else _along(self.mins, scale_rows, transposed),
             zeros=None
             if self.zeros is None
             else _along(self.zeros, rows if self.layout == "plain" else words, transposed),

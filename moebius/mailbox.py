@@ -16,21 +16,14 @@ from pathlib import Path
 from typing import Literal, cast
 
 from moebius import _kernels
-from moebius.mailbox_errors import (
-    AbiMismatch,
-    ExpertComputeError,
-    GeometryMismatch,
-    IdentityMismatch,
-    MailboxError,
-    ServerLost,
-    ShutDown,
-    StaleEpoch,
-)
-from moebius.mailbox_server import EchoBackend, MailboxServer, TracedCall
+from moebius._kernels import ClientFailure
+from moebius.mailbox_server import MailboxServer, TracedCall
 
 __all__ = [
+    "MAGIC",
+    "MAX_SERVERS",
     "AbiMismatch",
-    "EchoBackend",
+    "ClientFailure",
     "ExpertComputeError",
     "GeometryMismatch",
     "IdentityMismatch",
@@ -38,17 +31,104 @@ __all__ = [
     "MailboxError",
     "MailboxGeometry",
     "MailboxServer",
+    "Regions",
     "ServerLost",
     "ServerState",
     "ShutDown",
     "StaleEpoch",
     "TracedCall",
+    "field_offsets",
+    "row_begin",
     "server_health",
 ]
+
+MAGIC = _kernels.MAILBOX_MAGIC  # the first 8 bytes of every segment
+MAX_SERVERS = _kernels.MAILBOX_MAX_SERVERS
 
 PayloadDtype = Literal["float32", "bfloat16"]
 ServerPhase = Literal["absent", "loading", "ready", "draining", "dead", "rejected"]
 _DTYPE_CODES: dict[PayloadDtype, int] = {"float32": 1, "bfloat16": 2}
+
+
+class MailboxError(RuntimeError):
+    """The mailbox can not be made, found, entered or used; the message names it and says why.
+
+    Attributes are filled by the C++ side; -1 means that no server or no layer is concerned.
+    """
+
+    server_index: int = -1
+    layer: int = -1
+
+
+class AbiMismatch(MailboxError):
+    """The segment was made by another version of the layout; names the version found and the one expected."""
+
+
+class GeometryMismatch(MailboxError):
+    """The segment has other sizes than its user; names every size found and expected."""
+
+
+class IdentityMismatch(MailboxError):
+    """A server computes another model, or other parts of it, than the mailbox's other servers; says which."""
+
+
+class StaleEpoch(MailboxError):
+    """An answer, or a slot, carries another epoch than the one asked for."""
+
+
+class ServerLost(MailboxError):
+    """A server died, restarted or kept silent past the deadline; `server_index` says which.
+
+    The request is not lost with it: collect the same epoch again, or submit anew, once the server is ready.
+    """
+
+    @property
+    def reason(self) -> str:
+        """The message; under the name that callers report."""
+        return str(self)
+
+
+class ExpertComputeError(MailboxError):
+    """A server's own exception: its text, with `server_index` and `layer`. The server keeps serving."""
+
+
+class ShutDown(MailboxError):
+    """The launcher has shut the mailbox down."""
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Where everything of a segment lies, in bytes; filled by `MailboxGeometry.regions`."""
+
+    flags: int
+    requests: int
+    responses: int
+    total: int
+    # From a slot's RequestHeader.
+    hidden_states: int
+    topk_ids: int
+    topk_weights: int
+    # From a ResponseHeader.
+    output: int
+    # From slot to slot, and from (slot, server) to the next server.
+    request_stride: int
+    response_stride: int
+
+
+def field_offsets() -> dict[str, int]:
+    """Of layout.h: "Struct.field" to its offset in bytes, "Struct" to its size; reserved fields left out."""
+    found: dict[str, int] = {}
+    for structure, (nbytes, fields) in _kernels.mailbox_layout().items():
+        found[structure] = nbytes
+        for name, (offset, _) in fields.items():
+            if not name.startswith("reserved"):
+                found[f"{structure}.{name}"] = offset
+    return found
+
+
+def row_begin(rows: int, client: int, num_clients: int) -> int:
+    """First row of a client's part of a request; that of `num_clients` is the end of the last part."""
+    return _kernels.mailbox_row_begin(rows, client, num_clients)
 
 
 @dataclass(frozen=True)
@@ -63,6 +143,20 @@ class MailboxGeometry:
     num_servers: int  # answers that one collect sums, 1..16
     dtype: PayloadDtype  # of hidden_states; answers are float32
     num_clients: int = 1  # tensor-parallel ranks that each bring a part of a request's rows, 1..8
+
+    def regions(self) -> Regions:
+        """Of a segment of this geometry; `total` is its size."""
+        return Regions(
+            **_kernels.mailbox_regions(
+                hidden_size=self.hidden_size,
+                top_k=self.top_k,
+                num_slots=self.num_slots,
+                max_rows=self.max_rows,
+                num_servers=self.num_servers,
+                dtype=_DTYPE_CODES[self.dtype],
+                num_clients=self.num_clients,
+            )
+        )
 
     def to_kernel(self) -> _kernels.MailboxGeometry:
         """The C++ form. Raises ValueError naming the field, its value and what is allowed."""

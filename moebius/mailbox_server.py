@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moebius import _kernels
-from moebius._kernels import EchoBackend as EchoBackend
 
 
 @dataclass(frozen=True)

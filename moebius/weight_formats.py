@@ -1,79 +1,61 @@
-"""The formats of weights at rest, by name: what `weight_format` of an engine may be.
+"""The formats of packed weights, and where the sections of packed panels lie, as `kernels/format` says.
 
-kernels/format/weight_format.h says the same in C++ and lists what each name means.
+A matrix [out, in] is stored as panels of 16 output features ("columns"), each holding all of k = in. Inside a
+panel, every section beginning at a multiple of 64 bytes:
+
+    codes         k_padded x 16 elements in 32-bit words: a line of 64 bytes is one word of each column. From
+                  bit 0 on, a column's word holds
+                      32-bit elements   k
+                      16-bit elements   k, k+1
+                      8-bit elements    k, k+1, k+2, k+3
+                      4-bit elements    k, k+2, k+4, k+6, k+1, k+3, k+5, k+7
+    scales        [groups][16] of the format's scale type; [groups] where one scale serves the whole panel
+    zeros         [groups][16] uint8
+    mins          [groups][16] of the scale type
+    column_scale  [16] float32
+    bias          [16] float32
+
+A section that the format lacks takes no bytes. k is padded to a multiple of 64, columns to whole panels. The
+same layout serves every instruction set, and GPUs. Names, sizes and offsets are read from the extension.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
 
+from moebius import _kernels
 from moebius.kernels_source import Code, ScaleType
 
-CODE_BITS: dict[Code, int] = {
-    "float32": 32,
-    "bfloat16": 16,
-    "float16": 16,
-    "float8": 8,
-    "int8": 8,
-    "int4": 4,
-    "float4": 4,
-}
-SCALE_BYTES: dict[ScaleType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}
+PANEL_COLUMNS = _kernels.PANEL_COLUMNS
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a matrix is stored at rest; `weight_format` fills it from a name.
+    """How the weights of a matrix are stored; filled from `weight_formats()` of the extension.
 
     weight[column, k] = value(code) * scale[column, k // group_size] * column_scale[column], an int4 code
-    meaning code - 8, or code - zero[column, k // group_size]. With minimums, of the scales' type, it is
-    code * scale + minimum[column, k // group_size].
+    meaning code - 8, or code - zero[column, k // group_size]. With mins, of the scales' type, it is
+    code * scale + min[column, k // group_size].
     """
 
+    name: str
     code: Code
-    scale: ScaleType | None = None
-    group_size: int = 0
-    panel_scale: bool = False
-    zeros: bool = False
-    minimums: bool = False
-    column_scale: bool = False
-    quantised_rows: bool = False
-
-    @property
-    def bits(self) -> int:
-        """Of one code."""
-        return CODE_BITS[self.code]
-
-
-def _named_formats() -> dict[str, WeightFormat]:
-    formats = {
-        "float32": WeightFormat("float32"),
-        "bfloat16": WeightFormat("bfloat16"),
-        "float16": WeightFormat("float16"),
-        "fp8_block": WeightFormat("float8", "float32", 128, panel_scale=True),
-        "fp8_channel": WeightFormat("float8", column_scale=True),
-        "int8": WeightFormat("int8", column_scale=True),
-        "int8_w8a8": WeightFormat("int8", column_scale=True, quantised_rows=True),
-    }
-    for group_size in (32, 64, 128):
-        formats[f"int8_g{group_size}"] = WeightFormat("int8", "bfloat16", group_size)
-        formats[f"int8_g{group_size}_f16"] = WeightFormat("int8", "float16", group_size)
-    formats["int8_g16_f16"] = WeightFormat("int8", "float16", 16)
-    formats["int8_g32_minimums"] = WeightFormat("int8", "float16", 32, minimums=True)
-    formats["int4_g16_f16"] = WeightFormat("int4", "float16", 16)
-    formats["int4_g16_minimums"] = WeightFormat("int4", "float16", 16, minimums=True)
-    formats["int4_g32_minimums"] = WeightFormat("int4", "float16", 32, minimums=True)
-    for zeros in (False, True):
-        for group_size in (32, 64, 128):
-            name = f"int4_g{group_size}" + ("_zeros" if zeros else "")
-            formats[name] = WeightFormat("int4", "bfloat16", group_size, zeros=zeros)
-            formats[name + "_f16"] = WeightFormat("int4", "float16", group_size, zeros=zeros)
-    formats["mxfp4"] = WeightFormat("float4", "e8m0", 32)
-    formats["nvfp4"] = WeightFormat("float4", "e4m3", 16, column_scale=True)
-    return formats
+    # Of one code.
+    bits: int
+    # None: no group scales; group_size is 0 then.
+    scale: ScaleType | None
+    group_size: int
+    # One group scale for all columns of a panel.
+    panel_scale: bool
+    zeros: bool
+    mins: bool
+    column_scale: bool
+    # Rows are quantised to int8 before they are multiplied (W8A8).
+    quantised_rows: bool
 
 
-WEIGHT_FORMATS = _named_formats()
+WEIGHT_FORMATS = {name: WeightFormat(name, **fields) for name, fields in _kernels.weight_formats().items()}
 
 
 def weight_format(name: str) -> WeightFormat:
@@ -81,3 +63,68 @@ def weight_format(name: str) -> WeightFormat:
     if name not in WEIGHT_FORMATS:
         raise ValueError(f"weight format {name!r} is unknown; allowed: {', '.join(WEIGHT_FORMATS)}")
     return WEIGHT_FORMATS[name]
+
+
+@dataclass(frozen=True)
+class PanelLayout(WeightFormat):
+    """A format applied to matrices of `k` inputs: the sections of one panel, in bytes from its begin.
+
+    Filled by `panel_layout`. What a format lacks has the offset where it would be.
+    """
+
+    k: int
+    has_bias: bool
+    k_padded: int
+    # Of `group_size` along k; 0 without group scales.
+    groups: int
+    scales_offset: int
+    zeros_offset: int
+    mins_offset: int
+    column_scale_offset: int
+    bias_offset: int
+    panel_bytes: int
+
+
+@dataclass(frozen=True)
+class PackedExpertLayout:
+    """One expert: gate and up panels alternating (gate 0, up 0, gate 1, ...), then the down panels.
+
+    Without a gate the up panels stand alone. Filled by `expert_layout`; offsets and sizes in bytes.
+    """
+
+    # k is the hidden size.
+    gate_up: PanelLayout
+    # k is the intermediate size.
+    down: PanelLayout
+    gated: bool
+    # 2; without a gate 1.
+    panels_per_column_block: int
+    # Blocks of 16 intermediate channels.
+    intermediate_blocks: int
+    down_panels: int
+    down_offset: int
+    expert_bytes: int
+
+
+@cache
+def panel_layout(name: str, k: int, has_bias: bool = False) -> PanelLayout:
+    """The panels of a format. Raises ValueError for an unknown name, or k < 1."""
+    return PanelLayout(**asdict(weight_format(name)), **_kernels.panel_layout(name, k, has_bias))
+
+
+@cache
+def expert_layout(
+    gate_up: str,
+    down: str,
+    hidden_size: int,
+    intermediate_size: int,
+    has_bias: bool = False,
+    gated: bool = True,
+) -> PackedExpertLayout:
+    """Experts whose gate and up, and whose down matrices are packed in these formats.
+
+    Raises ValueError for an unknown name, or a size below 1.
+    """
+    panels = panel_layout(gate_up, hidden_size, has_bias), panel_layout(down, intermediate_size, has_bias)
+    sizes = _kernels.expert_layout(gate_up, down, hidden_size, intermediate_size, gated, has_bias)
+    return PackedExpertLayout(*panels, **sizes)

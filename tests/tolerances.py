@@ -22,10 +22,10 @@ OP_FLOAT32 = 2e-6
 BFLOAT16_ERROR_RATIO = 1.75
 
 # Products of float32 rows against the unpacked weights in float64; the norm of the difference over the norm.
-PRODUCT_FLOAT32 = 1e-5
+GEMM_FLOAT32 = 1e-5
 
 # W8A8 products, whose sums are exact, against float64; the largest difference over the largest value.
-PRODUCT_INT8 = 3e-7
+GEMM_INT8 = 3e-7
 
 # Activations in float32 against float64, relative to each value.
 ACTIVATION_FLOAT32 = 5e-6
@@ -45,10 +45,10 @@ EXPERTS_W8A8_STEPS = 2e-3
 
 # Products of bfloat16 rows against the same rows and exact weights in float64; the norm of the difference
 # over the norm. Only float32 sums round (and vdpbf16ps flushes what is subnormal).
-PRODUCT_BFLOAT16 = 5e-6
+GEMM_BFLOAT16 = 5e-6
 # The same where each 32 values of a row are integers of 15 bits: one below 1/128 of the largest is rounded
 # (1.7e-5 was seen, a hundredth of what rounding the activation to bfloat16 costs).
-PRODUCT_SPLIT = 2.5e-5
+GEMM_SPLIT = 2.5e-5
 
 # Norm of a row's error over its expected norm, from independent roundings to first order
 # (tests/helpers/weight_golden.py). Few of them may fall the same way, and those of x reach gate and up alike.
@@ -114,7 +114,7 @@ VERIFY_PERPLEXITY = 1e-4
 # GGUF types that no packed format holds are rounded to bfloat16 at rest, 8 bits: relative, of the weights and
 # of what experts compute with them.
 EXPERTS_GGUF_BFLOAT16 = 5e-3
-# Scales and minimums of Q4_K, Q5_K and Q6_K in float16, their codes as they are: relative, of the weights and
+# Scales and mins of Q4_K, Q5_K and Q6_K in float16, their codes as they are: relative, of the weights and
 # of what experts compute with them. Both summands of a weight, larger than itself, are off by up to 2^-11.
 EXPERTS_GGUF_FLOAT16_SCALES = 1e-3
 

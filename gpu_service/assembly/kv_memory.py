@@ -53,7 +53,7 @@ class CacheShape:
 
 
 def cache_shape(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> CacheShape:
-    """The page size and types that the settings ask for, with this rank's heads and layers."""
+    """What the settings ask for."""
     dtype = TORCH_DTYPES[rank_config.dtype]
     storage = E4M3 if gpu.kv_cache_dtype == "fp8_e4m3" else dtype
     return CacheShape(rank_config, gpu.page_size, dtype, storage, device)
@@ -126,7 +126,7 @@ class DeviceKvMemory(KvMemory):
         resident: ResidentExperts | None,
         states: StateCache | None = None,
     ) -> int:
-        """Runs the largest step and measures what it allocates."""
+        """Runs the largest step."""
         config, shape = self._config, self._shape
         memory = make_device_memory(shape.device)
         assert memory is not None

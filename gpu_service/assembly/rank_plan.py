@@ -85,7 +85,7 @@ def smallest_change(config: MoebiusConfig, num_experts: int, longest: int, fits:
 
 
 def _smallest(trial: Trial, longest: int, fits: Fits) -> list[str] | None:
-    """The smallest change as command-line options, or None."""
+    """As options."""
     settings = [setting for setting in _settings(trial, longest) if setting.values]
     for setting in settings:
         index = setting.mildest(trial, fits)
@@ -173,7 +173,7 @@ def _settings(trial: Trial, longest: int) -> list[_Setting]:
 
 
 def _halves(whole: int, least: int, unit: int) -> list[int]:
-    """3/4, 1/2, 3/8, 1/4, ... of the value, in whole units."""
+    """3/4, 1/2, 3/8, 1/4, ... of it, whole units."""
     values: list[int] = []
     size = whole
     while size >= least:

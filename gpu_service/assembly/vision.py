@@ -26,7 +26,7 @@ _TRIAL_SIZE = (32, 32)
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """The loaded vision part of a model; filled by `load_vision`."""
+    """Of a model with vision; filled by `load_vision`."""
 
     encoder: ImageEncoder
     preparer: ImagePreparer

@@ -47,14 +47,11 @@ class StateCache:
         return sum(tensor.nbytes for tensor in (*self._conv, *self._recurrent))
 
     def conv(self, layer: int) -> torch.Tensor:
-        """Inputs of the layer's convolution, `[num_slots + 1, conv_width - 1, conv_size]`.
-
-        `layer` counts the linear-attention layers.
-        """
+        """Of the layer's convolution; `layer` counts the linear-attention layers."""
         return self._conv[layer]
 
     def recurrent(self, layer: int) -> torch.Tensor:
-        """The layer's recurrent states, float32 `[num_slots + 1, heads, key_head_dim, value_head_dim]`."""
+        """Of the layer's recurrence."""
         return self._recurrent[layer]
 
 

@@ -103,7 +103,7 @@ class CudaDeviceStream(DeviceStream):
         self.stream.wait_stream(torch.cuda.default_stream(device))
 
     def active(self) -> AbstractContextManager[None]:
-        """Within it, work goes to this stream, and the GPU is the thread's current one."""
+        """Also makes the GPU the thread's current one."""
         return self._active()
 
     @contextmanager
@@ -115,7 +115,7 @@ class CudaDeviceStream(DeviceStream):
         return _CudaEvent(self.stream)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """uint8 `[nbytes]` of page-locked memory."""
+        """Page-locked memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self) -> None:

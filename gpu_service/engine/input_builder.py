@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from opentelemetry.context import Context
 
-from gpu_service.engine.sampler import build_sampling_plan, has_penalties
+from gpu_service.engine.sampling_plan import build_sampling_plan, has_penalties
 from gpu_service.engine.step import NO_INPUT_IDS, Batch, PromptLogprobRows, SlotUpload, StepPlan
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits

@@ -131,7 +131,7 @@ class EngineObserver(Protocol):
     """Metrics and traces hang here. Called by the engine thread (`submitted`: by the caller's)."""
 
     def submitted(self, request: Request) -> None:
-        """The request was accepted into the queue. Called by the caller's thread."""
+        """The request was accepted into the queue."""
 
     def launched(self, batch: Batch) -> Context | None:
         """A step is about to be launched; returns the trace context its expert spans hang under."""

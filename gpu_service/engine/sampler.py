@@ -1,142 +1,17 @@
-"""Sampling: the parameters of a step's rows as tensors, built by the host, then from logits to tokens.
+"""From logits to tokens: bias, penalties, masks, temperature, truncation, one draw per row.
 
-Order on the device: bias, penalties, masks, temperature, truncation, one draw per row. A row's token depends
-on its own logits, parameters, counts and uniform number only, never on the other rows of the batch. Nothing
-there knows requests or pages, or waits for the device: which rows are treated how is in the plan.
-
-Uniform numbers depend on (seed, output position) and nothing else, so a sampled token is the same in any
-batch, after a preemption and when a step is run again. The mixer is the finaliser of SplitMix64 (Steele,
-Lea, Flood: "Fast splittable pseudorandom number generators", 2014), applied twice.
+A row's token depends on its own logits, parameters, counts and uniform number only, never on the other
+rows of the batch. Knows nothing of requests and pages. Nothing here waits for the device: what decides
+which rows are treated how is in the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 
 from gpu_service.engine.results import Logprobs, Sampled
-from gpu_service.engine.step import PenaltyRows, SamplingPlan, SparseBias
+from gpu_service.engine.step import PenaltyRows, SamplingPlan
 from gpu_service.ops.sampling import argmax_and_finite, truncate_probabilities
-from gpu_service.request import Entries, Request
-from gpu_service.scheduler.limits import SchedulerLimits, stop_token_ids
-
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def mix64(value: int) -> int:
-    """A bijection of 64-bit integers whose output bits each depend on all input bits."""
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 24 random bits (exact in float32)."""
-    return (mix64(mix64(seed & _MASK) ^ mix64(position)) >> 40) / (1 << 24)
-
-
-def derive_seed(seed: int, *parts: int | str) -> int:
-    """A seed in [0, 2^63) for a sub-stream, e.g. one of a request's outputs."""
-    state = mix64(seed & _MASK)
-    for part in parts:
-        for byte in str(part).encode():
-            state = mix64(state ^ byte)
-        state = mix64(state ^ 0x100)
-    return state >> 1
-
-
-def build_sampling_plan(
-    requests: Sequence[Request], positions: Sequence[int], limits: SchedulerLimits
-) -> SamplingPlan:
-    """`positions[r]` is the output position that row r samples, counted from 0."""
-    params = [request.params for request in requests]
-    random_rows = [row for row, p in enumerate(params) if not p.is_greedy]
-    chosen = [params[row] for row in random_rows]
-    logprob_rows = [row for row, p in enumerate(params) if p.logprobs is not None]
-    return SamplingPlan(
-        temperature=torch.tensor([0.0 if p.is_greedy else p.temperature for p in params]),
-        random_rows=_index(random_rows),
-        uniform=torch.tensor(
-            [uniform(params[row].seed, positions[row]) for row in random_rows], dtype=torch.float64
-        ),
-        top_k=torch.tensor([p.top_k for p in chosen], dtype=torch.int64),
-        top_p=torch.tensor([p.top_p for p in chosen], dtype=torch.float64),
-        min_p=torch.tensor([p.min_p for p in chosen], dtype=torch.float32),
-        truncated=_index([row for row, p in enumerate(chosen) if p.top_k > 0 or p.top_p < 1.0]),
-        bias=_bias(requests),
-        banned=_banned(requests, positions, limits),
-        penalties=_penalties(requests),
-        logprob_rows=logprob_rows,
-        logprob_index=_index(logprob_rows),
-        num_top_logprobs=max((params[row].logprobs or 0 for row in logprob_rows), default=0),
-    )
-
-
-def _index(rows: list[int]) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64)
-
-
-def _sparse(parts: Sequence[tuple[int, Entries]]) -> SparseBias | None:
-    """Row and entries of each; arrays all the way, since there may be thousands of entries in every step."""
-    if not parts:
-        return None
-    rows = np.repeat([row for row, _ in parts], [len(ids) for _, (ids, _) in parts])
-    token_ids = np.concatenate([ids for _, (ids, _) in parts])
-    values = np.concatenate([values for _, (_, values) in parts])
-    return SparseBias(torch.from_numpy(rows), torch.from_numpy(token_ids), torch.from_numpy(values))
-
-
-def _bias(requests: Sequence[Request]) -> SparseBias | None:
-    biased = [row for row, request in enumerate(requests) if request.params.logit_bias]
-    return _sparse([(row, _bias_entries(requests[row])) for row in biased])
-
-
-def _bias_entries(request: Request) -> Entries:
-    """The request's `logit_bias`; made once, and kept with it."""
-    if request.bias_entries is None:
-        token_ids, values = zip(*request.params.logit_bias, strict=True)
-        request.bias_entries = np.array(token_ids, dtype=np.int64), np.array(values, dtype=np.float32)
-    return request.bias_entries
-
-
-def _banned(
-    requests: Sequence[Request], positions: Sequence[int], limits: SchedulerLimits
-) -> SparseBias | None:
-    held = [row for row, request in enumerate(requests) if positions[row] < request.params.min_tokens]
-    parts = [(row, _stop_entries(requests[row], limits)) for row in held]
-    return _sparse([(row, entries) for row, entries in parts if len(entries[0])])
-
-
-def _stop_entries(request: Request, limits: SchedulerLimits) -> Entries:
-    """Minus infinity for each of `stop_token_ids`; made once per request, and kept with it."""
-    if request.stop_entries is None:
-        ids = np.array(sorted(stop_token_ids(request, limits)), dtype=np.int64)
-        request.stop_entries = ids, np.full(len(ids), -np.inf, dtype=np.float32)
-    return request.stop_entries
-
-
-def has_penalties(request: Request) -> bool:
-    """Whether token counts of this request are needed."""
-    p = request.params
-    return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-
-
-def _penalties(requests: Sequence[Request]) -> PenaltyRows | None:
-    rows = [row for row, request in enumerate(requests) if has_penalties(request)]
-    if not rows:
-        return None
-    params = [requests[row].params for row in rows]
-    return PenaltyRows(
-        rows=torch.tensor(rows),
-        slots=torch.tensor([requests[row].slot for row in rows]),
-        repetition=torch.tensor([[p.repetition_penalty] for p in params]),
-        presence=torch.tensor([[p.presence_penalty] for p in params]),
-        frequency=torch.tensor([[p.frequency_penalty] for p in params]),
-    )
 
 
 class PenaltyCounts:

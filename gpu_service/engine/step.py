@@ -253,7 +253,7 @@ class StepPlan(ForwardInputs):
 
     @property
     def num_requests(self) -> int:
-        """R, the requests of the step."""
+        """R."""
         return len(self.seq_lens)
 
     @property

@@ -29,7 +29,7 @@ class DeviceLost(RuntimeError):
 
 
 class Pending(ABC, Generic[Result]):
-    """The result of something launched, which may not have ended yet."""
+    """Something launched that has not ended, or has."""
 
     @abstractmethod
     def wait(self) -> Result:

@@ -21,8 +21,15 @@ from gpu_service.experts.client import (
     sampled_span_context,
 )
 from gpu_service.experts.servers import MailboxServers
-from moebius.mailbox import ExpertComputeError, Mailbox, MailboxError, ServerLost, ShutDown, StaleEpoch
-from moebius.mailbox_layout import MAX_SERVERS
+from moebius.mailbox import (
+    MAX_SERVERS,
+    ExpertComputeError,
+    Mailbox,
+    MailboxError,
+    ServerLost,
+    ShutDown,
+    StaleEpoch,
+)
 from moebius.models.geometry import MoeGeometry
 
 # `ClientFailure::kAbandoned` of layout.h: not the cause, which this client's own exception names.

@@ -13,7 +13,7 @@ _cuda: Any = torch.cuda
 
 
 def gib(nbytes: int) -> str:
-    """Bytes as GiB with two decimals, for messages and tables."""
+    """For messages and tables."""
     return f"{nbytes / 2**30:.2f}"
 
 

@@ -115,7 +115,7 @@ class MemoryCollector(Collector):
         self._labels = {"model_name": model_name, "engine": engine}
 
     def collect(self) -> Iterator[Metric]:
-        """The ledger's gauges, for one scrape."""
+        """One scrape."""
         names = [*self._labels, "part"]
         values = list(self._labels.values())
         planned = GaugeMetricFamily(

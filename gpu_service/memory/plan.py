@@ -38,7 +38,7 @@ ALLOCATOR_SLACK = 256 * MIB
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The largest step; filled by `StepSize.largest`."""
+    """The largest step; filled by `largest_step`."""
 
     tokens: int
     sequences: int
@@ -144,14 +144,14 @@ class MemoryShort(UserError):
     """The parts of a plan do not fit."""
 
     def __init__(self, message: str, missing: int) -> None:
-        """`missing`: bytes that would have to be free for the parts to fit."""
+        """`missing`: bytes."""
         super().__init__(message)
         self.missing = missing
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLine:
-    """One part of the plan and its bytes."""
+    """One part of the plan, bytes."""
 
     part: str
     nbytes: int
@@ -174,12 +174,12 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes for the KV cache."""
+        """For the KV cache."""
         return self.of(KV)
 
     @property
     def fixed(self) -> int:
-        """Bytes of everything but the KV cache."""
+        """Everything but the KV cache."""
         return sum(line.nbytes for line in self.lines if line.part != KV)
 
 
@@ -196,7 +196,7 @@ class ExpertMemory:
 
 @dataclass(frozen=True, slots=True)
 class VisionMemory:
-    """Bytes for images in prompts; filled by `assembly.vision`."""
+    """Of images in prompts; filled by `assembly.vision`."""
 
     # The tower's weights.
     tower_bytes: int = 0
@@ -205,7 +205,7 @@ class VisionMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of the tower and of images."""
+        """Both."""
         return self.tower_bytes + self.image_bytes
 
 
@@ -261,7 +261,7 @@ def _needed_pages(config: MoebiusConfig, model_config: ModelConfig) -> int:
 
 
 def wanted_kv_bytes(config: MoebiusConfig, page_bytes: int) -> int | None:
-    """Bytes of KV cache that the settings ask for; None: all that is left."""
+    """What the settings ask for; None: all that is left."""
     if config.gpu.num_pages is not None:
         return config.gpu.num_pages * page_bytes
     return None if config.gpu.kv_cache_gib is None else int(config.gpu.kv_cache_gib * GIB)

@@ -94,7 +94,7 @@ class SoloGroup(RankGroup):
         return value
 
     def fail(self, reason: str) -> None:
-        """Raises RuntimeError: there is no other rank to end."""
+        """Nobody else is concerned."""
         raise RuntimeError(reason)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ class ShardRange:
 
     @staticmethod
     def whole(total: int) -> ShardRange:
-        """The whole dimension."""
+        """All of it."""
         return ShardRange(0, total, total)
 
     @property
@@ -44,7 +44,7 @@ class ShardRange:
 
     @property
     def slice(self) -> slice:
-        """The range as a slice of the dimension."""
+        """For indexing."""
         return slice(self.begin, self.end)
 
 

@@ -1,3 +1,4 @@
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <vector>
@@ -6,9 +7,10 @@
 #include "kernels/bindings/source_arrays.h"
 #include "kernels/format/dequantise.h"
 #include "kernels/format/expert_packing.h"
-#include "kernels/format/format_names.h"
 #include "kernels/format/pack.h"
-#include "kernels/format/unpack.h"
+#include "kernels/format/requantise.h"
+
+namespace py = pybind11;
 
 namespace py = pybind11;
 
@@ -78,6 +80,26 @@ py::object unpack_bias(const std::string& format, const Bytes& bytes, int64_t ro
   return unpack(format, bytes, rows, k, true)[1];
 }
 
+// (packed uint8, squared error, squared reference)
+py::tuple requantise_matrix(const std::string& format, const py::object& source) {
+  const SourceArrays arrays = read_source(source, "source");
+  const SourceMatrix& matrix = arrays.matrix;
+  const PanelLayout layout(parse_weight_format(format), matrix.cols, matrix.bias != nullptr);
+  const uint32_t panels = (matrix.rows + kPanelColumns - 1) / kPanelColumns;
+  py::array_t<uint8_t> packed(static_cast<py::ssize_t>(panels * layout.panel_bytes));
+  auto* const target = reinterpret_cast<std::byte*>(packed.mutable_data());
+  PackError sum;
+  {
+    const py::gil_scoped_release release;
+    for (uint32_t panel = 0; panel < panels; ++panel) {
+      const PackError error = requantise_panel(matrix, layout, panel, target + panel * layout.panel_bytes);
+      sum.squared_error += error.squared_error;
+      sum.squared_reference += error.squared_reference;
+    }
+  }
+  return py::make_tuple(packed, sum.squared_error, sum.squared_reference);
+}
+
 py::array_t<float> dequantise_matrix(const py::object& source) {
   const SourceArrays arrays = read_source(source, "source");
   const SourceMatrix& matrix = arrays.matrix;
@@ -121,25 +143,67 @@ std::string obstacle(const std::string& format, const py::object& source) {
   return packing_obstacle(read_source(source, "source").matrix, parse_weight_format(format));
 }
 
+// By name, the fields of WeightFormat in moebius/weight_formats.py.
+py::dict weight_formats() {
+  py::dict result;
+  for (const std::string& name : weight_format_names()) {
+    const WeightFormat format = parse_weight_format(name);
+    py::dict fields;
+    fields["code"] = code_name(format.code);
+    fields["bits"] = code_bits(format.code);
+    fields["scale"] = format.scale == ScaleType::kNone ? py::object(py::none()) : py::str(scale_name(format.scale));
+    fields["group_size"] = format.group_size;
+    fields["panel_scale"] = format.panel_scale;
+    fields["zeros"] = format.zeros;
+    fields["mins"] = format.mins;
+    fields["column_scale"] = format.column_scale;
+    fields["quantised_rows"] = format.quantised_rows;
+    result[py::str(name)] = fields;
+  }
+  return result;
+}
+
+// The fields that PanelLayout of moebius/weight_formats.py adds to its format's.
 py::dict panel_layout(const std::string& format, int64_t k, bool has_bias) {
   const PanelLayout layout(parse_weight_format(format), positive(k, "k"), has_bias);
   py::dict result;
+  result["k"] = layout.k;
+  result["has_bias"] = layout.has_bias;
   result["k_padded"] = layout.k_padded;
   result["groups"] = layout.groups;
   result["scales_offset"] = layout.scales_offset;
   result["zeros_offset"] = layout.zeros_offset;
-  result["minimums_offset"] = layout.minimums_offset;
+  result["mins_offset"] = layout.mins_offset;
   result["column_scale_offset"] = layout.column_scale_offset;
   result["bias_offset"] = layout.bias_offset;
   result["panel_bytes"] = layout.panel_bytes;
   return result;
 }
 
+// The fields of PackedExpertLayout in moebius/weight_formats.py, but for its panels.
+py::dict expert_layout(const std::string& gate_up_format, const std::string& down_format, int64_t hidden_size,
+                       int64_t intermediate_size, bool gated, bool has_bias) {
+  const ExpertLayout layout(parse_weight_format(gate_up_format), parse_weight_format(down_format),
+                            positive(hidden_size, "hidden_size"), positive(intermediate_size, "intermediate_size"),
+                            gated, has_bias);
+  py::dict result;
+  result["gated"] = layout.gated;
+  result["panels_per_column_block"] = layout.panels_per_column_block;
+  result["intermediate_blocks"] = layout.intermediate_blocks;
+  result["down_panels"] = layout.down_panels;
+  result["down_offset"] = layout.down_offset;
+  result["expert_bytes"] = layout.expert_bytes;
+  return result;
+}
+
 }  // namespace
 
 void bind_format(py::module_& m) {
-  m.def("weight_format_names", &weight_format_names);
+  m.def("weight_formats", &weight_formats);
   m.def("panel_layout", &panel_layout, py::arg("format"), py::arg("k"), py::arg("has_bias") = false);
+  m.def("expert_layout", &expert_layout, py::arg("gate_up_format"), py::arg("down_format"), py::arg("hidden_size"),
+        py::arg("intermediate_size"), py::arg("gated"), py::arg("has_bias"));
+  m.attr("PANEL_COLUMNS") = kPanelColumns;
   m.def("packing_obstacle", &obstacle, py::arg("format"), py::arg("source"));
   m.def("pack_matrix", &pack_matrix, py::arg("format"), py::arg("source"), py::kw_only(), py::arg("has_bias") = false,
         py::arg("reference") = false);
@@ -148,6 +212,7 @@ void bind_format(py::module_& m) {
   m.def("unpack_matrix", &unpack_matrix, py::arg("format"), py::arg("packed").noconvert(), py::arg("rows"),
         py::arg("k"), py::arg("has_bias") = false);
   m.def("unpack_bias", &unpack_bias, py::arg("format"), py::arg("packed").noconvert(), py::arg("rows"), py::arg("k"));
+  m.def("requantise_matrix", &requantise_matrix, py::arg("format"), py::arg("source"));
   m.def("dequantise_matrix", &dequantise_matrix, py::arg("source"));
 }
 

@@ -3,14 +3,10 @@
 #include <pybind11/stl.h>
 
 #include "kernels/bindings/bindings.h"
-#include "kernels/bindings/mailbox_offsets.h"
-#include "kernels/mailbox/echo_backend.h"
-#include "kernels/mailbox/errors.h"
-#include "kernels/mailbox/host_call.h"
+#include "kernels/bindings/mailbox_errors.h"
 #include "kernels/mailbox/mailbox.h"
+#include "kernels/mailbox/segment.h"
 #include "kernels/mailbox/server.h"
-#include "kernels/mailbox/stress.h"
-#include "kernels/mailbox/wait_policy.h"
 
 namespace py = pybind11;
 
@@ -19,34 +15,6 @@ namespace {
 
 using namespace mailbox;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
-
-const char* class_name(Failure failure) {
-  switch (failure) {
-    case Failure::kAbiMismatch: return "AbiMismatch";
-    case Failure::kGeometryMismatch: return "GeometryMismatch";
-    case Failure::kIdentityMismatch: return "IdentityMismatch";
-    case Failure::kStaleEpoch: return "StaleEpoch";
-    case Failure::kServerLost: return "ServerLost";
-    case Failure::kCompute: return "ExpertComputeError";
-    case Failure::kShutDown: return "ShutDown";
-    case Failure::kMailbox: break;
-  }
-  return "MailboxError";
-}
-
-// The exception classes live in Python, where they are documented and typed.
-void raise_python(const MailboxError& error) {
-  const py::object type = py::module_::import("moebius.mailbox_errors").attr(class_name(error.failure));
-  py::object instance = type(error.what());
-  instance.attr("server_index") = error.server_index;
-  instance.attr("layer") = error.layer;
-  PyErr_SetObject(type.ptr(), instance.ptr());
-}
-
-template <typename T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 uint64_t submit(Mailbox& box, uint32_t slot, uint32_t layer, uintptr_t hidden_states, uintptr_t topk_ids,
                 uintptr_t topk_weights, uint32_t rows) {
@@ -201,17 +169,9 @@ void bind_client(py::module_& m) {
       py::arg("name"), Unlocked());
   m.def("mailbox_identity_difference", &identity_difference, py::arg("expected"), py::arg("found"));
   m.def("mailbox_is_stale", &Segment::is_stale, py::arg("name"));
-  m.def("mailbox_offsets", &mailbox_offsets);
-  m.attr("MAILBOX_ABI_VERSION") = kAbiVersion;
 }
 
 void bind_server(py::module_& m) {
-  py::class_<EchoBackend, ExpertBackend, std::shared_ptr<EchoBackend>>(m, "EchoBackend")
-      .def(py::init([](uint32_t hidden_size, float scale, uint64_t delay_us, int64_t fail_layer) {
-             return std::make_shared<EchoBackend>(EchoOptions{hidden_size, scale, delay_us, fail_layer});
-           }),
-           py::arg("hidden_size"), py::kw_only(), py::arg("scale") = 1.0f, py::arg("delay_us") = 0,
-           py::arg("fail_layer") = -1);
   py::class_<MailboxServer>(m, "MailboxServer")
       .def(py::init([](const std::string& name, uint32_t server_index, const std::shared_ptr<ExpertBackend>& backend,
                        double attach_timeout_s, double heartbeat_s, int64_t spin_ns, uint32_t num_threads,
@@ -233,70 +193,13 @@ void bind_server(py::module_& m) {
       .def("take_traced_calls", &take_traced_calls);
 }
 
-void bind_host_call(py::module_& m) {
-  py::class_<HostCall>(m, "MailboxHostCall")
-      .def(py::init([](Mailbox& box, uint32_t slot, uint32_t layer, uintptr_t hidden_states, uintptr_t topk_ids,
-                       uintptr_t topk_weights, uint32_t rows, uintptr_t output, uint64_t deadline_ms) {
-             return std::make_unique<HostCall>(HostCall{&box, slot, layer, pointer<void>(hidden_states),
-                                                        pointer<int32_t>(topk_ids), pointer<float>(topk_weights),
-                                                        rows, pointer<float>(output), deadline_ms});
-           }),
-           py::arg("mailbox"), py::arg("slot"), py::arg("layer"), py::arg("hidden_states"), py::arg("topk_ids"),
-           py::arg("topk_weights"), py::arg("rows"), py::arg("output"), py::arg("deadline_ms"),
-           py::keep_alive<1, 2>())
-      .def_property_readonly("address", [](const HostCall& call) { return reinterpret_cast<uintptr_t>(&call); })
-      .def_readonly("failures", &HostCall::failures)
-      .def_property_readonly_static(
-          "submit_function", [](const py::object&) { return reinterpret_cast<uintptr_t>(&submit_on_host); })
-      .def_property_readonly_static(
-          "collect_function", [](const py::object&) { return reinterpret_cast<uintptr_t>(&collect_on_host); });
-}
-
-void bind_stress(py::module_& m) {
-  m.def(
-      "mailbox_stress",
-      [](Mailbox& box, uint64_t rounds, uint64_t seed, float scale_sum, uint64_t deadline_ms, double recovery_s) {
-        const StressResult r = stress(box, {rounds, seed, scale_sum, deadline_ms, recovery_s});
-        return std::map<std::string, uint64_t>{{"answered", r.answered},
-                                               {"wrong", r.wrong},
-                                               {"lost", r.lost},
-                                               {"resubmitted", r.resubmitted},
-                                               {"stale", r.stale}};
-      },
-      py::arg("mailbox"), py::kw_only(), py::arg("rounds"), py::arg("seed"), py::arg("scale_sum"),
-      py::arg("deadline_ms"), py::arg("recovery_s"), Unlocked());
-  m.def("mailbox_round_trips", &measure_round_trips, py::arg("mailbox"), py::kw_only(), py::arg("rows"),
-        py::arg("rounds"), py::arg("warmup"), py::arg("deadline_ms"), Unlocked());
-  m.def(
-      "ping_pong",
-      [](uintptr_t address, bool asks, uint32_t rounds, uint64_t spin_ns) {
-        return ping_pong(pointer<uint32_t>(address), asks, rounds, spin_ns);
-      },
-      py::arg("address"), py::kw_only(), py::arg("asks"), py::arg("rounds"), py::arg("spin_ns"), Unlocked());
-  m.def(
-      "mailbox_spin_ns",
-      [](uint32_t participants, uint32_t cores) {
-        const SpinBudget budget = spin_budget(participants, cores);
-        return py::make_tuple(budget.client_ns, budget.server_ns);
-      },
-      py::arg("participants"), py::arg("cores") = 0);
-}
-
 }  // namespace
 
 void bind_mailbox(py::module_& m) {
-  py::register_local_exception_translator([](std::exception_ptr thrown) {
-    try {
-      if (thrown) std::rethrow_exception(thrown);
-    } catch (const MailboxError& error) {
-      raise_python(error);
-    }
-  });
+  register_mailbox_errors();
   bind_geometry(m);
   bind_client(m);
   bind_server(m);
-  bind_host_call(m);
-  bind_stress(m);
 }
 
 }  // namespace moebius

@@ -3,6 +3,7 @@
 #include "kernels/bindings/bindings.h"
 #include "kernels/bindings/numpy_checks.h"
 #include "kernels/bindings/source_arrays.h"
+#include "kernels/gemm/registry.h"
 #include "kernels/isa/isa.h"
 #include "kernels/moe/expert_engine.h"
 
@@ -36,7 +37,7 @@ std::shared_ptr<ExpertEngine> make_engine(int64_t hidden_size, int64_t intermedi
                                           const std::vector<std::string>& down_format, const std::string& activation,
                                           float alpha, const std::vector<float>& limit, bool has_bias,
                                           int64_t num_threads, const std::vector<int>& cpus, int numa_node,
-                                          const std::string& isa, const std::string& kernel) {
+                                          const std::string& isa, const py::object& kernel) {
   EngineOptions options;
   options.hidden_size = unsigned_option(hidden_size, "hidden_size");
   options.intermediate_size = unsigned_option(intermediate_size, "intermediate_size");
@@ -52,7 +53,11 @@ std::shared_ptr<ExpertEngine> make_engine(int64_t hidden_size, int64_t intermedi
   options.cpus = cpus;
   options.numa_node = numa_node;
   options.isa = isa;
-  options.kernel = kernel;
+  if (!py::isinstance<py::str>(kernel)) {
+    options.kernel = kernel.cast<const GemmKernel*>();
+  } else if (const auto name = kernel.cast<std::string>(); name != "auto") {
+    options.kernel = &gemm_by_name(name.c_str());
+  }
   return std::make_shared<ExpertEngine>(options);
 }
 
@@ -83,12 +88,6 @@ py::tuple load_expert(ExpertEngine& engine, int64_t layer, int64_t expert, const
     error = engine.load_expert(layer_index, expert_index, source);
   }
   return py::make_tuple(error.squared_error, error.squared_reference);
-}
-
-void fill_random(ExpertEngine& engine, int64_t layer, uint64_t seed) {
-  const uint32_t layer_index = unsigned_option(layer, "layer");
-  const py::gil_scoped_release release;
-  engine.fill_random(layer_index, seed);
 }
 
 // A view; it keeps the engine alive.
@@ -195,6 +194,8 @@ std::vector<std::string> isa_names() {
 void bind_moe(py::module_& m) {
   m.def("isa_level", [] { return std::string(isa_name(resolve_isa("auto"))); });
   m.def("supported_isas", isa_names);
+  // A kernel that tests bring along; those of the product are given by their names.
+  py::class_<GemmKernel>(m, "GemmKernel").def_property_readonly("name", [](const GemmKernel& kernel) { return kernel.name; });
   py::class_<ExpertBackend, std::shared_ptr<ExpertBackend>>(m, "ExpertBackend")
       .def_property_readonly("hidden_size", &ExpertBackend::hidden_size);
   py::class_<ExpertEngine, ExpertBackend, std::shared_ptr<ExpertEngine>>(m, "ExpertEngine")
@@ -205,7 +206,6 @@ void bind_moe(py::module_& m) {
       .def("reserve", &ExpertEngine::reserve, py::arg("layer"), py::arg("count"))
       .def("load_expert", &load_expert, py::arg("layer"), py::arg("expert"), py::arg("gate"), py::arg("up"),
            py::arg("down"))
-      .def("fill_random", &fill_random, py::arg("layer"), py::arg("seed"))
       .def("packed_expert", &packed_expert, py::arg("layer"), py::arg("expert"))
       .def("calibrate", &ExpertEngine::calibrate, py::call_guard<py::gil_scoped_release>())
       .def("plan", &plan)

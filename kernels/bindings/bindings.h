@@ -5,13 +5,10 @@
 
 namespace moebius {
 
-void bind_moe(pybind11::module_& m);       // kernels/bindings/bind_moe.cc
-void bind_format(pybind11::module_& m);    // kernels/bindings/bind_format.cc
-void bind_requantise(pybind11::module_& m);  // kernels/bindings/bind_requantise.cc
-void bind_product(pybind11::module_& m);   // kernels/bindings/bind_product.cc
-void bind_topology(pybind11::module_& m);  // kernels/bindings/bind_topology.cc
-void bind_pool(pybind11::module_& m);      // kernels/bindings/bind_pool.cc
-void bind_mailbox(pybind11::module_& m);   // kernels/bindings/bind_mailbox.cc
-void bind_probe(pybind11::module_& m);     // kernels/bindings/bind_probe.cc
+void bind_moe(pybind11::module_& m);             // kernels/bindings/bind_moe.cc
+void bind_format(pybind11::module_& m);          // kernels/bindings/bind_format.cc
+void bind_topology(pybind11::module_& m);        // kernels/bindings/bind_topology.cc
+void bind_mailbox(pybind11::module_& m);         // kernels/bindings/bind_mailbox.cc
+void bind_mailbox_layout(pybind11::module_& m);  // kernels/bindings/bind_mailbox_layout.cc
 
 }  // namespace moebius

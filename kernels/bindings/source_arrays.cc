@@ -3,7 +3,7 @@
 #include <map>
 #include <stdexcept>
 
-#include "kernels/format/pack_check.h"
+#include "kernels/format/pack.h"
 
 namespace py = pybind11;
 
@@ -15,14 +15,18 @@ const std::map<std::string, SourceLayout> kLayouts = {
     {"awq_int4", SourceLayout::kAwqInt4},   {"gptq_int4", SourceLayout::kGptqInt4},
     {"mxfp4", SourceLayout::kMxfp4},        {"nvfp4", SourceLayout::kNvfp4},
 };
-const std::map<std::string, Code> kCodes = {
-    {"float32", Code::kFloat32}, {"bfloat16", Code::kBFloat16}, {"float16", Code::kFloat16}, {"float8", Code::kFloat8},
-    {"int8", Code::kInt8},       {"int4", Code::kInt4},         {"float4", Code::kFloat4},
-};
-const std::map<std::string, ScaleType> kScaleTypes = {
-    {"float32", ScaleType::kFloat32}, {"bfloat16", ScaleType::kBFloat16}, {"float16", ScaleType::kFloat16},
-    {"e8m0", ScaleType::kE8M0},       {"e4m3", ScaleType::kE4M3},
-};
+
+template <class Enum>
+std::map<std::string, Enum> by_name(const char* (*name)(Enum), Enum first, Enum last) {
+  std::map<std::string, Enum> found;
+  for (int value = static_cast<int>(first); value <= static_cast<int>(last); ++value) {
+    found.emplace(name(static_cast<Enum>(value)), static_cast<Enum>(value));
+  }
+  return found;
+}
+
+const auto kCodes = by_name(&code_name, Code::kFloat32, Code::kFloat4);
+const auto kScaleTypes = by_name(&scale_name, ScaleType::kFloat32, ScaleType::kE4M3);
 
 // As str(array.dtype), which costs several microseconds because it is Python code.
 std::string dtype_name(const py::array& array) {
@@ -41,7 +45,7 @@ class Reader {
     if (!py::isinstance<py::array>(source_)) {
       read_scales();
       read_zeros();
-      read_minimums();
+      read_mins();
       read_columns();
     }
     try {
@@ -198,16 +202,16 @@ class Reader {
     m.zeros_stride = stride(array, 0);
   }
 
-  void read_minimums() {
+  void read_mins() {
     SourceMatrix& m = matrix();
-    if (attribute("minimums").is_none()) return;
-    if (m.group_size == 0) fail("minimums", "they need group scales");
+    if (attribute("mins").is_none()) return;
+    if (m.group_size == 0) fail("mins", "they need group scales");
     const py::array scales = array_2d(attribute("scales"), "scales", "float32 float16 uint16", false);
-    const py::array array = array_2d(attribute("minimums"), "minimums", dtype_name(scales), false);
+    const py::array array = array_2d(attribute("mins"), "mins", dtype_name(scales), false);
     const bool alike = array.shape(0) == scales.shape(0) && array.shape(1) == scales.shape(1) &&
                        array.strides(0) == scales.strides(0) && array.strides(1) == scales.strides(1);
-    if (!alike) fail("minimums", "they must lie in memory as the scales do");
-    m.minimums = array.data();
+    if (!alike) fail("mins", "they must lie in memory as the scales do");
+    m.mins = array.data();
   }
 
   const float* floats_per_row(const char* field) {

@@ -1,10 +1,15 @@
-// Number formats of weights and scales -> float32, exactly, and bfloat16 back. Not for files built for one instruction set.
+// Number formats of weights and scales -> float32, exactly, and back; elements of unaligned memory. Not for files built
+// for one instruction set.
 #pragma once
 
 #include <array>
 #include <bit>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+
+#include "kernels/format/weight_format.h"
 
 namespace moebius {
 
@@ -69,6 +74,27 @@ inline constexpr std::array<float, 16> kFloat4Values = {0.0f,  0.5f,  1.0f,  1.5
 inline float decode_e8m0(uint8_t bits) {
   if (bits == 0) return 0x1p-127f;
   return std::bit_cast<float>(bits == 255 ? 0x7fc00000U : uint32_t{bits} << 23);
+}
+
+// --- Single elements out of memory that is aligned to nothing. Not for files built for one instruction set.
+
+template <class T>
+T load_element(const void* base, ptrdiff_t index) {
+  T value;
+  std::memcpy(&value, static_cast<const char*>(base) + index * static_cast<ptrdiff_t>(sizeof(T)), sizeof(T));
+  return value;
+}
+
+inline float load_scale(ScaleType type, const void* scales, ptrdiff_t index) {
+  switch (type) {
+    case ScaleType::kNone: return 1.0f;
+    case ScaleType::kFloat32: return load_element<float>(scales, index);
+    case ScaleType::kBFloat16: return decode_bfloat16(load_element<uint16_t>(scales, index));
+    case ScaleType::kFloat16: return decode_float16(load_element<uint16_t>(scales, index));
+    case ScaleType::kE8M0: return decode_e8m0(load_element<uint8_t>(scales, index));
+    case ScaleType::kE4M3: return kFloat8Values[load_element<uint8_t>(scales, index)];
+  }
+  return 1.0f;
 }
 
 }  // namespace moebius

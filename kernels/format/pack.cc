@@ -4,12 +4,99 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
-#include "kernels/format/pack_check.h"
-#include "kernels/format/pack_columns.h"
 #include "kernels/format/pack_lines.h"
+#include "kernels/format/panel_values.h"
 
 namespace moebius {
+namespace {
+
+bool widens(Code from, Code to) {
+  return from == to || (to == Code::kFloat32 && (from == Code::kBFloat16 || from == Code::kFloat16));
+}
+
+std::string scales_obstacle(const SourceMatrix& source, const WeightFormat& format) {
+  if (source.group_size != format.group_size) {
+    return "its group size is " + std::to_string(source.group_size) + ", the format's " +
+           std::to_string(format.group_size);
+  }
+  if (format.group_size == 0) return {};
+  if (source.scale_type != format.scale && format.scale != ScaleType::kFloat32) {
+    return std::string("it has ") + scale_name(source.scale_type) + " scales, the format " + scale_name(format.scale);
+  }
+  if (format.panel_scale && (source.scale_rows % kPanelColumns != 0 || source.scale_row_begin % kPanelColumns != 0)) {
+    return "scales of " + std::to_string(source.scale_rows) + " rows, from row " +
+           std::to_string(source.scale_row_begin) +
+           " of a block on, do not give all columns of a panel the same scale: both must be multiples of 16";
+  }
+  return {};
+}
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("source matrix: " + what); }
+
+void check_layout_code(const SourceMatrix& source) {
+  const bool int4 = source.layout == SourceLayout::kCompressedInt4 || source.layout == SourceLayout::kAwqInt4 ||
+                    source.layout == SourceLayout::kGptqInt4;
+  const bool float4 = source.layout == SourceLayout::kMxfp4 || source.layout == SourceLayout::kNvfp4;
+  if (int4 && source.code != Code::kInt4) refuse("this layout holds int4 elements");
+  if (float4 && source.code != Code::kFloat4) refuse("this layout holds float4 elements");
+}
+
+}  // namespace
+
+std::string packing_obstacle(const SourceMatrix& source, const WeightFormat& format) {
+  if (!widens(source.code, format.code)) {
+    return std::string("its elements are ") + code_name(source.code) + ", the format's " + code_name(format.code);
+  }
+  if (source.zeros != nullptr && !format.zeros) return "it has zero points, the format none";
+  if ((source.mins != nullptr) != format.mins) {
+    return format.mins ? "it has no mins, the format has" : "it has mins, the format none";
+  }
+  const bool has_column_scale = source.column_scale != nullptr || source.tensor_scale != 1.0f;
+  if (has_column_scale && !format.column_scale) return "it has a scale per column or tensor, the format none";
+  return scales_obstacle(source, format);
+}
+
+bool packs_exactly(const SourceMatrix& source, const WeightFormat& format) {
+  return packing_obstacle(source, format).empty();
+}
+
+void check_source(const SourceMatrix& source) {
+  if (source.rows == 0 || source.cols == 0) refuse("it has no elements");
+  if (source.data == nullptr) refuse("data is null");
+  if ((source.group_size == 0) != (source.scale_type == ScaleType::kNone)) {
+    refuse("group_size is " + std::to_string(source.group_size) + " with " + scale_name(source.scale_type) +
+           " scales; either both or none");
+  }
+  if (source.group_size != 0 && source.scales == nullptr) refuse("scales are null");
+  if (source.scale_rows == 0) refuse("scale_rows is 0");
+  if (source.zeros != nullptr && (source.code != Code::kInt4 || source.group_size == 0)) {
+    refuse("zero points need int4 elements with group scales");
+  }
+  if (source.mins != nullptr && (source.group_size == 0 || source.zeros != nullptr)) {
+    refuse("mins need group scales and no zero points");
+  }
+  if (source.mins != nullptr && source.code != Code::kInt4 && source.code != Code::kInt8) {
+    refuse("mins need int4 or int8 elements");
+  }
+  check_layout_code(source);
+}
+
+void check_packing(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel) {
+  check_source(source);
+  if (source.cols != layout.k) {
+    refuse("it has " + std::to_string(source.cols) + " input features, the packed matrix " + std::to_string(layout.k));
+  }
+  if (uint64_t{panel} * kPanelColumns >= source.rows) {
+    refuse("panel " + std::to_string(panel) + " begins beyond its " + std::to_string(source.rows) + " rows");
+  }
+  if (source.bias != nullptr && !layout.has_bias) refuse("it has a bias, the packed matrix none");
+  const std::string obstacle = packing_obstacle(source, layout.format);
+  if (obstacle.empty()) return;
+  refuse("it can not be packed as " + weight_format_name(layout.format) + " exactly: " + obstacle);
+}
+
 namespace {
 
 // Lines of a panel that are packed in the first-level cache, then written past the caches: a packed panel is not
@@ -81,6 +168,27 @@ void pack_panels(const SourceMatrix& source, const PanelLayout& layout, const Pa
 
 void pack_panel(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel, std::byte* target) {
   pack_panels(source, layout, {panel, 1, layout.panel_bytes}, target);
+}
+
+void unpack_panel(const PanelLayout& layout, const std::byte* panel, float* weights, float* bias) {
+  const WeightFormat& format = layout.format;
+  for (uint32_t column = 0; column < kPanelColumns; ++column) {
+    const std::byte* column_scales = panel + layout.column_scale_offset;
+    const float column_scale = format.column_scale ? load_element<float>(column_scales, column) : 1.0f;
+    for (uint32_t k = 0; k < layout.k; ++k) {
+      const uint32_t group = layout.groups == 0 ? 0 : k / format.group_size;
+      const uint32_t entry = group * kPanelColumns + column;
+      const uint32_t zero = panel_zero(layout, panel, entry);
+      const float group_scale =
+          load_scale(format.scale, panel + layout.scales_offset, format.panel_scale ? group : entry);
+      const float decoded = decode_value(format.code, panel_code(layout, panel, column, k), zero);
+      float weight = decoded * group_scale;
+      if (format.mins) weight += load_scale(format.scale, panel + layout.mins_offset, entry);
+      weights[size_t{column} * layout.k + k] = weight * column_scale;
+    }
+    if (bias == nullptr) continue;
+    bias[column] = layout.has_bias ? load_element<float>(panel + layout.bias_offset, column) : 0.0f;
+  }
 }
 
 }  // namespace moebius

@@ -1,4 +1,4 @@
-// Exact packing: a checkpoint's codes and scales rearranged into panels, no value rounded.
+// Exact packing: a checkpoint's codes and scales rearranged into panels, no value rounded; and what panels mean.
 #pragma once
 
 #include <cstddef>
@@ -33,5 +33,19 @@ void pack_panels(const SourceMatrix& source, const PanelLayout& layout, const Pa
 
 // The same bytes, element by element through source_access.h: what pack_panel is tested against.
 void pack_panel_reference(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel, std::byte* target);
+
+// --- Checks shared by the packer, the reference and the dequantiser. They throw std::invalid_argument.
+
+// The source describes a matrix at all.
+void check_source(const SourceMatrix& source);
+
+// It can be packed into this panel, exactly.
+void check_packing(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel);
+
+// --- The reference unpacker: what a panel's bytes mean, in scalar code that follows panel_layout.h literally.
+
+// weights[16][k]: (value * group scale + minimum) * column scale, rounded to float32 after each operation. bias[16]
+// (zero without one), or null.
+void unpack_panel(const PanelLayout& layout, const std::byte* panel, float* weights, float* bias);
 
 }  // namespace moebius

@@ -1,4 +1,4 @@
-#include "kernels/format/pack_columns.h"
+#include "kernels/format/pack_lines.h"
 
 #include <algorithm>
 #include <cstring>
@@ -114,10 +114,10 @@ void pack_panel_scales(const SourceMatrix& source, const PanelLayout& layout, ui
   const Columns columns{begin, std::min(kPanelColumns, source.rows - begin)};
   std::memset(target + layout.scales_offset, 0, layout.panel_bytes - layout.scales_offset);
   if (layout.groups != 0) pack_group_scales(source, layout, columns, target + layout.scales_offset);
-  if (layout.format.minimums) {
-    SourceMatrix minimums = source;
-    minimums.scales = source.minimums;
-    pack_group_scales(minimums, layout, columns, target + layout.minimums_offset);
+  if (layout.format.mins) {
+    SourceMatrix mins = source;
+    mins.scales = source.mins;
+    pack_group_scales(mins, layout, columns, target + layout.mins_offset);
   }
   if (layout.format.zeros) pack_zeros(source, layout, columns, target + layout.zeros_offset);
   for (uint32_t column = 0; column < columns.count; ++column) {

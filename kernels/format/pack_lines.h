@@ -1,4 +1,5 @@
-// The codes of a panel, some lines of 64 bytes at a time, for sources that run along k and along columns.
+// The parts of a panel: codes, some lines of 64 bytes at a time, for sources that run along k and along columns;
+// scales and what else stands per column.
 #pragma once
 
 #include <cstddef>
@@ -33,5 +34,14 @@ void pack_lines_gptq(const SourceMatrix& source, const PanelLayout& layout, cons
                      std::byte* target);
 void pack_lines_strided(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
                         std::byte* target);
+
+// --- The parts of a panel beside its codes.
+
+// What padding elements hold: int4 code 8 (zero of a symmetric format), zero bits elsewhere.
+uint32_t padding_code(Code code);
+
+// Group scales, zero points, mins, column scales and bias of a panel. Columns beyond the last row get zero
+// scales and mins, and zero point 8.
+void pack_panel_scales(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel, std::byte* target);
 
 }  // namespace moebius

@@ -3,8 +3,6 @@
 #include <cstring>
 
 #include "kernels/format/pack.h"
-#include "kernels/format/pack_check.h"
-#include "kernels/format/pack_columns.h"
 #include "kernels/format/pack_lines.h"
 #include "kernels/format/source_access.h"
 

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <bit>
 
-#include "kernels/format/pack_columns.h"
 #include "kernels/format/pack_lines.h"
 #include "kernels/format/source_access.h"
 #include "kernels/format/transpose_words.h"

@@ -28,9 +28,9 @@ PanelLayout::PanelLayout(const WeightFormat& weight_format, uint32_t matrix_k, b
   scales_offset = size_t{k_padded} * kPanelColumns * code_bits(format.code) / 8;
   const size_t scale_columns = format.panel_scale ? 1 : kPanelColumns;
   zeros_offset = scales_offset + align64(groups * scale_columns * scale_bytes(format.scale));
-  minimums_offset = zeros_offset + (format.zeros ? align64(size_t{groups} * kPanelColumns) : 0);
-  const size_t minimums_bytes = align64(size_t{groups} * kPanelColumns * scale_bytes(format.scale));
-  column_scale_offset = minimums_offset + (format.minimums ? minimums_bytes : 0);
+  mins_offset = zeros_offset + (format.zeros ? align64(size_t{groups} * kPanelColumns) : 0);
+  const size_t mins_bytes = align64(size_t{groups} * kPanelColumns * scale_bytes(format.scale));
+  column_scale_offset = mins_offset + (format.mins ? mins_bytes : 0);
   bias_offset = column_scale_offset + (format.column_scale ? kPanelColumns * sizeof(float) : 0);
   panel_bytes = bias_offset + (has_bias ? kPanelColumns * sizeof(float) : 0);
 }

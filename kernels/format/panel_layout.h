@@ -11,7 +11,7 @@
 //                                      the two halves
 //   scales        [groups][16] of the format's scale type; [groups] when the format has panel_scale
 //   zeros         [groups][16] uint8                    (formats with zeros)
-//   minimums      [groups][16] of the scale type        (formats with minimums)
+//   mins      [groups][16] of the scale type        (formats with mins)
 //   column_scale  [16] float32                          (formats with column_scale)
 //   bias          [16] float32                          (matrices with a bias)
 //
@@ -46,7 +46,7 @@ struct PanelLayout {
   // Bytes from the panel's begin. What a format lacks has the offset where it would be.
   size_t scales_offset = 0;
   size_t zeros_offset = 0;
-  size_t minimums_offset = 0;
+  size_t mins_offset = 0;
   size_t column_scale_offset = 0;
   size_t bias_offset = 0;
   size_t panel_bytes = 0;     // a multiple of 64

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/format/elements.h"
+#include "kernels/format/numbers.h"
 #include "kernels/format/panel_layout.h"
 
 namespace moebius {
@@ -24,7 +24,7 @@ inline uint32_t panel_code(const PanelLayout& layout, const std::byte* panel, ui
 // The zero point of group and column `entry` = group * 16 + column.
 inline uint32_t panel_zero(const PanelLayout& layout, const std::byte* panel, size_t entry) {
   if (layout.format.zeros) return load_element<uint8_t>(panel + layout.zeros_offset, static_cast<ptrdiff_t>(entry));
-  return layout.format.minimums ? 0 : 8;
+  return layout.format.mins ? 0 : 8;
 }
 
 // What a code means before its scales; zero: of kInt4.

@@ -129,7 +129,7 @@ void write_bias(const SourceMatrix& source, const PanelLayout& layout, uint32_t 
 }  // namespace
 
 bool can_requantise_to(const WeightFormat& format) {
-  if (format.panel_scale || format.minimums) return false;
+  if (format.panel_scale || format.mins) return false;
   const bool half_scales = format.scale == ScaleType::kFloat32 || format.scale == ScaleType::kBFloat16 ||
                            format.scale == ScaleType::kFloat16;
   switch (format.code) {

@@ -11,7 +11,7 @@
 #include <array>
 #include <cstring>
 
-#include "kernels/format/elements.h"
+#include "kernels/format/numbers.h"
 #include "kernels/format/source_matrix.h"
 
 namespace moebius {
@@ -63,14 +63,14 @@ inline float source_scale(const SourceMatrix& source, uint32_t row, uint32_t gro
 }
 
 // 0 without any.
-inline float source_minimum(const SourceMatrix& source, uint32_t row, uint32_t group) {
-  if (source.minimums == nullptr) return 0.0f;
-  return load_scale(source.scale_type, source.minimums, source_scale_index(source, row, group));
+inline float source_min(const SourceMatrix& source, uint32_t row, uint32_t group) {
+  if (source.mins == nullptr) return 0.0f;
+  return load_scale(source.scale_type, source.mins, source_scale_index(source, row, group));
 }
 
 // 0..15.
 inline uint32_t source_zero(const SourceMatrix& source, uint32_t row, uint32_t group) {
-  if (source.minimums != nullptr) return 0;
+  if (source.mins != nullptr) return 0;
   if (source.zeros == nullptr) return 8;
   const auto r = static_cast<ptrdiff_t>(row);
   const auto g = static_cast<ptrdiff_t>(group);

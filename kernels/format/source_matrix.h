@@ -49,7 +49,7 @@ struct SourceMatrix {
   ptrdiff_t zeros_stride = 0;     // words between stored rows of zeros
   int32_t zeros_offset = 0;       // added to every stored zero, modulo 16: 1 for GPTQ version 1
 
-  const void* minimums = nullptr; // what code 0 means, laid out and typed as the scales are; null: as zeros say
+  const void* mins = nullptr; // what code 0 means, laid out and typed as the scales are; null: as zeros say
 
   const float* column_scale = nullptr;  // [rows] float32 scale per logical row; null: 1
   float tensor_scale = 1.0f;            // times column_scale: per-tensor and global scales

@@ -4,8 +4,6 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/format/format_names.h"
-
 namespace moebius {
 namespace {
 
@@ -31,9 +29,9 @@ WeightFormat grouped(Code code, ScaleType scale, uint32_t group_size) {
   return format;
 }
 
-WeightFormat with_minimums(Code code, uint32_t group_size) {
+WeightFormat with_mins(Code code, uint32_t group_size) {
   WeightFormat format = grouped(code, ScaleType::kFloat16, group_size);
-  format.minimums = true;
+  format.mins = true;
   return format;
 }
 
@@ -65,10 +63,10 @@ std::vector<NamedFormat> make_formats() {
     formats.emplace_back(name + "_f16", grouped(Code::kInt8, ScaleType::kFloat16, group_size));
   }
   formats.emplace_back("int8_g16_f16", grouped(Code::kInt8, ScaleType::kFloat16, 16));
-  formats.emplace_back("int8_g32_minimums", with_minimums(Code::kInt8, 32));
+  formats.emplace_back("int8_g32_mins", with_mins(Code::kInt8, 32));
   formats.emplace_back("int4_g16_f16", grouped(Code::kInt4, ScaleType::kFloat16, 16));
-  formats.emplace_back("int4_g16_minimums", with_minimums(Code::kInt4, 16));
-  formats.emplace_back("int4_g32_minimums", with_minimums(Code::kInt4, 32));
+  formats.emplace_back("int4_g16_mins", with_mins(Code::kInt4, 16));
+  formats.emplace_back("int4_g32_mins", with_mins(Code::kInt4, 32));
   for (const bool zeros : {false, true}) {
     for (const uint32_t group_size : {32U, 64U, 128U}) {
       for (const ScaleType scale : {ScaleType::kBFloat16, ScaleType::kFloat16}) {
@@ -119,6 +117,31 @@ uint32_t scale_bytes(ScaleType scale) {
   refuse("scale type " + std::to_string(static_cast<int>(scale)) + " is unknown");
 }
 
+const char* code_name(Code code) {
+  switch (code) {
+    case Code::kFloat32: return "float32";
+    case Code::kBFloat16: return "bfloat16";
+    case Code::kFloat16: return "float16";
+    case Code::kFloat8: return "float8";
+    case Code::kInt8: return "int8";
+    case Code::kInt4: return "int4";
+    case Code::kFloat4: return "float4";
+  }
+  refuse("element code " + std::to_string(static_cast<int>(code)) + " is unknown");
+}
+
+const char* scale_name(ScaleType scale) {
+  switch (scale) {
+    case ScaleType::kNone: return "no";
+    case ScaleType::kFloat32: return "float32";
+    case ScaleType::kBFloat16: return "bfloat16";
+    case ScaleType::kFloat16: return "float16";
+    case ScaleType::kE8M0: return "e8m0";
+    case ScaleType::kE4M3: return "e4m3";
+  }
+  refuse("scale type " + std::to_string(static_cast<int>(scale)) + " is unknown");
+}
+
 std::vector<std::string> weight_format_names() {
   std::vector<std::string> names;
   for (const auto& [name, format] : formats()) names.push_back(name);
@@ -155,12 +178,12 @@ void check_weight_format(const WeightFormat& format) {
   if (size == 0 && format.panel_scale) refuse("panel_scale needs group scales");
   if (format.zeros && format.code != Code::kInt4) refuse("zero points are supported for int4 codes only");
   if (format.zeros && size == 0) refuse("zero points need group scales");
-  if (format.minimums && format.code != Code::kInt4 && format.code != Code::kInt8) {
-    refuse("minimums are supported for int4 and int8 codes only");
+  if (format.mins && format.code != Code::kInt4 && format.code != Code::kInt8) {
+    refuse("mins are supported for int4 and int8 codes only");
   }
-  if (format.minimums && (format.scale != ScaleType::kFloat16 || format.zeros || format.panel_scale ||
+  if (format.mins && (format.scale != ScaleType::kFloat16 || format.zeros || format.panel_scale ||
                           format.column_scale || format.quantised_rows)) {
-    refuse("minimums need a float16 scale per column and group, and nothing else");
+    refuse("mins need a float16 scale per column and group, and nothing else");
   }
   if (format.quantised_rows && format.code != Code::kInt8) refuse("quantised rows are supported for int8 codes only");
 }

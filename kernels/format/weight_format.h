@@ -1,9 +1,10 @@
-// How the weights of one matrix are stored at rest. Pure data: any file may read it, whatever instruction
-// set it is built for (declarations and constants only, no inline functions; see product.h).
+// How the weights of one matrix are stored packed. Pure data: any file may read it, whatever instruction
+// set it is built for (declarations and constants only, no inline functions; see gemm.h).
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace moebius {
 
@@ -15,15 +16,15 @@ enum class Code : uint8_t {
   kFloat8 = 3,  // OCP e4m3fn: no infinity, 0x7f and 0xff are NaN
   kInt8 = 4,    // two's complement
   kInt4 = 5,    // 0..15, meaning code - 8, code - zero where the format has zeros, or the code itself where it has
-                // minimums
+                // mins
   kFloat4 = 6,  // OCP e2m1: sign, then 0, 0.5, 1, 1.5, 2, 3, 4, 6
 };
 
-// Type of the group scales at rest; every one becomes a float32 exactly.
+// Type of the group scales, as packed; every one becomes a float32 exactly.
 enum class ScaleType : uint8_t { kNone = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3, kE8M0 = 4, kE4M3 = 5 };
 
 // weight[column][k] = value(code[column][k]) * group_scale[column][k / group_size] * column_scale[column], plus
-// minimum[column][k / group_size] where the format has minimums (those have no column scale).
+// minimum[column][k / group_size] where the format has mins (those have no column scale).
 // A column is an output feature: a row of the checkpoint's [out, in] matrix.
 struct WeightFormat {
   Code code = Code::kFloat32;
@@ -31,7 +32,7 @@ struct WeightFormat {
   uint32_t group_size = 0;         // of group scales, along k: 16, 32, 64 or 128; 0: no group scales
   bool panel_scale = false;        // one group scale for all columns of a panel (the 128 x 128 blocks of fp8)
   bool zeros = false;              // kInt4: a zero point 0..15 per column and group
-  bool minimums = false;           // kInt4, kInt8: per column and group what code 0 means, in the scales' type
+  bool mins = false;           // kInt4, kInt8: per column and group what code 0 means, in the scales' type
   bool column_scale = false;       // a float32 per column, applied after the sum over k
   bool quantised_rows = false;     // kInt8: rows are quantised to int8 as well (W8A8)
 
@@ -40,6 +41,9 @@ struct WeightFormat {
 
 uint32_t code_bits(Code code);          // 32, 16, 16, 8, 8, 4, 4
 uint32_t scale_bytes(ScaleType scale);  // 0, 4, 2, 2, 1, 1
+
+const char* code_name(Code code);         // "float32" ... "float4", as the enumerators
+const char* scale_name(ScaleType scale);  // "no" for kNone, "float32", "bfloat16", "float16", "e8m0", "e4m3"
 
 // The format of a name, for configuration, tests and benchmarks:
 //   float32 bfloat16 float16
@@ -52,14 +56,15 @@ uint32_t scale_bytes(ScaleType scale);  // 0, 4, 2, 2, 1, 1
 //   int4_g32 int4_g64 int4_g128               symmetric, bfloat16 scales; "_f16" after it: float16 scales
 //   int4_g32_zeros int4_g64_zeros int4_g128_zeros   with zero points; "_f16" as above
 //   int4_g16_f16     symmetric, float16 scales
-//   int4_g16_minimums int4_g32_minimums int8_g32_minimums     float16 scale and minimum
+//   int4_g16_mins int4_g32_mins int8_g32_mins     float16 scale and minimum
 //   mxfp4            e2m1, e8m0 scale per 32
 //   nvfp4            e2m1, e4m3 scale per 16, column scale (the global scale)
 // Throws std::invalid_argument listing the allowed names.
 WeightFormat parse_weight_format(const std::string& name);
 std::string weight_format_name(const WeightFormat& format);  // inverse of the above; "custom" when it has no name
+std::vector<std::string> weight_format_names();
 
-// Throws std::invalid_argument saying which combination is not supported (zeros without kInt4, minimums without
+// Throws std::invalid_argument saying which combination is not supported (zeros without kInt4, mins without
 // integer codes and float16 scales of their own, a group size that is none of those above, quantised_rows without
 // kInt8, group scales without a type and the reverse).
 void check_weight_format(const WeightFormat& format);

@@ -12,15 +12,15 @@ if(NOT DEFINED SANITIZE_${MOEBIUS_SANITIZE})
 endif()
 
 file(GLOB FUZZ_SOURCES CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/kernels/fuzz/*.cc)
-set(FUZZED_SOURCES ${KERNEL_SOURCES})
-list(FILTER FUZZED_SOURCES EXCLUDE REGEX "/kernels/(bindings|mailbox|probe)/")
+set(FUZZED_SOURCES ${KERNEL_SOURCES} ${TESTING_SOURCES})
+list(FILTER FUZZED_SOURCES EXCLUDE REGEX "/kernels/(mailbox/|testing/(module|bind_|mailbox_|echo_|probe))")
 add_executable(moebius_fuzz EXCLUDE_FROM_ALL ${FUZZ_SOURCES} ${FUZZED_SOURCES})
 target_include_directories(moebius_fuzz PRIVATE ${CMAKE_SOURCE_DIR})
 target_link_libraries(moebius_fuzz PRIVATE Threads::Threads)
 # -O1: optimised enough for the vector types to stay in registers, and quick to build.
 target_compile_options(moebius_fuzz PRIVATE -O1 -g1 -march=x86-64-v2 -ffp-contract=off -fno-math-errno
                        -Wall -Wextra ${SANITIZE_${MOEBIUS_SANITIZE}})
-# Vector loops are only held to memory: checks of undefined behaviour double the time that they take to build, and
+# Vector loops are only checked for memory errors: checks of undefined behaviour double the time that they take to build, and
 # the same loops over tiles and formats are in scalar files. Their accesses are checked by calls: written out, the
 # checks would make them take three times as long to build.
 #

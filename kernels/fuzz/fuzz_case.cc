@@ -5,10 +5,9 @@
 #include <cmath>
 #include <limits>
 
-#include "kernels/format/format_names.h"
 #include "kernels/format/numbers.h"
 #include "kernels/isa/isa.h"
-#include "kernels/product/registry.h"
+#include "kernels/testing/gemm_emulated.h"
 
 namespace moebius::fuzz {
 namespace {
@@ -20,15 +19,14 @@ const T& any_of(const std::vector<T>& values, Random& random) {
   return values[random.below(static_cast<uint32_t>(values.size()))];
 }
 
-// Names of product kernels that compute one of the matrices at least.
-std::string draw_kernel(const LayerFormats& formats, Random& random) {
-  std::vector<std::string> names{"auto"};
-  for (const char* name : product_names()) {
-    const ProductKernel& kernel = product_by_name(name);
-    const bool fits = kernel.supports(formats.gate_up) || kernel.supports(formats.down);
-    if (fits && kernel.row_type != RowType::kInt8) names.push_back(name);
+// A GEMM kernel that computes one of the matrices at least, or null.
+const GemmKernel* draw_kernel(const LayerFormats& formats, Random& random) {
+  std::vector<const GemmKernel*> found{nullptr};
+  for (const GemmKernel* kernel : testable_gemms()) {
+    const bool fits = kernel->supports(formats.gate_up) || kernel->supports(formats.down);
+    if (fits && kernel->row_type != RowType::kInt8) found.push_back(kernel);
   }
-  return random.one_in(3) ? "auto" : any_of(names, random);
+  return random.one_in(3) ? nullptr : any_of(found, random);
 }
 
 EngineOptions draw_options(Random& random) {
@@ -141,7 +139,7 @@ std::string FuzzCase::describe() const {
          weight_format_name(o.formats[0].gate_up) + " and " + weight_format_name(o.formats[0].down) + ", " +
          kActivations[static_cast<size_t>(o.activation)] + (o.has_bias ? " with bias" : "") + ", " +
          kTypes[static_cast<size_t>(dtype)] + " rows, routing " + kRoutings[static_cast<size_t>(routing)] +
-         ", threads " + text(o.num_threads) + ", isa " + o.isa + ", kernel " + o.kernel + (from_sources ? ", from sources" : "") +
+         ", threads " + text(o.num_threads) + ", isa " + o.isa + ", kernel " + (o.kernel == nullptr ? "auto" : o.kernel->name) + (from_sources ? ", from sources" : "") +
          (two_callers ? ", two callers" : "") + (calibrate ? ", calibrated" : "") + (with_nan ? ", with a NaN" : "");
 }
 

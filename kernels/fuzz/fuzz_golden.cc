@@ -3,14 +3,14 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/format/unpack.h"
+#include "kernels/format/pack.h"
 
 namespace moebius::fuzz {
 namespace {
 
 constexpr double kSum = 1e-5;
 constexpr double kBFloat16 = 1.0 / 256;
-constexpr double kSplitStep = 1.0 / (1 << 15);  // of rows that become 16-bit integers (split_rows.inc.h)
+constexpr double kSplitStep = 1.0 / (1 << 15);  // of rows that become 16-bit integers (dot_split.inc.h)
 constexpr double kInt8Step = 1.01 / 254;  // a little more: the maximum itself carries an error
 constexpr double kSiluSlope = 1.1;
 

@@ -20,7 +20,7 @@ struct Golden {
   std::vector<double> bound;   // [rows, hidden] how far a correct result may lie from it
 };
 
-// experts[i] is the expert of id expert_begin + i. The bound follows the rules of product.h:
+// experts[i] is the expert of id expert_begin + i. The bound follows the rules of gemm.h:
 //   sums in float32: 1e-5 of the sum of absolute products; element errors below come on top
 //   bfloat16 requests: the activation may be rounded to bfloat16 (2^-8 of it: both halves of an interval)
 //   W8A8: an element of a row is off by half a step, max |row| / 254

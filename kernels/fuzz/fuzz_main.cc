@@ -11,7 +11,7 @@
 #include <string>
 
 #include "kernels/fuzz/fuzz_run.h"
-#include "kernels/pool/stress.h"
+#include "kernels/testing/pool_stress.h"
 
 namespace {
 

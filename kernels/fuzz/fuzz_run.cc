@@ -13,6 +13,7 @@
 #include "kernels/fuzz/fuzz_golden.h"
 #include "kernels/fuzz/fuzz_source.h"
 #include "kernels/moe/expert_engine.h"
+#include "kernels/testing/random_weights.h"
 
 namespace moebius::fuzz {
 namespace {
@@ -89,7 +90,7 @@ std::vector<UnpackedExpert> fill_engine(const FuzzCase& fuzz, ExpertEngine& engi
     for (uint32_t i = 0; i < options.num_experts; ++i) sources.push_back(draw_expert(options, random));
     load_experts(engine, sources);
   } else {
-    engine.fill_random(0, fuzz.seed);
+    fill_random(engine, 0, fuzz.seed);
   }
   std::vector<UnpackedExpert> experts;
   for (uint32_t i = 0; i < options.num_experts; ++i) {

@@ -118,7 +118,7 @@ class Builder {
 
   void scales() {
     if (format_.group_size != 0) group_scales();
-    if (format_.minimums) minimums();
+    if (format_.mins) mins();
     if (format_.zeros && !random_.one_in(4)) zeros();
     if (!format_.column_scale) return;
     // Where there are group scales of e4m3, those are of order 1 and the column scale does the rest.
@@ -151,9 +151,9 @@ class Builder {
   }
 
   // About what brings the codes' mean to zero, laid out as the scales are.
-  void minimums() {
+  void mins() {
     const bool int4 = format_.code == Code::kInt4;
-    matrix().minimums = scale_array(int4 ? -7.5f : -15.5f);
+    matrix().mins = scale_array(int4 ? -7.5f : -15.5f);
   }
 
   // scale_count_ scales, times `factor` unless it is 0.

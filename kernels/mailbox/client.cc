@@ -5,8 +5,8 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "kernels/mailbox/errors.h"
 #include "kernels/mailbox/mailbox.h"
+#include "kernels/mailbox/segment.h"
 #include "kernels/mailbox/signal.h"
 
 namespace moebius::mailbox {

@@ -1,5 +1,6 @@
-// The one description of the mailbox's bytes. `moebius/mailbox_layout.py` mirrors it and a test compares
-// every offset; change both together and raise kAbiVersion.
+// The one description of the mailbox's bytes: Python and the kernels of a GPU get theirs from it
+// (kernels/bindings/bind_mailbox_layout.cc). A change raises kAbiVersion and the table in
+// tests/kernels/test_mailbox_layout.py.
 //
 // One POSIX shared-memory segment per model, mode 0600, shared by every engine rank and expert server:
 //

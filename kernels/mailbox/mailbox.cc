@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "kernels/mailbox/errors.h"
+#include "kernels/mailbox/segment.h"
 #include "kernels/mailbox/signal.h"
 #include "kernels/mailbox/wait_policy.h"
 

@@ -1,13 +1,39 @@
-// A mapped mailbox segment: making, finding, checking and locking it. No protocol here.
+// A mapped mailbox segment: making, finding, checking and locking it, and what can go wrong. No protocol here.
 #pragma once
 
 #include <functional>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "kernels/mailbox/layout.h"
 
 namespace moebius::mailbox {
+
+// The names are the Python exception classes of moebius/mailbox.py.
+enum class Failure {
+  kMailbox,
+  kAbiMismatch,
+  kGeometryMismatch,
+  kIdentityMismatch,
+  kStaleEpoch,
+  kServerLost,
+  kCompute,
+  kShutDown,
+};
+
+class MailboxError : public std::runtime_error {
+ public:
+  MailboxError(Failure failure, const std::string& message, int server_index = -1, int layer = -1)
+      : std::runtime_error(message), failure(failure), server_index(server_index), layer(layer) {}
+
+  const Failure failure;
+  const int server_index;  // -1: no server is concerned
+  const int layer;         // -1: no layer is concerned
+};
+
+// --- A mapped mailbox segment: making, finding, checking and locking it. No protocol here.
 
 using Interleave = std::function<void(const char* where)>;
 

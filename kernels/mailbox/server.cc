@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "kernels/mailbox/errors.h"
+#include "kernels/mailbox/segment.h"
 #include "kernels/mailbox/signal.h"
 
 namespace moebius::mailbox {

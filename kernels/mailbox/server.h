@@ -9,10 +9,10 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/moe/expert_backend.h"
 #include "kernels/mailbox/mailbox.h"
 #include "kernels/mailbox/segment.h"
 #include "kernels/mailbox/wait_policy.h"
+#include "kernels/moe/expert_backend.h"
 
 namespace moebius::mailbox {
 

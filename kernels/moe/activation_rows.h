@@ -1,5 +1,5 @@
 // The activation between the two phases: one row for each (row, expert) pair, in the type that the pair's down
-// product reads. Phase A writes it in float32 or bfloat16; for int8 products the float32 rows are quantised
+// product reads. Phase A writes it in float32 or bfloat16; for int8 GEMMs the float32 rows are quantised
 // before phase B: by each thread for itself when there are few, in tasks of their own when there are many.
 #pragma once
 
@@ -25,7 +25,7 @@ class ActivationRows {
   // Before phase A of a call.
   void plan(const LayerCall& call);
 
-  // Phase A: activates results (as the product wrote them) of `num_rows` rows from `pair` on, `num_blocks` column
+  // Phase A: activates results (as the GEMM wrote them) of `num_rows` rows from `pair` on, `num_blocks` column
   // blocks from `block` on.
   void store(const ActivationWork& results, RowType down_rows, uint32_t pair, uint32_t block) const;
 

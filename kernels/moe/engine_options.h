@@ -6,11 +6,11 @@
 #include <vector>
 
 #include "kernels/format/panel_layout.h"
-#include "kernels/product/product.h"
+#include "kernels/gemm/gemm.h"
 
 namespace moebius {
 
-// Formats at rest of one layer's matrices; quantisers often keep some layers, or the down matrices, wider.
+// Packed formats of one layer's matrices; quantisers often keep some layers, or the down matrices, wider.
 struct LayerFormats {
   WeightFormat gate_up;
   WeightFormat down;
@@ -34,7 +34,7 @@ struct EngineOptions {
   std::vector<int> cpus;               // see ThreadPool
   int numa_node = -1;                  // -1: no binding
   std::string isa = "auto";            // see resolve_isa
-  std::string kernel = "auto";         // name of a product kernel to use wherever it can, for tests
+  const GemmKernel* kernel = nullptr;  // to use wherever it can; null: by the plan
 
   bool is_gated() const { return activation != Activation::kRelu2; }
 };

@@ -3,21 +3,18 @@
 #include <chrono>
 #include <stdexcept>
 
-#include "kernels/moe/arena.h"
-#include "kernels/moe/plan_calibration.h"
-#include "kernels/moe/random_weights.h"
-#include "kernels/product/registry.h"
+#include "kernels/gemm/registry.h"
+#include "kernels/moe/kernel_plan.h"
 
 namespace moebius {
 namespace {
 
-constexpr size_t kCalibrationBytes = size_t{64} << 20;  // of random weights, where none are loaded
 constexpr size_t kCalibrationExperts = 64;
 
 // A level below this machine's highest was asked for, by option or by MOEBIUS_ISA: kernels of just that level then.
 PlanOptions plan_options(const EngineOptions& options, Isa isa) {
   const bool exact = options.isa != "auto" || isa != supported_isas().back();
-  return {isa, exact, options.kernel == "auto" ? nullptr : &product_by_name(options.kernel.c_str())};
+  return {isa, exact, options.kernel};
 }
 
 }  // namespace
@@ -41,9 +38,9 @@ PackError ExpertEngine::load_expert(uint32_t layer, uint32_t expert, const Exper
   return store_.load(layer, local_expert(expert), source, pool_);
 }
 
-void ExpertEngine::fill_random(uint32_t layer, uint64_t seed) {
+void ExpertEngine::fill(uint32_t layer, const ExpertStore::Writer& write) {
   check_layer(layer);
-  store_.fill_random(layer, seed, pool_);
+  store_.fill(layer, write, pool_);
 }
 
 const std::byte* ExpertEngine::packed_expert(uint32_t layer, uint32_t expert) const {
@@ -57,19 +54,8 @@ const std::byte* ExpertEngine::packed_expert(uint32_t layer, uint32_t expert) co
 void ExpertEngine::calibrate() {
   std::lock_guard<std::mutex> lock(forward_mutex_);
   for (uint32_t index = 0; index < store_.layouts().size(); ++index) {
-    const ExpertLayout& layout = store_.layouts()[index];
-    std::vector<const std::byte*> experts = loaded_experts(index);
-    if (!experts.empty()) {
-      calibrate_plan(plan_, index, layout, experts, pool_);
-      continue;
-    }
-    const size_t count = std::min(kCalibrationBytes / layout.expert_bytes + 1, kCalibrationExperts);
-    const Arena arena(count * layout.expert_bytes, options_.numa_node);
-    for (size_t i = 0; i < count; ++i) experts.push_back(arena.data() + i * layout.expert_bytes);
-    pool_.parallel_for(static_cast<uint32_t>(count), [&](uint32_t task, uint32_t) {
-      fill_random_expert(layout, task, arena.data() + task * layout.expert_bytes);
-    });
-    calibrate_plan(plan_, index, layout, experts, pool_);
+    const std::vector<const std::byte*> experts = loaded_experts(index);
+    if (!experts.empty()) calibrate_plan(plan_, index, store_.layouts()[index], experts, pool_);
   }
 }
 

@@ -1,12 +1,13 @@
-// The experts of one server: packed weights, threads, kernels and counters behind ExpertBackend.
+// The experts of one server: packed weights, threads, kernels and counters, as an ExpertBackend.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <mutex>
 #include <vector>
 
 #include "kernels/isa/isa.h"
 #include "kernels/moe/engine_options.h"
-#include "kernels/moe/engine_stats.h"
 #include "kernels/moe/expert_backend.h"
 #include "kernels/moe/expert_store.h"
 #include "kernels/moe/kernel_plan.h"
@@ -15,6 +16,26 @@
 #include "kernels/pool/thread_pool.h"
 
 namespace moebius {
+
+struct EngineStats {
+  EngineStats(uint32_t num_layers, uint32_t num_experts)
+      : layer_calls(num_layers),
+        layer_rows(num_layers),
+        layer_experts(num_layers),
+        expert_rows(static_cast<size_t>(num_layers) * num_experts) {}
+
+  std::atomic<uint64_t> calls{0};
+  std::atomic<uint64_t> rows{0};               // of all calls
+  std::atomic<uint64_t> busy_nanoseconds{0};   // inside forward, waiting for another caller excluded
+  std::atomic<uint64_t> nonfinite_inputs{0};   // hidden_states values that were NaN or infinite
+  std::atomic<uint64_t> nonfinite_outputs{0};  // output values that were NaN or infinite
+  std::vector<std::atomic<uint64_t>> layer_calls;  // [layers]
+  std::vector<std::atomic<uint64_t>> layer_rows;   // [layers]
+  std::vector<std::atomic<uint64_t>> layer_experts;  // [layers], experts with at least one row, summed over calls
+  std::vector<std::atomic<uint64_t>> expert_rows;  // [layers, experts]
+};
+
+// --- The experts of one server: packed weights, threads, kernels and counters behind ExpertBackend.
 
 class ExpertEngine final : public ExpertBackend {
  public:
@@ -29,15 +50,15 @@ class ExpertEngine final : public ExpertBackend {
   // not fit. Thread safe; also beside forward() of other experts.
   PackError load_expert(uint32_t layer, uint32_t expert, const ExpertSource& source);
 
-  // Fills all experts of a layer with random weights (random_weights.h).
-  void fill_random(uint32_t layer, uint64_t seed);
+  // See ExpertStore::fill.
+  void fill(uint32_t layer, const ExpertStore::Writer& write);
 
   // The packed bytes of an expert, ExpertLayout::expert_bytes of its layer, valid as long as the engine. Throws
   // std::invalid_argument when it is not held here or not loaded.
   const std::byte* packed_expert(uint32_t layer, uint32_t expert) const;
 
-  // Measures the kernels on the experts that are loaded, or on random ones for layouts without any, and keeps
-  // the fastest; forward() waits meanwhile. Takes up to about 0.3 s a distinct layout.
+  // Measures the kernels on the experts that are loaded and keeps the fastest; forward() waits meanwhile. Takes up to
+  // about 0.3 s a distinct layout. A layout that no loaded expert has keeps its first candidates.
   void calibrate();
 
   uint32_t hidden_size() const override { return options_.hidden_size; }

@@ -1,15 +1,41 @@
 #include "kernels/moe/expert_store.h"
 
 #include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
-#include "kernels/moe/digest.h"
-#include "kernels/moe/huge_pages.h"
-#include "kernels/moe/random_weights.h"
+#include "kernels/moe/arena.h"
 #include "kernels/pool/thread_pool.h"
 
 namespace moebius {
+
+// Spreads every bit of a number over all of the result's: the finaliser of MurmurHash3.
+constexpr uint64_t spread_bits(uint64_t value) {
+  value = (value ^ (value >> 33)) * 0xFF51AFD7ED558CCDull;
+  value = (value ^ (value >> 33)) * 0xC4CEB9FE1A85EC53ull;
+  return value ^ (value >> 33);
+}
+
+// Depends on every bit and its place. Four chains, so that multiplications overlap: packing is much slower. `seed`
+// says what the bytes are of.
+inline uint64_t digest_of(const std::byte* bytes, size_t count, uint64_t seed) {
+  constexpr uint64_t kOdd = 0x9E3779B97F4A7C15ull;
+  uint64_t chains[4] = {seed, seed + 1, seed + 2, seed + 3};
+  size_t at = 0;
+  for (; at + sizeof(chains) <= count; at += sizeof(chains)) {
+    uint64_t words[4];
+    std::memcpy(words, bytes + at, sizeof(words));
+    for (int i = 0; i < 4; ++i) chains[i] = std::rotl((chains[i] ^ words[i]) * kOdd, 29);
+  }
+  uint64_t digest = spread_bits(count ^ seed);
+  for (; at < count; ++at) digest = (digest ^ uint64_t(bytes[at])) * kOdd;
+  for (const uint64_t chain : chains) digest = spread_bits(digest ^ chain) + chain;
+  return spread_bits(digest);
+}
 
 ExpertStore::ExpertStore(const EngineOptions& options)
     : num_experts_(options.num_experts), numa_node_(options.numa_node), layers_(options.num_layers) {
@@ -59,7 +85,7 @@ PackError ExpertStore::load(uint32_t layer, uint32_t expert, const ExpertSource&
   return error;
 }
 
-void ExpertStore::fill_random(uint32_t layer, uint64_t seed, ThreadPool& pool) {
+void ExpertStore::fill(uint32_t layer, const Writer& write, ThreadPool& pool) {
   std::vector<std::byte*> targets;
   try {
     while (targets.size() < num_experts_) {
@@ -69,9 +95,8 @@ void ExpertStore::fill_random(uint32_t layer, uint64_t seed, ThreadPool& pool) {
     for (uint32_t expert = 0; expert < targets.size(); ++expert) release(layer, expert);
     throw;
   }
-  const ExpertLayout& layout = this->layout(layer);
   pool.parallel_for(num_experts_, [&](uint32_t expert, uint32_t) {
-    fill_random_expert(layout, seed * num_experts_ + expert, targets[expert]);
+    write(expert, targets[expert]);
     layers_[layer].experts[expert].store(targets[expert], std::memory_order_release);
   });
 }

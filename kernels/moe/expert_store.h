@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -31,9 +32,10 @@ class ExpertStore {
   // loaded again), or when it is one more than was reserved.
   PackError load(uint32_t layer, uint32_t expert, const ExpertSource& source, ThreadPool& pool);
 
-  // Fills every expert of a layer with random weights (random_weights.h), on all threads of the pool. Throws
-  // std::invalid_argument when one was loaded before.
-  void fill_random(uint32_t layer, uint64_t seed, ThreadPool& pool);
+  // Has `write` write every expert of a layer, layout(layer).expert_bytes each, on all threads of the pool: for
+  // benchmarks. Throws std::invalid_argument when one was loaded before.
+  using Writer = std::function<void(uint32_t expert, std::byte* target)>;
+  void fill(uint32_t layer, const Writer& write, ThreadPool& pool);
 
   // The packed expert, or null while it is not loaded.
   const std::byte* find(uint32_t layer, uint32_t expert) const;
@@ -46,7 +48,7 @@ class ExpertStore {
   // Of all that load() has packed, whatever the order; 0: nothing. Layers and experts by their numbers here.
   uint64_t weights_digest() const { return weights_digest_.load(std::memory_order_relaxed); }
   size_t packed_bytes() const;  // mapped for layers so far
-  size_t huge_page_bytes() const;  // of them in 2 MiB pages now; see huge_pages.h for how exact and how slow
+  size_t huge_page_bytes() const;  // of them in 2 MiB pages now; see arena.h for how exact and how slow
   bool numa_bound() const;      // whether every mapping is on the requested node
 
  private:

@@ -1,4 +1,4 @@
-// Which product kernel computes an expert, by the number of its rows.
+// Which GEMM kernel computes an expert, by the number of its rows.
 //
 // Requests come in two kinds. Rows in float32 or float16 are computed exactly, by the float32-row kernel of the
 // highest level: the choice depends on nothing that is measured, so a row's bits never depend on timing. Rows in
@@ -9,12 +9,13 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "kernels/gemm/gemm.h"
 #include "kernels/isa/isa.h"
-#include "kernels/product/product.h"
 
 namespace moebius {
 
@@ -30,23 +31,23 @@ constexpr uint32_t kNoEnd = UINT32_MAX;
 struct PlanOptions {
   Isa isa;                      // highest level to use
   bool exact_level;             // only that level's kernels, or the next lower one's where it has none
-  const ProductKernel* forced;  // used wherever it can be; null: none
+  const GemmKernel* forced;  // used wherever it can be; null: none
 };
 
 // The kernels of one matrix and one kind of request.
 class MatrixPlan {
  public:
   struct Choice {
-    const ProductKernel* kernel;
+    const GemmKernel* kernel;
     double nanoseconds;  // measured for one panel and the range's first row count, all threads busy; 0: not measured
   };
 
   // Throws std::invalid_argument when no kernel computes the format.
   MatrixPlan(const PlanOptions& options, const WeightFormat& format, RequestKind request);
 
-  const ProductKernel& kernel(uint32_t rows) const;
+  const GemmKernel& kernel(uint32_t rows) const;
   // Kernels to choose from in a range, best guess first; one when there is no choice.
-  std::vector<const ProductKernel*> candidates(size_t range) const;
+  std::vector<const GemmKernel*> candidates(size_t range) const;
   const Choice& choice(size_t range) const { return choices_[range]; }
   void choose(size_t range, const Choice& choice) { choices_[range] = choice; }
   const WeightFormat& format() const { return format_; }
@@ -57,8 +58,8 @@ class MatrixPlan {
  private:
   WeightFormat format_;
   RequestKind request_;
-  const ProductKernel* forced_;
-  std::vector<const ProductKernel*> candidates_;
+  const GemmKernel* forced_;
+  std::vector<const GemmKernel*> candidates_;
   std::array<Choice, kRowRanges.size()> choices_;
 };
 
@@ -83,5 +84,15 @@ class KernelPlan {
 
   std::vector<MatrixPlan> plans_;  // [layouts][matrices][requests]
 };
+
+// --- Measures the kernels of a plan and keeps the fastest for each range of row counts.
+
+class ThreadPool;
+
+// Measures every matrix of one layout in which there is a choice, on all threads of the pool, over the packed
+// `experts` (not empty) one after the other: with enough of them weights come from memory as they do in service.
+// Takes about 0.3 s at most; ranges that no time was left for keep the last measured choice.
+void calibrate_plan(KernelPlan& plan, size_t layout_index, const ExpertLayout& layout,
+                    const std::vector<const std::byte*>& experts, ThreadPool& pool);
 
 }  // namespace moebius

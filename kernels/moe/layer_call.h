@@ -1,4 +1,4 @@
-// What the phases of one forward call share.
+// What the phases of one forward call share, and the scratch of its threads.
 #pragma once
 
 #include <cstddef>
@@ -6,18 +6,61 @@
 #include <vector>
 
 #include "kernels/format/panel_layout.h"
-#include "kernels/moe/aligned_buffer.h"
+#include "kernels/gemm/gemm.h"
 #include "kernels/moe/expert_backend.h"
-#include "kernels/moe/row_cache.h"
+#include "kernels/moe/row_buffer.h"
 #include "kernels/moe/row_groups.h"
-#include "kernels/product/product.h"
 
 namespace moebius {
 
+class RowCache {
+ public:
+  // In calls of more rows they are prepared anew for every GEMM: keeping them would cost more than it saves.
+  static constexpr uint32_t kMostRows = 256;
+
+  // Where `kernel` prepares rows, gives `work` what it reads instead of them. Row i of the work is number id_of(i) among
+  // the `total` of call number `call`. Valid until this function is called again.
+  template <class IdOf>
+  void prepare(const GemmKernel& kernel, uint32_t total, uint64_t call, IdOf&& id_of, GemmWork& work) {
+    if (kernel.prepare_row == nullptr) return;
+    const size_t stride = row_stride(kernel.prepared_row_bytes(*work.layout));
+    const bool keeps = total <= kMostRows;
+    pointers_.resize(work.num_rows);
+    kept_.resize(kMostRows);
+    buffer_.grow((keeps ? total : work.num_rows) * stride);
+    for (uint32_t i = 0; i < work.num_rows; ++i) {
+      const uint32_t place = keeps ? id_of(i) : i;
+      std::byte* const target = buffer_.data() + place * stride;
+      pointers_[i] = target;
+      const Kept wanted{call, &kernel};
+      if (keeps && kept_[place] == wanted) continue;
+      kernel.prepare_row(*work.layout, work.rows[i], target);
+      if (keeps) kept_[place] = wanted;
+    }
+    work.rows = pointers_.data();
+    work.row_stride = 0;
+  }
+
+ private:
+  // What a place of the buffer was prepared for.
+  struct Kept {
+    uint64_t call = 0;
+    const GemmKernel* kernel = nullptr;
+
+    bool operator==(const Kept&) const = default;
+  };
+
+  AlignedBuffer buffer_;
+  std::vector<Kept> kept_;
+  std::vector<const void*> pointers_;
+};
+
+// --- What the phases of one forward call share.
+
 // The kernels and weights of one group of rows.
 struct GroupWork {
-  const ProductKernel* gate_up;
-  const ProductKernel* down;
+  const GemmKernel* gate_up;
+  const GemmKernel* down;
   const std::byte* expert;  // packed
 };
 
@@ -31,8 +74,8 @@ struct LayerCall {
 
 // Scratch of one thread of the pool.
 struct WorkerScratch {
-  AlignedBuffer result;   // of a product
-  AlignedBuffer product;  // what the product asks for
+  AlignedBuffer result;   // of a GEMM
+  AlignedBuffer gemm;     // what the GEMM asks for
   AlignedBuffer sums;     // of a task's output columns over all experts
   RowCache gate_up_rows;  // of the request
   RowCache down_rows;     // of the activation

@@ -1,13 +1,40 @@
 #include "kernels/moe/moe_forward.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <numeric>
 
-#include "kernels/moe/nonfinite.h"
+#include "kernels/moe/expert_backend.h"
 #include "kernels/moe/task_cuts.h"
 
 namespace moebius {
+
+template <class T, T kExponent>
+uint64_t count_full_exponents(const T* values, size_t count) {
+  uint64_t found = 0;
+  for (size_t i = 0; i < count; ++i) found += (values[i] & kExponent) == kExponent;
+  return found;
+}
+
+// Columns [begin, begin + count) of rows [rows, stride].
+inline uint64_t count_nonfinite_block(DType dtype, const void* values, uint32_t rows, size_t stride, size_t begin,
+                                      size_t count) {
+  uint64_t found = 0;
+  for (uint32_t row = 0; row < rows; ++row) {
+    const size_t at = row * stride + begin;
+    const auto* words = static_cast<const uint32_t*>(values) + at;
+    const auto* halves = static_cast<const uint16_t*>(values) + at;
+    switch (dtype) {
+      case DType::kFloat32: found += count_full_exponents<uint32_t, 0x7f800000u>(words, count); break;
+      case DType::kBFloat16: found += count_full_exponents<uint16_t, 0x7f80>(halves, count); break;
+      case DType::kFloat16: found += count_full_exponents<uint16_t, 0x7c00>(halves, count); break;
+    }
+  }
+  return found;
+}
+
 namespace {
 
 // Contiguous weights of the smallest tasks. Reading few at a time costs bandwidth; a task of phase B reads as many
@@ -15,8 +42,8 @@ namespace {
 constexpr size_t kLeastGateUpBytes = size_t{32} << 10;
 constexpr size_t kLeastDownBytes = size_t{4} << 10;
 
-// Of the next expert's panels in phase B, asked for before the ones before are multiplied by a tile product: a stream
-// of a few KiB is over before hardware prefetchers have found it. Other products go from one to the next themselves.
+// Of the next expert's panels in phase B, asked for before the ones before are multiplied by a GEMM on tiles: a stream
+// of a few KiB is over before hardware prefetchers have found it. Other GEMMs go from one to the next themselves.
 constexpr size_t kPrefetchBytes = size_t{4} << 10;
 
 // Of a thread's first task of phase B, asked for while others finish phase A.
@@ -31,7 +58,7 @@ size_t divide_up(size_t value, size_t by) { return (value + by - 1) / by; }
 // Cost of a unit of weights for a number of rows, in bytes read: computing catches up with memory at some rows.
 double unit_cost(size_t bytes, uint32_t rows) { return static_cast<double>(bytes) * (1.0 + rows / 16.0); }
 
-// Of one panel's product with a group's rows.
+// Of one panel's GEMM with a group's rows.
 size_t result_bytes(uint32_t rows, size_t row_bytes) {
   return kPanelColumns * sizeof(float) * rows_per_call(rows, row_bytes);
 }
@@ -135,13 +162,13 @@ void MoeForward::cut_down(const LayerCall& call) {
   cutter.cut(panels, unit, [&](uint32_t panel, uint32_t count) { down_tasks_.push_back({panel, count}); });
 }
 
-void MoeForward::multiply(const ProductKernel& kernel, ProductWork& work, uint32_t worker) {
+void MoeForward::multiply(const GemmKernel& kernel, GemmWork& work, uint32_t worker) {
   WorkerScratch& scratch = scratch_[worker];
   work.result_stride = size_t{kPanelColumns} * work.num_panels;
   scratch.result.grow(work.num_rows * work.result_stride * sizeof(float));
-  scratch.product.grow(kernel.scratch_bytes(*work.layout, work.num_panels, work.num_rows));
+  scratch.gemm.grow(kernel.scratch_bytes(*work.layout, work.num_panels, work.num_rows));
   work.result = scratch.result.as<float>();
-  work.scratch = scratch.product.data();
+  work.scratch = scratch.gemm.data();
   kernel.run(work);
 }
 
@@ -154,7 +181,7 @@ void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint
   const uint32_t step = rows_per_call(group.rows, layout.k_padded * element_bytes(weights.gate_up->row_type));
   for (uint32_t row = 0; row < group.rows; row += step) {
     const uint32_t count = std::min(step, group.rows - row);
-    ProductWork work{&layout,
+    GemmWork work{&layout,
                      weights.expert + size_t{task.block} * together * layout.panel_bytes,
                      task.num_blocks * together,
                      rows.rows + row,
@@ -223,7 +250,7 @@ void MoeForward::add_group(const DownTask& task, const LayerCall& call, uint32_t
   for (uint32_t row = 0; row < group.rows; row += step) {
     const uint32_t count = std::min(step, group.rows - row);
     const uint32_t pair = group.begin + row;
-    ProductWork work{&layout,
+    GemmWork work{&layout,
                      weights.expert + call.layout.down_offset + task.panel * layout.panel_bytes,
                      task.num_panels,
                      rows.rows + row,

@@ -1,5 +1,5 @@
 // One MoE layer over packed experts, in two parallel phases:
-//   A  task = (expert, some column blocks): activation(x gate^T, x up^T), in the type that the down product reads
+//   A  task = (expert, some column blocks): activation(x gate^T, x up^T), in the type that the down GEMM reads
 //   B  task = (some output panels, all experts): output += router weight * (activation down^T)
 // Every weight is read once a call however many rows chose it. Tasks own what they write, so nothing is
 // reduced across threads, and a row's sum runs over its experts in ascending order whatever the batch, the
@@ -63,7 +63,7 @@ class MoeForward {
   // sums: [rows][16 * task.num_panels].
   void add_group(const DownTask& task, const LayerCall& call, uint32_t group, float* sums, uint32_t worker);
   void count_nonfinite(const DownTask& task, const LayerCall& call, const float* sums);
-  void multiply(const ProductKernel& kernel, ProductWork& work, uint32_t worker);
+  void multiply(const GemmKernel& kernel, GemmWork& work, uint32_t worker);
 
   const EngineOptions& options_;
   const VectorKernels& vectors_;

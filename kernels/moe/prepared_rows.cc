@@ -26,7 +26,7 @@ size_t natural_stride(const uint32_t* rows, uint32_t count, size_t row_stride) {
 // Whether a kernel reads many rows of the type wherever they lie.
 bool has_many_loose_rows(const LayerCall& call, RowType type) {
   for (size_t group = 0; group < call.work.size(); ++group) {
-    const ProductKernel& kernel = *call.work[group].gate_up;
+    const GemmKernel& kernel = *call.work[group].gate_up;
     const bool loose = kernel.row_type == type && kernel.spaced_rows < kManyRows;
     if (loose && call.groups.groups[group].rows >= kManyRows) return true;
   }
@@ -88,7 +88,7 @@ void PreparedRows::find_needs(const LayerCall& call) {
 // Sets the pointers of a group's rows; returns how many bytes there are to gather.
 size_t PreparedRows::plan_group(const LayerCall& call, uint32_t group_index) {
   const RowGroups::Group& group = call.groups.groups[group_index];
-  const ProductKernel& kernel = *call.work[group_index].gate_up;
+  const GemmKernel& kernel = *call.work[group_index].gate_up;
   const RowType type = kernel.row_type;
   const uint32_t* rows = call.groups.pair_rows.data() + group.begin;
   size_t stride = natural_stride(rows, group.rows, source_stride(type));

@@ -1,4 +1,4 @@
-// The rows of a request as the gate and up products want them: converted, padded, and equally spaced where a
+// The rows of a request as the gate and up GEMMs want them: converted, padded, and equally spaced where a
 // kernel asks for that. Rows that are as wanted already are used where they lie.
 #pragma once
 
@@ -15,7 +15,7 @@ class PreparedRows {
  public:
   struct Rows {
     const void* const* rows;
-    size_t stride;        // see ProductWork
+    size_t stride;        // see GemmWork
     const float* scales;  // int8 rows
   };
 

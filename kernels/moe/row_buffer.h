@@ -1,19 +1,69 @@
-// Rows that a product can read: equally spaced, 64-byte aligned, zero behind what was written.
+// Scratch of the engine: memory that grows to the largest call so far, and rows in it that a kernel can read.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
+#include <new>
+#include <utility>
 #include <vector>
-
-#include "kernels/moe/aligned_buffer.h"
 
 namespace moebius {
 
+// Raw memory, 64-byte aligned. Not for files built for one instruction set.
+class AlignedBuffer {
+ public:
+  AlignedBuffer() = default;
+  ~AlignedBuffer() { release(); }
+  AlignedBuffer(const AlignedBuffer&) = delete;
+  AlignedBuffer& operator=(const AlignedBuffer&) = delete;
+  AlignedBuffer(AlignedBuffer&& other) noexcept { swap(other); }
+  AlignedBuffer& operator=(AlignedBuffer&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+
+  // At least `bytes` at data(). What was there before is lost when it has to grow, and all of it is zero then.
+  // Throws std::bad_alloc.
+  void grow(size_t bytes) {
+    if (bytes <= bytes_) return;
+    release();
+    data_ = static_cast<std::byte*>(::operator new(bytes, kAlignment));
+    bytes_ = bytes;
+    std::memset(data_, 0, bytes);
+  }
+
+  std::byte* data() const { return data_; }
+
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+
+  void release() {
+    if (data_ != nullptr) ::operator delete(data_, kAlignment);
+    data_ = nullptr;
+    bytes_ = 0;
+  }
+  void swap(AlignedBuffer& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+  }
+
+  std::byte* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// --- Rows that a GEMM can read: equally spaced, 64-byte aligned, zero behind what was written.
+
 // Rows this many bytes apart meet in few sets of the first-level cache: twelve of them, read side by side, push each
-// other out (measured on Zen 5: 30 % of the time of a bfloat16 product with 12 or 24 rows).
+// other out (measured on Zen 5: 30 % of the time of a bfloat16 GEMM with 12 or 24 rows).
 inline bool rows_collide(size_t stride) { return stride % 2048 == 0; }
 
-// Bytes between rows of `row_bytes` that products like.
+// Bytes between rows of `row_bytes` that GEMMs like.
 inline size_t row_stride(size_t row_bytes) {
   const size_t stride = (row_bytes + 63) / 64 * 64;
   return rows_collide(stride) ? stride + 64 : stride;

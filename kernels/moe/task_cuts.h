@@ -11,7 +11,7 @@ namespace moebius {
 struct TaskUnit {
   double cost;          // share of the phase's cost
   size_t bytes;         // of weights that it adds to a contiguous run
-  size_t result_bytes;  // that it adds to the result of a product
+  size_t result_bytes;  // that it adds to the result of a GEMM
   size_t least_bytes;   // of weights in a task, but at the end of a sequence
   size_t most_bytes;
   uint32_t step;        // tasks have a multiple of it where possible
@@ -53,7 +53,7 @@ class TaskCutter {
   uint32_t num_threads_;
 };
 
-// Rows of one product call: few enough that they and their results stay in the second-level cache while the
+// Rows of one GEMM call: few enough that they and their results stay in the second-level cache while the
 // task's panels pass, in equal parts.
 uint32_t rows_per_call(uint32_t rows, size_t row_bytes);
 

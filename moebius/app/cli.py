@@ -19,7 +19,7 @@ from moebius.errors import USER_ERROR_EXIT, ProcessFailed, UserError, report_fai
 USER_ERRORS = (
     ("moebius.checkpoint.errors", "CheckpointError"),
     ("moebius.app.demo_model.download", "DemoModelError"),
-    ("moebius.mailbox_errors", "MailboxError"),
+    ("moebius.mailbox", "MailboxError"),
 )
 
 app = typer.Typer(

@@ -85,7 +85,7 @@ class StoredMatrix:
             return ""
         if self.scheme is PLAIN:
             return f"quantised values to {self.packed_format} (weights by about 0.17 %)"
-        return f"scales and minimums of {self.scheme.name} to float16 (weights by about 0.02 %)"
+        return f"scales and mins of {self.scheme.name} to float16 (weights by about 0.02 %)"
 
     @property
     def row_multiple(self) -> int:
@@ -120,7 +120,7 @@ class StoredMatrix:
             scale_row_begin=self._row_begin(row_range),
             zeros=self._zeros(reader, row_range, col_range),
             zeros_offset=self.scheme.zeros_offset,
-            minimums=self._minimums(reader, row_range, col_range),
+            mins=self._mins(reader, row_range, col_range),
             column_scale=self._column(reader, self._array("channel"), row_range),
             tensor_scale=self._tensor_scale(reader),
             bias=self._column(reader, self.bias, row_range),
@@ -168,14 +168,14 @@ class StoredMatrix:
         """Blocks of fp8 have float32 scales at rest, whatever type is stored."""
         return self.scheme.code == "float8"
 
-    def _minimums(self, reader: SliceReader, rows: range, cols: range) -> Array | None:
-        minimums = self._array("minimums")
-        if minimums is None:
+    def _mins(self, reader: SliceReader, rows: range, cols: range) -> Array | None:
+        mins = self._array("mins")
+        if mins is None:
             return None
-        return self._checked(minimums, reader, rows, cols)
+        return self._checked(mins, reader, rows, cols)
 
     def _checked(self, array: StoredArray, reader: SliceReader, rows: range, cols: range) -> Array:
-        """Scales or minimums, such that the packed format can hold them."""
+        """Scales or mins, such that the packed format can hold them."""
         found = array.read(reader, rows, cols)
         check_finite(found, array.tensor.dtype, array.tensor.name)
         if self.scheme.rounds_scales:

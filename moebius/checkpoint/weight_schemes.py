@@ -13,11 +13,9 @@ from typing import Literal
 
 from moebius.kernels_source import Code, ScaleType, SourceLayout
 
-# "scales", "minimums" (what code 0 means): arrays of `out_step` x `in_step`. "channel": a factor per row.
+# "scales", "mins" (what code 0 means): arrays of `out_step` x `in_step`. "channel": a factor per row.
 # "tensor": one factor for all; "tensor_reciprocal": one divisor.
-Role = Literal[
-    "codes", "scales", "zeros", "minimums", "channel", "tensor", "tensor_reciprocal", "group_index"
-]
+Role = Literal["codes", "scales", "zeros", "mins", "channel", "tensor", "tensor_reciprocal", "group_index"]
 
 FLOATS = ("F32", "BF16", "F16")
 FLOAT_CODES: Mapping[str, Code] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -88,7 +88,7 @@ class MoeConfig:
     layers: frozenset[int]
     # Whether the always-active experts' sum is multiplied by the sigmoid of a gate, per token.
     shared_gate: bool = False
-    # What routed experts compute between their matrices: an activation of kernels/product/product.h, and, of
+    # What routed experts compute between their matrices: an activation of kernels/gemm/gemm.h, and, of
     # those that have them, the sigmoid's slope and where gate and up are clamped.
     expert_activation: str = "silu"
     expert_alpha: float = 1.702

@@ -20,7 +20,7 @@ class MoeGeometry:
     num_experts: int
     top_k: int
     moe_intermediate_size: int
-    # "silu": experts compute down(silu(gate(x)) * up(x)); others as in kernels/product/product.h.
+    # "silu": experts compute down(silu(gate(x)) * up(x)); others as in kernels/gemm/gemm.h.
     activation: str
     # "float32" or "bfloat16": what the config says weights and activations are.
     dtype: str

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.device.host_graphs import RecordedOperations
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from gpu_service.engine.step import StepPlan
@@ -21,6 +20,7 @@ from gpu_service.request import Request, SamplingParams
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.device_experts import DenseExperts, DoomedDenseExperts
+from tests.helpers.host_graphs import RecordedOperations
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
 from tests.helpers.tiny_models import make_tiny_model
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from gpu_service.device.host_graphs import RecordedOperations
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
 from gpu_service.experts.doorbell.client import DoorbellExpertClient
@@ -23,6 +22,7 @@ from moebius.mailbox_plan import mailbox_geometry
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.doorbell_host import doorbell_client
 from tests.helpers.expert_cluster import READY_S, Cluster, running_cluster
+from tests.helpers.host_graphs import RecordedOperations
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
 from tests.helpers.tiny_models import make_tiny_model
 

@@ -15,7 +15,6 @@ from gpu_service import build
 from gpu_service.assembly import experts as expert_assembly
 from gpu_service.assembly import steps as step_assembly
 from gpu_service.cache.kv_cache import KVCache
-from gpu_service.device.host_graphs import RecordedOperations
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
 from gpu_service.request import Request, SamplingParams
@@ -24,6 +23,7 @@ from moebius.models.config import ModelConfig
 from tests.helpers.built_engine import running_engine
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.device_experts import DenseExperts
+from tests.helpers.host_graphs import RecordedOperations
 from tests.helpers.tiny_models import make_tiny_model
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.device.host_graphs import RecordedOperations
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
 from gpu_service.engine.step import StepPlan
@@ -26,6 +25,7 @@ from gpu_service.vision.processor import ImagePreparer
 from gpu_service.vision.prompt import place_images
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.device_experts import DenseExperts
+from tests.helpers.host_graphs import RecordedOperations
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
 from tests.helpers.tiny_vision_models import IMAGE_TOKEN, noise, write_vision_model
 

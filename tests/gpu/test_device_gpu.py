@@ -10,7 +10,8 @@ import torch
 
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, Download, HostBuffers, Uploader
-from gpu_service.engine.sampler import PenaltyCounts, Sampler, build_sampling_plan
+from gpu_service.engine.sampler import PenaltyCounts, Sampler
+from gpu_service.engine.sampling_plan import build_sampling_plan
 from gpu_service.engine.step import tensors_of, with_tensors
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits

@@ -19,8 +19,8 @@ import torch
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.experts.doorbell.client import DoorbellExpertClient
 from gpu_service.experts.doorbell.watch import Watch, watch_deadline_ms
-from moebius.mailbox import EchoBackend, Mailbox, MailboxServer
-from moebius.mailbox_layout import row_begin
+from moebius._kernels_testing import EchoBackend
+from moebius.mailbox import Mailbox, MailboxServer, row_begin
 from tests.helpers.doorbell_steps import MODEL, Layer
 from tests.helpers.mailbox import geometry, new_mailbox, served_mailbox, spawn_server
 

@@ -80,7 +80,7 @@ def test_8_bit_kv_pages(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "minimax_m2", "qwen3_moe"])
 def test_gguf_experts_resident_as_packed(name: str, tmp_path: Path) -> None:
-    """Codes, scales and minimums of K types and of blocks of 32, as servers keep them, on the device."""
+    """Codes, scales and mins of K types and of blocks of 32, as servers keep them, on the device."""
     path = make_gguf(name, tmp_path).path
     config = family_config(path, "cuda", "bfloat16")
     kept = config.experts.model_copy(update={"expert_dtype": "keep"})

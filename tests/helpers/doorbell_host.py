@@ -27,8 +27,7 @@ from gpu_service.experts.doorbell.program import (
     program,
 )
 from gpu_service.experts.doorbell.watch import Watch
-from moebius.mailbox import Mailbox
-from moebius.mailbox_layout import offsets
+from moebius.mailbox import Mailbox, field_offsets
 from moebius.models.geometry import MoeGeometry
 
 HERE = Path(__file__).parent
@@ -100,7 +99,7 @@ class HostLauncher(DoorbellLauncher):
         """What cuStreamWaitValue32 does where it is asked for: nothing but wait, without a deadline."""
         if not self._is_memops:
             return
-        base, sizes = self._mailbox.kernel.address, offsets()
+        base, sizes = self._mailbox.kernel.address, field_offsets()
         for server in range(self.box.num_servers):
             line = base + self.box.done_lines + (slot * self.box.num_servers + server) * sizes["DoneLine"]
             flag = ctypes.c_uint32.from_address(line + sizes["DoneLine.answered"] + 4 * self._mailbox.client)

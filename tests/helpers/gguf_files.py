@@ -30,7 +30,7 @@ from tests.helpers.gguf_metadata import ARCHITECTURES, write_metadata
 FLOATS = ("F32", "F16", "BF16")
 # Position of the float16 factors in a block of types that the package can only dequantise.
 _FACTORS = {"IQ3_S": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-# What codes with minimums lie around, which is the second factor's.
+# What codes with mins lie around, which is the second factor's.
 _MIDDLES = {"Q4_K": 7.5, "Q5_K": 15.5}
 
 

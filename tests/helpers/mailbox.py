@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moebius.mailbox import EchoBackend, Mailbox, MailboxGeometry, MailboxServer
+from moebius import _kernels
+from moebius._kernels_testing import EchoBackend
+from moebius.mailbox import Mailbox, MailboxGeometry, MailboxServer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +34,12 @@ def geometry(num_servers: int = 1, **changes: Any) -> MailboxGeometry:
         "dtype": "float32",
     }
     return MailboxGeometry(num_servers=num_servers, **(sizes | changes))
+
+
+def header_word(content: bytes, field: str) -> int:
+    """A field of the Header, of a segment's content, as an unsigned integer."""
+    offset, nbytes = _kernels.mailbox_layout()["Header"][1][field]
+    return int.from_bytes(content[offset : offset + nbytes], "little")
 
 
 @contextmanager
@@ -67,7 +75,8 @@ def spawn_server(
     """An echo server in a process of its own, which serves until it is killed or the mailbox shut down."""
     program = (
         "import sys, time\n"
-        "from moebius._kernels import EchoBackend, MailboxServer\n"
+        "from moebius._kernels import MailboxServer\n"
+        "from moebius._kernels_testing import EchoBackend\n"
         "name, index, hidden, scale, identity, delay_us = sys.argv[1:]\n"
         "backend = EchoBackend(int(hidden), scale=float(scale), delay_us=int(delay_us))\n"
         "server = MailboxServer(name, int(index), backend, attach_timeout_s=5, heartbeat_s=0.1, spin_ns=-1,"

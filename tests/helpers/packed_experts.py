@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moebius import _kernels
+from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine
 from tests.helpers.moe_golden import Routed
 
@@ -32,7 +33,7 @@ class Shape:
     def engine(self, **options: object) -> ExpertEngine:
         """An engine of one layer with random weights."""
         engine = self.empty_engine(**options)
-        engine.fill_random(0, 1)
+        testing.fill_random(engine.backend, 0, 1)
         return engine
 
     def empty_engine(self, **options: object) -> ExpertEngine:
@@ -85,7 +86,7 @@ def unpack_expert(packed: NDArray[np.uint8], shape: Shape) -> UnpackedExpert:
 
 
 def activate(gate: Float64, up: Float64, shape: Shape) -> Float64:
-    """The activations of kernels/product/product.h, in float64."""
+    """The activations of kernels/gemm/gemm.h, in float64."""
     clipped = np.minimum(gate, shape.limit)
     clamped = np.clip(up, -shape.limit, shape.limit)
     if shape.activation == "relu2":

@@ -158,27 +158,27 @@ def int8_group(weights: Floats, group_size: int, *, float16: bool = False) -> Qu
     return Quantised(name, source, meant, {"weight": codes, "weight_scale": stored})
 
 
-def with_minimums(weights: Floats, bits: int, group_size: int = 32) -> Quantised:
+def with_mins(weights: Floats, bits: int, group_size: int = 32) -> Quantised:
     """Codes of 4 or 5 bits times a float16 scale plus a float16 minimum per group (GGUF's Q4_1, Q5_1)."""
     rows, cols = weights.shape
     groups = in_groups(weights, group_size)
-    minimums = groups.min(2).astype(np.float16)
-    low = minimums.astype(np.float32)
+    mins = groups.min(2).astype(np.float16)
+    low = mins.astype(np.float32)
     largest = 2**bits - 1
     stored, scales = half_scales((groups.max(2) - low) / largest, True)
     codes = np.clip(np.rint((groups - low[..., None]) / scales[..., None]), 0, largest).astype(np.uint8)
     codes = np.ascontiguousarray(codes.reshape(rows, -1)[:, :cols])
     meant = codes.astype(np.float32) * per_element(scales, group_size, cols)
     meant += per_element(low, group_size, cols)
-    tensors: dict[str, Array] = {"scales": stored, "minimums": minimums}
+    tensors: dict[str, Array] = {"scales": stored, "mins": mins}
     if bits == 4:
         tensors["codes"] = pack_words(codes, 1)
         source = SourceMatrix(tensors["codes"], "compressed_int4", cols=cols)
     else:
         tensors["codes"] = codes.view(np.int8)
         source = SourceMatrix(tensors["codes"])
-    source = replace(source, scales=stored, group_size=group_size, minimums=minimums)
-    name = f"int{4 if bits == 4 else 8}_g{group_size}_minimums"
+    source = replace(source, scales=stored, group_size=group_size, mins=mins)
+    name = f"int{4 if bits == 4 else 8}_g{group_size}_mins"
     return Quantised(name, source, meant, tensors)
 
 
@@ -363,10 +363,10 @@ ENCODERS: dict[str, Callable[[Floats], Quantised]] = {
     "int8_g16_f16": lambda w: int8_group(w, 16, float16=True),
     "int8_g32_f16": lambda w: int8_group(w, 32, float16=True),
     "int8_g128": lambda w: int8_group(w, 128),
-    "int8_g32_minimums": lambda w: with_minimums(w, 5),
+    "int8_g32_mins": lambda w: with_mins(w, 5),
     "int4_g16_f16": lambda w: compressed_int4(w, 16, float16=True),
-    "int4_g16_minimums": lambda w: with_minimums(w, 4, 16),
-    "int4_g32_minimums": lambda w: with_minimums(w, 4),
+    "int4_g16_mins": lambda w: with_mins(w, 4, 16),
+    "int4_g32_mins": lambda w: with_mins(w, 4),
     "mxfp4": mxfp4,
     "nvfp4": nvfp4,
     "nvfp4_reciprocal": lambda w: nvfp4(w, reciprocal=True),

@@ -59,7 +59,7 @@ def _scales(rng: np.random.Generator, format_name: str, count: int) -> NDArray[n
         return rng.integers(120, 128, count, np.uint8)
     if format_name == "nvfp4":
         return rng.integers(0, 0x7F, count, np.uint8)  # subnormal ones too
-    if format_name.endswith(("_f16", "_minimums")):
+    if format_name.endswith(("_f16", "_mins")):
         return values[: count // 2].astype(np.float16).view(np.uint8)
     return bfloat16_bits(values[: count // 2]).view(np.uint8)
 
@@ -72,17 +72,17 @@ def random_matrix(
     layout = _kernels.panel_layout(format_name, k, has_bias)
     panels = np.zeros((num_panels, layout["panel_bytes"]), np.uint8)
     codes_end, zeros_at = layout["scales_offset"], layout["zeros_offset"]
-    minimums_at = layout["minimums_offset"]
+    mins_at = layout["mins_offset"]
     column_at, bias_at = layout["column_scale_offset"], layout["bias_offset"]
     panels[:, :codes_end] = _codes(rng, format_name, num_panels * codes_end).reshape(num_panels, -1)
     if zeros_at > codes_end:
         scales = _scales(rng, format_name, num_panels * (zeros_at - codes_end))
         panels[:, codes_end:zeros_at] = scales.reshape(num_panels, -1)
-    if minimums_at > zeros_at:
-        panels[:, zeros_at:minimums_at] = rng.integers(0, 16, (num_panels, minimums_at - zeros_at), np.uint8)
-    if column_at > minimums_at:
-        values = rng.uniform(-5.0, -3.0, num_panels * (column_at - minimums_at) // 2).astype(np.float16)
-        panels[:, minimums_at:column_at] = values.view(np.uint8).reshape(num_panels, -1)
+    if mins_at > zeros_at:
+        panels[:, zeros_at:mins_at] = rng.integers(0, 16, (num_panels, mins_at - zeros_at), np.uint8)
+    if column_at > mins_at:
+        values = rng.uniform(-5.0, -3.0, num_panels * (column_at - mins_at) // 2).astype(np.float16)
+        panels[:, mins_at:column_at] = values.view(np.uint8).reshape(num_panels, -1)
     floats = rng.uniform(0.5, 2.0, (num_panels, (layout["panel_bytes"] - column_at) // 4)).astype(np.float32)
     panels[:, column_at:] = floats.view(np.uint8)
     packed = panels.reshape(-1)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import gpu_service.build
-from gpu_service.device import host_graphs
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.stream import DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
@@ -18,6 +17,7 @@ from gpu_service.engine.step_runner import StepRunner
 from gpu_service.parallel.context import ParallelContext
 from gpu_service.scheduler.limits import SchedulerLimits
 from moebius.config import MoebiusConfig
+from tests.helpers import host_graphs
 from tests.helpers.capturable_mla import make_capturable_attention
 
 

@@ -10,6 +10,7 @@ import torch
 
 from gpu_service.experts.resident.experts import LayerSlots, make_slots
 from gpu_service.experts.resident.panels import layer_format
+from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine
 from moebius.models.geometry import MoeGeometry
 
@@ -21,10 +22,10 @@ ALL_FORMATS = (
     "fp8_channel",
     "int8",
     "int8_g16_f16",
-    "int8_g32_minimums",
+    "int8_g32_mins",
     "int4_g32",
-    "int4_g16_minimums",
-    "int4_g32_minimums",
+    "int4_g16_mins",
+    "int4_g32_mins",
     "int4_g64_zeros_f16",
     "int4_g128_zeros",
     "mxfp4",
@@ -72,7 +73,7 @@ class Shape:
             has_bias=self.has_bias,
             num_threads=1,
         )
-        engine.fill_random(0, 3)
+        testing.fill_random(engine.backend, 0, 3)
         return engine
 
 

@@ -16,9 +16,9 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.experts.doorbell.program import Box, State
-from moebius import _kernels
-from moebius.mailbox import EchoBackend, MailboxServer
-from moebius.mailbox_layout import offsets
+from moebius import _kernels_testing as testing
+from moebius._kernels_testing import EchoBackend
+from moebius.mailbox import MailboxServer, field_offsets
 from tests.helpers.doorbell_host import doorbell_client, host_kernels
 from tests.helpers.doorbell_steps import MODEL, Layer
 from tests.helpers.mailbox import geometry, new_mailbox, served_mailbox, spawn_server
@@ -116,7 +116,7 @@ def test_stale_answer_is_named() -> None:
         layer.run(client)
         host.set_words(State.EPOCH, [7])
         outcome = ctypes.c_uint64.from_address(
-            box.kernel.address + host.box.done_lines + offsets()["DoneLine.outcome"]
+            box.kernel.address + host.box.done_lines + field_offsets()["DoneLine.outcome"]
         )
         outcome.value = 9 << 24
         host.set_words(State.SLOT_EPOCH, [8])
@@ -250,7 +250,7 @@ def test_ping_pong_of_the_bench_counts_rounds_and_gives_up() -> None:
     address = -(-ctypes.addressof(words) // 64) * 64
 
     def answer() -> None:
-        _kernels.ping_pong(address, asks=False, rounds=rounds, spin_ns=10**10)
+        testing.ping_pong(address, asks=False, rounds=rounds, spin_ns=10**10)
 
     other = threading.Thread(target=answer)
     other.start()

@@ -9,7 +9,7 @@ import zlib
 import numpy as np
 import pytest
 
-from moebius import _kernels
+from moebius import _kernels_testing as testing
 from moebius.kernels import supported_isas
 from tests.helpers.moe_golden import Routed, from_bfloat16, to_bfloat16
 from tests.helpers.packed_experts import Shape, root_mean_square_error
@@ -34,7 +34,7 @@ SHAPES = {
 }
 NOT_IN_TILES = ("float32",)
 # Levels by name, and tiles kept in memory where there are none.
-EMULATED = [name for name in _kernels.product_names() if name.startswith("amx_emulated")]
+EMULATED = [name for name in testing.gemm_names() if name.startswith("amx_emulated")]
 LEVELS = [*supported_isas(), *(["amx_emulated"] if EMULATED else [])]
 # Tiles multiply bfloat16 and int8; float16 is the sum of two of them, float32 is not.
 CASES = [(e, level) for e in ENCODERS for level in LEVELS if level != "amx_emulated" or e not in NOT_IN_TILES]
@@ -121,12 +121,11 @@ def test_format_at_level(encoder: str, level: str) -> None:
     """float32 and bfloat16 requests of several sizes with each activation."""
     for activation in SHAPES:
         shape = shape_of(encoder, activation)
-        kernel = "auto"
+        options: dict[str, object] = {"isa": level}
         if level == "amx_emulated":
-            kernel = f"{level}_int8" if shape.gate_up == "int8_w8a8" else f"{level}_bfloat16"
-        engine = shape.empty_engine(
-            isa="auto" if level == "amx_emulated" else level, kernel=kernel, num_threads=2
-        )
+            rows = "int8" if shape.gate_up == "int8_w8a8" else "bfloat16"
+            options = {"kernel": testing.gemm_kernel(f"{level}_{rows}")}
+        engine = shape.empty_engine(num_threads=2, **options)
         load_golden(engine, experts_of(encoder, activation), shape)
         for routed, exact, narrow in requests_of(encoder, activation):
             arguments = (routed.topk_ids, routed.topk_weights)

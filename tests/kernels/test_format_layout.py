@@ -3,38 +3,79 @@ with the C++ packer for every format, so that a GPU kernel written from it will 
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius import _kernels
-from moebius.packed_layout import (
-    ExpertLayout,
-    PanelLayout,
-    unpack_bias,
-    unpack_codes,
-    unpack_expert,
-    unpack_matrix,
-)
-from moebius.weight_formats import WEIGHT_FORMATS, weight_format
+from moebius.weight_formats import WEIGHT_FORMATS, expert_layout, panel_layout, weight_format
+from tests.helpers.numpy_unpack import unpack_bias, unpack_codes, unpack_expert, unpack_matrix
 from tests.helpers.quantised_sources import ENCODERS, random_weights
 
 SHAPES = [(16, 64), (40, 136), (8, 8), (24, 2880)]
 
 
-def test_names_are_those_of_the_kernels() -> None:
-    """Two lists of formats in two languages stay one."""
-    assert list(WEIGHT_FORMATS) == _kernels.weight_format_names()
+# Formats stated a second time: code, bits, scale, group size, and what else there is.
+STATED = {
+    "float32": ("float32", 32, None, 0),
+    "fp8_block": ("float8", 8, "float32", 128, "panel_scale"),
+    "fp8_channel": ("float8", 8, None, 0, "column_scale"),
+    "int8_w8a8": ("int8", 8, None, 0, "column_scale", "quantised_rows"),
+    "int8_g32_mins": ("int8", 8, "float16", 32, "mins"),
+    "int4_g64_zeros": ("int4", 4, "bfloat16", 64, "zeros"),
+    "int4_g16_f16": ("int4", 4, "float16", 16),
+    "mxfp4": ("float4", 4, "e8m0", 32),
+    "nvfp4": ("float4", 4, "e4m3", 16, "column_scale"),
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_formats_are_what_their_names_say(name: str) -> None:
+    """A name means the same in every version: files that were packed by another one are read by it."""
+    found = weight_format(name)
+    flags = ("panel_scale", "zeros", "mins", "column_scale", "quantised_rows")
+    stated = (found.code, found.bits, found.scale, found.group_size, *(f for f in flags if getattr(found, f)))
+    assert stated == STATED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "has_bias", "stated"),
+    [
+        ("bfloat16", 100, False, (128, 0, 4096, 4096, 4096, 4096, 4096, 4096)),
+        ("fp8_block", 300, True, (320, 3, 5120, 5184, 5184, 5184, 5184, 5248)),
+        ("int4_g32_zeros", 136, True, (192, 5, 1536, 1728, 1856, 1856, 1856, 1920)),
+        ("int8_g32_mins", 64, False, (64, 2, 1024, 1088, 1088, 1152, 1152, 1152)),
+        ("nvfp4", 72, False, (128, 5, 1024, 1152, 1152, 1152, 1216, 1216)),
+    ],
+)
+def test_sections_lie_where_stated(name: str, k: int, has_bias: bool, stated: tuple[int, ...]) -> None:
+    """k padded, groups, offsets of scales, zeros, mins, column scale and bias, then the panel's bytes."""
+    found = panel_layout(name, k, has_bias)
+    offsets = (found.scales_offset, found.zeros_offset, found.mins_offset, found.column_scale_offset)
+    assert (found.k_padded, found.groups, *offsets, found.bias_offset, found.panel_bytes) == stated
 
 
 @given(st.sampled_from(sorted(WEIGHT_FORMATS)), st.integers(1, 9000), st.booleans())
-def test_offsets_are_those_of_the_kernels(name: str, k: int, has_bias: bool) -> None:
-    """Python and C++ place every section at the same byte, each at a multiple of 64."""
-    layout = PanelLayout(weight_format(name), k, has_bias)
-    offsets = _kernels.panel_layout(name, k, has_bias)
-    assert {field: getattr(layout, field) for field in offsets} == offsets
-    assert all(value % 64 == 0 for field, value in offsets.items() if field != "groups")
+def test_sections_follow_one_another(name: str, k: int, has_bias: bool) -> None:
+    """Each begins at a multiple of 64 and is as large as the documentation says, in its order."""
+    found = panel_layout(name, k, has_bias)
+    scale_bytes = {None: 0, "float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}[found.scale]
+    scales = found.groups * scale_bytes * (1 if found.panel_scale else 16)
+    sizes = (
+        found.k_padded * 16 * found.bits // 8,
+        scales,
+        found.groups * 16 * found.zeros,
+        scales * found.mins,
+        64 * found.column_scale,
+        64 * has_bias,
+    )
+    ends = list(itertools.accumulate(-(-size // 64) * 64 for size in sizes))
+    offsets = [found.scales_offset, found.zeros_offset, found.mins_offset, found.column_scale_offset]
+    assert [*offsets, found.bias_offset, found.panel_bytes] == ends
+    assert (found.k, found.has_bias, found.k_padded) == (k, has_bias, -(-k // 64) * 64)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
@@ -43,7 +84,7 @@ def test_numpy_unpacks_what_the_kernels_pack(name: str, shape: tuple[int, int]) 
     """The documentation is enough to read a packed checkpoint back, bit for bit."""
     quantised = ENCODERS[name](random_weights(np.random.default_rng(1), *shape))
     packed = _kernels.pack_matrix(quantised.format, quantised.source)
-    layout = PanelLayout(weight_format(quantised.format), shape[1])
+    layout = panel_layout(quantised.format, shape[1])
     np.testing.assert_array_equal(unpack_matrix(layout, packed, shape[0]), quantised.weights)
 
 
@@ -51,7 +92,7 @@ def test_numpy_unpacks_what_the_kernels_pack(name: str, shape: tuple[int, int]) 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_any_bytes_mean_the_same_in_both_languages(name: str) -> None:
     """Every code, scale and zero point, NaN and infinity included, decodes to the same value."""
-    layout = PanelLayout(weight_format(name), 1000, has_bias=True)
+    layout = panel_layout(name, 1000, has_bias=True)
     packed = np.random.default_rng(2).integers(0, 256, 2 * layout.panel_bytes, np.uint8)
     ours = unpack_matrix(layout, packed, 32)
     np.testing.assert_array_equal(ours, _kernels.unpack_matrix(name, packed, 32, 1000, has_bias=True))
@@ -70,13 +111,13 @@ def test_any_bytes_mean_the_same_in_both_languages(name: str) -> None:
 def test_padding_is_zero(name: str, rows: int, cols: int, bias: bool) -> None:
     """Columns beyond the last row have zero weights and biases; elements beyond k are zero bits (int4: 8)."""
     quantised = ENCODERS[name](random_weights(np.random.default_rng(3), 8 * rows, 8 * cols))
-    layout = PanelLayout(weight_format(quantised.format), 8 * cols, bias)
+    layout = panel_layout(quantised.format, 8 * cols, bias)
     packed = _kernels.pack_matrix(quantised.format, quantised.source, has_bias=bias)
     all_columns = -(-8 * rows // 16) * 16
     assert not unpack_matrix(layout, packed, all_columns)[8 * rows :].any()
     for panel in packed.reshape(-1, layout.panel_bytes):
         beyond = unpack_codes(layout, panel)[8 * cols :]
-        assert (beyond == (8 if layout.format.code == "int4" else 0)).all()
+        assert (beyond == (8 if layout.code == "int4" else 0)).all()
         assert not unpack_bias(layout, panel).any()
 
 
@@ -91,9 +132,7 @@ def test_expert_is_read_back(gated: bool, down: str) -> None:
     packed, squared_error, _ = _kernels.pack_expert(
         up.format, lower.format, gate.source if gated else None, up.source, lower.source
     )
-    layout = ExpertLayout(
-        PanelLayout(weight_format(up.format), 72), PanelLayout(weight_format(lower.format), 40), gated
-    )
+    layout = expert_layout(up.format, lower.format, 72, 40, gated=gated)
     assert packed.nbytes == layout.expert_bytes
     assert squared_error == 0
     read = unpack_expert(layout, packed)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from moebius import _kernels
 from moebius.kernels_source import SourceMatrix
-from moebius.packed_layout import ExpertLayout, PanelLayout, unpack_expert
-from moebius.weight_formats import weight_format
+from moebius.weight_formats import expert_layout
+from tests.helpers.numpy_unpack import unpack_expert
 from tests.helpers.quantised_sources import (
     ENCODERS,
     Quantised,
@@ -108,7 +108,7 @@ def test_symmetric_source_in_a_format_with_zeros() -> None:
     "name",
     [
         "compressed_int4_g32",
-        "int4_g32_minimums",
+        "int4_g32_mins",
         "int8_g128",
         "mxfp4",
         "nvfp4",
@@ -127,7 +127,7 @@ def test_row_slices(name: str) -> None:
         "scales": source.scales[rows]
         if source.scales is not None and source.scale_rows == 1
         else source.scales,
-        "minimums": None if source.minimums is None else source.minimums[rows],
+        "mins": None if source.mins is None else source.mins[rows],
         "column_scale": None if source.column_scale is None else source.column_scale[rows],
         "scale_row_begin": 32 if source.scale_rows > 1 else 0,
     }
@@ -199,14 +199,13 @@ def test_float32_scales_of_a_float16_format_are_rounded() -> None:
     scales = np.ldexp(rng.uniform(1, 2, (64, 2)), rng.integers(-27, 15, (64, 2))).astype(np.float32)
     scales[0] = 2048.5, -2049.5  # both are ties
     scales[1] = 65519.0, 2.0**-25
-    minimums = -scales
+    mins = -scales
     codes = rng.integers(1, 32, (64, 64)).astype(np.int8)
-    source = SourceMatrix(codes, scales=scales, minimums=minimums, group_size=32)
-    name = "int8_g32_minimums"
+    source = SourceMatrix(codes, scales=scales, mins=mins, group_size=32)
+    name = "int8_g32_mins"
     assert "float32 scales" in _kernels.packing_obstacle(name, source)
     packed, squared_error, squared = _kernels.pack_expert(name, name, None, source, source)
-    panel = PanelLayout(weight_format(name), 64)
-    _, up, down = unpack_expert(ExpertLayout(panel, panel, gated=False), packed)
+    _, up, down = unpack_expert(expert_layout(name, name, 64, 64, gated=False), packed)
     kept = np.repeat(scales.astype(np.float16).astype(np.float32), 32, 1)
     expected = codes * kept - kept
     np.testing.assert_array_equal(up, expected)
@@ -214,18 +213,18 @@ def test_float32_scales_of_a_float16_format_are_rounded() -> None:
     stored = (codes - 1) * np.repeat(scales.astype(np.float64), 32, 1)
     assert squared == pytest.approx(2 * (stored**2).sum())
     assert squared_error == pytest.approx(2 * ((expected - stored) ** 2).sum())
-    beyond = replace(source, minimums=np.full((64, 2), 65520, np.float32))
+    beyond = replace(source, mins=np.full((64, 2), 65520, np.float32))
     with pytest.raises(ValueError, match=r"up: .* of 65520\.0+ is beyond float16"):
         _kernels.pack_expert(name, name, None, beyond, source)
 
 
-def test_minimums_are_neither_lost_nor_made_up() -> None:
+def test_mins_are_neither_lost_nor_made_up() -> None:
     """A format or a source without them is an obstacle; arrays that lie otherwise than scales are refused."""
-    quantised = encode("int4_g32_minimums")
+    quantised = encode("int4_g32_mins")
     source = quantised.source
-    assert source.minimums is not None
-    assert "it has minimums" in _kernels.packing_obstacle("int4_g32_f16", source)
-    assert "it has no minimums" in _kernels.packing_obstacle(quantised.format, replace(source, minimums=None))
-    for wrong in (source.minimums[:, :-1], source.minimums.astype(np.float32), source.minimums[:, ::-1]):
-        with pytest.raises(ValueError, match="minimums"):
-            _kernels.packing_obstacle(quantised.format, replace(source, minimums=wrong))
+    assert source.mins is not None
+    assert "it has mins" in _kernels.packing_obstacle("int4_g32_f16", source)
+    assert "it has no mins" in _kernels.packing_obstacle(quantised.format, replace(source, mins=None))
+    for wrong in (source.mins[:, :-1], source.mins.astype(np.float32), source.mins[:, ::-1]):
+        with pytest.raises(ValueError, match="mins"):
+            _kernels.packing_obstacle(quantised.format, replace(source, mins=wrong))

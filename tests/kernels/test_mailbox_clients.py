@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_uint64
 
 import numpy as np
 import pytest
 
-from moebius import _kernels
-from moebius.mailbox import EchoBackend, Mailbox, MailboxError, MailboxServer, ServerLost
-from moebius.mailbox_layout import row_begin
+from moebius import _kernels_testing as testing
+from moebius._kernels_testing import EchoBackend
+from moebius.mailbox import Mailbox, MailboxError, MailboxServer, ServerLost, row_begin
 from tests.helpers.idle import idle_share
 from tests.helpers.mailbox import Call, Killer, geometry, new_mailbox, served_mailbox
 
@@ -126,14 +127,10 @@ def ring_silently(box: Mailbox, call: Call) -> np.ndarray:
     epoch = call.submit()
     call.collect(epoch)
     header = box.kernel.address
-    from ctypes import c_uint64
-
-    from moebius.mailbox_layout import Header
-
-    found = Header.from_address(header)
-    for place in (found.requests_offset, found.flags_offset):
+    found = box.geometry.regions()
+    for place in (found.requests, found.flags):
         c_uint64.from_address(header + place).value = epoch + 1
-    done = c_uint64.from_address(header + found.flags_offset + 64 * box.geometry.num_slots)
+    done = c_uint64.from_address(header + found.flags + 64 * box.geometry.num_slots)
     give_up = time.monotonic() + 10
     while done.value != epoch + 1 and time.monotonic() < give_up:
         time.sleep(0.001)
@@ -149,7 +146,7 @@ def test_two_clients_with_crashes() -> None:
         killer = Killer(box, crashes)
         killer.start()
         boxes = [box, attach(box, 1)]
-        step: Callable[[Mailbox, int], dict[str, int]] = lambda one, seed: _kernels.mailbox_stress(  # noqa: E731
+        step: Callable[[Mailbox, int], dict[str, int]] = lambda one, seed: testing.mailbox_stress(  # noqa: E731
             one.kernel, rounds=2000, seed=seed, scale_sum=3.0, deadline_ms=10_000, recovery_s=30
         )
         total = {"answered": 0, "wrong": 0, "lost": 0, "stale": 0, "resubmitted": 0}

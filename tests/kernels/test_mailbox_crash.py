@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moebius import _kernels
+from moebius import _kernels_testing as testing
 from moebius.mailbox import ServerLost
 from tests.helpers.mailbox import Call, Killer, geometry, new_mailbox, spawn_server
 
@@ -22,7 +22,7 @@ def test_hundred_thousand_rounds_with_crashes() -> None:
         try:
             total = {"answered": 0, "wrong": 0, "lost": 0, "stale": 0, "resubmitted": 0}
             while total["answered"] < ROUNDS or killer.killed < CRASHES:
-                part = _kernels.mailbox_stress(
+                part = testing.mailbox_stress(
                     box.kernel,
                     rounds=5000,
                     seed=total["answered"],

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine
 from moebius.mailbox import Mailbox, MailboxError, MailboxServer, ServerLost, server_health
 from tests.helpers.mailbox import Call, geometry, new_mailbox, served_mailbox, spawn_server
@@ -74,7 +75,7 @@ def test_an_engine_counts_pieces_of_one_call(threads: int, pieces: int) -> None:
     """Real experts report more than the request's end, however few pieces the calling thread gets."""
     shape = geometry(hidden_size=64, max_rows=64, num_layers=1, top_k=2)
     engine = ExpertEngine(64, 64, 8, 1, weight_format="bfloat16", num_threads=threads)
-    engine.fill_random(0, seed=1)
+    testing.fill_random(engine.backend, 0, seed=1)
     with new_mailbox(shape) as box:
         server = MailboxServer(box.name, 0, engine.backend, heartbeat_s=3600.0, spin_ns=0)
         server.start()

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moebius._kernels_testing import EchoBackend
 from moebius.kernels import ExpertEngine
-from moebius.mailbox import EchoBackend, IdentityMismatch, Mailbox, MailboxServer, ServerLost
+from moebius.mailbox import IdentityMismatch, Mailbox, MailboxServer, ServerLost
 from tests.helpers.mailbox import Call, geometry, new_mailbox
 from tests.kernels.test_mailbox_health import until
 

@@ -12,8 +12,8 @@ import torch
 
 from gpu_service.experts.client import ExpertClient, ExpertUnavailable
 from gpu_service.experts.mailbox_client import MailboxExpertClient
-from moebius.mailbox import EchoBackend, Mailbox, MailboxServer
-from moebius.mailbox_layout import row_begin
+from moebius._kernels_testing import EchoBackend
+from moebius.mailbox import Mailbox, MailboxServer, row_begin
 from tests.helpers.doorbell_host import doorbell_client
 from tests.helpers.doorbell_steps import MODEL, Layer
 from tests.helpers.mailbox import geometry, new_mailbox

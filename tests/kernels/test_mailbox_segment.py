@@ -12,17 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moebius import _kernels, mailbox_layout
+from moebius import _kernels
+from moebius._kernels_testing import EchoBackend
 from moebius.mailbox import (
     AbiMismatch,
-    EchoBackend,
     ExpertComputeError,
     GeometryMismatch,
     Mailbox,
     MailboxError,
     MailboxServer,
+    field_offsets,
 )
-from tests.helpers.mailbox import ROOT, Call, geometry, new_mailbox
+from tests.helpers.mailbox import ROOT, Call, geometry, header_word, new_mailbox
 
 
 def overwrite(name: str, offset: int, content: bytes) -> None:
@@ -65,12 +66,12 @@ def test_wrong_geometry_names_both() -> None:
 )
 def test_garbage_in_a_request_is_an_error_not_a_crash(field: str, value: int) -> None:
     """A server trusts no size it reads: it answers with an error and serves the next request."""
-    offsets = mailbox_layout.offsets()
+    offsets = field_offsets()
     with new_mailbox(geometry()) as box:
-        header = mailbox_layout.Header.from_buffer_copy(Path("/dev/shm", box.name).read_bytes())
+        requests = header_word(Path("/dev/shm", box.name).read_bytes(), "requests_offset")
         call = Call(box, 2)
         epoch = call.submit()
-        place = header.requests_offset + offsets[f"RequestHeader.{field}"]
+        place = requests + offsets[f"RequestHeader.{field}"]
         overwrite(box.name, place, value.to_bytes(4, "little"))
         server = MailboxServer(box.name, 0, EchoBackend(48))
         server.start()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine
 from tests.helpers.moe_golden import Routed, from_bfloat16, random_rows, relative_error, to_bfloat16
 from tests.helpers.packed_experts import Shape, packed_golden, quantised, root_mean_square_error
@@ -136,7 +137,7 @@ def test_clamps_per_layer() -> None:
             64, 50, 4, 3, weight_format="float32", activation=activation, limit=limit, num_threads=2
         )
         for layer in range(3):
-            made.fill_random(layer, 1)
+            testing.fill_random(made.backend, layer, 1)
         return made
 
     clamped, plain = engine("silu_clamped", [np.inf, 0.1, 0.4]), engine("silu", 7.0)
@@ -171,13 +172,13 @@ def test_formats_per_layer() -> None:
         64, 32, 2, 3, weight_format=["int4_g32", "bfloat16", "int4_g32"], down_format="int8", num_threads=1
     )
     for layer in range(3):
-        engine.fill_random(layer, layer)
+        testing.fill_random(engine.backend, layer, layer)
     routed = random_rows(np.random.default_rng(0), 7, 64, 2, (0, 2))
     sizes = [engine.packed_expert(layer, 0).size for layer in range(3)]
     assert sizes[0] == sizes[2] < sizes[1]
     for layer, gate_up in enumerate(("int4_g32", "bfloat16", "int4_g32")):
         alone = ExpertEngine(64, 32, 2, 1, weight_format=gate_up, down_format="int8", num_threads=1)
-        alone.fill_random(0, layer)
+        testing.fill_random(alone.backend, 0, layer)
         output = engine.forward(layer, routed.hidden_states, routed.topk_ids, routed.topk_weights)
         np.testing.assert_array_equal(output, run(alone, routed))
     assert {(row.matrix, row.format) for row in engine.plan()} == {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from moebius import _kernels
+from moebius import _kernels_testing as testing
 
 
 def tasks_of(index: int) -> int:
@@ -21,7 +21,7 @@ def expected_tasks(runs: int, throw_every: int) -> int:
 
 def run(threads: int, runs: int, spin_us: int, throw_every: int = 0, pause_every: int = 0) -> None:
     """One stress of the pool, held to the number of tasks and exceptions it must report."""
-    tasks, exceptions, _ = _kernels.pool_stress(
+    tasks, exceptions, _ = testing.pool_stress(
         threads=threads,
         runs=runs,
         spin_microseconds=spin_us,

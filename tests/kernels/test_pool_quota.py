@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moebius import _kernels
+from moebius import _kernels_testing as testing
 from moebius.app.bench.quota import cpu_quota_group
 from moebius.errors import UserError
 from moebius.topology import Topology
@@ -20,10 +20,10 @@ from moebius.topology import Topology
 JOIN_AND_ASK = """
 import json, os, pathlib, sys
 pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
-from moebius import _kernels
-spins = [_kernels.pool_default_spin_microseconds(threads) for threads in (1, 2, 8)]
-run = _kernels.pool_stress(threads=4, runs=2000, spin_microseconds=-1, throw_every=0, pause_every=0)
-print(json.dumps([_kernels.pool_default_threads([]), _kernels.pool_default_threads([0] * 64), spins, run[0]]))
+from moebius import _kernels_testing as testing
+spins = [testing.pool_default_spin_microseconds(threads) for threads in (1, 2, 8)]
+run = testing.pool_stress(threads=4, runs=2000, spin_microseconds=-1, throw_every=0, pause_every=0)
+print(json.dumps([testing.pool_default_threads([]), testing.pool_default_threads([0] * 64), spins, run[0]]))
 """
 
 
@@ -66,8 +66,8 @@ def test_without_quota() -> None:
     """One thread per usable cpu, or per cpu given."""
     if Topology.detect().cpu_quota is not None:
         pytest.skip("this process runs under a quota")
-    assert _kernels.pool_default_threads([]) == len(os.sched_getaffinity(0))
-    assert _kernels.pool_default_threads([0, 0, 0]) == 3
+    assert testing.pool_default_threads([]) == len(os.sched_getaffinity(0))
+    assert testing.pool_default_threads([0, 0, 0]) == 3
 
 
 def test_no_group_is_said_clearly(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_no_group_is_said_clearly(tmp_path: Path) -> None:
 def test_paused_pool_sleeps() -> None:
     """A pool whose caller pauses most of the time costs a fraction of a cpu, not one per thread."""
     usage, begin = cpu_seconds(), time.monotonic()
-    _kernels.pool_stress(threads=8, runs=2000, spin_microseconds=0, throw_every=0, pause_every=1)
+    testing.pool_stress(threads=8, runs=2000, spin_microseconds=0, throw_every=0, pause_every=1)
     assert cpu_seconds() - usage < 0.8 * (time.monotonic() - begin)
 
 

@@ -9,6 +9,7 @@ import os
 import pytest
 
 from moebius import _kernels
+from moebius import _kernels_testing as testing
 
 MIB = 1 << 20
 
@@ -19,17 +20,17 @@ def cpus() -> list[int]:
 
 
 def test_every_unit_of_this_machine_computes(cpus: list[int]) -> None:
-    units = _kernels.peak_units("auto")
+    units = testing.peak_units("auto")
     assert units[0] == ("float32_scalar", "float32")
     assert {row_type for _, row_type in units} <= {"float32", "bfloat16", "int8"}
     for name, _ in units:
-        assert _kernels.measure_peak(name, cpus=cpus, seconds=0.005) > 0
+        assert testing.measure_peak(name, cpus=cpus, seconds=0.005) > 0
 
 
 def test_units_grow_with_the_level() -> None:
     """A level offers its own units and those below it, so a forced level never runs anything above it."""
     levels = _kernels.supported_isas()
-    units = [_kernels.peak_units(level) for level in levels]
+    units = [testing.peak_units(level) for level in levels]
     for lower, higher in itertools.pairwise(units):
         assert higher[: len(lower)] == lower
         assert len(higher) > len(lower)
@@ -37,10 +38,10 @@ def test_units_grow_with_the_level() -> None:
 
 
 def test_unit_of_another_machine_is_refused(cpus: list[int]) -> None:
-    missing = {"int8_avx512_vnni", "bfloat16_amx", "int8_amx"} - {n for n, _ in _kernels.peak_units("auto")}
+    missing = {"int8_avx512_vnni", "bfloat16_amx", "int8_amx"} - {n for n, _ in testing.peak_units("auto")}
     for name in {"int8_tensor_core"} | missing:
         with pytest.raises(ValueError, match=f"'{name}' is not one of this machine; allowed: float32_scalar"):
-            _kernels.measure_peak(name, cpus=cpus, seconds=0.005)
+            testing.measure_peak(name, cpus=cpus, seconds=0.005)
 
 
 def test_level_of_another_machine_is_refused(cpus: list[int]) -> None:
@@ -48,9 +49,9 @@ def test_level_of_another_machine_is_refused(cpus: list[int]) -> None:
     missing = set(levels) - set(_kernels.supported_isas())
     for level in missing | {"neon"}:
         with pytest.raises(ValueError, match="allowed: scalar"):
-            _kernels.peak_units(level)
+            testing.peak_units(level)
         with pytest.raises(ValueError, match="allowed: scalar"):
-            _kernels.BandwidthProbe(isa=level, cpus=cpus, nbytes=4 * MIB, huge_pages=False)
+            testing.BandwidthProbe(isa=level, cpus=cpus, nbytes=4 * MIB, huge_pages=False)
 
 
 @pytest.mark.parametrize("isa", _kernels.supported_isas())
@@ -58,7 +59,7 @@ def test_level_of_another_machine_is_refused(cpus: list[int]) -> None:
     ("block_bytes", "prefetch_bytes"), [(0, 0), (0, 1024), (16384, 0), (65536, 4096), (256, 256)]
 )
 def test_every_pattern_reads(cpus: list[int], isa: str, block_bytes: int, prefetch_bytes: int) -> None:
-    probe = _kernels.BandwidthProbe(isa=isa, cpus=cpus, nbytes=5 * MIB, huge_pages=True)
+    probe = testing.BandwidthProbe(isa=isa, cpus=cpus, nbytes=5 * MIB, huge_pages=True)
     assert probe.nbytes >= 5 * MIB
     for hint in ("t0", "t1", "nta"):
         speed = probe.measure(block_bytes=block_bytes, prefetch_bytes=prefetch_bytes, hint=hint, passes=1)
@@ -80,7 +81,7 @@ def test_every_pattern_reads(cpus: list[int], isa: str, block_bytes: int, prefet
     ],
 )
 def test_bad_pattern_is_named(cpus: list[int], arguments: dict[str, int | str], message: str) -> None:
-    probe = _kernels.BandwidthProbe(isa="scalar", cpus=cpus, nbytes=2 * MIB, huge_pages=False)
+    probe = testing.BandwidthProbe(isa="scalar", cpus=cpus, nbytes=2 * MIB, huge_pages=False)
     pattern = {"block_bytes": 0, "prefetch_bytes": 0, "hint": "t0", "passes": 1, **arguments}
     with pytest.raises(ValueError, match=message):
         probe.measure(**pattern)  # type: ignore[arg-type]
@@ -88,7 +89,7 @@ def test_bad_pattern_is_named(cpus: list[int], arguments: dict[str, int | str], 
 
 def test_bad_cpus_and_sizes_are_named(cpus: list[int]) -> None:
     def probe(cpus: list[int], nbytes: int = 4 * MIB) -> object:
-        return _kernels.BandwidthProbe(isa="scalar", cpus=cpus, nbytes=nbytes, huge_pages=False)
+        return testing.BandwidthProbe(isa="scalar", cpus=cpus, nbytes=nbytes, huge_pages=False)
 
     with pytest.raises(ValueError, match="cpus is empty"):
         probe([])
@@ -99,4 +100,4 @@ def test_bad_cpus_and_sizes_are_named(cpus: list[int]) -> None:
     with pytest.raises(ValueError, match="nbytes is 1000; it must be at least 1 MiB per cpu"):
         probe(cpus, 1000)
     with pytest.raises(ValueError, match=r"seconds is 0\.000000; allowed: 0\.001 to 60"):
-        _kernels.measure_peak("float32_scalar", cpus=cpus, seconds=0)
+        testing.measure_peak("float32_scalar", cpus=cpus, seconds=0)

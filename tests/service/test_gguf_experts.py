@@ -23,8 +23,8 @@ from tests.tolerances import EXPERTS_FLOAT32, EXPERTS_GGUF_BFLOAT16, EXPERTS_GGU
 # What its experts are packed as.
 PACKED = {
     "mixtral": "int4_g32_f16",
-    "qwen3_moe": "int4_g32_minimums, int4_g32_minimums/int8_g16_f16",
-    "minimax_m2": "int4_g32_minimums/int8_g32_f16",
+    "qwen3_moe": "int4_g32_mins, int4_g32_mins/int8_g16_f16",
+    "minimax_m2": "int4_g32_mins/int8_g32_f16",
     "olmoe": "int8_g32_f16",
     "glm4_moe": "int4_g32_f16/int8_g32_f16",
     "glm_moe_dsa": "int4_g32_f16/int8_g32_f16",

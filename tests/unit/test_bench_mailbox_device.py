@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moebius import _kernels
+from moebius import _kernels_testing as testing
 from moebius.app.bench.mailbox_device import TABLE, make_row, parse_numbers, parse_signals
 from moebius.app.cli import app
 from moebius.errors import UserError
@@ -57,14 +57,14 @@ def test_host_functions_are_a_round_trip() -> None:
         call = Call(box, 5, layer=3)
         arrays = (call.hidden_states, call.topk_ids, call.topk_weights)
         pointers = [array.ctypes.data for array in arrays]
-        host = _kernels.MailboxHostCall(box.kernel, 0, 3, *pointers, 5, call.output.ctypes.data, 5000)
+        host = testing.MailboxHostCall(box.kernel, 0, 3, *pointers, 5, call.output.ctypes.data, 5000)
         functions = (host.submit_function, host.collect_function)
         for address in functions:
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(host.address)
         np.testing.assert_array_equal(call.output, call.expected())
         assert host.failures == 0
     with new_mailbox(geometry()) as box:
-        host = _kernels.MailboxHostCall(box.kernel, 0, 99, *pointers, 5, call.output.ctypes.data, 10)
+        host = testing.MailboxHostCall(box.kernel, 0, 99, *pointers, 5, call.output.ctypes.data, 10)
         for address in functions:
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(host.address)
         assert host.failures == 2

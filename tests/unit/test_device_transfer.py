@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_service.device.host_graphs import RecordedOperations
 from gpu_service.device.stream import (
     DeviceEvent,
     Download,
@@ -15,10 +14,11 @@ from gpu_service.device.stream import (
     packed_offsets,
     packed_views,
 )
-from gpu_service.engine.sampler import build_sampling_plan
+from gpu_service.engine.sampling_plan import build_sampling_plan
 from gpu_service.engine.step import tensors_of, with_tensors
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits
+from tests.helpers.host_graphs import RecordedOperations
 
 
 class HeldEvent(DeviceEvent):

@@ -20,9 +20,9 @@ from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.models.checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
-from moebius.packed_layout import ExpertLayout, PanelLayout, unpack_expert
-from moebius.weight_formats import weight_format
+from moebius.weight_formats import expert_layout
 from tests.helpers.gguf_models import make_gguf
+from tests.helpers.numpy_unpack import unpack_expert
 from tests.tolerances import EXPERTS_GGUF_FLOAT16_SCALES
 from tests.unit.test_gguf_values import write_tensors
 
@@ -72,14 +72,19 @@ def test_packed_experts_mean_what_the_file_says(tmp_path: Path, kind: str) -> No
         part = found.down.read(reader, rows=slice(16, 48), cols=slice(32, 224))
         np.testing.assert_array_equal(_kernels.dequantise_matrix(part), wanted["down"][16:48, 32:224])
         packed, squared_error, squared = _kernels.pack_expert(*found.formats, *sources.values(), parts=3)
-    panel = PanelLayout(weight_format(scheme.packed_format), SIZE)
-    at_rest = dict(zip(NAMES, unpack_expert(ExpertLayout(panel, panel), packed), strict=True))
+    unpacked = dict(
+        zip(
+            NAMES,
+            unpack_expert(expert_layout(scheme.packed_format, scheme.packed_format, SIZE, SIZE), packed),
+            strict=True,
+        )
+    )
     if not scheme.rounds_scales:
         assert squared_error == 0
         for which in NAMES:
-            np.testing.assert_array_equal(at_rest[which], wanted[which])
+            np.testing.assert_array_equal(unpacked[which], wanted[which])
         return
-    differences = [at_rest[which].astype(np.float64) - wanted[which] for which in NAMES]
+    differences = [unpacked[which].astype(np.float64) - wanted[which] for which in NAMES]
     assert squared_error == pytest.approx(sum((one**2).sum() for one in differences), rel=1e-3)
     assert squared == pytest.approx(
         sum((wanted[which].astype(np.float64) ** 2).sum() for which in NAMES), rel=1e-6
@@ -122,6 +127,6 @@ def test_biases_and_stacks_of_a_model(tmp_path: Path) -> None:
             source = matrix.read(reader)
             assert matrix.packed_format == "mxfp4"
             assert source.bias is not None
-            at_rest = _kernels.pack_matrix("mxfp4", source)
-            found = _kernels.unpack_matrix("mxfp4", at_rest, *matrix.shape, True)
+            packed = _kernels.pack_matrix("mxfp4", source)
+            found = _kernels.unpack_matrix("mxfp4", packed, *matrix.shape, True)
             np.testing.assert_array_equal(found, quants.dequantize(tensor.data, tensor.tensor_type)[2])

@@ -38,7 +38,6 @@ from moebius.checkpoint.errors import CheckpointError
 from moebius.errors import UserError
 from moebius.expert_slices import SliceRequest
 from moebius.mailbox import SHARED_MEMORY, Mailbox, MailboxGeometry
-from moebius.mailbox_layout import segment_bytes
 from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.fake_memory import FakeMemory
@@ -129,7 +128,7 @@ def test_the_mailbox_is_as_large_as_planned(geometry: MailboxGeometry) -> None:
     name = "moebius-test-plan-bytes"
     box = Mailbox.create(name, geometry)
     try:
-        assert (SHARED_MEMORY / name).stat().st_size == segment_bytes(geometry)
+        assert (SHARED_MEMORY / name).stat().st_size == geometry.regions().total
     finally:
         del box
         Mailbox.unlink(name)

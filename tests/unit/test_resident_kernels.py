@@ -20,9 +20,9 @@ from gpu_service.experts.resident.make import warmed_up
 from gpu_service.experts.resident.triton_kernels import launch
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels, align
 from gpu_service.experts.resident.unpack import unpack_expert
-from moebius.packed_layout import unpack_expert as unpack_with_numpy
 from moebius.weight_formats import WEIGHT_FORMATS
 from tests import tolerances
+from tests.helpers.numpy_unpack import unpack_expert as unpack_with_numpy
 from tests.helpers.resident_layers import ALL_FORMATS, Shape, resident_layer, routed
 
 # Row kernels, then tiles.

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from gpu_service.engine.results import Sampled
-from gpu_service.engine.sampler import Sampler, build_sampling_plan, derive_seed, token_logprobs, uniform
+from gpu_service.engine.sampler import Sampler, token_logprobs
+from gpu_service.engine.sampling_plan import build_sampling_plan, derive_seed, uniform
 from gpu_service.request import Request, SamplingParams
 from gpu_service.scheduler.limits import SchedulerLimits, mark_finish
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from moebius._kernels_testing import EchoBackend
 from moebius.app.supervisor import health
 from moebius.app.supervisor.health import (
     BUSY_FACTOR,
@@ -27,7 +28,7 @@ from moebius.app.supervisor.health import (
     Watch,
     read_activity,
 )
-from moebius.mailbox import EchoBackend, Mailbox, MailboxGeometry, MailboxServer
+from moebius.mailbox import Mailbox, MailboxGeometry, MailboxServer
 from tests.helpers.fake_programs import wait_until
 
 LIMIT_S = 10.0

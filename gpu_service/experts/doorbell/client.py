@@ -24,8 +24,7 @@ from gpu_service.experts.client import (
 from gpu_service.experts.doorbell.program import State
 from gpu_service.experts.doorbell.watch import Watch, failure_of
 from gpu_service.experts.servers import MailboxServers
-from moebius.mailbox import Mailbox
-from moebius.mailbox_layout import row_begin
+from moebius.mailbox import Mailbox, row_begin
 from moebius.models.geometry import MoeGeometry
 
 

@@ -22,8 +22,7 @@ from gpu_service.experts.doorbell.program import (
     compiled,
     make_box,
 )
-from moebius.mailbox import Mailbox
-from moebius.mailbox_layout import offsets, row_begin
+from moebius.mailbox import Mailbox, field_offsets, row_begin
 
 U32, POINTER = ctypes.c_uint32, ctypes.c_uint64
 DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
@@ -58,7 +57,7 @@ class CudaLauncher(DoorbellLauncher):
         self._device = device
         self._mailbox = mailbox
         self._is_memops = signal == "memops"
-        self._sizes = offsets()
+        self._sizes = field_offsets()
         _cuda.set_device(device)
         self.state = torch.zeros(State.END, dtype=torch.int64, device=device)
         major, minor = _cuda.get_device_capability(device)

@@ -12,8 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from moebius.errors import UserError
-from moebius.mailbox import Mailbox
-from moebius.mailbox_layout import Header, offsets
+from moebius.mailbox import ClientFailure, Mailbox, field_offsets
 
 SOURCE = Path(__file__).with_name("doorbell.cu")
 
@@ -21,19 +20,6 @@ SOURCE = Path(__file__).with_name("doorbell.cu")
 PACK_HIDDEN, PACK_RING, PACK_CLEAR = 1, 2, 4
 # The same of wait_and_add.
 WAIT_ANSWERS, WAIT_ADD = 1, 2
-
-
-class ClientFailure(IntEnum):
-    """Why a client gave up a step; numbers of `ClientFailure` in layout.h."""
-
-    NONE = 0
-    DEADLINE = 1
-    STALE_EPOCH = 2
-    COMPUTE = 3
-    RESTARTED = 4
-    ABANDONED = 5
-    PEER = 6
-    SHUT_DOWN = 7
 
 
 class State(IntEnum):
@@ -64,40 +50,35 @@ class Box(ctypes.Structure):
 
 def make_box(mailbox: Mailbox, base: int, state: int, deadline_ms: int) -> Box:
     """`base`: the segment's address as the device sees it; `state`: that of `State.END` zeroed words."""
-    header = Header.from_address(mailbox.kernel.address)
-    geometry = header.geometry
-    sizes = offsets()
-    width = 2 if mailbox.geometry.dtype == "bfloat16" else 4
+    geometry, regions, sizes = mailbox.geometry, mailbox.geometry.regions(), field_offsets()
     line = sizes["ReadyLine"]
-    # As regions_of in layout.h.
-    topk_ids = sizes["RequestHeader"] + _line_up(geometry.max_rows * geometry.hidden_size * width)
     records = sizes["Header.clients"] + mailbox.group * geometry.num_clients * sizes["ClientRecord"]
     return Box(
         base=base,
         state=state,
         client_record=records + mailbox.client * sizes["ClientRecord"],
         peer_records=records,
-        ready_lines=header.flags_offset,
-        done_lines=header.flags_offset + line * geometry.num_slots * geometry.num_clients,
-        requests=header.requests_offset,
-        responses=header.responses_offset,
-        request_stride=header.request_stride,
-        response_stride=header.response_stride,
-        topk_ids=topk_ids,
-        topk_weights=topk_ids + _line_up(geometry.max_rows * geometry.top_k * 4),
+        ready_lines=regions.flags,
+        done_lines=regions.flags + line * geometry.num_slots * geometry.num_clients,
+        requests=regions.requests,
+        responses=regions.responses,
+        request_stride=regions.request_stride,
+        response_stride=regions.response_stride,
+        topk_ids=regions.topk_ids,
+        topk_weights=regions.topk_weights,
         hidden_size=geometry.hidden_size,
         top_k=geometry.top_k,
         num_servers=geometry.num_servers,
         num_clients=geometry.num_clients,
         client=mailbox.client,
-        dtype=geometry.dtype,
+        dtype=2 if geometry.dtype == "bfloat16" else 1,
         deadline_ns=deadline_ms * 1_000_000,
     )
 
 
 def preamble() -> str:
     """The constants that doorbell.cu expects in front of it."""
-    lines = [f"#define MBX_{name.replace('.', '_')} {offset}" for name, offset in offsets().items()]
+    lines = [f"#define MBX_{name.replace('.', '_')} {offset}" for name, offset in field_offsets().items()]
     lines += [f"#define STATE_{word.name} {word.value}" for word in State]
     lines += [f"#define FAILED_{failure.name} {failure.value}u" for failure in ClientFailure]
     return "\n".join(lines) + "\n"
@@ -106,10 +87,6 @@ def preamble() -> str:
 def program() -> str:
     """The complete source of the kernels."""
     return preamble() + SOURCE.read_text()
-
-
-def _line_up(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
 
 
 def compiled(arch: str, directory: str) -> bytes:

@@ -11,9 +11,7 @@ import threading
 import time
 
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
-from gpu_service.experts.doorbell.program import ClientFailure
-from moebius.mailbox import Mailbox
-from moebius.mailbox_layout import MAX_SERVERS
+from moebius.mailbox import MAX_SERVERS, ClientFailure, Mailbox
 
 POLL_S = 0.01
 # Polls without an open request after which the thread sleeps until the next step...

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
-from moebius.packed_layout import ExpertLayout, PanelLayout
-from moebius.weight_formats import CODE_BITS, weight_format
+from moebius.weight_formats import PANEL_COLUMNS, PackedExpertLayout, PanelLayout, expert_layout
 
 # Types that a kernel may load scales as; e8m0 and e4m3 are decoded from their bits.
 _SCALE_VIEWS = {
@@ -19,48 +18,25 @@ _SCALE_VIEWS = {
 }
 
 
-@dataclass(frozen=True)
-class PanelFormat:
-    """One kind of panel (`moebius.packed_layout` describes it); a compile-time constant of kernels.
-
-    Filled by `panel_format`. Offsets are in bytes from the panel's begin.
-    """
-
-    name: str
-    code: str
-    bits: int
-    k: int
-    k_padded: int
-    # 0: no group scales.
-    group: int
-    scale: str
-    panel_scale: bool
-    zeros: bool
-    minimums: bool
-    column_scale: bool
-    bias: bool
-    scales_at: int
-    zeros_at: int
-    minimums_at: int
-    column_scale_at: int
-    bias_at: int
-    panel_bytes: int
+@dataclass(frozen=True, repr=False)
+class PanelFormat(PanelLayout):
+    """One kind of panel as a compile-time constant of kernels; filled by `layer_format`."""
 
     def __repr__(self) -> str:
         """Part of the names of compiled functions."""
-        return f"{self.name}_k{self.k}{'_bias' if self.bias else ''}"
+        return f"{self.name}_k{self.k}{'_bias' if self.has_bias else ''}"
 
     @property
     def chunk(self) -> int:
         """k that a GEMM tile takes at once: within one group, and no less than tensor cores want."""
-        return min(self.group or 64, 64)
+        return min(self.group_size or 64, 64)
 
 
 @dataclass(frozen=True)
 class LayerFormat:
     """How all resident experts of a layer are packed; filled by `layer_format`."""
 
-    layout: ExpertLayout
+    layout: PackedExpertLayout
     gate_up: PanelFormat
     down: PanelFormat
 
@@ -82,44 +58,13 @@ class LayerFormat:
     @property
     def intermediate_columns(self) -> int:
         """`intermediate_size` in whole panels."""
-        return self.layout.intermediate_blocks * 16
-
-
-def panel_format(name: str, k: int, has_bias: bool) -> PanelFormat:
-    """The panels of a packed format. Raises ValueError for an unknown name."""
-    kind = weight_format(name)
-    layout = PanelLayout(kind, k, has_bias)
-    return PanelFormat(
-        name=name,
-        code=kind.code,
-        bits=CODE_BITS[kind.code],
-        k=k,
-        k_padded=layout.k_padded,
-        group=kind.group_size,
-        scale=kind.scale or "",
-        panel_scale=kind.panel_scale,
-        zeros=kind.zeros,
-        minimums=kind.minimums,
-        column_scale=kind.column_scale,
-        bias=has_bias,
-        scales_at=layout.scales_offset,
-        zeros_at=layout.zeros_offset,
-        minimums_at=layout.minimums_offset,
-        column_scale_at=layout.column_scale_offset,
-        bias_at=layout.bias_offset,
-        panel_bytes=layout.panel_bytes,
-    )
+        return self.layout.intermediate_blocks * PANEL_COLUMNS
 
 
 def layer_format(gate_up: str, down: str, hidden: int, intermediate: int, has_bias: bool) -> LayerFormat:
     """Experts with gate, up and down. Raises ValueError for an unknown format."""
-    layout = ExpertLayout(
-        PanelLayout(weight_format(gate_up), hidden, has_bias),
-        PanelLayout(weight_format(down), intermediate, has_bias),
-    )
-    return LayerFormat(
-        layout, panel_format(gate_up, hidden, has_bias), panel_format(down, intermediate, has_bias)
-    )
+    layout = expert_layout(gate_up, down, hidden, intermediate, has_bias)
+    return LayerFormat(layout, PanelFormat(**asdict(layout.gate_up)), PanelFormat(**asdict(layout.down)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +72,7 @@ class PanelViews:
     """One layer's slots, uint8 `[slots, expert_bytes]`, as the types kernels load; filled by `views`."""
 
     words: torch.Tensor  # int32
-    # Minimums, too. The format's scale type, or its bits; bfloat16, for such codes, where there are no group
+    # Mins, too. The format's scale type, or its bits; bfloat16, for such codes, where there are no group
     # scales.
     scales: torch.Tensor
     bytes: torch.Tensor

@@ -87,7 +87,7 @@ class PackedExpertSource:
             found.gate.read(reader, rows=channels),
             found.up.read(reader, rows=channels),
             down,
-            has_bias=kind.gate_up.bias,
+            has_bias=kind.gate_up.has_bias,
         )
         return PackedExpert(packed, error, reference)
 

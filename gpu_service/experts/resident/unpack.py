@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from gpu_service.experts.resident.panels import LayerFormat, PanelFormat, PanelViews, views
-from moebius.packed_layout import FLOAT4_VALUES, PANEL_COLUMNS, WORD_SHIFTS
+from moebius.weight_formats import PANEL_COLUMNS
+
+# By bits of an element: element i of a word's k, k+1, ... lies in bits shift[i] ... shift[i] + bits - 1.
+WORD_SHIFTS = {32: (0,), 16: (0, 16), 8: (0, 8, 16, 24), 4: (0, 16, 4, 20, 8, 24, 12, 28)}
+FLOAT4_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +38,28 @@ def unpack_panels(panels: PanelFormat, packed: torch.Tensor, rows: int) -> Unpac
     """The first `rows` output features of uint8 `[panels, panel_bytes]`, contiguous."""
     weights = _code_values(panels, _codes(panels, packed))
     count = packed.shape[0]
-    group = torch.arange(panels.k, device=packed.device) // max(panels.group, 1)
-    groups = -(-panels.k // panels.group) if panels.group else 0
+    group = torch.arange(panels.k, device=packed.device) // max(panels.group_size, 1)
     if panels.zeros:
-        zeros = packed[:, panels.zeros_at : panels.zeros_at + groups * PANEL_COLUMNS]
-        weights -= zeros.reshape(count, groups, PANEL_COLUMNS)[:, group].float()
-    elif panels.code == "int4" and not panels.minimums:
+        zeros = packed[:, panels.zeros_offset : panels.zeros_offset + panels.groups * PANEL_COLUMNS]
+        weights -= zeros.reshape(count, panels.groups, PANEL_COLUMNS)[:, group].float()
+    elif panels.code == "int4" and not panels.mins:
         weights -= 8
     if panels.scale:
-        weights *= _group_values(panels, packed, panels.scales_at)[:, group]
-    if panels.minimums:
-        weights += _group_values(panels, packed, panels.minimums_at)[:, group]
+        weights *= _group_values(panels, packed, panels.scales_offset)[:, group]
+    if panels.mins:
+        weights += _group_values(panels, packed, panels.mins_offset)[:, group]
     floats = views(packed, panels)
     if panels.column_scale:
-        weights *= _columns(floats, count, panels.column_scale_at)[:, None]
+        weights *= _columns(floats, count, panels.column_scale_offset)[:, None]
     matrix = weights.permute(0, 2, 1).reshape(count * PANEL_COLUMNS, panels.k)[:rows].contiguous()
-    bias = _columns(floats, count, panels.bias_at).reshape(-1)[:rows] if panels.bias else None
+    bias = _columns(floats, count, panels.bias_offset).reshape(-1)[:rows] if panels.has_bias else None
     return UnpackedMatrix(matrix, bias)
 
 
 def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> torch.Tensor:
-    """Scales or minimums, float32 `[panels, groups, 16]`, or `[panels, groups, 1]` of whole panels."""
+    """Scales or mins, float32 `[panels, groups, 16]`, or `[panels, groups, 1]` of whole panels."""
     count, columns = packed.shape[0], 1 if panels.panel_scale else PANEL_COLUMNS
-    groups = -(-panels.k // panels.group)
+    groups = panels.groups
     typed = views(packed, panels).scales.view(count, -1)
     begin = offset * typed.shape[1] // packed.shape[1]
     values = typed[:, begin : begin + groups * columns].reshape(count, groups, columns)
@@ -71,7 +74,7 @@ def _columns(typed: PanelViews, count: int, offset: int) -> torch.Tensor:
 def _codes(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
     """The elements' bits, int32 `[panels, k, 16]`."""
     shifts = torch.tensor(WORD_SHIFTS[panels.bits], dtype=torch.int32, device=packed.device)
-    words = packed[:, : panels.scales_at].contiguous().view(torch.int32)
+    words = packed[:, : panels.scales_offset].contiguous().view(torch.int32)
     lines = words.view(packed.shape[0], -1, 1, PANEL_COLUMNS)
     codes = lines >> shifts[None, None, :, None]
     if panels.bits < 32:
@@ -95,7 +98,7 @@ def _code_values(panels: PanelFormat, codes: torch.Tensor) -> torch.Tensor:
         case "int4":
             return codes.float()
         case "float4":
-            return torch.from_numpy(FLOAT4_VALUES).to(codes.device)[codes]
+            return torch.tensor(FLOAT4_VALUES, dtype=torch.float32, device=codes.device)[codes]
     raise ValueError(f"weights of type {panels.code} can not be unpacked")
 
 

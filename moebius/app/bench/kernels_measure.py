@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moebius import _kernels
+from moebius import _kernels, _kernels_testing
 from moebius.app.bench.kernels_inputs import ExpertShape, Routing, WorkingSet, exact, uniform
 from moebius.errors import UserError
 from moebius.kernels import ExpertEngine, Isa
+from moebius.weight_formats import WEIGHT_FORMATS
 
 MIN_ITERATIONS = 5
 MAX_ITERATIONS = 2000
@@ -52,7 +53,7 @@ class EngineSetting:
         except ValueError as error:
             raise UserError(f"{shape.name}, {weight_format}: {error}") from None
         for layer in range(layers):
-            engine.fill_random(layer, SEED + layer)
+            _kernels_testing.fill_random(engine.backend, layer, SEED + layer)
         return engine
 
 
@@ -74,7 +75,7 @@ class Times:
 
 def check_formats(formats: Sequence[str]) -> None:
     """Raises UserError for a format that does not exist."""
-    allowed = _kernels.weight_format_names()
+    allowed = list(WEIGHT_FORMATS)
     for name in formats:
         if name not in allowed:
             raise UserError(f"--format: {name!r} is unknown; allowed: {', '.join(allowed)}")

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moebius import _kernels
+from moebius import _kernels_testing
 
 PASSES = 3
 REFRESHED = 3
@@ -78,8 +78,8 @@ class BandwidthLimit:
         self.speeds: dict[ReadPattern, float] = {}
         for huge_pages in (False, True):
             # The last one stays, for `refresh`; the first is freed before, not to need the memory of both.
-            self._probe: _kernels.BandwidthProbe | None = None
-            self._probe = _kernels.BandwidthProbe(
+            self._probe: _kernels_testing.BandwidthProbe | None = None
+            self._probe = _kernels_testing.BandwidthProbe(
                 isa=isa, cpus=list(cpus), nbytes=nbytes, huge_pages=huge_pages
             )
             # In turn, so that a disturbance does not hit one pattern only.
@@ -134,7 +134,7 @@ class PeakLimit:
 
     def __init__(self, isa: str, cpus: Sequence[int]) -> None:
         self._cpus = list(cpus)
-        self._row_types = dict(_kernels.peak_units(isa))
+        self._row_types = dict(_kernels_testing.peak_units(isa))
         self.speeds = {unit: self._measure(unit) for unit in self._row_types}
 
     def refresh(self, row_type: str) -> None:
@@ -152,7 +152,7 @@ class PeakLimit:
         return self.speeds[unit], unit
 
     def _measure(self, unit: str) -> float:
-        return _kernels.measure_peak(unit, cpus=self._cpus, seconds=PEAK_SECONDS)
+        return _kernels_testing.measure_peak(unit, cpus=self._cpus, seconds=PEAK_SECONDS)
 
 
 def row_type_of(weight_format: str) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moebius import _kernels
+from moebius import _kernels_testing
 from moebius.app.bench.output import BenchTable, Column, write_json
 from moebius.mailbox import Mailbox, MailboxGeometry
 from moebius.topology import Topology
@@ -41,7 +41,8 @@ Wait = Literal["spin", "sleep"]
 
 ECHO_SERVER = """
 import os, sys, time
-from moebius.mailbox import EchoBackend, MailboxServer
+from moebius._kernels_testing import EchoBackend
+from moebius.mailbox import MailboxServer
 server = MailboxServer(sys.argv[1], int(sys.argv[2]), EchoBackend(int(sys.argv[3])))
 server.start()
 while server.is_running and os.getppid() == int(sys.argv[4]):
@@ -105,7 +106,7 @@ def run(json_file: Path | None = None, rounds: int = 2000) -> list[MailboxRow]:
 def measure(box: Mailbox, rows: int, rounds: int, cores: int, wait: Wait, limit_us: float) -> MailboxRow:
     """One row of the table."""
     times = sorted(
-        _kernels.mailbox_round_trips(
+        _kernels_testing.mailbox_round_trips(
             box.kernel, rows=rows, rounds=rounds, warmup=WARMUP, deadline_ms=DEADLINE_MS
         )
     )
@@ -168,6 +169,6 @@ def one_side(path: str, asks: bool, rounds: int, spin_ns: int) -> list[float]:
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE) as page:
         word = c_char.from_buffer(page)
         try:
-            return _kernels.ping_pong(addressof(word), asks=asks, rounds=rounds, spin_ns=spin_ns)
+            return _kernels_testing.ping_pong(addressof(word), asks=asks, rounds=rounds, spin_ns=spin_ns)
         finally:
             del word

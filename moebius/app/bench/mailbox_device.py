@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from moebius import _kernels
+from moebius import _kernels_testing
 from moebius.app.bench.mailbox import DEADLINE_MS, ECHO_LINE, HIDDEN_SIZE, TOP_K, echo_mailbox
 from moebius.app.bench.output import BenchTable, Column, write_json
 from moebius.errors import UserError
@@ -191,7 +191,7 @@ class HostLayers:
 
     def __init__(self, box: Mailbox) -> None:
         self._box = box
-        self._kept: list[tuple[Inputs, Inputs, _kernels.MailboxHostCall]] = []
+        self._kept: list[tuple[Inputs, Inputs, _kernels_testing.MailboxHostCall]] = []
 
     def make(self, rows: int) -> Callable[[], None]:
         """The launches of one layer."""
@@ -199,7 +199,7 @@ class HostLayers:
 
         there, here = Inputs(rows, DEVICE), Inputs(rows, "cpu", pinned=True)
         answer = torch.zeros_like(there.output)
-        call = _kernels.MailboxHostCall(
+        call = _kernels_testing.MailboxHostCall(
             self._box.kernel,
             0,
             0,

@@ -16,14 +16,12 @@ from moebius.checkpoint.weight_schemes import PLAIN, WeightScheme
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.expert_slices import REQUANTISED, ExpertSlice, SliceRequest, plan_slice, rank_intermediate_range
-from moebius.mailbox_layout import segment_bytes
 from moebius.mailbox_plan import mailbox_geometry
 from moebius.models.checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.registry import family_of
-from moebius.packed_layout import ExpertLayout, PanelLayout
 from moebius.placement import make_placement
-from moebius.weight_formats import weight_format
+from moebius.weight_formats import PackedExpertLayout, expert_layout
 
 # kernels/moe/arena.cc: a layer's experts lie in whole pages, huge ones from half of one on.
 _SMALL_PAGE, _HUGE_PAGE = 4096, 2 * 2**20
@@ -99,13 +97,10 @@ def _declared_bytes(scheme: WeightScheme, rows: int, columns: int, geometry: Moe
 
 def packed_expert(
     stored: StoredExperts, hidden_size: int, neurons: int, expert_dtype: str, widest: str = "float32"
-) -> ExpertLayout:
+) -> PackedExpertLayout:
     """How `neurons` intermediate channels of an expert are packed; the rest as `packed_formats`."""
-    gate_up, down = packed_formats(stored, expert_dtype, widest)
-    return ExpertLayout(
-        PanelLayout(weight_format(gate_up), hidden_size, stored.has_bias),
-        PanelLayout(weight_format(down), neurons, stored.has_bias),
-    )
+    formats = packed_formats(stored, expert_dtype, widest)
+    return expert_layout(*formats, hidden_size, neurons, stored.has_bias)
 
 
 def packed_formats(stored: StoredExperts, expert_dtype: str, widest: str = "float32") -> tuple[str, str]:
@@ -252,7 +247,7 @@ def ram_components(
     if config.experts.expert_transport == "mailbox":
         split = config.experts.model_copy(update={"split_count": len(servers)})
         shared = config.model_copy(update={"experts": split})
-        found.append(Component(RAM, "mailbox", segment_bytes(mailbox_geometry(shared, geometry))))
+        found.append(Component(RAM, "mailbox", mailbox_geometry(shared, geometry).regions().total))
     source = max((layer.nbytes for layer in stored.values()), default=0)
     found.append(Component(RAM, "source experts while loading", max(threads, len(servers)) * source))
     return tuple(found)

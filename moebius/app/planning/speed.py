@@ -18,7 +18,7 @@ from moebius.kernel_times import PanelTimes, find_times, this_host
 from moebius.kernels import float32_isa, isa_level
 from moebius.mailbox_plan import request_rows
 from moebius.models.geometry import MoeGeometry
-from moebius.packed_layout import PANEL_COLUMNS
+from moebius.weight_formats import PANEL_COLUMNS
 
 if TYPE_CHECKING:
     from gpu_service.assembly.forecast import Forecast, RankForecast

@@ -272,14 +272,13 @@ def _mailbox(config: MoebiusConfig, model: MoeGeometry) -> Segment:
 
     def create() -> object:
         from moebius.mailbox import Mailbox, MailboxError
-        from moebius.mailbox_layout import segment_bytes
         from moebius.mailbox_plan import mailbox_geometry
 
         geometry = mailbox_geometry(config, model)
         try:
             return Mailbox.create(name, geometry)
         except MailboxError as error:
-            needed_mib = -(-segment_bytes(geometry) // 2**20)
+            needed_mib = -(-geometry.regions().total // 2**20)
             raise StartupError(
                 f"cannot make the shared memory between the processes: {error}; /dev/shm has to be writable, "
                 f"with {needed_mib} MiB free (docker: --shm-size; else: mount -o remount,size=… /dev/shm)"

@@ -28,7 +28,7 @@ from typing import Any
 import structlog
 
 from moebius.errors import StartupError
-from moebius.mailbox_layout import MAGIC
+from moebius.mailbox import MAGIC
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

@@ -1,4 +1,4 @@
-"""Codes, scales and minimums of GGUF blocks as packed formats keep them, without any float decoded.
+"""Codes, scales and mins of GGUF blocks as packed formats keep them, without any float decoded.
 
 A block's weights mean code * scale, or code * scale + minimum. Every function takes uint8 `[blocks, bytes of
 a block]` and returns `[blocks, elements]`. Layouts of blocks: ggml-common.h of
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moebius.checkpoint.gguf import rare_parts
 from moebius.checkpoint.gguf.decoders import (
     Bytes,
-    group_minimums,
+    group_mins,
     group_scales,
     q5_k_codes,
     q6_k_codes,
@@ -113,27 +113,27 @@ def _e8m0(blocks: Bytes) -> NDArray[Any]:
     return blocks[:, :1]
 
 
-def _negative_minimums(blocks: Bytes) -> NDArray[Any]:
-    return -group_minimums(blocks)
+def _negative_mins(blocks: Bytes) -> NDArray[Any]:
+    return -group_mins(blocks)
 
 
 _SCALE, _MINIMUM = BlockPart("F16", 32, _factor(0)), BlockPart("F16", 32, _factor(2))
-_K_SCALES, _K_MINIMUMS = BlockPart("F32", 32, group_scales), BlockPart("F32", 32, _negative_minimums)
+_K_SCALES, _K_MINS = BlockPart("F32", 32, group_scales), BlockPart("F32", 32, _negative_mins)
 
 # By the type's name, then by what the scheme calls the tensor; those of a type are read of the same blocks.
 BLOCK_PARTS: Mapping[str, Mapping[Role, BlockPart]] = {
     "Q4_0": {"codes": BlockPart("I32", 8, _words_of_halves), "scales": _SCALE},
-    "Q4_1": {"codes": BlockPart("I32", 8, _words_of_halves), "scales": _SCALE, "minimums": _MINIMUM},
-    "Q4_K": {"codes": BlockPart("I32", 8, _words_of_q4_k), "scales": _K_SCALES, "minimums": _K_MINIMUMS},
+    "Q4_1": {"codes": BlockPart("I32", 8, _words_of_halves), "scales": _SCALE, "mins": _MINIMUM},
+    "Q4_K": {"codes": BlockPart("I32", 8, _words_of_q4_k), "scales": _K_SCALES, "mins": _K_MINS},
     "Q5_0": {"codes": BlockPart("I8", 1, _bytes_of_q5_0), "scales": _SCALE},
-    "Q5_1": {"codes": BlockPart("I8", 1, _bytes_of_q5_1), "scales": _SCALE, "minimums": _MINIMUM},
-    "Q5_K": {"codes": BlockPart("I8", 1, _bytes_of_q5_k), "scales": _K_SCALES, "minimums": _K_MINIMUMS},
+    "Q5_1": {"codes": BlockPart("I8", 1, _bytes_of_q5_1), "scales": _SCALE, "mins": _MINIMUM},
+    "Q5_K": {"codes": BlockPart("I8", 1, _bytes_of_q5_k), "scales": _K_SCALES, "mins": _K_MINS},
     "Q6_K": {"codes": BlockPart("I8", 1, _bytes_of_q6_k), "scales": BlockPart("F32", 16, q6_k_scales)},
     "Q8_0": {"codes": BlockPart("I8", 1, _bytes_of_q8_0), "scales": _SCALE},
     "Q2_K": {
         "codes": BlockPart("I32", 8, rare_parts.q2_k_codes),
         "scales": BlockPart("F32", 16, rare_parts.q2_k_scales),
-        "minimums": BlockPart("F32", 16, rare_parts.q2_k_minimums),
+        "mins": BlockPart("F32", 16, rare_parts.q2_k_mins),
     },
     "Q3_K": {
         "codes": BlockPart("I32", 8, rare_parts.q3_k_codes),

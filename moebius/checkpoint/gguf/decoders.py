@@ -36,7 +36,7 @@ def _q8_0(blocks: Bytes) -> Floats:
     return np.multiply(blocks[:, 2:].view(np.int8), float16_factors(blocks[:, :2]), dtype=np.float32)
 
 
-def _scales_and_minimums(blocks: Bytes) -> tuple[Floats, Floats]:
+def _scales_and_mins(blocks: Bytes) -> tuple[Floats, Floats]:
     """Of Q4_K and Q5_K, `[blocks, 8]` each: what codes are multiplied by, and less by then.
 
     Products of the two factors and of whole numbers 6 bits wide, exact in float32. Of these 12 bytes hold
@@ -45,26 +45,26 @@ def _scales_and_minimums(blocks: Bytes) -> tuple[Floats, Floats]:
     packed = blocks[:, 4:16]
     low, high, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate((low & 63, (rest & 15) | ((low >> 2) & 0x30)), axis=1)
-    minimums = np.concatenate((high & 63, (rest >> 4) | ((high >> 2) & 0x30)), axis=1)
+    mins = np.concatenate((high & 63, (rest >> 4) | ((high >> 2) & 0x30)), axis=1)
     factors = float16_factors(blocks[:, :4])
-    return factors[:, :1] * scales, factors[:, 1:] * minimums
+    return factors[:, :1] * scales, factors[:, 1:] * mins
 
 
 def group_scales(blocks: Bytes) -> Floats:
     """Of Q4_K and Q5_K, `[blocks, 8]`."""
-    return _scales_and_minimums(blocks)[0]
+    return _scales_and_mins(blocks)[0]
 
 
-def group_minimums(blocks: Bytes) -> Floats:
+def group_mins(blocks: Bytes) -> Floats:
     """Of Q4_K and Q5_K, `[blocks, 8]`: what codes times scales are less by."""
-    return _scales_and_minimums(blocks)[1]
+    return _scales_and_mins(blocks)[1]
 
 
 def _scaled(values: Floats, blocks: Bytes) -> Floats:
-    """Codes `[blocks, 8, 32]` times their scales less their minimums, in place."""
-    scales, minimums = _scales_and_minimums(blocks)
+    """Codes `[blocks, 8, 32]` times their scales less their mins, in place."""
+    scales, mins = _scales_and_mins(blocks)
     values *= scales[:, :, None]
-    values -= minimums[:, :, None]
+    values -= mins[:, :, None]
     return values.reshape(len(values), 256)
 
 

@@ -61,7 +61,7 @@ def q2_k_scales(blocks: Bytes) -> Floats:
     return float16_factors(blocks[:, 80:82]) * (blocks[:, :16] & 15)
 
 
-def q2_k_minimums(blocks: Bytes) -> Floats:
+def q2_k_mins(blocks: Bytes) -> Floats:
     """Likewise, with the factor behind that one and the bytes' high bits; negative."""
     return -float16_factors(blocks[:, 82:84]) * (blocks[:, :16] >> 4)
 

@@ -37,7 +37,7 @@ class Dequantised:
 
 @dataclass(frozen=True, slots=True)
 class PartOfBlocks:
-    """Codes, scales or minimums of quantised blocks, as `block_parts` takes them."""
+    """Codes, scales or mins of quantised blocks, as `block_parts` takes them."""
 
     type: BlockType
     # U8 [planes, rows, bytes of a row].

@@ -29,7 +29,7 @@ def element_shift(i, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 # What int4 elements stand above their value when the zero point is 8.
 INT4_OFFSET = tl.constexpr(8388616.0)
-# The same without a zero point, or with minimums.
+# The same without a zero point, or with mins.
 INT4_BASE = tl.constexpr(8388608.0)
 
 
@@ -58,7 +58,7 @@ def element(words, shift, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def load_scales(scales, index, mask, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 of group scales or minimums; `scales` points to the scale type, or to its bits."""
+    """float32 of group scales or mins; `scales` points to the scale type, or to its bits."""
     raw = tl.load(scales + index, mask=mask, other=0)
     if PANEL.scale == "e8m0":
         bits = raw.to(tl.int32)
@@ -115,14 +115,14 @@ def line_products(  # type: ignore[no-untyped-def]
     per_word: tl.constexpr = 32 // PANEL.bits
     line, column = begin + tl.arange(0, LINES), tl.arange(0, 16)
     packed = tl.load(words + panel // 4 + line[:, None] * 16 + column[None, :])
-    if PANEL.group:
-        group = (line * per_word // PANEL.group)[:, None]
+    if PANEL.group_size:
+        group = (line * per_word // PANEL.group_size)[:, None]
         # The last group may end before the padding does.
         in_groups = (line * per_word < PANEL.k)[:, None]
         if not PANEL.panel_scale:
             in_groups = in_groups & (column >= 0)[None, :]
     if PANEL.zeros:
-        at = panel + PANEL.zeros_at + group * 16 + column[None, :]
+        at = panel + PANEL.zeros_offset + group * 16 + column[None, :]
         offset = tl.load(bytes_ + at, mask=in_groups, other=0).to(tl.float32) + INT4_BASE
     product = tl.zeros([LINES, 16], tl.float32)
     row_sum = tl.zeros([LINES], tl.float32)
@@ -136,15 +136,15 @@ def line_products(  # type: ignore[no-untyped-def]
         if PANEL.zeros:
             value -= offset
         elif PANEL.code == "int4":
-            value -= INT4_BASE if PANEL.minimums else INT4_OFFSET
+            value -= INT4_BASE if PANEL.mins else INT4_OFFSET
         product += row[:, None] * value
-        if PANEL.minimums:
+        if PANEL.mins:
             row_sum += row
-    if PANEL.group:
-        index = scale_index(panel + PANEL.scales_at, group, column[None, :], PANEL)
+    if PANEL.group_size:
+        index = scale_index(panel + PANEL.scales_offset, group, column[None, :], PANEL)
         product *= load_scales(scales, index, in_groups, PANEL)
-    if PANEL.minimums:
-        index = scale_index(panel + PANEL.minimums_at, group, column[None, :], PANEL)
+    if PANEL.mins:
+        index = scale_index(panel + PANEL.mins_offset, group, column[None, :], PANEL)
         product += row_sum[:, None] * load_scales(scales, index, in_groups, PANEL)
     return product
 
@@ -154,9 +154,9 @@ def finish(result, floats, panel, PANEL: tl.constexpr):  # type: ignore[no-untyp
     """Scales of whole columns, and biases; float32 [16]."""
     column = tl.arange(0, 16)
     if PANEL.column_scale:
-        result *= tl.load(floats + (panel + PANEL.column_scale_at) // 4 + column)
-    if PANEL.bias:
-        result += tl.load(floats + (panel + PANEL.bias_at) // 4 + column)
+        result *= tl.load(floats + (panel + PANEL.column_scale_offset) // 4 + column)
+    if PANEL.has_bias:
+        result += tl.load(floats + (panel + PANEL.bias_offset) // 4 + column)
     return result
 
 
@@ -234,10 +234,10 @@ def decoded_tile(words, bytes_, panel, column, begin, PANEL: tl.constexpr):  # t
     value = element(packed[:, None, :], shift[None, :, None], PANEL)
     value = tl.reshape(value, [PANEL.chunk, packed.shape[1]])
     if PANEL.zeros:
-        at = panel + PANEL.zeros_at + (begin // PANEL.group) * 16 + column
+        at = panel + PANEL.zeros_offset + (begin // PANEL.group_size) * 16 + column
         value -= (tl.load(bytes_ + at).to(tl.float32) + INT4_BASE)[None, :]
     elif PANEL.code == "int4":
-        value -= INT4_BASE if PANEL.minimums else INT4_OFFSET
+        value -= INT4_BASE if PANEL.mins else INT4_OFFSET
     return value
 
 
@@ -251,12 +251,12 @@ def add_product(  # type: ignore[no-untyped-def]
         weights = plain_tile(scales, panel, column, begin, PANEL).to(TYPE)
     else:
         weights = decoded_tile(words, bytes_, panel, column, begin, PANEL).to(TYPE)
-    if PANEL.group:
-        index = scale_index(panel + PANEL.scales_at, begin // PANEL.group, column, PANEL)
+    if PANEL.group_size:
+        index = scale_index(panel + PANEL.scales_offset, begin // PANEL.group_size, column, PANEL)
         scale = load_scales(scales, index, column >= 0, PANEL)
         total += tl.dot(x, weights, input_precision=PRECISION) * scale[None, :]
-        if PANEL.minimums:
-            index = scale_index(panel + PANEL.minimums_at, begin // PANEL.group, column, PANEL)
+        if PANEL.mins:
+            index = scale_index(panel + PANEL.mins_offset, begin // PANEL.group_size, column, PANEL)
             minimum = load_scales(scales, index, column >= 0, PANEL)
             total += tl.sum(x.to(tl.float32), 1)[:, None] * minimum[None, :]
     else:
@@ -268,9 +268,9 @@ def add_product(  # type: ignore[no-untyped-def]
 def finish_tile(total, floats, panel, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Applies scales of whole columns and adds biases; float32 [M, N]."""
     if PANEL.column_scale:
-        total *= tl.load(floats + (panel + PANEL.column_scale_at) // 4 + column)[None, :]
-    if PANEL.bias:
-        total += tl.load(floats + (panel + PANEL.bias_at) // 4 + column)[None, :]
+        total *= tl.load(floats + (panel + PANEL.column_scale_offset) // 4 + column)[None, :]
+    if PANEL.has_bias:
+        total += tl.load(floats + (panel + PANEL.bias_offset) // 4 + column)[None, :]
     return total
 
 

@@ -1,0 +1,30 @@
+// GEMMs on the tile unit: bfloat16 rows with every format, int8 rows with quantised ones. See docs/kernels.md.
+#include <immintrin.h>
+
+#include "kernels/gemm/gemm.h"
+#include "kernels/isa/isa.h"
+
+namespace moebius {
+namespace {
+
+#include "kernels/gemm/decode_bf16.inc.h"
+#include "kernels/gemm/widen_scales.inc.h"
+#include "kernels/gemm/amx_tiles.inc.h"
+#include "kernels/gemm/amx_blocks.inc.h"
+#include "kernels/gemm/amx_sources.inc.h"
+#include "kernels/gemm/amx_folded.inc.h"
+#include "kernels/gemm/amx_grouped.inc.h"
+#include "kernels/gemm/amx_grouped_rows.inc.h"
+#include "kernels/gemm/amx_gemms.inc.h"
+
+constexpr GemmKernel kBFloat16{"amx_bfloat16", Isa::kAmx, RowType::kBFloat16, kBlockRows, 0,
+                                  supports_bfloat16, scratch_bytes, run_bfloat16};
+constexpr GemmKernel kInt8{"amx_int8", Isa::kAmx, RowType::kInt8, kBlockRows, 0,
+                              supports_int8, scratch_bytes, run_int8};
+constexpr const GemmKernel* kKernels[] = {&kBFloat16, &kInt8};
+
+}  // namespace
+
+GemmKernels gemms_amx() { return {kKernels, 2}; }
+
+}  // namespace moebius

@@ -1,0 +1,85 @@
+// Group scales and zero points -> float32, a few groups at a time. Included INSIDE an anonymous namespace, after Vec.
+
+// 2^-8 times the value of an e4m3 code was built by putting its bits into a wider exponent, which is wrong where the
+// code is subnormal (2^-15 * (1 + m/8) instead of 2^-14 * m/8) or NaN (1.875).
+[[gnu::always_inline]] inline Vec fix_float8(Vec value) {
+  const Vec magnitude = Vec::abs(value);
+  const Vec smallest_normal = Vec::broadcast(0x1p-14f);
+  const Vec subnormal = Vec::sub(Vec::add(value, value), Vec::copy_sign(smallest_normal, value));
+  const Vec finite = Vec::where_less(magnitude, smallest_normal, subnormal, value);
+  return Vec::where_equal(magnitude, Vec::broadcast(1.875f), Vec::broadcast(__builtin_nanf("")), finite);
+}
+
+constexpr uint32_t kGroupsAtOnce = 8;
+
+// kLanes columns of kGroupsAtOnce groups.
+struct GroupBuffer {
+  alignas(64) float lanes[kGroupsAtOnce][Vec::kLanes];
+};
+
+constexpr uint32_t bytes_of(ScaleType type) {
+  constexpr uint32_t kBytes[] = {0, 4, 2, 2, 1, 1};
+  return kBytes[static_cast<int>(type)];
+}
+
+[[gnu::always_inline]] inline Vec decode_scales(ScaleType type, const std::byte* at) {
+  switch (type) {
+    case ScaleType::kNone: return Vec::broadcast(1.0f);
+    case ScaleType::kFloat32: return Vec::load(reinterpret_cast<const float*>(at));
+    case ScaleType::kBFloat16: return Vec::from_bfloat16(at);
+    case ScaleType::kFloat16: return Vec::from_float16(at);
+    case ScaleType::kE8M0: return Vec::from_e8m0_codes(Vec::load_bytes(at));
+    case ScaleType::kE4M3: return Vec::from_float8(at);
+  }
+  return Vec::zero();
+}
+
+template <ScaleType kType>
+void widen_columns(const std::byte* at, uint32_t count, GroupBuffer* target) {
+  for (uint32_t group = 0; group < count; ++group) {
+    decode_scales(kType, at + group * (kPanelColumns * bytes_of(kType))).store(target->lanes[group]);
+  }
+}
+
+// One scale for all columns. Decoding a whole vector in place would read past the panel's scales.
+template <ScaleType kType>
+void widen_panel_scales(const std::byte* at, uint32_t count, GroupBuffer* target) {
+  alignas(64) std::byte one[64] = {};
+  for (uint32_t group = 0; group < count; ++group) {
+    alignas(64) float decoded[Vec::kLanes];
+    if constexpr (kType == ScaleType::kFloat32) {
+      __builtin_memcpy(decoded, at + group * sizeof(float), sizeof(float));
+    } else {
+      __builtin_memcpy(one, at + group * bytes_of(kType), bytes_of(kType));
+      decode_scales(kType, one).store(decoded);
+    }
+    Vec::broadcast(decoded[0]).store(target->lanes[group]);
+  }
+}
+
+template <ScaleType kType>
+void widen(const PanelLayout& layout, const std::byte* scales, uint32_t column, uint32_t group, uint32_t count,
+           GroupBuffer* target) {
+  if (layout.format.panel_scale) return widen_panel_scales<kType>(scales + group * bytes_of(kType), count, target);
+  widen_columns<kType>(scales + (size_t{group} * kPanelColumns + column) * bytes_of(kType), count, target);
+}
+
+// Of `count` groups from `group`, for the kLanes columns from `column` of a panel, what `scales` is the section of:
+// scales or mins.
+[[gnu::noinline]] void widen_scales(const PanelLayout& layout, const std::byte* scales, uint32_t column, uint32_t group,
+                                    uint32_t count, GroupBuffer* target) {
+  switch (layout.format.scale) {
+    case ScaleType::kNone: return widen<ScaleType::kNone>(layout, scales, column, group, count, target);
+    case ScaleType::kFloat32: return widen<ScaleType::kFloat32>(layout, scales, column, group, count, target);
+    case ScaleType::kBFloat16: return widen<ScaleType::kBFloat16>(layout, scales, column, group, count, target);
+    case ScaleType::kFloat16: return widen<ScaleType::kFloat16>(layout, scales, column, group, count, target);
+    case ScaleType::kE8M0: return widen<ScaleType::kE8M0>(layout, scales, column, group, count, target);
+    case ScaleType::kE4M3: return widen<ScaleType::kE4M3>(layout, scales, column, group, count, target);
+  }
+}
+
+[[gnu::noinline]] void widen_zeros(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
+                                   uint32_t count, GroupBuffer* target) {
+  const std::byte* at = panel + layout.zeros_offset + size_t{group} * kPanelColumns + column;
+  for (uint32_t i = 0; i < count; ++i, at += kPanelColumns) Vec::from_unsigned_bytes(at).store(target->lanes[i]);
+}

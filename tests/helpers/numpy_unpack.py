@@ -1,0 +1,142 @@
+"""Packed weights back to float32 in numpy, written from the documentation of `moebius.weight_formats` alone.
+
+What the kernels pack, and what GPUs unpack, is compared with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moebius.kernels_source import Code, ScaleType
+from moebius.weight_formats import PANEL_COLUMNS, PackedExpertLayout, PanelLayout
+
+SCALE_BYTES: dict[ScaleType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}
+# Element i of a word's k, k+1, ... lies in bits shift[i] ... shift[i] + bits - 1.
+WORD_SHIFTS: dict[int, tuple[int, ...]] = {
+    32: (0,),
+    16: (0, 16),
+    8: (0, 8, 16, 24),
+    4: (0, 16, 4, 20, 8, 24, 12, 28),
+}
+FLOAT4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+
+def _float8_values(bits: Bytes) -> Floats:
+    """OCP e4m3fn: bias 7, subnormals in steps of 2^-9, NaN at 0x7f and 0xff."""
+    exponent = (bits >> 3 & 15).astype(np.int32)
+    mantissa = (bits & 7).astype(np.float32)
+    magnitude = np.where(exponent == 0, np.ldexp(mantissa, -9), np.ldexp(mantissa + 8, exponent - 10))
+    magnitude = np.where(bits & 0x7F == 0x7F, np.nan, magnitude).astype(np.float32)
+    return np.where(bits & 0x80, -magnitude, magnitude)
+
+
+def _bfloat16_values(bits: NDArray[np.uint16]) -> Floats:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _e8m0_values(bits: Bytes) -> Floats:
+    """2^(bits - 127), NaN at 255."""
+    powers = np.ldexp(np.float32(1), bits.astype(np.int32) - 127)
+    return np.where(bits == 255, np.float32(np.nan), powers).astype(np.float32)
+
+
+def _scale_values(scale: ScaleType, section: Bytes) -> Floats:
+    match scale:
+        case "float32":
+            return section.view(np.float32)
+        case "float16":
+            return section.view(np.float16).astype(np.float32)
+        case "bfloat16":
+            return _bfloat16_values(section.view(np.uint16))
+        case "e8m0":
+            return _e8m0_values(section)
+        case "e4m3":
+            return _float8_values(section)
+
+
+def _code_values(code: Code, codes: NDArray[np.uint32]) -> Floats:
+    match code:
+        case "float32":
+            return codes.view(np.float32)
+        case "bfloat16":
+            return _bfloat16_values(codes.astype(np.uint16))
+        case "float16":
+            return codes.astype(np.uint16).view(np.float16).astype(np.float32)
+        case "float8":
+            return _float8_values(codes.astype(np.uint8))
+        case "int8":
+            return codes.astype(np.uint8).view(np.int8).astype(np.float32)
+        case "int4":
+            return codes.astype(np.float32)
+        case "float4":
+            return FLOAT4_VALUES[codes]
+
+
+def unpack_codes(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
+    """The elements' bits [k_padded, 16], padding included."""
+    bits = layout.bits
+    shifts = WORD_SHIFTS[bits]
+    words = panel[: layout.scales_offset].view(np.uint32).reshape(-1, 1, PANEL_COLUMNS)
+    codes = words >> np.array(shifts, np.uint32)[None, :, None]
+    return (codes & np.uint32((1 << bits) - 1)).reshape(layout.k_padded, PANEL_COLUMNS)
+
+
+def unpack_panel(layout: PanelLayout, panel: Bytes) -> Floats:
+    """The weights [16, k] of one panel's bytes."""
+    weights = _code_values(layout.code, unpack_codes(layout, panel)[: layout.k])
+    group = np.arange(layout.k) // max(layout.group_size, 1)
+    if layout.zeros:
+        begin = layout.zeros_offset
+        zeros = panel[begin : begin + layout.groups * PANEL_COLUMNS].reshape(-1, PANEL_COLUMNS)
+        weights = weights - zeros[group].astype(np.float32)
+    elif layout.code == "int4" and not layout.mins:
+        weights = weights - np.float32(8)
+    if layout.scale is not None:
+        weights = weights * _group_values(layout, layout.scale, panel, layout.scales_offset)[group]
+        if layout.mins:
+            weights = weights + _group_values(layout, layout.scale, panel, layout.mins_offset)[group]
+    if layout.column_scale:
+        weights = weights * _columns(panel, layout.column_scale_offset)
+    return np.ascontiguousarray(weights.T)
+
+
+def _group_values(layout: PanelLayout, scale: ScaleType, panel: Bytes, begin: int) -> Floats:
+    """Scales or mins [groups, 16], or [groups, 1] where one serves the whole panel."""
+    columns = 1 if layout.panel_scale else PANEL_COLUMNS
+    nbytes = layout.groups * columns * SCALE_BYTES[scale]
+    return _scale_values(scale, panel[begin : begin + nbytes]).reshape(-1, columns)
+
+
+def unpack_bias(layout: PanelLayout, panel: Bytes) -> Floats:
+    """The biases [16] of one panel's bytes; zeros where the matrix has none."""
+    if not layout.has_bias:
+        return np.zeros(PANEL_COLUMNS, np.float32)
+    return _columns(panel, layout.bias_offset)
+
+
+def _columns(panel: Bytes, offset: int) -> Floats:
+    return panel[offset : offset + PANEL_COLUMNS * 4].view(np.float32)
+
+
+def unpack_matrix(layout: PanelLayout, packed: NDArray[Any], rows: int) -> Floats:
+    """The weights [rows, k] of consecutive panels."""
+    panels = packed.reshape(-1, layout.panel_bytes)
+    return np.concatenate([unpack_panel(layout, panel) for panel in panels])[:rows]
+
+
+def unpack_expert(layout: PackedExpertLayout, packed: Bytes) -> tuple[Floats | None, Floats, Floats]:
+    """gate [intermediate, hidden] (None without one), up likewise and down [hidden, intermediate]."""
+    hidden, intermediate = layout.gate_up.k, layout.down.k
+    blocks = packed[: layout.down_offset].reshape(
+        -1, layout.panels_per_column_block, layout.gate_up.panel_bytes
+    )
+    gate = unpack_matrix(layout.gate_up, blocks[:, 0], intermediate) if layout.gated else None
+    up = unpack_matrix(layout.gate_up, blocks[:, -1], intermediate)
+    down = unpack_matrix(layout.down, packed[layout.down_offset : layout.expert_bytes], hidden)
+    return gate, up, down
