@@ -98,9 +98,7 @@ def worker(arguments: list[str]) -> None:
     procs, rows, threads, seconds = arguments[0], int(arguments[1]), int(arguments[2]), float(arguments[3])
     if procs:
         Path(procs).write_text(str(os.getpid()))
-    engine = ExpertEngine(
-        HIDDEN, INTERMEDIATE, EXPERTS, 1, weight_format="bfloat16", num_threads=threads, calibrate=False
-    )
+    engine = ExpertEngine(HIDDEN, INTERMEDIATE, EXPERTS, 1, weight_format="bfloat16", num_threads=threads)
     _kernels_testing.fill_random(engine.backend, 0, seed=1)
     rng = np.random.default_rng(0)
     hidden = rng.standard_normal((rows, HIDDEN), dtype=np.float32)
