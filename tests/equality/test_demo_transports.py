@@ -30,8 +30,9 @@ SAME_WEIGHTS_TOLERANCE = 1e-5
 LOGITS_TOLERANCE = 5e-4
 
 FLEETS = [
-    Fleet("tensor", (1,)),
-    Fleet("tensor", (1, 1)),
+    # Servers alone and in equal parts are in other tests too.
+    pytest.param(Fleet("tensor", (1,)), marks=pytest.mark.full),
+    pytest.param(Fleet("tensor", (1, 1)), marks=pytest.mark.full),
     Fleet("tensor", (1, 2, 1)),
     Fleet("expert", (5, 2, 1)),
 ]

@@ -25,6 +25,7 @@ def truth(request: pytest.FixtureRequest) -> tuple[dict[str, object], list[list[
         return request.param, [harness.run([r])[0] for r in workload(**request.param)]
 
 
+@pytest.mark.covering(2)
 @LOOPS
 @pytest.mark.parametrize(
     "knobs",

@@ -55,6 +55,7 @@ SPLITS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("split", SPLITS, ids=["one", "two", "three_unequal", "by_expert"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_any_split_and_transport_equals_the_reference(

@@ -77,6 +77,7 @@ def test_half_the_memory_and_the_same_rules() -> None:
     assert not cache.pages(1).float().any()
 
 
+@pytest.mark.covering(1, name=lambda name: TINY_MODELS[name].model_type)
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_a_models_predictions_stay_close(name: str, tmp_path: Path) -> None:
     """Mean KL divergence of the next token's distribution, wherever the prompt is cut.

@@ -27,6 +27,7 @@ DTYPES = [torch.float32, torch.float16]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("op", "kernel"),

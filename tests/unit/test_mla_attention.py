@@ -39,6 +39,7 @@ def backend_for(case: MlaCase, name: str) -> MlaAttentionBackend:
 STEPS = MIXTURES | {"mixture": [(9, 1), (0, 5), (6, 3), (40, 1)]}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("storage", [None, E4M3])
 @pytest.mark.parametrize("mixture", sorted(STEPS))

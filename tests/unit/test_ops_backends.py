@@ -69,7 +69,9 @@ def test_triton_takes_all_ops_but_the_truncation_and_is_the_reference() -> None:
         assert_same_op(op, op, example(op, CPU, torch.float32), torch.float32)
 
 
-@pytest.mark.parametrize("order", [["flashinfer", "triton"], ["flashinfer"]])
+@pytest.mark.parametrize(
+    "order", [["flashinfer", "triton"], pytest.param(["flashinfer"], marks=pytest.mark.full)]
+)
 def test_flashinfer_adapters_pass_what_flashinfer_documents(
     order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

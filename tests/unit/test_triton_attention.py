@@ -54,6 +54,7 @@ def check(case: Case, output: torch.Tensor) -> None:
     torch.testing.assert_close(output.double(), naive(case), rtol=0, atol=tolerance)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("storage", [None, FP8])
 @pytest.mark.parametrize("name", sorted(MIXTURES))
