@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,13 +230,15 @@ def _tensor_info(file: Path, name: str, entry: object, start: int, size: int) ->
     try:
         if not isinstance(entry, dict):
             raise TypeError("not an object")
-        dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-        begin, end = (int(n) for n in entry["data_offsets"])
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        if not isinstance(dtype, str) or any(type(n) is not int for n in (*shape, begin, end)):
+            raise TypeError("a dtype that is no text, or sizes that are no integers")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: the header entry of tensor {name!r} is malformed") from error
     if dtype not in NUMPY_DTYPES:
         raise CheckpointError(
-            f"{file}: tensor {name!r} has dtype {dtype!r}; known: {', '.join(NUMPY_DTYPES)}"
+            f"{file}: tensor {name!r} has dtype {reprlib.repr(dtype)}; known: {', '.join(NUMPY_DTYPES)}"
         )
     expected = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
     if min(shape, default=0) < 0 or begin < 0 or end - begin != expected:

@@ -90,6 +90,31 @@ def test_an_unknown_architecture_is_named_beside_those_that_are_known(tmp_path: 
     refused(small_file(tmp_path / "dense.gguf", "llama", 0), "llama.expert_count is 0")
 
 
+def metadata_entry(key: str, kind: int, value: bytes) -> bytes:
+    """As a header holds it."""
+    return len(key).to_bytes(8, "little") + key.encode() + kind.to_bytes(4, "little") + value
+
+
+NESTED = ((9).to_bytes(4, "little") + (1).to_bytes(8, "little")) * 2000
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (metadata_entry("a", 9, NESTED), r"at byte \d+ arrays are nested in 4 others; allowed: 3"),
+        (metadata_entry("split.no", 8, bytes([1, *[0] * 7]) + b"x"), r"split.no .* are \('x', 1\)"),
+        (metadata_entry("split.count", 6, bytes(4)), r"split.no .* are \(0, 0.0\)"),
+    ],
+)
+def test_metadata_of_unexpected_kinds_is_refused(entry: bytes, message: str, tmp_path: Path) -> None:
+    """Arrays nested deeper than Python calls go, and numbers that are text, are named, not tracebacks."""
+    file = small_file(tmp_path / "m.gguf")
+    content = file.read_bytes()
+    count = int.from_bytes(content[16:24], "little") + 1
+    file.write_bytes(content[:16] + count.to_bytes(8, "little") + entry + content[24:])
+    refused(file, message)
+
+
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.TQ1_0.value, GGMLQuantizationType.I32.value, 99])
 def test_an_unknown_type_is_named_with_its_tensor(kind: int, tmp_path: Path) -> None:
     known = {member.value: member.name for member in GGMLQuantizationType}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 # ggml knows no more axes.
 MAX_AXES = 4
+# Arrays within arrays; no writer makes any, and each level of them is one of Python's calls.
+MAX_ARRAY_DEPTH = 4
 
 _STRING, _ARRAY = 8, 9
 # Value types of the format by number, as struct spells them.
@@ -86,18 +88,27 @@ class _Cursor:
         return self.take(self.number("<Q")).decode(errors="replace")
 
     def value(self, kind: int) -> Any:
-        """A metadata value of that type. Raises CheckpointError for a type that the format does not have."""
+        """A metadata value of that type.
+
+        Raises CheckpointError for a type that the format does not have, and for deeply nested arrays.
+        """
         if kind == _STRING:
             return self.text()
         if kind == _ARRAY:
-            return self._array()
+            return self._array(1)
         return self.number(self._scalar(kind))
 
-    def _array(self) -> list[Any]:
+    def _array(self, depth: int) -> list[Any]:
+        if depth > MAX_ARRAY_DEPTH:
+            raise CheckpointError(
+                f"{self.file}: at byte {self.position} arrays are nested in {depth - 1} others; "
+                f"allowed: {MAX_ARRAY_DEPTH - 1}"
+            )
         kind, count = self.number("<I"), self.number("<Q")
-        if kind in (_STRING, _ARRAY):
-            read: Callable[[], Any] = self.text if kind == _STRING else self._array
-            return [read() for _ in range(count)]
+        if kind == _STRING:
+            return [self.text() for _ in range(count)]
+        if kind == _ARRAY:
+            return [self._array(depth + 1) for _ in range(count)]
         letter = self._scalar(kind)[1]
         return list(struct.unpack(f"<{count}{letter}", self.take(count * struct.calcsize(f"<{letter}"))))
 

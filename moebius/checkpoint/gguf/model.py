@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -75,7 +76,9 @@ def _open(files: tuple[Path, ...], _identity: tuple[tuple[int, int, int], ...]) 
             tensors[entry.name] = _stored(entry)
     promised = metadata.get("split.tensors.count", len(tensors))
     if promised != len(tensors):
-        raise CheckpointError(f"{files[0]} promises {promised} tensors; its parts have {len(tensors)}")
+        raise CheckpointError(
+            f"{files[0]} promises {reprlib.repr(promised)} tensors; its parts have {len(tensors)}"
+        )
     return GgufModel(files[0], architecture, metadata, tensors)
 
 
@@ -83,6 +86,10 @@ def _check_parts(files: tuple[Path, ...], headers: list[GgufHeader]) -> None:
     """Every part knows its number and how many there are."""
     for number, (file, header) in enumerate(zip(files, headers, strict=True)):
         found = header.metadata.get("split.no", 0), header.metadata.get("split.count", 1)
+        if not all(isinstance(value, int) for value in found):
+            raise CheckpointError(
+                f"{file}: split.no and split.count are {reprlib.repr(found)}; allowed: integers"
+            )
         if found != (number, len(files)) and not (len(files) == 1 and found[1] == 0):
             raise CheckpointError(
                 f"{file} is part {found[0] + 1} of {found[1]} by its own account, "
