@@ -26,7 +26,7 @@ CASE_S = 20
 # Above what a process with torch and the checkpoint takes: what one header may make it allocate.
 CASE_MEMORY_BYTES = 2**31
 # Cases that one process reads, so that one that grows shows as a figure and not as an error.
-_CHUNK = 500
+_CHUNK = 250
 # Characters of a refusal: names and shapes, not whole headers.
 _LONGEST_SENTENCE = 4000
 # What is planned for, so that this machine is not looked at.

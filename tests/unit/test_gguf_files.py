@@ -115,6 +115,12 @@ def test_metadata_of_unexpected_kinds_is_refused(entry: bytes, message: str, tmp
     refused(file, message)
 
 
+def test_a_tensor_with_an_endless_name_is_refused(tmp_path: Path) -> None:
+    """A length that is wrong takes what follows for a name: the message does not repeat it."""
+    file = small_file(tmp_path / "m.gguf", name="a" * 600)
+    refused(file, "a tensor's name of 600 characters before byte [0-9]+; allowed: 512$")
+
+
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.TQ1_0.value, GGMLQuantizationType.I32.value, 99])
 def test_an_unknown_type_is_named_with_its_tensor(kind: int, tmp_path: Path) -> None:
     known = {member.value: member.name for member in GGMLQuantizationType}

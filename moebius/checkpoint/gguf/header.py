@@ -14,6 +14,8 @@ from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
+# Characters; ggml itself takes 63.
+MAX_NAME = 512
 # ggml knows no more axes.
 MAX_AXES = 4
 # Arrays within arrays; no writer makes any, and each level of them is one of Python's calls.
@@ -155,7 +157,13 @@ def _read(cursor: _Cursor) -> GgufHeader:
 
 def _read_entry(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
     """Name, type, shape, and offset from the start of the data."""
-    name, axes = cursor.text(), cursor.number("<I")
+    name = cursor.text()
+    if len(name) > MAX_NAME:
+        raise CheckpointError(
+            f"{cursor.file} is malformed: a tensor's name of {len(name)} characters before byte "
+            f"{cursor.position}; allowed: {MAX_NAME}"
+        )
+    axes = cursor.number("<I")
     if axes > MAX_AXES:
         raise CheckpointError(f"{cursor.file}: tensor {name!r} has {axes} axes; allowed: {MAX_AXES}")
     sizes = [cursor.number("<Q") for _ in range(axes)]
