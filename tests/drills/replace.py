@@ -14,7 +14,7 @@ from tests.drills.session import EXPERTS, Session, served, undisturbed, wait_for
 
 MAX_TOKENS = 96
 # What the service says when it refuses a process of another checkpoint.
-WORDS = ("does not fit", "checkpoint")
+WORDS = ("not fit", "checkpoint")
 WEIGHTS = "model.safetensors"
 
 
