@@ -198,6 +198,9 @@ def _judge(report: Report, samples: list[Sample], metrics: str) -> None:
         cached[-1],
         max(cached),
     ]
+    report.facts["gpu rss at quiet moments (MiB)"] = [
+        round(sample.processes["gpu"].rss_mib) for sample in samples if "gpu" in sample.processes
+    ]
     counters = {name: _counter(metrics, name) for name in _ZERO}
     report.promise(
         "no failed step, no bad logits, the pool's books agree", not any(counters.values()), counters
