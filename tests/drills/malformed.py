@@ -13,14 +13,14 @@ from tests.drills.session import Session, served, undisturbed, wait_for
 from tests.drills.watcher import Drift, Sample, look, processes_of
 
 # Shares of all that is sent, in this order.
-SHARES = {"bodies": 48, "sockets": 18, "engine": 16, "expert": 13, "safetensors": 2.5, "gguf": 2.5}
+SHARES = {"bodies": 48, "sockets": 18, "engine": 16, "expert": 13, "safetensors": 2, "gguf": 3}
 # What a process may keep of malformed input, MiB: allocators do not give everything back.
 KEPT_MIB = 24.0
 # Small limits, so that what happens to be right costs little, and slow clients are cut off soon.
 _FLAGS = ("--max-model-len", "256", "--max-waiting-requests", "64")
 _TIMES = ("--header-timeout-s", "2", "--body-timeout-s", "2", "--idle-timeout-s", "3")
 # Rounds, so that growth within a kind shows.
-ROUNDS = 10
+ROUNDS = 4
 
 
 def run(report: Report, requests: int, seed: int) -> None:

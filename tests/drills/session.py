@@ -113,7 +113,10 @@ def served(report: Report, *flags: str, sample_s: float = 5.0, stops_well: bool 
 def promise_nothing_left(report: Report, stack: Stack, watcher: Watcher) -> None:
     """No process, no shared memory, no run directory of what was served."""
     _, alive = psutil.wait_procs(watcher.seen, timeout=GONE_S)
-    left = [f"pid {process.pid}" for process in alive] + mailboxes_of(stack)
+    left = mailboxes_of(stack)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.append(f"pid {process.pid} ({process.status()}): {' '.join(process.cmdline())}")
     left += [str(path) for path in stack.state_dir.glob("serve-*")]
     report.promise("no process, shared memory or run directory left", not left, ", ".join(left))
 
