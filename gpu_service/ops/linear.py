@@ -3,6 +3,10 @@
 oneDNN multiplies two to three times faster when the weight has been put into its blocked layout before,
 and dense GEMMs are what a step on a CPU spends most of its time in. The packed GEMM is the one
 torch's own compiler emits for frozen weights.
+
+oneDNN compiles a kernel for every number of rows that a weight meets, about half a MiB each, and two caches
+keep them: steps of every size from 1 to 512 would take hundreds of MiB that never come back, and a pause
+for each new size. Rows are therefore padded to few sizes.
 """
 
 from __future__ import annotations
@@ -37,11 +41,20 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def padded_rows(rows: int) -> int:
+    """The size that a product of so many rows is computed with: 31 sizes up to 512, at most 8 rows exactly."""
+    step = 1 if rows <= 8 else 8 if rows <= 64 else 16 if rows <= 128 else 32 if rows <= 512 else 128
+    return -(-rows // step) * step
+
+
 def linear(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x W^T + b`: hidden_states `[T, in]`, weight `[out, in]` plain or packed, bias `[out]`; `[T, out]`."""
     if weight.is_mkldnn:
-        output: torch.Tensor = _onednn._linear_pointwise(hidden_states, weight, bias, "none", [], "")
-        return output
+        rows = hidden_states.shape[0]
+        padding = padded_rows(rows) - rows
+        padded = functional.pad(hidden_states, (0, 0, 0, padding)) if padding else hidden_states
+        output: torch.Tensor = _onednn._linear_pointwise(padded, weight, bias, "none", [], "")
+        return output[:rows] if padding else output
     return functional.linear(hidden_states, weight, bias)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -80,6 +82,27 @@ def test_a_packed_weight_gives_the_plain_product(rows: int, bias: bool) -> None:
     expected = torch.nn.functional.linear(x.double(), weight.double()) + (0 if offset is None else offset)
     torch.testing.assert_close(linear(x, packed, offset), expected.float(), rtol=0, atol=2e-5)
     torch.testing.assert_close(linear(x, weight, offset), expected.float(), rtol=0, atol=2e-5)
+
+
+def test_packed_products_meet_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps a compiled kernel for every number of rows: steps of any size need 31 of them, not 512."""
+    weight = torch.randn(24, 16)
+    if not can_pack(weight):
+        pytest.skip("this torch packs no weights")
+    packed, seen = pack_weight(weight), set()
+    product = torch.ops.mkldnn._linear_pointwise
+
+    def counted(hidden_states: torch.Tensor, *rest: object) -> torch.Tensor:
+        seen.add(hidden_states.shape[0])
+        return product(hidden_states, *rest)
+
+    monkeypatch.setattr("gpu_service.ops.linear._onednn", SimpleNamespace(_linear_pointwise=counted))
+    for rows in range(513):
+        hidden_states = torch.randn(rows, 16)
+        output = linear(hidden_states, packed, None)
+        torch.testing.assert_close(output, hidden_states @ weight.T, rtol=1e-4, atol=1e-4)
+    assert len(seen - {0}) == 31
+    assert set(range(9)) <= seen
 
 
 def test_an_op_runs_what_its_device_uses() -> None:
