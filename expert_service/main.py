@@ -31,6 +31,7 @@ from protos import expert_pb2, expert_pb2_grpc
 SERVICE = expert_pb2.DESCRIPTOR.services_by_name["Expert"].full_name
 # Each open Compute stream holds a thread; the control calls and health watches need some as well.
 GRPC_THREADS = 32
+GRPC_GRACE_S = 1.0
 POLL_S = 1.0
 
 log = structlog.get_logger(__name__)
@@ -158,7 +159,8 @@ class ExpertProcess:
             if self._hurry or time.monotonic() > deadline:
                 break
         self._mailbox.stop()
-        self._server.stop(grace=1.0).wait()
+        # A call that broke off at a message that is none stays in gRPC's books: its end would never come.
+        self._server.stop(GRPC_GRACE_S).wait(2 * GRPC_GRACE_S)
         self._mailbox.record_spans()
         self._spans.flush(0)
         log.info("stopped", idle=idle)
