@@ -51,7 +51,7 @@ def place_process(experts: ExpertConfig) -> ThreadPlacement:
 
     Without a node the process stays where its parent put it; its threads get a CPU each where the process
     has nearly as many to itself. Unless set, the number of threads is what cores and cgroup quota allow,
-    divided by the number of servers when those are not told apart by node. Raises ValueError when the
+    divided by the number of servers when servers are not bound to nodes. Raises ValueError when the
     node does not exist or holds no usable CPU.
     """
     topology = Topology.detect()

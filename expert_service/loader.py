@@ -105,7 +105,7 @@ def _check_unused(checkpoint: ExpertCheckpoint, used: set[str]) -> None:
     for name in checkpoint.layout.index.tensors:
         if name in used or not is_routed_expert(name) or not name.startswith(prefix) or is_ignored(name):
             continue
-        # Layers behind the last are multi-token prediction, which is not served.
+        # Layers after the last are MTP layers, which is not served.
         if int(name.removeprefix(prefix).split(".")[0]) < model.num_layers:
             raise CheckpointError(
                 f"tensor {name!r} is an expert's, but the configuration has {model.num_experts} experts "
@@ -257,12 +257,12 @@ def _read_expert(
     reader: MappedReader, found: ExpertMatrices, part: ExpertSlice
 ) -> tuple[SourceMatrix, SourceMatrix, SourceMatrix]:
     """gate and up `[I, H]`, down `[H, I]` of this slice."""
-    neurons = slice(part.intermediate_begin, part.intermediate_end)
-    down = found.down.read(reader, cols=neurons)
+    channels = slice(part.intermediate_begin, part.intermediate_end)
+    down = found.down.read(reader, cols=channels)
     if part.intermediate_begin > 0:
         # Servers' outputs are summed: the bias is the first one's.
         down = replace(down, bias=None)
-    return found.gate.read(reader, rows=neurons), found.up.read(reader, rows=neurons), down
+    return found.gate.read(reader, rows=channels), found.up.read(reader, rows=channels), down
 
 
 def _source_bytes(found: ExpertMatrices, part: ExpertSlice, plan: LoadPlan) -> int:

@@ -1,4 +1,4 @@
-"""Serves the mailbox beside gRPC with the same engine, when the configuration names one."""
+"""Serves the mailbox, as well as gRPC, with the same engine, when the configuration names one."""
 
 from __future__ import annotations
 

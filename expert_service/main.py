@@ -167,7 +167,7 @@ class ExpertProcess:
 
 
 def run(config: MoebiusConfig) -> int:
-    """Serve one slice of the experts until told to stop. Blocks; must be called from the main thread.
+    """Serve one slice of the experts until a signal or the mailbox ends it. Call from the main thread.
 
     Without a model the process waits for `Expert.Load`. Returns the exit status 0; raises StartupError
     when the address is taken, the checkpoint is unusable or the mailbox does not fit, WrongIdentity when it

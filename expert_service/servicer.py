@@ -205,7 +205,7 @@ def _stats(loaded: LoadedSlice) -> pb.StatsResponse:
         nonfinite_inputs=stats.nonfinite_inputs,
     )
     before = [0] * loaded.part.expert_begin
-    behind = [0] * (loaded.model.num_experts - loaded.part.expert_end)
+    after = [0] * (loaded.model.num_experts - loaded.part.expert_end)
     for layer in stats.layer_calls.nonzero()[0].tolist():
         response.layers.append(
             pb.LayerStats(
@@ -213,7 +213,7 @@ def _stats(loaded: LoadedSlice) -> pb.StatsResponse:
                 calls=int(stats.layer_calls[layer]),
                 rows=int(stats.layer_rows[layer]),
                 experts=int(stats.layer_experts[layer]),
-                expert_rows=[*before, *stats.expert_rows[layer].tolist(), *behind],
+                expert_rows=[*before, *stats.expert_rows[layer].tolist(), *after],
             )
         )
     return response

@@ -1,4 +1,4 @@
-"""A bound on requests in flight: beyond it clients are told to come back, so that latency stays bounded."""
+"""A bound on requests in flight: beyond it clients get 429 and come back, so that latency stays bounded."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Drain:
 
 
 class DrainMiddleware:
-    """Applies a `Drain` to every request but probes; `failed` is told the status of each one that is cut."""
+    """Applies a `Drain` to every request but probes; `failed` gets the status of each one that is cut."""
 
     def __init__(self, app: ASGIApp, drain: Drain, failed: Callable[[int], None]) -> None:
         self._app = app

@@ -118,7 +118,7 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts what arrives, and sees where in a request it ends."""
+        """Counts the bytes that arrive, and keeps track of which part of a request they are."""
         self._received += len(data)
         super().data_received(data)
         self._note_phase()

@@ -106,7 +106,7 @@ def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Any exception as an ApiError; unexpected ones are logged and told apart only by their type."""
+    """Any exception as an ApiError; unexpected ones are logged, and clients get only their type."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, grpc.aio.AioRpcError):

@@ -27,7 +27,7 @@ class PromptJob:
     first_index: int  # choice index of the first of the n outputs
     completion_tokens: int = 0
     cached_tokens: int = 0
-    # With images more than were sent; 0: the engine has not told yet.
+    # With images more than were sent; 0: the engine has not reported it yet.
     counted_prompt_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     called_at: float = 0.0  # time.perf_counter() when the engine was called

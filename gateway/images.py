@@ -77,7 +77,7 @@ async def public_addresses(target: httpx.URL) -> list[str]:
         raise ImageRefused(f"the host {target.host!r} is not known") from None
     addresses = [str(address[4][0]) for address in found]
     if not all(map(is_public, addresses)):
-        # Which address it has is not told: names inside a network are not for those outside.
+        # Which address it has is not in the message: names inside a network are not for those outside.
         raise ImageRefused(
             f"images are not fetched from {target.host!r}, whose address is not public; allowed: public "
             "hosts, and those that image_url_hosts names"
@@ -130,7 +130,7 @@ async def _fetched(client: httpx.AsyncClient, target: httpx.URL, address: str | 
     return bytes(data)
 
 
-# What one call to the engine can carry beside its prompt (its server takes 256 MiB).
+# What one call to the engine can carry in addition to its prompt (its server takes 256 MiB).
 _MOST_BYTES = 240 * _MIB
 
 

@@ -66,7 +66,7 @@ class GatewayServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drains first: until then the port stays open, so that who comes late is told to come again."""
+        """Drains first: until then the port stays open, so that late requests get 503 with Retry-After."""
         drain = self._drain
         drain.begin()
         if drain.in_flight:

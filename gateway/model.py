@@ -1,4 +1,4 @@
-"""What the gateway knows of the served model, once the engine has told it."""
+"""What the gateway knows of the served model, as the engine describes it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def alternatives(
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token alone, as text; incomplete characters show as U+FFFD (their bytes are given beside it)."""
+    """A token alone, as text; incomplete characters show as U+FFFD (bytes are a field of their own)."""
     return tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
 
 

@@ -145,14 +145,16 @@ class Gateway:
         """
         model = self.model()
         images = self.config.images
-        sees = kind == "chat" and model.supports_vision
+        takes_images = kind == "chat" and model.supports_vision
         # Base64 takes four characters for three bytes.
-        extra = int(images.max_images_per_request * images.max_image_mib * _MIB * 4 / 3) if sees else 0
+        extra = (
+            int(images.max_images_per_request * images.max_image_mib * _MIB * 4 / 3) if takes_images else 0
+        )
         async with self._bodies.receive(request, extra) as body:
             return await run_until_disconnect(request, self._prompts.prepare(kind, body))
 
     def model(self) -> ServedModel:
-        """The served model; ApiError 503 until the engine has told which."""
+        """The served model; ApiError 503 until the engine has described it."""
         if self._model is None:
             raise ApiError(
                 503,

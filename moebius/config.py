@@ -49,7 +49,7 @@ class ModelConfigSection(Section):
 
 
 class ImageConfig(Section):
-    """Images in requests to a model that sees."""
+    """Images in requests to a model that takes them."""
 
     max_images_per_request: int = Field(default=16, ge=1, description="Images in one request")
     max_image_mib: float = Field(default=15.0, gt=0, description="Size of an image file, MiB")

@@ -202,7 +202,7 @@ def _samples(file: Path, count: int) -> Iterator[bytes]:
 def expert_identity(request: SliceRequest, model: MoeGeometry, fingerprint: str, exact: bool) -> str:
     """Lines "name=value" that all servers of one model have in common; `exact`: `batch_invariant_experts`.
 
-    The names are those of the settings, so that a difference can be told to people as it stands.
+    The names are those of the settings, so that a difference can be shown to people as it stands.
     Raises ValueError or UserError for settings that do not fit the model.
     """
     shares = equal_shares(request.split_count, request.split_shares)

@@ -14,7 +14,7 @@ MOST_ROWS = 2048
 MOST_GRPC_ROWS = 4096
 # What a server without a model is prepared for: wider than any published model.
 _WIDEST_HIDDEN, _LARGEST_TOP_K = 16384, 64
-# Of the fields beside the arrays, and of control messages, which grow with layers times experts.
+# Of the fields other than the arrays, and of control messages, which grow with layers times experts.
 _SMALL_MESSAGES = 4 * 2**20
 
 

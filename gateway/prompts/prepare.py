@@ -203,7 +203,7 @@ def image_places(
     """Where each image of a conversation is, with the name of its parameter.
 
     Raises:
-        ApiError: 400; the model sees no images, or there are too many.
+        ApiError: 400; the model is text-only, or there are too many.
     """
     places = [
         (f"messages[{number}].content[{index}].image_url.url", image)

@@ -182,7 +182,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class StreamOptions(StrictModel):
-    """What a stream carries beside the text."""
+    """What a stream carries in addition to the text."""
 
     include_usage: bool = Field(False, description="A last chunk with the token counts")
     continuous_usage_stats: bool = Field(False, description="Token counts so far on every chunk")

@@ -230,7 +230,7 @@ class Tokenizer:
 
 
 def _read_backend(path: Path) -> BackendTokenizer:
-    """The tokenizer in `path`; where there is no such file, the one that a vocabulary beside it describes."""
+    """The tokenizer in `path`; without such a file, the one that a vocabulary next to it describes."""
     try:
         refuse_pointer(path)
         if not path.is_file() and has_vocabulary(path.parent):

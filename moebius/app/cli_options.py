@@ -1,6 +1,6 @@
 """Turns the configuration tree into command-line options.
 
-A command is written as a plain function that takes `config: MoebiusConfig` beside its own arguments;
+A command is written as a plain function that takes `config: MoebiusConfig` and arguments of its own;
 `with_settings` gives it one option per leaf of the named sections. Options arrive as texts and are
 parsed and checked by `config_loader`, so a flag and a YAML key are judged by the same rules and give
 the same messages.

@@ -27,7 +27,7 @@ class StreamPiece:
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ListedModel:
     """One entry of `/v1/models`; filled by `ApiClient.first_model`."""
 
     name: str
@@ -59,7 +59,7 @@ class ApiClient:
         """Closes all connections."""
         self._http.close()
 
-    def first_model(self) -> ServedModel:
+    def first_model(self) -> ListedModel:
         """The first model the server lists."""
         try:
             response = self._http.get("/v1/models")
@@ -67,7 +67,7 @@ class ApiClient:
             raise self._unreachable(error) from None
         self._check(response)
         entry = response.json()["data"][0]
-        return ServedModel(str(entry["id"]), str(entry.get("root") or ""))
+        return ListedModel(str(entry["id"]), str(entry.get("root") or ""))
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[StreamPiece]:
         """POSTs `body` with streaming and usage switched on; yields the events as they arrive."""

@@ -1,7 +1,7 @@
 """However the experts are divided and reached, the demo model is the same model.
 
-Real `moebius expert` processes with one, two and three unequal shares, divided by neurons or by experts, over
-mailbox and gRPC, against the in-process reference and against transformers' values for the dense original.
+Real `moebius expert` processes with one, two and three unequal shares, divided by channels or by experts,
+over mailbox and gRPC, against the in-process reference and against transformers' values of the original.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_requantised(expert_dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("encoder", ["bfloat16", "fp8_block", "compressed_int4_g32_zeros", "nvfp4"])
 def test_ranks_hold_parts_that_add_up(encoder: str, tmp_path: Path) -> None:
-    """Tensor-parallel ranks divide the neurons; a partial sum of each makes the whole."""
+    """Tensor-parallel ranks divide the intermediate channels; a partial sum of each makes the whole."""
     QuantisedMoe(encoder, TinyMoe(hidden_size=96, moe_intermediate_size=256, num_layers=1)).write(tmp_path)
     geometry = read_geometry(tmp_path)
     config = configuration(tmp_path, gpu_experts_ratio=0.6)

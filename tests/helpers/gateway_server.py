@@ -40,7 +40,7 @@ def running_gateway(config: MoebiusConfig, wait: bool = True) -> Iterator[str]:
 
 
 def _port(server: uvicorn.Server) -> int:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not server.started:
         assert time.monotonic() < end, "the gateway did not start"
         time.sleep(0.01)
@@ -48,7 +48,7 @@ def _port(server: uvicorn.Server) -> int:
 
 
 def _wait_ready(url: str) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while (answer := httpx.get(f"{url}/ready")).status_code != 200:
         assert time.monotonic() < end, answer.text
         time.sleep(0.02)

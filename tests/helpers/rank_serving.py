@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 
-from moebius.app.supervisor.plan import ServePlan, make_plan
+from moebius.app.supervisor.plan import ServePlan, plan_processes
 from moebius.app.supervisor.process import ManagedProcess
 from moebius.app.supervisor.supervisor import Supervisor
 from moebius.config_loader import load_config
@@ -37,7 +37,7 @@ def planned(model: Path, state: Path, ranks: int, **changes: str) -> ServePlan:
     flags = {"model": str(model), "port": "0", "state_dir": str(state), "dtype": "float32"}
     flags |= {"tensor_parallel_size": str(ranks), "num_pages": "64", "expert_servers": "1"}
     flags |= {"restart_backoff_s": "0.05", "mailbox_deadline_ms": "2000", **changes}
-    serve = make_plan(load_config(None, flags))
+    serve = plan_processes(load_config(None, flags))
     processes = tuple(spec for spec in serve.plan.processes if spec.name != "gateway")
     return replace(serve, plan=replace(serve.plan, processes=processes))
 

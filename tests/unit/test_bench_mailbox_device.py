@@ -48,7 +48,7 @@ def test_command_refuses_what_it_can_not_measure() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     missing = CliRunner().invoke(app, ["bench", "mailbox", "--device", "cuda"])
-    assert "torch sees no CUDA device" in str(missing.exception) + missing.output
+    assert "torch finds no CUDA device" in str(missing.exception) + missing.output
 
 
 def test_host_functions_are_a_round_trip() -> None:

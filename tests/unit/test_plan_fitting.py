@@ -12,7 +12,7 @@ import pytest
 
 from moebius.app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from moebius.app.planning.hardware import GPU_MODELS
-from moebius.app.planning.planner import make_plan
+from moebius.app.planning.planner import plan_capacity
 from tests.helpers.plan_models import GIB, hardware, settings, write_headers
 from tests.helpers.published_checkpoints import Published
 
@@ -32,7 +32,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
             write_headers(directories[name], ((t.name, t.dtype, t.shape, t.nbytes) for t in tensors))
         card = replace(GPU_MODELS["4090"], memory_bytes=gib * GIB)
         host = replace(hardware("4090", ram_gib=4096), gpu=card)
-        return make_plan(settings(directories[name], **flags), host, Wish(), fill=False)
+        return plan_capacity(settings(directories[name], **flags), host, Wish(), fill=False)
 
     return make
 

@@ -14,7 +14,7 @@ from gpu_service.assembly.forecast import Forecast
 from gpu_service.memory.plan import RESIDENT
 from moebius.app.planning.capacity import DoesNotFit, Wish
 from moebius.app.planning.memory import RAM, stored_experts
-from moebius.app.planning.planner import Planner, make_plan
+from moebius.app.planning.planner import Planner, plan_capacity
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
@@ -126,8 +126,8 @@ def test_as_many_experts_as_fit_are_resident(qwen: Planner) -> None:
 def test_ranks_divide_dense_weights_and_experts(published: dict[str, Path]) -> None:
     """Two GPUs become two ranks, each with about half; a number that does not divide heads is not taken."""
     config = settings(published["qwen3-30b-a3b"])
-    one, two = (make_plan(config, hardware("a100", count), Wish(), True) for count in (1, 2))
-    three = make_plan(config, hardware("a100", 3), Wish(), True)
+    one, two = (plan_capacity(config, hardware("a100", count), Wish(), True) for count in (1, 2))
+    three = plan_capacity(config, hardware("a100", 3), Wish(), True)
     assert two.settings["tensor_parallel_size"] == "2" == three.settings["tensor_parallel_size"]
     halves = [part.nbytes for part in two.components if part.part == "dense weights"]
     whole = [part.nbytes for part in one.components if part.part == "dense weights"]
@@ -136,7 +136,7 @@ def test_ranks_divide_dense_weights_and_experts(published: dict[str, Path]) -> N
     assert two.kv.token_bytes * 2 == one.kv.token_bytes
     assert "--tensor-parallel-size 2" in two.serve_flags
     with pytest.raises(UserError, match="4 ranks need as many GPUs, there are 2"):
-        make_plan(
+        plan_capacity(
             settings(published["qwen3-30b-a3b"], tensor_parallel_size="4"), hardware("a100", 2), Wish(), True
         )
 
@@ -169,7 +169,7 @@ def test_a_wanted_context_is_refused_with_what_would_fit(published: dict[str, Pa
     config = settings(published["qwen3-30b-a3b"])
     wish = Wish(context=40960, concurrency=8)
     with pytest.raises(DoesNotFit) as caught:
-        make_plan(config, hardware("4090"), wish, True)
+        plan_capacity(config, hardware("4090"), wish, True)
     found = re.search(
         r"8 streams of 40960 tokens need 30 GiB .* fit: (\d+) streams of 40960 tokens, or 8 streams of "
         r"(\d+) tokens; (\d) such GPUs",
@@ -177,14 +177,14 @@ def test_a_wanted_context_is_refused_with_what_would_fit(published: dict[str, Pa
     )
     assert found is not None, str(caught.value)
     fewer, shorter, gpus = map(int, found.groups())
-    assert make_plan(config, hardware("4090"), Wish(40960, fewer), True).kv.tokens >= 40960 * fewer
-    assert make_plan(config, hardware("4090"), Wish(shorter, 8), True).kv.tokens >= shorter * 8
-    assert make_plan(config, hardware("4090", gpus), wish, True).kv.tokens >= 8 * 40960
+    assert plan_capacity(config, hardware("4090"), Wish(40960, fewer), True).kv.tokens >= 40960 * fewer
+    assert plan_capacity(config, hardware("4090"), Wish(shorter, 8), True).kv.tokens >= shorter * 8
+    assert plan_capacity(config, hardware("4090", gpus), wish, True).kv.tokens >= 8 * 40960
     with pytest.raises(UserError, match="--context: 99999 is not allowed"):
-        make_plan(config, hardware("4090"), Wish(99999), True)
+        plan_capacity(config, hardware("4090"), Wish(99999), True)
 
 
 def test_a_gpu_too_small_for_dense_weights_is_refused(published: dict[str, Path]) -> None:
     """In the ledger's own words, with a number of GPUs that would do."""
     with pytest.raises(DoesNotFit, match=r"GPU memory: dense weights .* GiB are missing.* such GPUs"):
-        make_plan(settings(published["deepseek-v3"]), hardware("3090"), Wish(), True)
+        plan_capacity(settings(published["deepseek-v3"]), hardware("3090"), Wish(), True)

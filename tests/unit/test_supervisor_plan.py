@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moebius.app.supervisor.health import GrpcProbe, HttpProbe, MailboxLiveness
-from moebius.app.supervisor.plan import ServePlan, make_plan
+from moebius.app.supervisor.plan import ServePlan, plan_processes
 from moebius.app.supervisor.runfile import write_private
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import MoebiusConfig
@@ -50,7 +50,7 @@ def planned(model: Path, **flags: str) -> tuple[ServePlan, dict[str, MoebiusConf
     """The plan, and each process's configuration as it will read it."""
     state_dir = str(model.parent / "s")
     config = load_config(None, {"model": str(model), "port": "0", "state_dir": state_dir, **flags})
-    serve_plan = make_plan(config)
+    serve_plan = plan_processes(config)
     serve_plan.plan.directory.mkdir(parents=True)
     configs = {}
     for path, text in serve_plan.plan.files:

@@ -1,4 +1,4 @@
-"""`moebius bench decode`: tokens per second of a running server beside the memory-bandwidth limit.
+"""`moebius bench decode`: tokens per second of a running server, and the memory-bandwidth limit.
 
 Every decode step has to read the dense weights once and the experts its rows chose, so with B bytes per
 step and a bandwidth of W no server makes more than `streams * W / B` tokens per second.

@@ -1,4 +1,4 @@
-"""`moebius bench kernels`: milliseconds per MoE layer on the CPU, beside the limit of the same cores and run.
+"""`moebius bench kernels`: milliseconds per MoE layer on the CPU, and the limit of the same cores and run.
 
 Weights are random, in their packed form, and too many for the caches; rows choose experts at random. A layer
 can not be faster than reading the chosen experts once at full bandwidth, nor than computing all products at

@@ -1,7 +1,7 @@
 """What the machine could do: read bandwidth and compute peaks, measured on the cores that are compared.
 
 The bandwidth of a run is the best of many ways to read (`ReadPattern`), each measured several times, and
-measured again beside every figure; the peak of a unit is that of a loop which never leaves its registers.
+measured again with every figure; the peak of a unit is that of a loop which never leaves its registers.
 
 The probe of `read_bandwidth` is `memchr` of the C library over a buffer that does not hold the byte: one
 vectorised pass of pure reads, faster than memory on any current core, and without the GIL (ctypes drops

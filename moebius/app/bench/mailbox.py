@@ -1,4 +1,4 @@
-"""`moebius bench mailbox`: microseconds per round trip, beside the limit measured in the same run.
+"""`moebius bench mailbox`: microseconds per round trip, and the limit measured in the same run.
 
 Every server is a process of its own that echoes; the client is this process, in C++ without the GIL. The
 limit is a ping-pong between two processes on one cache line, with nothing to copy or compute. Where every

@@ -301,7 +301,7 @@ def run(options: DeviceOptions, json_file: Path | None = None) -> list[DeviceRow
     import torch
 
     if not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA device; allowed here: cpu")
+        raise UserError("--device cuda: torch finds no CUDA device; allowed here: cpu")
     limit_us = pci_round_trip_us(options.jit_cache_dir)
     name = torch.cuda.get_device_name()
     print(f"hand-off of a layer of {HIDDEN_SIZE}, {options.layers} in a graph, {name} (microseconds)")

@@ -256,7 +256,7 @@ def _named(calls: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in calls.items()) or "none"
 
 
-# Steps beside those that are summarised: the first ones after a prefill, and those launched before the end.
+# Steps that are not summarised: the first ones after a prefill, and those launched before the end.
 _SPARE_STEPS = 12
 
 

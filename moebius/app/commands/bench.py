@@ -19,7 +19,7 @@ JsonFile = Annotated[
 ]
 
 app = typer.Typer(
-    help="Measure, beside the limit measured in the same run.",
+    help="Measure, and compare with the limit measured in the same run.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -117,7 +117,7 @@ def kernels(
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Milliseconds per MoE layer on the CPU, beside the bandwidth and the peak of the same cores."""
+    """Milliseconds per MoE layer on the CPU, with the bandwidth and the peak of the same cores."""
     from moebius.app.bench.kernels import KernelsOptions, run
     from moebius.app.bench.kernels_inputs import parse_counts, parse_isa, parse_shapes
 
@@ -163,7 +163,7 @@ def load(
     directory: Annotated[Path, typer.Option(help="Where the checkpoint is written")] = Path("/dev/shm"),
     json_file: JsonFile = None,
 ) -> None:
-    """Reading, requantising and packing experts, beside merely reading the same files."""
+    """Reading, requantising and packing experts, compared with merely reading the same files."""
     from moebius.app.bench.load import LoadOptions, parse_shape, run
 
     sizes = parse_shape(shape, layers)
@@ -177,7 +177,7 @@ Streams = Annotated[str, typer.Option(help="Numbers of concurrent streams, comma
 PromptLen = Annotated[int, typer.Option(min=1, help="Tokens of each stream's prompt")]
 MaxTokens = Annotated[int, typer.Option(min=16, help="Tokens computed per stream")]
 Temperature = Annotated[
-    float, typer.Option(min=0, help="0: greedy, which graphs hold; above: sampled behind them")
+    float, typer.Option(min=0, help="0: greedy, which graphs hold; above: sampled after them")
 ]
 
 ProbeMib = Annotated[int, typer.Option(min=0, help="Buffer for measuring bandwidth; 0: several caches")]
@@ -195,7 +195,7 @@ def engine(
     probe_mib: ProbeMib = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Decode and prefill speed of the engine, beside the bound of what its experts really read."""
+    """Decode and prefill speed of the engine, with the bound of what its experts really read."""
     from moebius.app.bench.engine.run import EngineBenchOptions, run
     from moebius.app.bench.kernels_inputs import parse_counts
 

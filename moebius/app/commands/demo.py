@@ -40,12 +40,12 @@ def register(app: typer.Typer) -> None:
         prompt: Annotated[str, typer.Option(help="What to ask")] = "What is the capital of France?",
     ) -> None:
         """Build the demo model if need be, start everything, answer one question, stop everything."""
-        from moebius.app.supervisor.plan import make_plan
+        from moebius.app.supervisor.plan import plan_processes
         from moebius.telemetry import configure_logging
 
         config = _demo_settings(config)
         configure_logging(config.telemetry, "supervisor")
-        _answer(make_plan(config), prompt)
+        _answer(plan_processes(config), prompt)
 
 
 def _demo_settings(config: MoebiusConfig) -> MoebiusConfig:

@@ -12,8 +12,6 @@ from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.models.checkpoint import open_index
-from moebius.models.read import read_config
 
 DEMO = "demo"
 
@@ -44,6 +42,8 @@ def with_checkpoint(config: MoebiusConfig) -> MoebiusConfig:
 
 def _check(given: str, path: Path) -> None:
     """Raises UserError unless a model's configuration can be read there."""
+    from moebius.models.read import read_config
+
     if is_gguf(path):
         try:
             read_config(path)
@@ -73,6 +73,8 @@ def check_files(config: MoebiusConfig, needs_weights: bool = True) -> None:
     """
     from gateway.text.tokenizer import Tokenizer
     from moebius.checkpoint.index import has_weights
+    from moebius.models.checkpoint import open_index
+    from moebius.models.read import read_config
 
     model = Path(config.model.model)
     if not needs_weights and not has_weights(model):

@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
         """Start gateway, gpu_service and expert servers, and keep them running."""
         from moebius.api_keys import ApiKeys
         from moebius.app.commands.running import running
-        from moebius.app.supervisor.plan import make_plan
+        from moebius.app.supervisor.plan import plan_processes
         from moebius.telemetry import configure_logging
 
         config = with_checkpoint(config)
@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
             return
         configure_logging(config.telemetry, "supervisor")
         keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)  # refused before anything starts
-        serve_plan = make_plan(config)
+        serve_plan = plan_processes(config)
         if print_config:
             print_configuration(serve_plan.config)
         with running(serve_plan) as supervisor:

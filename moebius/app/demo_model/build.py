@@ -35,8 +35,8 @@ Derived from SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), Apache-2.0, 
 Python package {recipe.SOURCE_PACKAGE} {recipe.SOURCE_VERSION} (file {recipe.SOURCE_GGUF},
 SHA-256 {recipe.SOURCE_GGUF_SHA256}).
 
-Changes made: the 4-bit weights were dequantised and rounded to bfloat16; the neurons of every MLP were
-re-ordered into shared and routed experts; a fitted router was added; the file format was changed to
+Changes made: the 4-bit weights were dequantised and rounded to bfloat16; the intermediate channels of every
+MLP were re-ordered into shared and routed experts; a fitted router was added; the file format was changed to
 Hugging Face glm4_moe. No weight was trained further.
 
 A demonstration of mixture-of-experts serving, not a useful assistant: its facts are often wrong.
@@ -108,7 +108,7 @@ def _is_current(target: Path) -> bool:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file beside `target`, so that two processes do not build at once."""
+    """Hold an exclusive lock on a file next to `target`, so that two processes do not build at once."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{target.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -30,7 +30,7 @@ class DenseWeights:
     """The GGUF's tensors, dequantised to float32 one at a time, and a record of which were used."""
 
     def __init__(self, model: GgufModel) -> None:
-        """See `open`."""
+        """Use `open`, which checks the file first."""
         self._model = model
         self._unused = set(model.tensors)
 
@@ -89,7 +89,7 @@ class DenseWeights:
 class ExpertSplit:
     """How each dense MLP becomes experts; filled by `load` from split.safetensors.
 
-    neuron_order: int16 [layers, 1536], a permutation per layer: shared neurons first, then expert 0, 1, ...
+    neuron_order: int16 [layers, 1536], of channels per layer: the shared ones, then expert 0, 1, ...
     router: float16 [layers, experts, hidden] and bias: float32 [layers, experts], both before scaling.
     """
 
@@ -112,7 +112,7 @@ class ExpertSplit:
         identity = np.arange(recipe.DENSE_INTERMEDIATE_SIZE)
         if not (np.sort(neuron_order, axis=1) == identity).all():
             raise DemoModelError(
-                "the split's neuron_order is not a permutation of all neurons in every layer"
+                "the split's neuron_order is not a permutation of all intermediate channels in every layer"
             )
 
     @classmethod
@@ -251,7 +251,7 @@ def attention_tensors(dense: DenseWeights, layer: int) -> dict[str, Array]:
 
 
 def expert_tensors(dense: DenseWeights, split: ExpertSplit, layer: int) -> dict[str, Array]:
-    """Cut a layer's dense MLP [1536 neurons] into the shared expert [512] and 16 routed experts [64 each]."""
+    """Cut a layer's dense MLP [1536 channels] into the shared expert [512] and 16 routed ones [64 each]."""
     order = split.neuron_order[layer].astype(np.int64)
     gate = dense.layer(layer, "ffn_gate")[order]
     up = dense.layer(layer, "ffn_up")[order]

@@ -1,7 +1,7 @@
 """What the demo model is made of: its source, its geometry, and its config.json.
 
-The split (`split.safetensors`, beside this file) was made offline: neurons of every SwiGLU MLP ordered by
-energy and co-activation, and sigmoid routers fitted to predict each expert's output norm.
+The split (`split.safetensors`, next to this file) was made offline: intermediate channels of every SwiGLU MLP
+ordered by energy and co-activation, and sigmoid routers fitted to predict each expert's output norm.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class CapacityPlan:
 
     @property
     def serve_flags(self) -> str:
-        """Options that let `moebius serve` do what was planned, beside those that were given."""
+        """Options that let `moebius serve` do what was planned, in addition to those that were given."""
         ranks = self.settings["tensor_parallel_size"]
         parts = [f"--tensor-parallel-size {ranks}"] if ranks != "1" else []
         return " ".join([*parts, self.residency.flags]).strip()

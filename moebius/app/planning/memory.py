@@ -29,13 +29,13 @@ _SMALL_PAGE, _HUGE_PAGE = 4096, 2 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
-    """One layer's experts, told by its first one; filled by `stored_experts`."""
+    """One layer's experts, taken to be like its first one; filled by `stored_experts`."""
 
     # Packed formats that hold them exactly; "": none does.
     gate_up: str
     down: str
     has_bias: bool
-    # Neurons may be divided at multiples of this.
+    # Intermediate channels may be divided at multiples of this.
     group: int
     # Of one expert, as stored.
     nbytes: int
@@ -96,11 +96,11 @@ def _declared_bytes(scheme: WeightScheme, rows: int, columns: int, geometry: Moe
 
 
 def packed_expert(
-    stored: StoredExperts, hidden_size: int, neurons: int, expert_dtype: str, widest: str = "float32"
+    stored: StoredExperts, hidden_size: int, channels: int, expert_dtype: str, widest: str = "float32"
 ) -> PackedExpertLayout:
-    """How `neurons` intermediate channels of an expert are packed; the rest as `packed_formats`."""
+    """How `channels` intermediate channels of an expert are packed; the rest as `packed_formats`."""
     formats = packed_formats(stored, expert_dtype, widest)
-    return expert_layout(*formats, hidden_size, neurons, stored.has_bias)
+    return expert_layout(*formats, hidden_size, channels, stored.has_bias)
 
 
 def packed_formats(stored: StoredExperts, expert_dtype: str, widest: str = "float32") -> tuple[str, str]:

@@ -284,7 +284,7 @@ def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -
     return Planner(config, on_gpu)
 
 
-def make_plan(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> CapacityPlan:
+def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> CapacityPlan:
     """As `Planner.plan`; a refusal names how many GPUs of the kind would do, where up to 8 do."""
     planner = make_planner(config, hardware, fill)
     if not planner.on_gpu:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from moebius.app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from moebius.app.planning.hardware import HardwareOptions, hardware
-from moebius.app.planning.planner import make_plan
+from moebius.app.planning.planner import plan_capacity
 from moebius.app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE, Speed
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
@@ -169,7 +169,7 @@ def run(
         with _quiet():
             host = hardware(options)
             _refuse_incomplete(config)
-            found = make_plan(config, host, wish, fill)
+            found = plan_capacity(config, host, wish, fill)
     except DoesNotFit as error:
         print(f"moebius: does not fit: {' '.join(str(error).split())}", file=sys.stderr)
         raise typer.Exit(EXIT_DOES_NOT_FIT) from error

@@ -106,7 +106,7 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """Resident experts are computed beside those of the servers; all else follows one another."""
+        """Resident experts are computed while the servers compute theirs; all else is sequential."""
         return self.dense + max(self.cpu_experts, self.gpu_experts) + self.hand_off + self.overhead
 
     @property

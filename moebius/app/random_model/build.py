@@ -3,7 +3,7 @@
 A tokenizer for any vocabulary size: bytes, three special tokens, and made-up words.
 
 Text is encoded byte by byte; every other id decodes to a word that names it, so that output of a random
-model can be read, counted and told apart.
+model can be read, counted and distinguished.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def write_random_model(
     options: RandomModelOptions,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Written:
-    """Writes the checkpoint; `on_progress` is told bytes done and in total.
+    """Writes the checkpoint; `on_progress` gets bytes done and in total.
 
     The same options give the same bytes, however many threads write. Raises UserError: an option is not
     allowed, the directory holds something else, or there is no room.

@@ -80,7 +80,7 @@ def write_shards(
 ) -> int:
     """Writes all shards and their index; returns the bytes of all tensors.
 
-    `on_bytes` is told of progress, from this thread. Raises UserError when the file system does not take it.
+    `on_bytes` gets the bytes written, from this thread. Raises UserError when the file system refuses.
     """
     names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
     weight_map: dict[str, str] = {}
@@ -170,7 +170,7 @@ class ModelDraw:
         return CONSTANT * math.sqrt(self.shape.hidden_size)
 
     def normed_constant(self, layer: int) -> float:
-        """The same behind a layer's RMSNorm: all layers together add about an embedding's energy."""
+        """The same after a layer's RMSNorm: all layers together add about an embedding's energy."""
         return self.constant / math.sqrt(1.0 + CONSTANT**2 + layer / self.shape.num_layers)
 
 

@@ -113,7 +113,7 @@ _ZERO_WORD = np.array([0x88888888], np.uint32).view(np.int32)[0]
 # Scales differ by this much either way, so that a reader that mixes them up is seen.
 _SCALE_SPREAD = 0.25
 
-# Suffix behind the matrix's name, safetensors dtype, shape.
+# Suffix of the matrix's name, safetensors dtype, shape.
 Part = tuple[str, str, tuple[int, ...]]
 
 

@@ -152,7 +152,7 @@ class ProcessSpec:
     # The program and its arguments; the program as an absolute path.
     command: tuple[str, ...]
     probe: Probe
-    # Processes of a lower stage are stopped, and gone, before a higher one is told to stop.
+    # Processes of a lower stage are stopped, and gone, before a higher one is asked to stop.
     stop_stage: int
     # CPUs the process may run on; empty: those of the supervisor.
     cpus: tuple[int, ...] = ()

@@ -57,7 +57,7 @@ STOP_GATEWAY, STOP_GPU, STOP_RANKS, STOP_EXPERTS = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class ServePlan:
-    """A plan, and where its parts are reached; filled by `make_plan`."""
+    """A plan, and where its parts are reached; filled by `plan_processes`."""
 
     plan: Plan
     timing: Timing
@@ -66,7 +66,7 @@ class ServePlan:
     config: MoebiusConfig
 
 
-def make_plan(config: MoebiusConfig) -> ServePlan:
+def plan_processes(config: MoebiusConfig) -> ServePlan:
     """Decides everything about the processes; cleans up what killed predecessors left on the way.
 
     Raises ConfigError (settings that can not be served), CheckpointError (a model we do not know) and
@@ -174,7 +174,7 @@ def default_state_dir() -> Path:
 
 
 def _with_port(config: MoebiusConfig) -> MoebiusConfig:
-    """Port 0 becomes a free port, so that every process and the user can be told; a taken one is refused."""
+    """Port 0 becomes a free port, which every process and the user get; a taken one is refused."""
     host = config.gateway.host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:

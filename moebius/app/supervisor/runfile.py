@@ -228,7 +228,7 @@ def _owner(directory: Path) -> str:
 
 
 def _boot_id() -> str:
-    """Changes whenever the machine starts; empty where it is not told."""
+    """Changes whenever the machine starts; empty where the system does not say."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:

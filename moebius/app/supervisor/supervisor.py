@@ -46,7 +46,7 @@ class RestartGroup:
                     member.send_kill()
 
     def may_restart(self, name: str) -> bool:
-        """Whether this member, which has ended, may start now; it has to be told by `note_start`."""
+        """Whether this member, which has ended, may start now; the caller then calls `note_start`."""
         if self._deadline is not None and all(member.noted_exit for member in self._members):
             self._deadline = None
             self._due = {member.spec.name for member in self._members}

@@ -81,13 +81,13 @@ class PackedExperts(ExpertClient):
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
-        """See `ExpertClient.submit`; the work is done by `collect`."""
+        """Keeps the routed rows; the work is done by `collect`."""
         if layer not in self._layers:
             return self._others.submit(layer, hidden_states, topk_ids, topk_weights)
         return make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """See `ExpertClient.collect`: servers' shares are added in their order."""
+        """float32 `[T, H]`: the partial sums of all servers, added in their order."""
         if ticket.layer not in self._layers:
             return self._others.collect(ticket, partial)
         self._hold(ticket.layer)
@@ -160,14 +160,14 @@ class ReferenceExperts(LocalExpertClient):
             self._records = False
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """See `ExpertClient.collect`."""
+        """The answer float32 `[T, H]`, kept for `take` while recording, added to `partial` if given."""
         answer = super().collect(ticket)
         if self._records:
             self._answers[ticket.layer] = answer.clone()
         return add_to(partial, answer)
 
     def take(self, layer: int) -> torch.Tensor:
-        """float32 `[T, H]`; forgets it."""
+        """The sum float32 `[T, H]` of the last `collect`, which is dropped here."""
         return self._answers.pop(layer)
 
 
@@ -229,7 +229,7 @@ class LayerExperts:
 
 
 def compare_experts(experts: LayerExperts, routed: Routed, wanted: torch.Tensor) -> ExpertsFound:
-    """`wanted` float32 `[T, H]` is the reference's answer to `routed`; those on the GPU are told apart."""
+    """`wanted` float32 `[T, H]` is the reference's answer to `routed`; experts on GPUs count separately."""
     rows, ids, weights = routed.hidden_states, routed.topk_ids, routed.topk_weights
     cpu_error = gpu_error = None
     wanted_here = wanted

@@ -51,7 +51,7 @@ class LayerResult:
     experts: tuple[ExpertError, ...] = ()
     # Share of the reference's chosen experts that ours chose, too, each given its own hidden states.
     routing_agreement: float | None = None
-    # Of the residual stream behind the layer: all that has come together so far.
+    # Of the residual stream after the layer: all that has come together so far.
     hidden_error: float = 0.0
 
     @property
@@ -127,7 +127,7 @@ class VerifyResult:
     tokens_from: str
     tokens: int
     layers: tuple[LayerResult, ...]
-    # None: layers behind the compared ones were left out.
+    # None: layers after the compared ones were left out.
     output: OutputResult | None
     thresholds: Thresholds
     # Most memory this process has taken, bytes.
@@ -233,7 +233,7 @@ def _lines(result: VerifyResult) -> list[str]:
     out = result.output
     if out is None:
         lines.append(
-            "KL divergence and perplexity: not measured, because layers behind --layers were left out"
+            "KL divergence and perplexity: not measured, because layers after --layers were left out"
         )
     else:
         lines += [

@@ -38,11 +38,11 @@ class _HandOver(SoloCollectives):
         self.hidden_states: torch.Tensor | None = None
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
-        """See the base class; a copy."""
+        """Keeps a copy of `tensor` for the next stage."""
         self.hidden_states = tensor.clone()
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """See the base class."""
+        """Fills `tensor` with what the stage before sent."""
         assert self.hidden_states is not None
         return tensor.copy_(self.hidden_states)
 
@@ -98,7 +98,7 @@ class LoadedStage:
         experts: ExpertClient | None,
         resident: ResidentExperts | None = None,
     ) -> torch.Tensor:
-        """From the hidden states `[T, H]` of the stage before (None: the first) to those behind this one.
+        """From the hidden states `[T, H]` of the stage before (None: the first) to those after this one.
 
         `token_ids` int64 `[T]` are one request's. Behind the last stage: after the final norm.
         """
@@ -150,7 +150,7 @@ def watching(
 ) -> Iterator[None]:
     """Within it both are called with the layer's index in the checkpoint.
 
-    `on_routed` before the layer's experts are asked, `on_layer` with the sum `[T, H]` behind it.
+    `on_routed` before the layer's experts are asked, `on_layer` with the sum `[T, H]` after it.
     """
     hooks = []
     layers: Any = stage.model.model.layers

@@ -1,1 +1,1 @@
-"""`moebius bench engine`: the engine in this process, expert servers beside it, and what bounds a step."""
+"""`moebius bench engine`: the engine in this process, its expert servers, and what bounds a step."""

@@ -1,7 +1,7 @@
 """What a decode step can not be faster than: the weights it reads over what memory gives.
 
 Layer by layer attention comes before the experts, so the dense part and the experts follow one another;
-resident experts are computed beside those of the servers. On a CPU device all of it comes from one memory.
+resident experts are computed while the servers compute theirs. On a CPU device there is one memory for all.
 """
 
 from __future__ import annotations

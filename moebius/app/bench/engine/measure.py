@@ -1,4 +1,4 @@
-"""Decode and prefill speeds of one engine, beside what the experts really touched allow."""
+"""Decode and prefill speeds of one engine, and the bound that the experts really touched give."""
 
 from __future__ import annotations
 

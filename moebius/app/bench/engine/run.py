@@ -55,7 +55,7 @@ class EngineBenchOptions:
     max_tokens: int = 96
     # Prompt lengths whose prefill is measured; empty: none.
     prefill: Sequence[int] = (512, 2048)
-    # 0: greedy, which graphs hold; above: sampled by kernels behind them. Greedy output of random weights may
+    # 0: greedy, which graphs hold; above: sampled by kernels after them. Greedy output of random weights may
     # repeat itself, and with it the experts it chooses: the number of different ones is measured.
     temperature: float = 0.0
     # Of the buffer that bandwidth is measured with; 0: several times the caches.

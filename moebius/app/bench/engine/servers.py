@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from moebius.app.supervisor.plan import make_plan
+from moebius.app.supervisor.plan import plan_processes
 from moebius.app.supervisor.process import ManagedProcess
 from moebius.app.supervisor.supervisor import Supervisor
 from moebius.config import MoebiusConfig
@@ -106,7 +106,7 @@ def running_servers(config: MoebiusConfig) -> Iterator[ExpertServers]:
     """
     with tempfile.TemporaryDirectory(prefix="moebius-bench-") as directory:
         config = _own_state(config, Path(directory))
-        serve_plan = make_plan(config)
+        serve_plan = plan_processes(config)
         processes = tuple(spec for spec in serve_plan.plan.processes if spec.name not in _NOT_STARTED)
         plan = replace(serve_plan.plan, processes=processes)
         with Supervisor(plan, serve_plan.timing) as supervisor:
