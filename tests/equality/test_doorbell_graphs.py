@@ -91,8 +91,10 @@ def test_replayed_steps_ring_and_wait_like_eager_ones(
 def test_a_server_killed_during_replays_does_not_show(served: Served) -> None:
     """The same graphs go on after the recovery, with epochs that continue beyond what was abandoned."""
     model, cluster = served
+    # A client of its own: an engine that stops gives up its client's waits for good.
     with client_of(cluster) as client:
         expected = run(model, client, Setup(largest_graph=4))
+    with client_of(cluster) as client:
         begun, original = [0], client.begin_step
 
         def begin_step() -> None:
