@@ -83,6 +83,9 @@ class KernelExperts:
         """Return what `submit` computed."""
         return ticket if partial is None else partial.add_(ticket)
 
+    def interrupt(self) -> None:
+        """Nothing is waited for."""
+
 
 @functools.lru_cache(maxsize=1)  # 212 MB in fp32
 def kernel_experts(split: Split, weights: tuple[int, ...], weight_dtype: WeightDtype) -> KernelExperts:

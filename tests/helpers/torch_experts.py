@@ -86,3 +86,6 @@ class TorchExperts:
         neurons = x @ gate_up + gate_up_bias
         gate, up = neurons[::2].clamp(max=limit), neurons[1::2].clamp(-limit, limit)
         return (gate / (1 + torch.exp(-alpha * gate)) * (up + 1)) @ down + down_bias
+
+    def interrupt(self) -> None:
+        """Nothing is waited for."""
