@@ -139,8 +139,8 @@ py::tuple pack_expert_matrices(const std::string& gate_up_format, const std::str
   return py::make_tuple(packed, sum.squared_error, sum.squared_reference);
 }
 
-std::string obstacle(const std::string& format, const py::object& source) {
-  return packing_obstacle(read_source(source, "source").matrix, parse_weight_format(format));
+std::string reason_of(const std::string& format, const py::object& source) {
+  return unsupported_reason(read_source(source, "source").matrix, parse_weight_format(format));
 }
 
 // By name, the fields of WeightFormat in moebius/weight_formats.py.
@@ -204,7 +204,7 @@ void bind_format(py::module_& m) {
   m.def("expert_layout", &expert_layout, py::arg("gate_up_format"), py::arg("down_format"), py::arg("hidden_size"),
         py::arg("intermediate_size"), py::arg("gated"), py::arg("has_bias"));
   m.attr("PANEL_COLUMNS") = kPanelColumns;
-  m.def("packing_obstacle", &obstacle, py::arg("format"), py::arg("source"));
+  m.def("unsupported_reason", &reason_of, py::arg("format"), py::arg("source"));
   m.def("pack_matrix", &pack_matrix, py::arg("format"), py::arg("source"), py::kw_only(), py::arg("has_bias") = false,
         py::arg("reference") = false);
   m.def("pack_expert", &pack_expert_matrices, py::arg("gate_up_format"), py::arg("down_format"), py::arg("gate"),

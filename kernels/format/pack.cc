@@ -16,7 +16,7 @@ bool widens(Code from, Code to) {
   return from == to || (to == Code::kFloat32 && (from == Code::kBFloat16 || from == Code::kFloat16));
 }
 
-std::string scales_obstacle(const SourceMatrix& source, const WeightFormat& format) {
+std::string unsupported_scales(const SourceMatrix& source, const WeightFormat& format) {
   if (source.group_size != format.group_size) {
     return "its group size is " + std::to_string(source.group_size) + ", the format's " +
            std::to_string(format.group_size);
@@ -45,7 +45,7 @@ void check_layout_code(const SourceMatrix& source) {
 
 }  // namespace
 
-std::string packing_obstacle(const SourceMatrix& source, const WeightFormat& format) {
+std::string unsupported_reason(const SourceMatrix& source, const WeightFormat& format) {
   if (!widens(source.code, format.code)) {
     return std::string("its elements are ") + code_name(source.code) + ", the format's " + code_name(format.code);
   }
@@ -55,11 +55,11 @@ std::string packing_obstacle(const SourceMatrix& source, const WeightFormat& for
   }
   const bool has_column_scale = source.column_scale != nullptr || source.tensor_scale != 1.0f;
   if (has_column_scale && !format.column_scale) return "it has a scale per column or tensor, the format none";
-  return scales_obstacle(source, format);
+  return unsupported_scales(source, format);
 }
 
 bool packs_exactly(const SourceMatrix& source, const WeightFormat& format) {
-  return packing_obstacle(source, format).empty();
+  return unsupported_reason(source, format).empty();
 }
 
 void check_source(const SourceMatrix& source) {
@@ -92,9 +92,9 @@ void check_packing(const SourceMatrix& source, const PanelLayout& layout, uint32
     refuse("panel " + std::to_string(panel) + " begins beyond its " + std::to_string(source.rows) + " rows");
   }
   if (source.bias != nullptr && !layout.has_bias) refuse("it has a bias, the packed matrix none");
-  const std::string obstacle = packing_obstacle(source, layout.format);
-  if (obstacle.empty()) return;
-  refuse("it can not be packed as " + weight_format_name(layout.format) + " exactly: " + obstacle);
+  const std::string reason = unsupported_reason(source, layout.format);
+  if (reason.empty()) return;
+  refuse("it can not be packed as " + weight_format_name(layout.format) + " exactly: " + reason);
 }
 
 namespace {

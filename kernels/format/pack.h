@@ -14,12 +14,12 @@ namespace moebius {
 // codes; bfloat16 and float16 elements as float32; equal group sizes with scales of the same type (any type as
 // float32); a symmetric source where the format has zeros. What a source lacks and the format has becomes 1
 // (column scale), 8 (zero points).
-std::string packing_obstacle(const SourceMatrix& source, const WeightFormat& format);
+std::string unsupported_reason(const SourceMatrix& source, const WeightFormat& format);
 bool packs_exactly(const SourceMatrix& source, const WeightFormat& format);
 
 // Packs columns 16 * panel ... 16 * panel + 15 of the packed matrix (rows of `source`, those beyond its last are
 // padding) into target[layout.panel_bytes]; every byte is written. Throws std::invalid_argument when the source
-// is not consistent, does not fit the layout, or has an obstacle.
+// is not consistent, does not fit the layout, or would be rounded.
 void pack_panel(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel, std::byte* target);
 
 // Panels first ... first + count - 1, each target_stride bytes after the one before. Faster than one at a time

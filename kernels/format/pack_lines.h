@@ -35,7 +35,7 @@ void pack_lines_gptq(const SourceMatrix& source, const PanelLayout& layout, cons
 void pack_lines_strided(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
                         std::byte* target);
 
-// --- The parts of a panel beside its codes.
+// --- The parts of a panel other than its codes.
 
 // What padding elements hold: int4 code 8 (zero of a symmetric format), zero bits elsewhere.
 uint32_t padding_code(Code code);

@@ -26,7 +26,7 @@ bool can_requantise_to(const WeightFormat& format);
 //   int4                         per group the scale (and zero point) of least squared error, after its own
 //                                rounding to the scale type; symmetric scales may be negative, so that either
 //                                sign of a group's largest weight can take code -8
-// layout.k is source.cols; columns behind source.rows and k behind source.cols become zeros. A group (int8: a
+// layout.k is source.cols; columns from source.rows and k from source.cols on become zeros. A group (int8: a
 // column) that holds a NaN or an infinity gets a NaN scale: it is never hidden. `target` has
 // layout.panel_bytes. Callable from several threads.
 // Throws std::invalid_argument when can_requantise_to(layout.format) is false or k differs.

@@ -58,10 +58,10 @@ struct Int32End {
   static __m512i add(__m512i left, __m512i right) { return _mm512_add_epi32(left, right); }
 };
 
-// --- Vector work for the next piece of weights, done a step at a time beside the products of this one.
+// --- Vector work for the next piece of weights, done a step at a time between the products of this one.
 //
 // A step is a call, not inlined into the products: one copy of a decoder instead of one per shape of block, and the
-// call costs little beside the tile it makes.
+// call costs little next to the tile it makes.
 
 constexpr uint32_t kTileRows = 16;
 constexpr size_t kTileBytes = 1024;
@@ -228,7 +228,7 @@ void zero_sums() {
 
 // Sums 0, 1 (first row tile, panels 0 and 1) and 2, 3 (second row tile) += rows x panels over `steps` tiles.
 // kParts: tiles of a panel that meet the same tile of rows (2: high and low parts of float16). `task.step()` is
-// vector work for the next piece that runs beside the tile unit.
+// vector work for the next piece that runs at the same time as the tile unit.
 template <class Math, int kParts, int kRowTiles, int kPanels>
 void multiply_block(const RowBlock& block, const std::byte* const* panels, uint32_t steps, Task& task) {
   const size_t stride = block.stride;

@@ -122,7 +122,7 @@ class FoldedGemm {
             steps_ - begin < chunk_ ? steps_ - begin : chunk_};
   }
 
-  // What to fetch for a piece: behind the last one, what this thread reads next.
+  // What to fetch for a piece: after the last one, what this thread reads next.
   Piece fetched_piece(uint32_t index, bool last_rows) const {
     if (index < chunks_ * pairs_ || work_.next == nullptr || !last_rows) return piece(index);
     return {{work_.next, work_.next + work_.layout->panel_bytes}, 2, 0, smaller(chunk_, steps_)};

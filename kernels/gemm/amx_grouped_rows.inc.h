@@ -2,7 +2,7 @@
 // after amx_blocks.inc.h.
 //
 // Four sums leave their tiles after each group. They are added to their totals one block later, between the products
-// of that block: the vector units work beside the tile unit, on sums that have long arrived in L1.
+// of that block: the vector units work with the tile unit, on sums that have long arrived in L1.
 
 constexpr uint32_t kTileFloats = kTileRows * kPanelColumns;
 constexpr uint32_t kBlockFloats = 4 * kTileFloats;  // sums of a block: row tile 0 x panels 0 and 1, then row tile 1
@@ -79,7 +79,7 @@ struct ScaledBlock {
 
 // --- Grouped GEMMs of more than 16 rows.
 //
-// Chunks of k are outermost. A chunk of all panels is decoded beside the products of the chunk before. A band of up
+// Chunks of k are outermost. A chunk of all panels is decoded between the products of the chunk before. A band of up
 // to 64 rows is copied to where its tiles lie close together in L1, and meets one pair of panels after the other;
 // totals wait in memory until the next chunk.
 
@@ -181,7 +181,7 @@ class GroupedRows {
     while (decode_panel_ < work_.num_panels) decode_one();
   }
 
-  // A tile, and the codes of the same tile of the chunk after: of the panels that follow, behind the last chunk.
+  // A tile, and the codes of the same tile of the chunk after: of the panels that follow, after the last chunk.
   [[gnu::noinline]] void decode_one() {
     if (decode_panel_ == work_.num_panels) return;
     const uint32_t step = decode_begin_ + decode_step_;

@@ -21,7 +21,7 @@ void column_scales_of_groups(const PanelLayout& layout, const std::byte* panel, 
 //   kLines      64-byte lines of packed codes per step
 //   kDecodes    whether tiles are made in a buffer, or are the packed codes themselves
 //   tiles(panel, begin, steps, buffer)   the tiles of steps [begin, begin + steps); buffer: kParts KiB a step
-//   task(next, after_next, buffer, product_steps)   makes the tiles of the next piece bit by bit beside
+//   task(next, after_next, buffer, product_steps)   makes the tiles of the next piece bit by bit between
 //               `product_steps` steps of products of the piece before (step), then what is left (finish)
 
 // Packed codes that are tiles already.

@@ -76,7 +76,7 @@ struct Float16Decoder {
 };
 
 // e4m3 seeeemmm becomes the bfloat16 s0111eeeemmm0000: 2^-8 times its value where it is normal. Subnormal codes,
-// zero and NaN are rare in trained weights and repaired behind a branch.
+// zero and NaN are rare in trained weights and repaired in a branch.
 struct Float8Decoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 4;

@@ -28,7 +28,7 @@ MOEBIUS_INLINE void clear(__m512 (&sums)[kRows]) {
 }
 
 // total = the sum over groups of mins times the row's sums.
-// A pass of its own: it takes few registers, and runs beside the loads of the first codes.
+// A pass of its own: it takes few registers, and runs during the loads of the first codes.
 template <int kRows>
 MOEBIUS_INLINE void start_from_mins(const Panel& panel, Chunks chunks, const RowBlock<kRows>& rows,
                                         __m512 (&total)[kRows]) {
@@ -151,7 +151,7 @@ MOEBIUS_INLINE void multiply_byte_groups(const Panel& panel, const RowBlock<kRow
 // --- Rows times a panel of 4-bit codes with group scales.
 //
 // Scales and zero points are widened where they are used: less work than a pass of its own per panel, and it
-// runs beside the loads of the codes.
+// runs during the loads of the codes.
 
 // Sums of kChunks neighbouring chunks of 4-bit codes, kLines lines (8 k each) per chunk, side by side: a chunk alone
 // is a chain of dependent additions too long to hide for few rows.

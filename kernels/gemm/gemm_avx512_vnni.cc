@@ -57,7 +57,7 @@ void run_block(const GemmWork& work, const int32_t* offsets, uint32_t panel, uin
   const __m512i sign = _mm512_set1_epi8(-128);
   const uint32_t lines = layout.k_padded / 4;
   const size_t codes_bytes = size_t{lines} * 64;
-  // What follows a panel is being read already: reading goes on behind it, or elsewhere after the last.
+  // What follows a panel is being read already: reading goes on after it, or elsewhere after the last.
   const bool is_last = panel + kPanels >= work.num_panels && work.next != nullptr;
   const std::byte* next = is_last ? work.next : codes + kPanels * layout.panel_bytes;
   const auto others_bytes = static_cast<size_t>(next - codes) - layout.panel_bytes;

@@ -19,7 +19,7 @@ struct Panel {
 
 // Hardware prefetchers stop at page ends and know nothing of the next panel. 8 KiB is best or close to it for all
 // formats on Zen 5 (4 KiB: up to 15 % less for 4-bit codes at one row; 16 KiB: less for 8-bit codes). The bytes
-// behind the codes, scales first, are asked for during the panel before. A prefetch past the end does not fault.
+// after the codes, scales first, are asked for during the panel before. A prefetch past the end does not fault.
 constexpr size_t kPrefetchBytes = 8192;
 
 MOEBIUS_INLINE void prefetch(const std::byte* address) {
@@ -40,7 +40,7 @@ MOEBIUS_INLINE size_t bytes_ahead(const Panel& panel, size_t offset) {
   return panel.codes + offset + ahead < panel.end ? ahead : ahead + static_cast<size_t>(panel.jump);
 }
 
-// The runs of k that are summed by themselves, each within one group. What lies behind the last group is padding.
+// The runs of k that are summed by themselves, each within one group. What lies after the last group is padding.
 struct Chunks {
   uint32_t count;
   uint32_t group_shift;  // chunk >> group_shift is its group

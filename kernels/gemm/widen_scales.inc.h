@@ -72,7 +72,7 @@ inline void widen_groups(const std::byte* scales, uint32_t groups, float* target
   }
 }
 
-// target[padded_groups][16] float32, 64-byte aligned; groups of padding get 0, never what lies behind the scales.
+// target[padded_groups][16] float32, 64-byte aligned; groups of padding get 0, never what lies after the scales.
 inline void widen_scales(const PanelLayout& layout, const std::byte* panel, float* target) {
   const std::byte* scales = panel + layout.scales_offset;
   switch (layout.format.scale) {

@@ -35,7 +35,7 @@ struct EngineStats {
   std::vector<std::atomic<uint64_t>> expert_rows;  // [layers, experts]
 };
 
-// --- The experts of one server: packed weights, threads, kernels and counters behind ExpertBackend.
+// --- The engine.
 
 class ExpertEngine final : public ExpertBackend {
  public:
@@ -47,7 +47,7 @@ class ExpertEngine final : public ExpertBackend {
 
   // Packs one expert, given by its global id, and returns what rounding to the layer's format cost. Throws
   // std::invalid_argument when layer or expert are not held here or were loaded before, or when the source does
-  // not fit. Thread safe; also beside forward() of other experts.
+  // not fit. Thread safe; also during forward() of other experts.
   PackError load_expert(uint32_t layer, uint32_t expert, const ExpertSource& source);
 
   // See ExpertStore::fill.

@@ -57,7 +57,7 @@ class AlignedBuffer {
   size_t bytes_ = 0;
 };
 
-// --- Rows that a GEMM can read: equally spaced, 64-byte aligned, zero behind what was written.
+// --- Rows that a GEMM can read: equally spaced, 64-byte aligned, zero after what was written.
 
 // Rows this many bytes apart meet in few sets of the first-level cache: twelve of them, read side by side, push each
 // other out (measured on Zen 5: 30 % of the time of a bfloat16 GEMM with 12 or 24 rows).

@@ -1,5 +1,5 @@
 // The loops that measure what this machine can do: reading memory, and computing in registers only. One set per
-// instruction set; limits measured by them stand beside every figure of `moebius bench kernels`.
+// instruction set; limits measured by them stand next to every figure of `moebius bench kernels`.
 //
 // This header is read by files built for one instruction set: declarations only, no inline functions.
 #pragma once

@@ -65,7 +65,7 @@ def test_inconsistent_sources(source: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoder", "format_name", "obstacle"),
+    ("encoder", "format_name", "reason"),
     [
         ("float32", "bfloat16", "its elements are float32, the format's bfloat16"),
         ("bfloat16", "float16", "its elements are bfloat16, the format's float16"),
@@ -78,13 +78,11 @@ def test_inconsistent_sources(source: dict[str, Any], message: str) -> None:
         ("mxfp4", "nvfp4", "its group size is 32, the format's 16"),
     ],
 )
-def test_obstacles_are_named(encoder: str, format_name: str, obstacle: str) -> None:
-    """packing_obstacle says why, and packing refuses with the same words instead of rounding."""
+def test_unsupported_reasons_are_named(encoder: str, format_name: str, reason: str) -> None:
+    """unsupported_reason says why, and packing refuses with the same words instead of rounding."""
     source = ENCODERS[encoder](WEIGHTS).source
-    assert _kernels.packing_obstacle(format_name, source) == obstacle
-    with pytest.raises(
-        ValueError, match=f"can not be packed as {format_name} exactly: {re.escape(obstacle)}"
-    ):
+    assert _kernels.unsupported_reason(format_name, source) == reason
+    with pytest.raises(ValueError, match=f"can not be packed as {format_name} exactly: {re.escape(reason)}"):
         _kernels.pack_matrix(format_name, source)
 
 

@@ -23,7 +23,7 @@ def encode(name: str, rows: int, cols: int, seed: int = 0) -> Quantised:
 def test_unpacked_is_what_the_checkpoint_means(name: str, shape: tuple[int, int]) -> None:
     """No value is rounded on the way: pack, unpack, compare bits with numpy's dequantisation."""
     quantised = encode(name, *shape)
-    assert _kernels.packing_obstacle(quantised.format, quantised.source) == ""
+    assert _kernels.unsupported_reason(quantised.format, quantised.source) == ""
     packed = _kernels.pack_matrix(quantised.format, quantised.source)
     unpacked = _kernels.unpack_matrix(quantised.format, packed, *shape)
     np.testing.assert_array_equal(unpacked, quantised.weights)

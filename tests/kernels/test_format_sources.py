@@ -203,7 +203,7 @@ def test_float32_scales_of_a_float16_format_are_rounded() -> None:
     codes = rng.integers(1, 32, (64, 64)).astype(np.int8)
     source = SourceMatrix(codes, scales=scales, mins=mins, group_size=32)
     name = "int8_g32_mins"
-    assert "float32 scales" in _kernels.packing_obstacle(name, source)
+    assert "float32 scales" in _kernels.unsupported_reason(name, source)
     packed, squared_error, squared = _kernels.pack_expert(name, name, None, source, source)
     _, up, down = unpack_expert(expert_layout(name, name, 64, 64, gated=False), packed)
     kept = np.repeat(scales.astype(np.float16).astype(np.float32), 32, 1)
@@ -219,12 +219,12 @@ def test_float32_scales_of_a_float16_format_are_rounded() -> None:
 
 
 def test_mins_are_neither_lost_nor_made_up() -> None:
-    """A format or a source without them is an obstacle; arrays that lie otherwise than scales are refused."""
+    """Where the format or the source has none the reason says so; arrays unlike the scales are refused."""
     quantised = encode("int4_g32_mins")
     source = quantised.source
     assert source.mins is not None
-    assert "it has mins" in _kernels.packing_obstacle("int4_g32_f16", source)
-    assert "it has no mins" in _kernels.packing_obstacle(quantised.format, replace(source, mins=None))
+    assert "it has mins" in _kernels.unsupported_reason("int4_g32_f16", source)
+    assert "it has no mins" in _kernels.unsupported_reason(quantised.format, replace(source, mins=None))
     for wrong in (source.mins[:, :-1], source.mins.astype(np.float32), source.mins[:, ::-1]):
         with pytest.raises(ValueError, match="mins"):
-            _kernels.packing_obstacle(quantised.format, replace(source, mins=wrong))
+            _kernels.unsupported_reason(quantised.format, replace(source, mins=wrong))

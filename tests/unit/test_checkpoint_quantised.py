@@ -35,7 +35,7 @@ def test_every_format_means_its_weights(tmp_path: Path, encoder: str) -> None:
             matrix = checkpoint.matrix(layer, expert, which)
             assert matrix.packed_format == wanted
             source = matrix.read(reader)
-            assert _kernels.packing_obstacle(wanted, source) == ""
+            assert _kernels.unsupported_reason(wanted, source) == ""
             found = _kernels.dequantise_matrix(source)
             np.testing.assert_allclose(found, weights, rtol=3e-7)
 
