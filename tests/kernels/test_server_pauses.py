@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from moebius._kernels import pool_default_spin_microseconds
+from moebius._kernels_testing import pool_default_spin_microseconds
 from moebius.kernels import ExpertEngine
 from moebius.mailbox import MailboxServer
 from tests.helpers.mailbox import geometry, new_mailbox
