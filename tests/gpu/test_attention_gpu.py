@@ -7,6 +7,7 @@ pages of splits.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,7 +167,7 @@ def test_replays_are_eager_steps(geometry: str, backend: str) -> None:
     graphs: dict[int, Any] = {}
     for size in sizes:
         static = as_capturable(empty[size].inputs)
-        static.block_table = torch.zeros(size, 200, dtype=torch.int32, device="cuda")
+        static = replace(static, block_table=torch.zeros(size, 200, dtype=torch.int32, device="cuda"))
         attention.plan_capture(static)
         rows = [tensor.clone() for tensor in (empty[size].query, empty[size].key, empty[size].value)]
         graphs[size] = static, rows, capture(lambda rows=rows: attention.forward(*rows, LAYER, layer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_replays_are_eager_steps(backend: str) -> None:
     attention = backend_for(largest, backend)
     empty = make_mla_case(DEEPSEEK, [(0, 1)] * 4, 64, BF16, None, "cuda")
     static = as_capturable(empty.inputs)
-    static.block_table = torch.zeros(4, 60, dtype=torch.int32, device="cuda")
+    static = replace(static, block_table=torch.zeros(4, 60, dtype=torch.int32, device="cuda"))
     attention.plan_capture(static)
 
     def rows_of(case: MlaCase) -> tuple[torch.Tensor, ...]:

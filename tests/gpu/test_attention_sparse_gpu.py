@@ -88,7 +88,7 @@ def test_replays_choose_anew() -> None:
     attention = TritonMlaAttention(DEEPSEEK_SPARSE, case.cache)
     static = as_capturable(make([(0, 1)] * 3).inputs)
     static.slot_mapping.zero_()
-    static.block_table = torch.zeros(3, 60, dtype=torch.int32, device="cuda")
+    static = replace(static, block_table=torch.zeros(3, 60, dtype=torch.int32, device="cuda"))
     attention.plan_capture(static)
     query, choices = absorb_query(case.query_nope, case.key_weight).contiguous(), []
 
