@@ -196,6 +196,7 @@ def engine(
     json_file: JsonFile = None,
 ) -> None:
     """Decode and prefill speed of the engine, with the bound of what its experts really read."""
+    _torch_first()
     from moebius.app.bench.engine.run import EngineBenchOptions, run
     from moebius.app.bench.kernels_inputs import parse_counts
 
@@ -229,6 +230,7 @@ def placement(
     json_file: JsonFile = None,
 ) -> None:
     """Decode speed by share of experts on the GPU, for each static placement strategy."""
+    _torch_first()
     from moebius.app.bench.engine.run import EngineBenchOptions
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.bench.placement import PlacementOptions, run
@@ -263,10 +265,16 @@ def steps(
     json_file: JsonFile = None,
 ) -> None:
     """What the GPU and the host do in decode steps: kernels, gaps between graphs, host functions."""
+    _torch_first()
     from moebius.app.bench.steps import StepsOptions, run
 
     _quiet()
     run(with_checkpoint(config), StepsOptions(streams, count, prompt_len, temperature, trace), json_file)
+
+
+def _torch_first() -> None:
+    """Before the kernels' modules: on a CUDA host with torch 2.11, `import torch` crashed after them."""
+    import torch  # noqa: F401
 
 
 def _quiet() -> None:
