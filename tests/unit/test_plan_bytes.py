@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_a_configuration_tells_what_headers_will(tmp_path: Path, encoder: str) -
 )
 def test_the_mailbox_is_as_large_as_planned(geometry: MailboxGeometry) -> None:
     """The segment that C++ makes."""
-    name = "moebius-test-plan-bytes"
+    name = f"moebius-test-plan-bytes-{os.getpid()}"
     box = Mailbox.create(name, geometry)
     try:
         assert (SHARED_MEMORY / name).stat().st_size == geometry.regions().total
