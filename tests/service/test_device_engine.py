@@ -7,6 +7,7 @@ tests/gpu/test_engine_experts_gpu.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -54,15 +55,24 @@ def run(model: CausalLM, client: DoorbellExpertClient) -> list[list[int]]:
         return engine.run(workload())
 
 
-def test_a_server_killed_in_the_middle_does_not_show(served: tuple[CausalLM, Cluster]) -> None:
-    """SIGKILL between two steps and a new process: every request ends with the tokens of a quiet run."""
-    model, cluster = served
+@contextmanager
+def attached(cluster: Cluster) -> Iterator[DoorbellExpertClient]:
+    """A device-driven client of the cluster's servers, which are ready."""
     box = Mailbox.attach(
         cluster.config.experts.mailbox, 5, mailbox_geometry(cluster.config, cluster.geometry)
     )
     with doorbell_client(box, cluster.geometry, deadline_ms=20000) as (client, _):
         client.wait_ready(READY_S)
+        yield client
+
+
+def test_a_server_killed_in_the_middle_does_not_show(served: tuple[CausalLM, Cluster]) -> None:
+    """SIGKILL between two steps and a new process: every request ends with the tokens of a quiet run."""
+    model, cluster = served
+    # A client for each engine: one that stops interrupts its client for good.
+    with attached(cluster) as client:
         expected = run(model, client)
+    with attached(cluster) as client:
         begun, original = [0], client.begin_step
 
         def begin_step() -> None:
