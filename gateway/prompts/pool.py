@@ -105,6 +105,11 @@ class _Process:
         assert ready == READY, ready
         return process
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended by itself or by a signal."""
+        return self._process.poll() is not None
+
     async def run(self, job: _Job, limit_s: float) -> Answer:
         """The answer; _Died when the process ended without one, or took `limit_s` by the clock."""
         try:
@@ -228,6 +233,11 @@ class PromptPool:
             async with self._changed:
                 while (job := self._pick(number)) is None:
                     await self._changed.wait()
+            if process.ended:  # killed while it was idle: that costs the request none of its tries
+                del self._running[number]
+                await process.stop()
+                await self._queue(job)
+                continue
             try:
                 answer = await process.run(job, self._limits().cpu_s * _WALL_FACTOR)
             except _Died as death:
