@@ -22,6 +22,7 @@ from expert_service.spans import SpanRecorder
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError, WrongIdentity
 from moebius.expert_slices import SliceRequest
+from moebius.grpc_refusal import RefuseUndecodable
 from moebius.mailbox import IdentityMismatch, MailboxError
 from moebius.mailbox_plan import grpc_message_bytes
 from moebius.models.read import read_geometry
@@ -71,7 +72,8 @@ class ExpertProcess:
         model = read_geometry(settings.model, settings.top_k) if settings.model else None
         limit = grpc_message_bytes(model)
         bounds = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
-        server = grpc.server(futures.ThreadPoolExecutor(GRPC_THREADS), options=bounds)
+        threads = futures.ThreadPoolExecutor(GRPC_THREADS)
+        server = grpc.server(threads, options=bounds, interceptors=[RefuseUndecodable()])
         servicer = ExpertServicer(self._host, self._spans, self._drain)
         register: Callable[..., None] = expert_pb2_grpc.add_ExpertServicer_to_server
         register(servicer, server)

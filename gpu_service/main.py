@@ -29,6 +29,7 @@ from gpu_service.validation import Bounds
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig
 from moebius.errors import USER_ERROR_EXIT, UserError, report_failure
+from moebius.grpc_refusal import RefuseUndecodableAsync
 from moebius.mailbox import MailboxError
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
 from protos import engine_pb2_grpc
@@ -105,7 +106,7 @@ def make_server(
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", min_ping_interval_ms),
     ]
-    server = grpc.aio.server(options=options)
+    server = grpc.aio.server(interceptors=[RefuseUndecodableAsync()], options=options)
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     report = HealthReport(server)
     if reflect:
