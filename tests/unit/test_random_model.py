@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from tokenizers import Tokenizer
 
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.layers.moe import Router
 from moebius.app.random_model import RandomModelOptions, write_random_model
-from moebius.app.random_model.build import write_tokenizer
+from moebius.app.random_model.build import CHAT_TEMPLATE, write_tokenizer
+from moebius.app.random_model.gguf import GGUF_FORMATS
+from moebius.app.random_model.tensors import successor
 from moebius.app.random_model.values import (
     FLOAT8_STD,
     FORMATS,
@@ -27,16 +33,23 @@ from moebius.app.random_model.values import (
     parse_skew,
     wanted_shares,
 )
+from moebius.checkpoint.gguf.tokenizer import read_tokenizer
 from moebius.errors import UserError
-from moebius.models.read import read_geometry
+from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.paged_runner import PagedRunner, load_runner
 from tests.tolerances import ROUTER_SHARES_FITTED
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def write(directory: Path, weight_format: str = "bfloat16", skew: str = "none", threads: int = 2) -> Path:
     options = RandomModelOptions("tiny", weight_format, skew=skew, threads=threads, seed=3)
     write_random_model(directory, options)
     return directory
+
+
+def write_gguf_model(directory: Path, head: str = "random") -> Path:
+    return write_random_model(directory, RandomModelOptions("tiny", "q4_0", head=head, seed=3)).path
 
 
 def runner_on(directory: Path) -> PagedRunner:
@@ -124,8 +137,6 @@ def test_skew_survives_in_the_model(tmp_path: Path) -> None:
 
 def test_every_id_decodes(tmp_path: Path) -> None:
     """Text comes back as it was, and an id that no text encodes to is a word of its own."""
-    from tokenizers import Tokenizer
-
     write_tokenizer(tmp_path, 512)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 512
@@ -156,6 +167,8 @@ def test_only_its_own_directory_is_overwritten(tmp_path: Path) -> None:
         ),
         (RandomModelOptions(skew="zipf"), "--skew: 'zipf' is not allowed; allowed: none, or zipf:S"),
         (RandomModelOptions(layers=-1), "--layers: -1"),
+        (RandomModelOptions(head="next"), "--head: 'next' is not allowed; allowed: random, chain"),
+        (RandomModelOptions("tiny", "q4_k"), "--format q4_k: blk.0.attn_q.weight has rows of 64"),
     ],
 )
 def test_options_are_refused_by_name(tmp_path: Path, options: RandomModelOptions, message: str) -> None:
@@ -190,3 +203,53 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         main(["models", "random", str(directory), "--shape", "tiny", "--skew", "steep"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("moebius: error: --skew: 'steep'")
+
+
+@pytest.mark.parametrize("name", GGUF_FORMATS)
+def test_gguf_blocks_have_the_spread_they_say(name: str) -> None:
+    """The package `gguf` reads the blocks as normal-looking values of that deviation around zero."""
+    rows = GGUF_FORMATS[name].draw(generator(0), 64, 512, 0.02, True)
+    values = dequantize(rows, GGMLQuantizationType(GGUF_FORMATS[name].blocks.number))
+    assert values.shape == (64, 512)
+    assert not values[0].any()
+    assert float(values[1:].std()) == pytest.approx(0.02, rel=0.05)
+    assert abs(float(values[1:].mean())) < 0.02 * 0.02
+
+
+def test_gguf_file_has_the_safetensors_model(tmp_path: Path) -> None:
+    """One shape in two files: the same configuration, vocabulary and, within Q8_0, the same embedding."""
+    plain = write(tmp_path / "plain")
+    path = write_gguf_model(tmp_path / "gguf")
+    theirs, ours = read_model_config(str(plain)), read_model_config(str(path))
+    assert replace(ours, eos_token_ids=theirs.eos_token_ids) == theirs
+    found = read_tokenizer(path)
+    reference = Tokenizer.from_file(str(plain / "tokenizer.json"))
+    assert found.backend.get_vocab() == reference.get_vocab()
+    assert found.backend.encode("<|start|> w400 東京").ids == reference.encode("<|start|> w400 東京").ids
+    assert found.chat_template == CHAT_TEMPLATE
+    one, other = (runner_on(model).model.get_parameter(EMBEDDING).float() for model in (plain, path))
+    torch.testing.assert_close(one, other, rtol=0, atol=0.03)
+
+
+def test_a_chained_head_names_every_successor(tmp_path: Path) -> None:
+    """Each position's best token is the successor of its own, by a margin that no rounding bridges."""
+    path = write_gguf_model(tmp_path / "gguf", head="chain")
+    runner = runner_on(path)
+    tokens = torch.randint(3, 512, (48,), generator=torch.Generator().manual_seed(1))
+    _, logits = runner.prefill(tokens.tolist())
+    best, second = logits.float().topk(2, dim=-1).values.unbind(-1)
+    assert logits.argmax(-1).tolist() == successor(tokens.numpy(), 512).tolist()
+    assert float((best - second).min()) > 2.0
+    assert len(set(successor(np.arange(512), 512).tolist())) == 512
+
+
+def test_an_unfinished_gguf_file_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stops the writer finds nothing that could be served."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moebius.app.random_model.build.write_arrays", stop)
+    with pytest.raises(KeyboardInterrupt):
+        write_gguf_model(tmp_path / "gguf")
+    assert not list((tmp_path / "gguf").glob("*.gguf"))

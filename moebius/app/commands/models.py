@@ -119,10 +119,16 @@ def random(
         str, typer.Option(help="qwen3-30b-a3b, qwen3-next-80b, qwen3-235b-a22b, small or tiny")
     ] = "qwen3-30b-a3b",
     weight_format: Annotated[
-        str, typer.Option("--format", help="Of routed experts: bfloat16, int4_g32 or fp8_block")
+        str,
+        typer.Option(
+            "--format", help="Of routed experts: bfloat16, int4_g32 or fp8_block; q4_0 or q4_k: one GGUF file"
+        ),
     ] = "bfloat16",
     layers: Annotated[int, typer.Option(min=0, help="0: the model's own number")] = 0,
     skew: Annotated[str, typer.Option(help="How unequally experts are chosen: none, or zipf:S")] = "none",
+    head: Annotated[
+        str, typer.Option(help="What follows a token: random, or chain (one token, so that systems agree)")
+    ] = "random",
     seed: Annotated[int, typer.Option(min=0, help="Of all random numbers")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="0: one per allowed CPU")] = 0,
 ) -> None:
@@ -130,11 +136,11 @@ def random(
     from moebius.app.demo_model import rich_progress
     from moebius.app.random_model import RandomModelOptions, write_random_model
 
-    options = RandomModelOptions(shape, weight_format, layers, skew, seed, threads)
+    options = RandomModelOptions(shape, weight_format, layers, skew, head, seed, threads)
     with rich_progress() as progress:
         written = write_random_model(
             directory, options, lambda done, total: progress("writing random weights", done, total)
         )
     gigabytes = written.nbytes / 1e9
     speed = gigabytes / written.seconds
-    print(f"{written.directory}: {gigabytes:.2f} GB in {written.seconds:.1f} s ({speed:.2f} GB/s)")
+    print(f"{written.path}: {gigabytes:.2f} GB in {written.seconds:.1f} s ({speed:.2f} GB/s)")

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from moebius.app.random_model.gguf import GGUF_FORMATS, gguf_tensors, lay_out_gguf
 from moebius.app.random_model.shapes import parse_shape
-from moebius.app.random_model.tensors import ModelDraw, TensorGroup, shards, write_shards
+from moebius.app.random_model.tensors import ModelDraw, shards, write_arrays, write_shards
 from moebius.app.random_model.values import expert_format, parse_skew
 from moebius.errors import UserError
 
@@ -29,16 +30,22 @@ CHAT_TEMPLATE = (
 )
 
 
+def vocabulary_tokens(vocab_size: int) -> list[str]:
+    """Special tokens, bytes, made-up words. Raises UserError for a vocabulary without room for bytes."""
+    from tokenizers import pre_tokenizers
+
+    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    if vocab_size < len(tokens):
+        raise UserError(f"vocabulary of {vocab_size}: at least {len(tokens)} are needed")
+    # "Ġ" is a space to byte-level decoders.
+    return tokens + [f"\u0120w{number}" for number in range(len(tokens), vocab_size)]
+
+
 def write_tokenizer(directory: Path, vocab_size: int) -> None:
     """tokenizer.json and tokenizer_config.json of `vocab_size` tokens. Raises UserError when too few."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if vocab_size < len(SPECIAL) + len(alphabet):
-        raise UserError(f"vocabulary of {vocab_size}: at least {len(SPECIAL) + len(alphabet)} are needed")
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
-    # "Ġ" is a space to byte-level decoders.
-    vocabulary |= {f"\u0120w{number}": number for number in range(len(vocabulary), vocab_size)}
+    vocabulary = {token: number for number, token in enumerate(vocabulary_tokens(vocab_size))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -63,12 +70,14 @@ class RandomModelOptions:
     """Filled by the command line; names as in `SHAPES` and `FORMATS`."""
 
     shape: str = "qwen3-30b-a3b"
-    # Of routed experts; all other weights are bfloat16.
+    # Of routed experts, all other weights are bfloat16; or of a whole GGUF file.
     weight_format: str = "bfloat16"
     # 0: the model's own number.
     layers: int = 0
     # "none", or "zipf:S".
     skew: str = "none"
+    # "random", or "chain": each token has one successor, whatever came before it.
+    head: str = "random"
     seed: int = 0
     # 0: one per allowed CPU.
     threads: int = 0
@@ -78,7 +87,8 @@ class RandomModelOptions:
 class Written:
     """What was written; filled by `write_random_model`."""
 
-    directory: Path
+    # What `moebius serve` is given: the directory, or the GGUF file in it.
+    path: Path
     nbytes: int
     seconds: float
 
@@ -95,28 +105,61 @@ def write_random_model(
     """
     begin = time.perf_counter()
     shape = parse_shape(options.shape, options.layers)
-    experts = expert_format(options.weight_format)
-    draw = ModelDraw(shape, experts, parse_skew(options.skew), options.seed)
+    is_gguf = options.weight_format in GGUF_FORMATS
+    experts = expert_format("bfloat16" if is_gguf else options.weight_format, others=tuple(GGUF_FORMATS))
+    draw = ModelDraw(shape, experts, parse_skew(options.skew), options.seed, _parse_head(options.head))
+    write = _write_gguf if is_gguf else _write_safetensors
+    path, written = write(directory, draw, options, on_progress)
+    return Written(path, written, time.perf_counter() - begin)
+
+
+def _parse_head(name: str) -> bool:
+    """Whether it is chained. Raises UserError."""
+    if name not in ("random", "chain"):
+        raise UserError(f"--head: {name!r} is not allowed; allowed: random, chain")
+    return name == "chain"
+
+
+def _write_safetensors(
+    directory: Path, draw: ModelDraw, options: RandomModelOptions, on_progress: Callable[[int, int], None]
+) -> tuple[Path, int]:
     groups = shards(draw)
     total = sum(spec.nbytes for shard in groups for group in shard for spec in group.tensors)
     _prepare(directory, total, json.dumps(asdict(options)))
-    write_tokenizer(directory, shape.vocab_size)
-    written = _write(directory, groups, options.threads, total, on_progress)
+    write_tokenizer(directory, draw.shape.vocab_size)
+    written = write_shards(directory, groups, _threads(options), _counted(total, on_progress))
     generation = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "temperature": 1.0}
     (directory / "generation_config.json").write_text(json.dumps(generation) + "\n")
     # Last: a directory without it is no checkpoint, so an interrupted one is never taken for one.
-    config = shape.hf_config(experts.config)
+    config = draw.shape.hf_config(draw.experts.config)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    return Written(directory, written, time.perf_counter() - begin)
+    return directory, written
 
 
-def _write(
-    directory: Path,
-    groups: list[list[TensorGroup]],
-    threads: int,
-    total: int,
-    on_progress: Callable[[int, int], None],
-) -> int:
+def _write_gguf(
+    directory: Path, draw: ModelDraw, options: RandomModelOptions, on_progress: Callable[[int, int], None]
+) -> tuple[Path, int]:
+    """One file, under its name once it is complete."""
+    name = options.weight_format
+    total = sum(tensor.nbytes for tensor in gguf_tensors(draw, name))
+    tokens = vocabulary_tokens(draw.shape.vocab_size)
+    _prepare(directory, total, json.dumps(asdict(options)))
+    path = directory / f"{draw.shape.name}-{name}.gguf"
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        placed = lay_out_gguf(unfinished, draw, name, tokens, CHAT_TEMPLATE)
+        write_arrays(placed, _threads(options), _counted(total, on_progress))
+        unfinished.rename(path)
+    except OSError as error:
+        raise UserError(f"{path}: can not write {total / 2**30:.1f} GiB: {error.strerror}") from None
+    return path, total
+
+
+def _threads(options: RandomModelOptions) -> int:
+    return options.threads or len(os.sched_getaffinity(0))
+
+
+def _counted(total: int, on_progress: Callable[[int, int], None]) -> Callable[[int], None]:
     done = 0
 
     def on_bytes(count: int) -> None:
@@ -124,7 +167,7 @@ def _write(
         done += count
         on_progress(done, total)
 
-    return write_shards(directory, groups, threads or len(os.sched_getaffinity(0)), on_bytes)
+    return on_bytes
 
 
 def _prepare(directory: Path, total: int, marker: str) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moebius.app.random_model.shapes import RandomShape
 from moebius.app.random_model.values import (
@@ -66,10 +67,13 @@ class TensorGroup:
 
 
 @dataclass(frozen=True)
-class _Placed:
+class PlacedArrays:
+    """Arrays that are drawn together, and where in which file they lie; one thread's piece of work."""
+
     path: Path
-    offsets: tuple[int, ...]
-    group: TensorGroup
+    # Of each array: its tensor's name, first byte in the file, bytes.
+    places: tuple[tuple[str, int, int], ...]
+    draw: Callable[[], Sequence[Array]]
 
 
 def write_shards(
@@ -86,14 +90,13 @@ def write_shards(
     weight_map: dict[str, str] = {}
     total = 0
     try:
-        placed: list[_Placed] = []
+        placed: list[PlacedArrays] = []
         for name, groups in zip(names, shards, strict=True):
             specs = [spec for group in groups for spec in group.tensors]
             weight_map |= dict.fromkeys((spec.name for spec in specs), name)
             total += sum(spec.nbytes for spec in specs)
             placed += _lay_out(directory / name, groups)
-        for count in _in_threads(placed, threads):
-            on_bytes(count)
+        write_arrays(placed, threads, on_bytes)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index) + "\n")
     except OSError as error:
@@ -101,7 +104,7 @@ def write_shards(
     return total
 
 
-def _lay_out(path: Path, groups: Sequence[TensorGroup]) -> Iterator[_Placed]:
+def _lay_out(path: Path, groups: Sequence[TensorGroup]) -> Iterator[PlacedArrays]:
     """Writes the header, makes the file as long as it will be, and says where each group goes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -115,41 +118,46 @@ def _lay_out(path: Path, groups: Sequence[TensorGroup]) -> Iterator[_Placed]:
         position = file.tell()
         file.truncate(position + end)
     for group in groups:
-        offsets = [position]
+        places = []
         for spec in group.tensors:
-            offsets.append(offsets[-1] + spec.nbytes)
-        position = offsets.pop()
-        yield _Placed(path, tuple(offsets), group)
+            places.append((spec.name, position, spec.nbytes))
+            position += spec.nbytes
+        yield PlacedArrays(path, tuple(places), group.draw)
 
 
-def _in_threads(placed: Sequence[_Placed], threads: int) -> Iterator[int]:
-    """Bytes of each group as it is done. The first error ends everything that has not begun."""
+def write_arrays(placed: Sequence[PlacedArrays], threads: int, on_bytes: Callable[[int], None]) -> None:
+    """Draws and writes into files that are there; `on_bytes` gets counts, from this thread.
+
+    The first error ends everything that has not begun.
+    """
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(_write, entry) for entry in placed]
         try:
             for future in concurrent.futures.as_completed(futures):
-                yield future.result()
+                on_bytes(future.result())
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _write(entry: _Placed) -> int:
-    arrays = entry.group.draw()
+def _write(entry: PlacedArrays) -> int:
+    arrays = entry.draw()
     file = os.open(entry.path, os.O_WRONLY)
     try:
-        for spec, offset, array in zip(entry.group.tensors, entry.offsets, arrays, strict=True):
-            if array.nbytes != spec.nbytes:
-                raise ValueError(f"{spec.name}: {array.nbytes} bytes were drawn, {spec.nbytes} are declared")
+        for (name, offset, nbytes), array in zip(entry.places, arrays, strict=True):
+            if array.nbytes != nbytes:
+                raise ValueError(f"{name}: {array.nbytes} bytes were drawn, {nbytes} are declared")
             data = np.ascontiguousarray(array).data.cast("B")
             begin = 0
             while begin < len(data):
                 begin += os.pwrite(file, data[begin : begin + _PIECE], offset + begin)
     finally:
         os.close(file)
-    return sum(spec.nbytes for spec in entry.group.tensors)
+    return sum(nbytes for _, _, nbytes in entry.places)
 
 
 LOGIT_STD = 4.0
+# Tokens 0 to 2: padding, start and end.
+NUM_SPECIAL = 3
 # Element 0 of the residual stream, over sqrt(hidden): 1/36 of the energy, many deviations of the others.
 CONSTANT = 1 / 6
 
@@ -163,6 +171,8 @@ class ModelDraw:
     # Zipf exponent of the routers; 0: even.
     skew: float
     seed: int
+    # Whether the head answers each token with `successor` of it.
+    chained: bool = False
 
     @property
     def constant(self) -> float:
@@ -182,23 +192,103 @@ def shards(draw: ModelDraw) -> list[list[TensorGroup]]:
 def _outside(draw: ModelDraw) -> Iterator[TensorGroup]:
     shape = draw.shape
     size = (shape.vocab_size, shape.hidden_size)
-    yield _one("model.embed_tokens.weight", size, partial(_embedding, draw, size))
+    yield _one("model.embed_tokens.weight", size, partial(embedding, draw))
     yield _ones("model.norm.weight", shape.hidden_size)
-    head = partial(_dense, draw, (0, 1), size, LOGIT_STD / math.sqrt(shape.hidden_size), False)
-    yield _one("lm_head.weight", size, head)
+    yield _one("lm_head.weight", size, partial(head, draw))
 
 
-def _embedding(draw: ModelDraw, size: tuple[int, int]) -> list[Array]:
-    values = bfloat16_normal(generator(draw.seed, 0, 0), size, 1.0)
-    values[:, 0] = bfloat16_bits(np.array([draw.constant], np.float32))[0]
-    return [values]
+def embedding(draw: ModelDraw) -> list[Array]:
+    """bfloat16 bits `[vocab, hidden]`."""
+    return [_embedding_rows(draw, 1.0)]
+
+
+def _embedding_rows(draw: ModelDraw, std: float) -> NDArray[np.uint16]:
+    shape = draw.shape
+    values = bfloat16_normal(generator(draw.seed, 0, 0), (shape.vocab_size, shape.hidden_size), std)
+    values[:, 0] = bfloat16_bits(np.array([draw.constant * std], np.float32))[0]
+    return values
+
+
+def successor(tokens: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
+    """The token that a chained head prefers after each; special tokens neither follow nor are followed."""
+    plain = vocab_size - NUM_SPECIAL
+    step = next(step for step in range(plain // 3 * 2, plain) if math.gcd(step, plain) == 1)
+    return np.where(tokens < NUM_SPECIAL, tokens, NUM_SPECIAL + (tokens - NUM_SPECIAL) * step % plain)
+
+
+def head(draw: ModelDraw) -> list[Array]:
+    """bfloat16 bits `[vocab, hidden]`.
+
+    A chained head's row of a token is the embedding of the token before it, which is half of the stream's
+    energy: that token wins by many deviations, whatever other systems round differently.
+    """
+    shape = draw.shape
+    std = LOGIT_STD / math.sqrt(shape.hidden_size)
+    if not draw.chained:
+        return [bfloat16_normal(generator(draw.seed, 0, 1), (shape.vocab_size, shape.hidden_size), std)]
+    rows = np.empty((shape.vocab_size, shape.hidden_size), np.uint16)
+    rows[successor(np.arange(shape.vocab_size), shape.vocab_size)] = _embedding_rows(draw, std)
+    rows[:NUM_SPECIAL] = 0
+    return [rows]
+
+
+@dataclass(frozen=True)
+class MatrixDraw:
+    """How one matrix of a layer is drawn; filled by `attention_matrices` and `expert_matrices`."""
+
+    # "q", "k", "v", "o", "gate_proj", "up_proj" or "down_proj".
+    name: str
+    rows: int
+    cols: int
+    std: float
+    # What is added to the residual stream leaves element 0 alone.
+    zero_row: bool
+    # Its stream of random numbers is `generator(seed, *key)`.
+    key: tuple[int, ...]
+
+
+def attention_matrices(shape: RandomShape, layer: int) -> list[MatrixDraw]:
+    """Projections of a layer's attention."""
+    hidden, query = shape.hidden_size, shape.num_heads * shape.head_dim
+    key = shape.num_kv_heads * shape.head_dim
+    sizes = (("q", query, hidden), ("k", key, hidden), ("v", key, hidden), ("o", hidden, query))
+    return [
+        MatrixDraw(
+            name,
+            rows,
+            cols,
+            (_added(shape) if name == "o" else 1.0) / math.sqrt(cols),
+            name == "o",
+            (1, layer, number),
+        )
+        for number, (name, rows, cols) in enumerate(sizes)
+    ]
+
+
+def expert_matrices(shape: RandomShape, layer: int, expert: int) -> list[MatrixDraw]:
+    """Gate, up and down of one expert."""
+    hidden, inner = shape.hidden_size, shape.moe_intermediate_size
+    # silu(gate) * up of unit variances has a root mean square of 0.6; top_k results are averaged.
+    down = _added(shape) * math.sqrt(shape.top_k) / 0.6
+    sizes = (
+        ("gate_proj", inner, hidden, 1.0),
+        ("up_proj", inner, hidden, 1.0),
+        ("down_proj", hidden, inner, down),
+    )
+    return [
+        MatrixDraw(name, rows, cols, gain / math.sqrt(cols), name == "down_proj", (2, layer, expert, number))
+        for number, (name, rows, cols, gain) in enumerate(sizes)
+    ]
+
+
+def _added(shape: RandomShape) -> float:
+    """Deviation of what each half of a layer adds to the residual stream."""
+    return 1 / math.sqrt(2 * shape.num_layers)
 
 
 def _layer(draw: ModelDraw, layer: int) -> Iterator[TensorGroup]:
     shape, stem = draw.shape, f"model.layers.{layer}."
-    hidden, query = shape.hidden_size, shape.num_heads * shape.head_dim
-    key = shape.num_kv_heads * shape.head_dim
-    added = 1 / math.sqrt(2 * shape.num_layers)
+    hidden = shape.hidden_size
     for norm, size in (
         ("input_layernorm", hidden),
         ("post_attention_layernorm", hidden),
@@ -206,41 +296,25 @@ def _layer(draw: ModelDraw, layer: int) -> Iterator[TensorGroup]:
         ("self_attn.k_norm", shape.head_dim),
     ):
         yield _ones(f"{stem}{norm}.weight", size)
-    products = (("q", query, hidden), ("k", key, hidden), ("v", key, hidden), ("o", hidden, query))
-    for number, (name, rows, cols) in enumerate(products):
-        std = (added if name == "o" else 1.0) / math.sqrt(cols)
-        filler = partial(_dense, draw, (1, layer, number), (rows, cols), std, name == "o")
-        yield _one(f"{stem}self_attn.{name}_proj.weight", (rows, cols), filler)
-    gate = (shape.num_experts, hidden)
-    yield _one(f"{stem}mlp.gate.weight", gate, partial(_gate, draw, layer))
+    for matrix in attention_matrices(shape, layer):
+        name = f"{stem}self_attn.{matrix.name}_proj.weight"
+        yield _one(name, (matrix.rows, matrix.cols), partial(_dense, draw, matrix))
+    yield _one(f"{stem}mlp.gate.weight", (shape.num_experts, hidden), partial(router, draw, layer))
     for expert in range(shape.num_experts):
-        yield from _expert(draw, layer, expert, added)
+        for matrix in expert_matrices(shape, layer, expert):
+            expert_stem = f"{stem}mlp.experts.{expert}.{matrix.name}."
+            parts = draw.experts.parts(matrix.rows, matrix.cols)
+            specs = tuple(TensorSpec(expert_stem + suffix, dtype, size) for suffix, dtype, size in parts)
+            yield TensorGroup(specs, partial(_expert_matrix, draw, matrix))
 
 
-def _expert(draw: ModelDraw, layer: int, expert: int, added: float) -> Iterator[TensorGroup]:
-    hidden, inner = draw.shape.hidden_size, draw.shape.moe_intermediate_size
-    # silu(gate) * up of unit variances has a root mean square of 0.6; top_k results are averaged.
-    down = added * math.sqrt(draw.shape.top_k) / 0.6
-    matrices = (
-        ("gate_proj", inner, hidden, 1.0),
-        ("up_proj", inner, hidden, 1.0),
-        ("down_proj", hidden, inner, down),
-    )
-    for number, (name, rows, cols, gain) in enumerate(matrices):
-        stem = f"model.layers.{layer}.mlp.experts.{expert}.{name}."
-        parts = draw.experts.parts(rows, cols)
-        specs = tuple(TensorSpec(stem + suffix, dtype, size) for suffix, dtype, size in parts)
-        key, std, zero = (2, layer, expert, number), gain / math.sqrt(cols), name == "down_proj"
-        yield TensorGroup(specs, partial(_matrix, draw, key, rows, cols, std, zero))
+def _expert_matrix(draw: ModelDraw, matrix: MatrixDraw) -> list[Array]:
+    rng = generator(draw.seed, *matrix.key)
+    return draw.experts.draw(rng, matrix.rows, matrix.cols, matrix.std, matrix.zero_row)
 
 
-def _matrix(
-    draw: ModelDraw, key: tuple[int, ...], rows: int, cols: int, std: float, zero_row: bool
-) -> list[Array]:
-    return draw.experts.draw(generator(draw.seed, *key), rows, cols, std, zero_row)
-
-
-def _gate(draw: ModelDraw, layer: int) -> list[Array]:
+def router(draw: ModelDraw, layer: int) -> list[Array]:
+    """bfloat16 bits `[num_experts, hidden]` of a layer's router."""
     shape = draw.shape
     rows = generator(draw.seed, 3, layer).standard_normal((shape.num_experts, shape.hidden_size), np.float32)
     rows *= SCORE_STD / math.sqrt(shape.hidden_size)
@@ -249,11 +323,9 @@ def _gate(draw: ModelDraw, layer: int) -> list[Array]:
     return [bfloat16_bits(rows)]
 
 
-def _dense(
-    draw: ModelDraw, key: tuple[int, ...], size: tuple[int, int], std: float, zero_row: bool
-) -> list[Array]:
-    values = bfloat16_normal(generator(draw.seed, *key), size, std)
-    if zero_row:
+def _dense(draw: ModelDraw, matrix: MatrixDraw) -> list[Array]:
+    values = bfloat16_normal(generator(draw.seed, *matrix.key), (matrix.rows, matrix.cols), matrix.std)
+    if matrix.zero_row:
         values[0] = 0
     return [values]
 

@@ -24,7 +24,7 @@ import functools
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,10 +205,11 @@ FORMATS: Mapping[str, ExpertFormat] = {
 }
 
 
-def expert_format(name: str) -> ExpertFormat:
-    """A format by name. Raises UserError."""
+def expert_format(name: str, others: Sequence[str] = ()) -> ExpertFormat:
+    """A format by name. Raises UserError, which names `others` as allowed, too."""
     if name not in FORMATS:
-        raise UserError(f"--format: {name!r} is not allowed; allowed: {', '.join(FORMATS)}")
+        allowed = ", ".join((*FORMATS, *others))
+        raise UserError(f"--format: {name!r} is not allowed; allowed: {allowed}")
     return FORMATS[name]
 
 
