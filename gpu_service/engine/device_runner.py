@@ -39,6 +39,8 @@ class LaunchedStep:
         result = to_result(self._plan, with_tensors(self._outputs, self._download.tensors))
         self._download.release()
         result.seconds = self._runner.time_of(self._started)
+        if self._outputs.streamed is not None:
+            self._outputs.streamed.check(result.seconds)
         return result
 
     def undo(self) -> None:

@@ -30,6 +30,8 @@ from gpu_service.engine.step import (
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.experts.streaming.step import StreamedExperts
+from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.vision.features import ImageEncoder
 
 # Rows of prompt logits alive at once: 64 rows of a 150 k vocabulary are 38 MB.
@@ -90,6 +92,7 @@ class ModelRunner:
         sampler: Sampler,
         *,
         resident: ResidentExperts | None = None,
+        streamer: ExpertStreamer | None = None,
         recorder: ExpertRecorder | None = None,
         encoder: ImageEncoder | None = None,
         has_mrope: bool = False,
@@ -103,6 +106,8 @@ class ModelRunner:
         self.token_pool = token_pool
         self.sampler = sampler
         self.resident = resident
+        # None: no step streams experts.
+        self.streamer = streamer
         self.recorder = recorder
         self.encoder = encoder
         self.has_mrope = has_mrope
@@ -119,12 +124,13 @@ class ModelRunner:
         """Runs the step. Raises what the expert client raises."""
         self.begin_step()
         self.upload(plan.uploads)
-        hidden_states = self.forward(self._on_device(plan))
+        inputs, streamed = self._on_device(plan), self._stream(plan)
+        hidden_states = self.forward(inputs, streamed)
         prompt_logprobs = [self._score_prompt(wanted, hidden_states) for wanted in plan.prompt_logprobs]
         sampled = None
         if plan.sampling is not None:
             sampled = self.sample(plan, self.model.compute_logits(hidden_states[plan.logits_indices]))
-        return StepOutputs(sampled, prompt_logprobs)
+        return StepOutputs(sampled, prompt_logprobs, streamed)
 
     def begin_step(self) -> None:
         """Before every step, replayed or not: experts move between the device and expert servers."""
@@ -138,19 +144,30 @@ class ModelRunner:
             if upload.has_penalties:
                 self.sampler.penalties.assign(upload.slot, upload.token_ids, upload.prompt_len)
 
-    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Hidden states `[T, H]` of all rows."""
+    def forward(self, inputs: ForwardInputs, streamed: StreamedExperts | None = None) -> torch.Tensor:
+        """Hidden states `[T, H]` of all rows. `streamed`: what the step's layers stream."""
         self.attention.plan(inputs)
-        return self.model.forward(self.context(inputs))
+        hidden_states = self.model.forward(self.context(inputs, streamed))
+        if streamed is not None:
+            # Before anything is sampled, which could not be run again just so.
+            streamed.launched()
+        return hidden_states
 
-    def context(self, inputs: ForwardInputs) -> ForwardContext:
-        """What the model's layers may touch in this step."""
+    def _stream(self, plan: StepPlan) -> StreamedExperts | None:
+        """Copies of the step's first layers begin here."""
+        if self.streamer is None:
+            return None
+        return self.streamer.begin(plan.query_start_loc[-1], plan.is_uniform_decode)
+
+    def context(self, inputs: ForwardInputs, streamed: StreamedExperts | None = None) -> ForwardContext:
+        """What the model's layers may touch in this step; a captured one streams nothing."""
         return ForwardContext(
             inputs,
             self.kv_cache,
             self.attention,
             self.experts,
             resident=self.resident,
+            streamed=streamed,
             recorder=self.recorder,
             states=self.states,
         )

@@ -9,6 +9,7 @@ from torch import Tensor, int64
 from torch import bool as boolean
 
 from gpu_service.engine.step import StepPlan, TensorField
+from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.request import TokenLogprobs
 from gpu_service.scheduler.scheduler import RowResult
 
@@ -34,6 +35,8 @@ class StepOutputs:
     sampled: Sampled | None  # None when no row samples
     # For each of the plan's prompt_logprobs: its rows in order, in pieces.
     prompt_logprobs: list[list[Logprobs]] = field(default_factory=list)
+    # To be asked, once the step has ended, whether its experts were whole; None: it streamed none.
+    streamed: StreamedExperts | None = None
 
 
 @dataclass(slots=True)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from gpu_service.expert_recorder import ExpertRecorder
     from gpu_service.experts.client import ExpertClient
     from gpu_service.experts.resident.experts import ResidentExperts
+    from gpu_service.experts.streaming.step import StreamedExperts
 
 
 Tree = TypeVar("Tree")
@@ -397,6 +398,8 @@ class ForwardContext:
     experts: ExpertClient | None
     # Experts whose weights are on this device; None: there are none.
     resident: ResidentExperts | None = None
+    # Experts of the servers that this step computes on the device; None: it streams none.
+    streamed: StreamedExperts | None = None
     # None: nothing can be recorded of routing.
     recorder: ExpertRecorder | None = None
     # None: the model has no linear attention.

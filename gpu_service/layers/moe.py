@@ -16,6 +16,7 @@ from torch.nn import functional
 from gpu_service.engine.step import ForwardContext
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts, Share
+from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS
 from gpu_service.ops.router import route
@@ -87,10 +88,10 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Route, submit, compute shared and resident experts meanwhile, collect, add.
+    """Route, submit, compute shared, resident and streamed experts meanwhile, collect, add.
 
-    A layer without resident experts does nothing for them, and one whose experts are all resident submits
-    nothing.
+    A layer without resident or streamed experts does nothing for them, and one whose experts are all here
+    submits nothing.
 
     Holds no routed expert's weights. The routing weights already carry the family's scaling factor, so
     what `collect` returns is final.
@@ -136,7 +137,13 @@ class MoE(nn.Module):
         if context.recorder is not None:
             context.recorder.record(self.layer_id, topk_ids)
         collect = start_experts(
-            self.layer_id, hidden_states, topk_ids, topk_weights, context.experts, context.resident
+            self.layer_id,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            context.experts,
+            context.resident,
+            context.streamed,
         )
         partial: torch.Tensor | None = None
         if self.shared_experts is not None:
@@ -167,19 +174,34 @@ def start_experts(
     topk_weights: torch.Tensor,
     experts: ExpertClient | None,
     resident: ResidentExperts | None,
+    streamed: StreamedExperts | None = None,
 ) -> Collect:
     """Hands the expert servers their share of `[T, H]` rows, int32 `[T, K]` ids and float32 weights.
 
-    What is returned computes the resident share and collects: it adds both to a partial sum `[T, H]` (None:
-    zeros). Of several ranks each has only its part of the sum. Raises what the expert client raises, and
-    RuntimeError when servers are needed and there is no client.
+    What is returned computes the resident and the streamed share and collects: it adds all to a partial sum
+    `[T, H]` (None: zeros), each chosen expert of each row once. Of several ranks each has only its part of
+    the sum. Raises what the expert client and `streamed` raise, and RuntimeError when servers are needed and
+    there is no client.
     """
     share = Share.NONE if resident is None else resident.share(layer_id)
-    fetch = _submit(layer_id, hidden_states, topk_ids, topk_weights, share, experts, resident)
+    streams = Share.NONE if streamed is None else streamed.share(layer_id)
+    if Share.ALL in (share, streams):
+        fetch: Collect = _only_partial
+    elif experts is None:
+        raise RuntimeError(f"layer {layer_id} routes to experts, but the context has no client")
+    else:
+        served = topk_ids
+        if resident is not None and share is not Share.NONE:
+            served = resident.cpu_ids(layer_id, served)
+        if streamed is not None and streams is not Share.NONE:
+            served = streamed.cpu_ids(layer_id, served)
+        fetch = _submit(layer_id, hidden_states, served, topk_weights, experts)
 
     def collect(partial: torch.Tensor | None) -> torch.Tensor:
         if resident is not None and share is not Share.NONE:
             partial = resident.forward(layer_id, hidden_states, topk_ids, topk_weights, partial)
+        if streamed is not None and streams is not Share.NONE:
+            partial = streamed.forward(layer_id, hidden_states, topk_ids, topk_weights, partial)
         return fetch(partial)
 
     return collect
@@ -190,17 +212,8 @@ def _submit(
     hidden_states: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    share: Share,
-    experts: ExpertClient | None,
-    resident: ResidentExperts | None,
+    experts: ExpertClient,
 ) -> Collect:
-    if share is Share.ALL:
-        return _only_partial
-    if experts is None:
-        raise RuntimeError(f"layer {layer_id} routes to experts, but the context has no client")
-    if share is Share.SOME:
-        assert resident is not None
-        topk_ids = resident.cpu_ids(layer_id, topk_ids)
     ticket = experts.submit(layer_id, hidden_states, topk_ids, topk_weights)
     return lambda partial: experts.collect(ticket, None if partial is None else partial.float())
 

@@ -1,0 +1,173 @@
+"""How much of each layer's experts a step streams: the split that a step takes least time with.
+
+While a layer is computed, the link copies the streamed share of a later one, expert servers compute the rest,
+and the GPU multiplies what has arrived. So a layer takes
+
+    max(copy * s,  max(cpu(rows) * (1 - s),  gpu(rows) * s))
+
+with s the streamed share of its experts, `copy` the seconds that the link needs for all of them, `cpu` and
+`gpu` those that servers and GPU need for all of them with so many rows. Routing is taken to be even.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import structlog
+
+from gpu_service.experts.streaming.plan import SHARES
+
+_log = structlog.get_logger(__name__)
+# Expert servers lose about so much of their speed to copies out of the same memory: with 15 readers 122 to
+# 134 GB/s became 104 to 123 while a GPU copied 53 GB/s.
+SHARED_MEMORY = 1.12
+# Streaming, and dividing a layer, have to gain this much: both cost launches that the model does not count.
+_WORTH = 0.9
+# Decode batches below this are left to captured graphs and expert servers.
+_LEAST_DECODE_ROWS = 65
+# What one step may change of a measured time, and the bounds of all changes.
+_STEP_WEIGHT, _LARGEST_SCALE = 0.2, 4.0
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds of a layer by token rows: linear between what was measured, and beyond it."""
+
+    # (rows, seconds), rows ascending; at least one.
+    points: tuple[tuple[int, float], ...]
+
+    @staticmethod
+    def of(measured: Sequence[tuple[int, float]]) -> CostCurve:
+        """Sorted; times that fall with more rows are taken for noise."""
+        points: list[tuple[int, float]] = []
+        for rows, seconds in sorted(measured):
+            points.append((rows, max(seconds, points[-1][1] if points else 0.0)))
+        if not points:
+            raise ValueError("a cost curve needs at least one measurement")
+        return CostCurve(tuple(points))
+
+    def at(self, rows: int) -> float:
+        """Below the first point as there, beyond the last one in proportion or along the last slope."""
+        last = len(self.points) - 1
+        place = bisect.bisect_left(self.points, (rows, 0.0))
+        if place == 0:
+            return self.points[0][1]
+        if place > last:
+            (rows_then, seconds) = self.points[-1]
+            slope = seconds / rows_then
+            if last > 0:
+                before, less = self.points[-2]
+                slope = min(slope, (seconds - less) / (rows_then - before))
+            return seconds + (rows - rows_then) * slope
+        (low, less), (high, more) = self.points[place - 1], self.points[place]
+        return less + (more - less) * (rows - low) / (high - low)
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Of one MoE layer on average; filled by measurement, changed by `refined`."""
+
+    # Seconds for all of a layer's experts that are not resident.
+    copy: float
+    cpu: CostCurve
+    gpu: CostCurve
+    # What steps in service showed of `cpu` and `copy`: factors.
+    cpu_scale: float = 1.0
+    copy_scale: float = 1.0
+
+    def seconds(self, rows: int, share: int) -> float:
+        """With `share` of SHARES streamed."""
+        return max(self.parts(rows, share))
+
+    def parts(self, rows: int, share: int) -> tuple[float, float, float]:
+        """Of link, servers and GPU."""
+        streamed = share / SHARES
+        servers = self.cpu.at(rows) * self.cpu_scale * (1 - streamed) * (SHARED_MEMORY if share else 1.0)
+        return self.copy * self.copy_scale * streamed, servers, self.gpu.at(rows) * streamed
+
+    def best_share(self, rows: int, least: int = 0) -> int:
+        """The share of SHARES that takes least, at least `least`; 0 or all unless a split is worth it."""
+        best = min(range(least, SHARES + 1), key=lambda share: self.seconds(rows, share))
+        whole = [share for share in (0, SHARES) if share >= least]
+        simplest = min(whole, key=lambda share: self.seconds(rows, share))
+        limit = _WORTH * self.seconds(rows, simplest)
+        chosen = best if self.seconds(rows, best) < limit else simplest
+        if least == 0 and self.seconds(rows, chosen) > _WORTH * self.seconds(rows, 0):
+            return 0
+        return chosen
+
+    def refined(self, rows: int, share: int, seconds: float) -> LayerCosts:
+        """After a step that took `seconds` a layer: what was expected to take longest takes more or less."""
+        link, servers, gpu = self.parts(rows, share)
+        expected = max(link, servers, gpu)
+        if expected <= 0 or seconds <= 0 or gpu >= expected:
+            return self
+        factor = (seconds / expected) ** _STEP_WEIGHT
+        name, old = ("cpu_scale", self.cpu_scale) if servers >= link else ("copy_scale", self.copy_scale)
+        scale = min(_LARGEST_SCALE, max(1 / _LARGEST_SCALE, old * factor))
+        changed = {"cpu_scale": self.cpu_scale, "copy_scale": self.copy_scale} | {name: scale}
+        return LayerCosts(self.copy, self.cpu, self.gpu, **changed)
+
+
+@dataclass
+class ShareChooser:
+    """By the settings `prefill_experts` and `stream_min_rows`, and by what was measured. Thread safe."""
+
+    mode: Literal["auto", "stream"]
+    min_rows: int | None
+    # MoE layers of this rank: a step's seconds are divided by them.
+    num_layers: int
+    _costs: LayerCosts | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def costs(self) -> LayerCosts | None:
+        """None: nothing was measured yet."""
+        return self._costs
+
+    def measured(self, costs: LayerCosts) -> None:
+        """What is known before serving."""
+        with self._lock:
+            self._costs = costs
+        _log.info("experts are streamed by what was measured", **describe(costs))
+
+    def may_stream(self, rows: int, is_decode: bool) -> bool:
+        """By the settings alone, so that all ranks say the same."""
+        if self.min_rows is not None:
+            return rows >= self.min_rows
+        if is_decode:
+            return self.mode == "auto" and rows >= _LEAST_DECODE_ROWS
+        return True
+
+    def share(self, rows: int) -> int:
+        """Of SHARES, for a step that may stream."""
+        costs = self._costs
+        if self.mode == "stream":
+            return SHARES
+        if costs is None:
+            return 0 if self.min_rows is None else SHARES
+        return costs.best_share(rows, 0 if self.min_rows is None else 1)
+
+    def observe(self, rows: int, share: int, seconds: float) -> None:
+        with self._lock:
+            if self._costs is not None:
+                self._costs = self._costs.refined(rows, share, seconds / max(1, self.num_layers))
+
+
+def describe(costs: LayerCosts) -> dict[str, object]:
+    """For the log: milliseconds a layer, and what follows from them."""
+    break_even = next((rows for rows in _STEPS if costs.best_share(rows) > 0), None)
+    return {
+        "copy_ms": round(costs.copy * 1e3, 3),
+        "server_ms": {rows: round(seconds * 1e3, 3) for rows, seconds in costs.cpu.points},
+        "gpu_ms": {rows: round(seconds * 1e3, 3) for rows, seconds in costs.gpu.points},
+        "streams_from_rows": break_even,
+        "share_at_512": round(costs.best_share(512) / SHARES, 2),
+    }
+
+
+_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

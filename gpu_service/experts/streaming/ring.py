@@ -1,0 +1,221 @@
+"""The ring of buffers that pieces pass through on their way to the products, and the device under it.
+
+    copy stream    | piece 0 | piece 1 | piece 2 (waits for the reader of 0) | …
+    compute stream |         | products of 0    | products of 1 | …
+
+The host only queues work and events: it waits for nothing. What was begun and not finished (a step that was
+broken off) needs no cleaning up, since a buffer's next copy follows its last one on the same stream, and its
+last reader by an event.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gpu_service.experts.streaming.plan import CopyRun, Piece
+
+# torch leaves these untyped.
+_cuda: Any = torch.cuda
+
+
+class TransferDevice(ABC):
+    """What a ring needs of a device: a stream for copies beside those that compute, and events between them.
+
+    `current` is the stream on which the calling thread launches its kernels.
+    """
+
+    device: torch.device
+    # Whether everything launched has ended when the call returns.
+    is_synchronous = False
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """uint8 `[nbytes]` on the device."""
+
+    @abstractmethod
+    def upload(self, source: torch.Tensor) -> torch.Tensor:
+        """A small host tensor on the device, without waiting; on the current stream."""
+
+    @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """From the host's registered memory to a buffer, uint8 of equal size, on the copy stream."""
+
+    @abstractmethod
+    def record_copied(self) -> Any:
+        """An event at the end of the copy stream."""
+
+    @abstractmethod
+    def record_read(self) -> Any:
+        """An event at the end of the current stream."""
+
+    @abstractmethod
+    def copy_waits(self, event: Any) -> None:
+        """Copies launched from now on follow the event."""
+
+    @abstractmethod
+    def compute_waits(self, event: Any) -> None:
+        """What is launched on the current stream from now on follows the event."""
+
+    @abstractmethod
+    def wait(self, event: Any) -> None:
+        """Blocks the host until the event has passed. Not for the thread that launches steps."""
+
+
+class HostTransfers(TransferDevice):
+    """The null object: the device is the host, and copies are done when they are launched."""
+
+    is_synchronous = True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def upload(self, source: torch.Tensor) -> torch.Tensor:
+        return source
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def record_copied(self) -> None:
+        """Everything has ended."""
+
+    def record_read(self) -> None:
+        """Everything has ended."""
+
+    def copy_waits(self, event: None) -> None:
+        """Everything has ended."""
+
+    def compute_waits(self, event: None) -> None:
+        """Everything has ended."""
+
+    def wait(self, event: None) -> None:
+        """Everything has ended."""
+
+
+class CudaTransfers(TransferDevice):
+    """A copy stream on one GPU. Sources must be registered with CUDA, or copies block the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = _cuda.Stream(device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def upload(self, source: torch.Tensor) -> torch.Tensor:
+        return source.pin_memory().to(self.device, non_blocking=True)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with _cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def record_copied(self) -> Any:
+        return self._record(self._stream)
+
+    def record_read(self) -> Any:
+        return self._record(_cuda.current_stream(self.device))
+
+    def copy_waits(self, event: Any) -> None:
+        self._stream.wait_event(event)
+
+    def compute_waits(self, event: Any) -> None:
+        _cuda.current_stream(self.device).wait_event(event)
+
+    def wait(self, event: Any) -> None:
+        event.synchronize()
+
+    def _record(self, stream: Any) -> Any:
+        event = _cuda.Event(blocking=True)
+        event.record(stream)
+        return event
+
+
+def transfer_device(device: torch.device) -> TransferDevice:
+    """Of the device that computes."""
+    return CudaTransfers(device) if device.type == "cuda" else HostTransfers()
+
+
+Copy = Callable[[torch.Tensor, Piece, CopyRun], None]
+"""Launches one run's copy to its place in a buffer; may raise, and then nothing of the step is computed."""
+
+
+class BufferRing:
+    """Fills buffers ahead of who reads them. Driven by the thread that launches steps."""
+
+    def __init__(self, device: TransferDevice, num_buffers: int, buffer_bytes: int) -> None:
+        """Takes the memory. `num_buffers` of 2 and more let copies run while products read."""
+        self._device = device
+        memory = device.allocate(num_buffers * buffer_bytes)
+        self.buffers: Sequence[torch.Tensor] = memory.view(num_buffers, buffer_bytes).unbind(0)
+        self.buffer_bytes = buffer_bytes
+        self._read: list[Any] = [None] * num_buffers
+        self._copied: list[Any] = [None] * num_buffers
+        self._pieces: Sequence[Piece] = ()
+        self._copy: Copy | None = None
+        # Of the present pieces: copied, and given back by their reader. The first one's buffer.
+        self._launched = self._done = self._first = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buffers."""
+        return len(self.buffers) * self.buffer_bytes
+
+    def start(self, pieces: Sequence[Piece], copy: Copy) -> None:
+        """Begins with other pieces; what is left of the earlier ones is forgotten. Launches the first copies.
+
+        They may run while an earlier step still computes. Raises what `copy` raises.
+        """
+        self._first = (self._first + self._launched) % len(self.buffers)
+        self._pieces, self._copy = pieces, copy
+        self._launched = self._done = 0
+        self._fill()
+
+    def stop(self) -> None:
+        """Launches no more copies."""
+        self.start((), _no_copy)
+
+    @property
+    def next_piece(self) -> int:
+        """Index of the piece that `take` gives."""
+        return self._done
+
+    def take(self) -> tuple[int, Piece]:
+        """The next piece and its buffer, which the current stream may read from now on."""
+        buffer = self._buffer(self._done)
+        self._device.compute_waits(self._copied[buffer])
+        return buffer, self._pieces[self._done]
+
+    def give_back(self) -> None:
+        """The current stream's launches so far are all that reads the piece that was taken.
+
+        Its buffer's next copy is launched. Raises what `copy` raises.
+        """
+        self._read[self._buffer(self._done)] = self._device.record_read()
+        self._done += 1
+        self._fill()
+
+    def _buffer(self, piece: int) -> int:
+        return (self._first + piece) % len(self.buffers)
+
+    def _fill(self) -> None:
+        while self._launched < min(len(self._pieces), self._done + len(self.buffers)):
+            assert self._copy is not None
+            piece, index = self._pieces[self._launched], self._buffer(self._launched)
+            if self._read[index] is not None:
+                self._device.copy_waits(self._read[index])
+                self._read[index] = None
+            # Counted first: a copy that raises half-way leaves the buffer to a later one.
+            self._launched += 1
+            for run in piece.runs:
+                self._copy(self.buffers[index][run.target : run.target + run.nbytes], piece, run)
+            self._copied[index] = self._device.record_copied()
+
+
+def _no_copy(target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
+    raise AssertionError("there is nothing to copy")

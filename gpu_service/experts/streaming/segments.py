@@ -1,0 +1,164 @@
+"""The expert servers' segments as an engine reads them: opened together, watched, and read from.
+
+Content may change under the reader, when a server loads other weights: it says so first (`is_complete` and
+`generation`). So whoever reads notes the generations, and asks afterwards whether they still hold.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpu_service.experts.resident.panels import layer_format
+from gpu_service.experts.streaming.plan import StoredExperts
+from moebius.expert_slices import CHECKPOINT, identity_part
+
+
+class StoredLayer(Protocol):
+    """A layer's record in a segment; `moebius.weight_segment.SegmentLayer`."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def expert_bytes(self) -> int: ...
+    @property
+    def experts(self) -> tuple[int, ...]: ...
+    @property
+    def gate_up_format(self) -> str: ...
+    @property
+    def down_format(self) -> str: ...
+    @property
+    def has_bias(self) -> bool: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_begin(self) -> int: ...
+    @property
+    def intermediate_end(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Segment(Protocol):
+    """`moebius.weight_segment.WeightSegment`."""
+
+    @property
+    def identity(self) -> str: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def is_complete(self) -> bool: ...
+    @property
+    def layers(self) -> Mapping[int, StoredLayer]: ...
+    @property
+    def data(self) -> NDArray[np.uint8]: ...
+    def close(self) -> None: ...
+
+
+class SegmentsUnusable(RuntimeError):
+    """What the segments hold can not be streamed; the text says why."""
+
+
+class ExpertSegments:
+    """All servers' segments of one generation each. Any thread may ask; `close` ends that."""
+
+    def __init__(
+        self, segments: Sequence[Segment], layers: Sequence[int], paths: Sequence[Path] = ()
+    ) -> None:
+        """`layers`: this rank's. `paths`, in the same order: noticed when another file takes their place.
+
+        Raises SegmentsUnusable when a segment is incomplete, or when they do not fit one another.
+        """
+        self._segments = segments
+        self._lock = threading.Lock()
+        self._closed = False
+        self._paths = [(path, _file(path)) for path in paths]
+        self._generations = [segment.generation for segment in segments]
+        # uint8 [bytes of the file], by segment.
+        self.data: Sequence[torch.Tensor] = [torch.from_numpy(segment.data) for segment in segments]
+        self.stored: Mapping[int, tuple[StoredExperts, ...]] = {
+            layer: tuple(_stored(index, segment.layers[layer]) for index, segment in enumerate(segments)
+                         if layer in segment.layers)
+            for layer in layers
+        }  # fmt: skip
+        problem = self._mismatch() or self.problem()
+        if problem:
+            raise SegmentsUnusable(problem)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all experts of this rank's layers."""
+        return sum(part.nbytes for parts in self.stored.values() for part in parts)
+
+    @property
+    def identity(self) -> str:
+        """What all servers say they hold."""
+        return self._segments[0].identity if self._segments else ""
+
+    def problem(self) -> str:
+        """Why nothing may be read now, or what was read since the opening is worthless; empty: neither."""
+        with self._lock:
+            if self._closed:
+                return "the segments were opened anew"
+            for index, (segment, generation) in enumerate(
+                zip(self._segments, self._generations, strict=True)
+            ):
+                if segment.generation != generation:
+                    return f"expert server {index} has loaded its experts anew"
+                if not segment.is_complete:
+                    return f"expert server {index} has not loaded all of its experts"
+            for index, (path, file) in enumerate(self._paths):
+                if _file(path) != file:
+                    return f"expert server {index} has another segment under {path}"
+        return ""
+
+    def close(self) -> None:
+        """Unmaps; copies must have ended."""
+        with self._lock:
+            self._closed = True
+            self.data = ()
+            for segment in self._segments:
+                segment.close()
+
+    def _mismatch(self) -> str:
+        texts = {segment.identity for segment in self._segments}
+        if len(texts) > 1:
+            return "the expert servers' segments are of different models or settings"
+        empty = [layer for layer, parts in self.stored.items() if not parts]
+        return f"no segment has experts of layer {empty[0]}" if empty else ""
+
+
+def identity_problem(identity: str, fingerprint: str) -> str:
+    """What of a segment's identity does not fit this engine's checkpoint; empty: nothing."""
+    theirs = identity_part(identity, CHECKPOINT)
+    if not theirs or not fingerprint or theirs == fingerprint:
+        return ""
+    return f"its {CHECKPOINT} is {theirs}, this engine has {fingerprint}"
+
+
+def _file(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _stored(segment: int, layer: StoredLayer) -> StoredExperts:
+    width = layer.intermediate_end - layer.intermediate_begin
+    kind = layer_format(layer.gate_up_format, layer.down_format, layer.hidden_size, width, layer.has_bias)
+    if kind.expert_bytes != layer.expert_bytes:
+        raise SegmentsUnusable(
+            f"experts of layer {layer.layer} take {layer.expert_bytes} bytes in the segment of expert server "
+            f"{segment}, {kind.expert_bytes} in this version's layout"
+        )
+    return StoredExperts(layer.layer, segment, layer.offset, layer.experts, kind)

@@ -1,0 +1,271 @@
+"""Segments opened and registered with CUDA in the background, while expert servers already compute.
+
+What can not be registered is staged: the host copies it to page-locked memory first, which costs its time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+import torch
+
+from gpu_service.experts.streaming.plan import CopyRun, Piece, StoredExperts
+from gpu_service.experts.streaming.ring import TransferDevice
+from gpu_service.experts.streaming.segments import ExpertSegments, SegmentsUnusable
+
+_log = structlog.get_logger(__name__)
+# How often a wait for servers looks again, and how often a long phase says how far it is.
+_POLL_S, _PROGRESS_S = 0.2, 2.0
+# Page-locked memory through which unregistered experts go.
+_STAGING_BUFFERS, _STAGING_BYTES = 4, 16 * 2**20
+
+
+class Registrar(ABC):
+    """Makes the host's memory one that a GPU copies from without the host."""
+
+    @abstractmethod
+    def register(self, address: int, nbytes: int) -> str:
+        """Why it can not be registered; empty: it is. Called by one thread, the same as `unregister`."""
+
+    @abstractmethod
+    def unregister(self, address: int) -> None:
+        """Takes it back; copies from it must have ended."""
+
+
+class NullRegistrar(Registrar):
+    """Of a device that reads any memory."""
+
+    def register(self, address: int, nbytes: int) -> str:
+        return ""
+
+    def unregister(self, address: int) -> None:
+        """Nothing was registered."""
+
+
+_PORTABLE = 1
+
+
+class CudaRegistrar(Registrar):
+    """By cudaHostRegister, for all contexts of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        cuda: Any = torch.cuda
+        self._runtime = cuda.cudart()
+
+    def register(self, address: int, nbytes: int) -> str:
+        with torch.cuda.device(self._device):
+            status = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        return "" if int(status) == 0 else str(self._runtime.cudaGetErrorString(status))
+
+    def unregister(self, address: int) -> None:
+        with torch.cuda.device(self._device):
+            self._runtime.cudaHostUnregister(address)
+
+
+def registrar(device: torch.device) -> Registrar:
+    """Of the device that computes."""
+    return CudaRegistrar(device) if device.type == "cuda" else NullRegistrar()
+
+
+class SegmentSource:
+    """`ExpertSource` over the servers' segments. A thread of its own opens, registers and closes them."""
+
+    def __init__(
+        self,
+        open_segments: Callable[[], ExpertSegments],
+        device: TransferDevice,
+        registrar: Registrar,
+        on_ready: Callable[[SegmentSource, ExpertSegments], None] = lambda source, segments: None,
+    ) -> None:
+        """`open_segments` raises SegmentsUnusable or OSError while servers load, and is then called again.
+
+        `on_ready` is called by the thread, before the first copy, when segments are ready for the first time.
+        """
+        self._open = open_segments
+        self._device = device
+        self._registrar = registrar
+        self._on_ready: Callable[[SegmentSource, ExpertSegments], None] | None = on_ready
+        self._ready: ExpertSegments | None = None
+        # What the thread has open, ready or not; addresses of its registered parts; those that are not.
+        self._opened: ExpertSegments | None = None
+        self._registered: list[int] = []
+        self._staged: set[tuple[int, int]] = set()
+        self._staging: list[tuple[torch.Tensor, Any]] = []
+        self._complained = False
+        self._wanted, self._stopping = threading.Event(), threading.Event()
+        self._wanted.set()
+        self._thread = threading.Thread(target=self._run, name="expert-segments", daemon=True)
+        self._thread.start()
+
+    def segments(self) -> ExpertSegments | None:
+        found = self._ready
+        if found is None:
+            return None
+        problem = found.problem()
+        if not problem:
+            return found
+        _log.warning("experts are not streamed until they can be opened anew", because=problem)
+        self._ready = None
+        return None
+
+    def refresh(self) -> None:
+        """Opens anew what `segments` has given up. No step that was begun may launch copies any more."""
+        if self._ready is None and not self._wanted.is_set():
+            self._wanted.set()
+
+    def copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
+        stored = piece.stored
+        source = segments.data[stored.segment][run.source : run.source + run.nbytes]
+        if (stored.segment, stored.layer) not in self._staged:
+            self._device.copy(target, source)
+            return
+        for begin in range(0, run.nbytes, _STAGING_BYTES):
+            self._stage(target[begin : begin + _STAGING_BYTES], source[begin : begin + _STAGING_BYTES])
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Blocks until experts can be streamed; False: not within the time."""
+        deadline = time.monotonic() + timeout_s
+        while self._ready is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._ready is not None
+
+    def close(self) -> None:
+        """Steps must have ended."""
+        self._ready = None
+        self._stopping.set()
+        self._wanted.set()
+        self._thread.join()
+
+    def _stage(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Waits for the oldest staging buffer: streaming waits only where memory is not registered."""
+        if len(self._staging) < _STAGING_BUFFERS:
+            is_cuda = self._device.device.type == "cuda"
+            buffer = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=is_cuda)
+        else:
+            buffer, event = self._staging.pop(0)
+            self._device.wait(event)
+        staged = buffer[: source.shape[0]]
+        staged.copy_(source)
+        self._device.copy(target, staged)
+        self._staging.append((buffer, self._device.record_copied()))
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._wanted.wait()
+            self._release()
+            if self._stopping.is_set():
+                return
+            opened = self._open_when_complete()
+            if opened is None:
+                continue
+            self._opened = opened
+            self._register(opened)
+            if self._stopping.is_set():
+                continue
+            if self._on_ready is not None:
+                self._on_ready(self, opened)
+                self._on_ready = None
+            self._wanted.clear()
+            self._ready = opened
+        self._release()
+
+    def _open_when_complete(self) -> ExpertSegments | None:
+        said = ""
+        while not self._stopping.is_set():
+            try:
+                return self._open()
+            except (SegmentsUnusable, OSError) as error:
+                if str(error) != said:
+                    said = str(error)
+                    _log.info("experts can not be streamed yet", because=said)
+            self._stopping.wait(_POLL_S)
+        return None
+
+    def _register(self, segments: ExpertSegments) -> None:
+        """Layer by layer, so that no single call holds the driver's lock for long."""
+        parts = [part for stored in segments.stored.values() for part in stored]
+        total, done = sum(part.nbytes for part in parts), 0
+        begun = said = time.monotonic()
+        is_possible = True
+        for part in parts:
+            if self._stopping.is_set():
+                return
+            is_possible = is_possible and self._register_part(segments, part)
+            if not is_possible:
+                self._staged.add((part.segment, part.layer))
+            done += part.nbytes
+            if time.monotonic() - said >= _PROGRESS_S:
+                said = time.monotonic()
+                _log.info("registering experts with CUDA", gib=_gib(done), of_gib=_gib(total))
+        seconds = time.monotonic() - begun
+        _log.info(
+            "experts can be streamed",
+            gib=_gib(total),
+            staged_parts=len(self._staged),
+            seconds=round(seconds, 2),
+            gb_per_s=round(total / max(seconds, 1e-9) / 1e9, 1),
+        )
+
+    def _register_part(self, segments: ExpertSegments, part: StoredExperts) -> bool:
+        if not part.nbytes:
+            return True
+        address = segments.data[part.segment].data_ptr() + part.offset
+        problem = self._registrar.register(address, part.nbytes)
+        if not problem:
+            self._registered.append(address)
+            return True
+        if not self._complained:
+            self._complained = True
+            _log.warning(
+                "expert memory can not be registered with CUDA; it is copied through page-locked memory, "
+                "which is slower and takes the host's time",
+                because=problem,
+                mend="raise the locked-memory limit: `ulimit -l unlimited`, LimitMEMLOCK=infinity of a "
+                "systemd unit, `--ulimit memlock=-1` of a container",
+            )
+        return False
+
+    def _release(self) -> None:
+        """Unregisters and closes, once copies have ended."""
+        opened, self._opened = self._opened, None
+        if opened is None:
+            return
+        self._device.wait(self._device.record_copied())
+        for address in self._registered:
+            self._registrar.unregister(address)
+        self._registered, self._staged = [], set()
+        opened.close()
+
+
+def _gib(nbytes: int) -> float:
+    return round(nbytes / 2**30, 2)
+
+
+def measure_link(
+    source: SegmentSource,
+    segments: ExpertSegments,
+    device: TransferDevice,
+    target: torch.Tensor,
+    pieces: list[Piece],
+    seconds: float = 0.05,
+) -> float:
+    """Bytes per second of the pieces' copies to `target` (uint8, large enough), one after another.
+
+    At least all of them, and as many as take `seconds`. Blocks its thread.
+    """
+    done, begin = 0, time.perf_counter()
+    while True:
+        for piece in pieces:
+            for run in piece.runs:
+                source.copy(segments, target[run.target : run.target + run.nbytes], piece, run)
+                done += run.nbytes
+        device.wait(device.record_copied())
+        passed = time.perf_counter() - begin
+        if passed >= seconds:
+            return done / passed

@@ -1,0 +1,56 @@
+"""What the layers of a model see of streaming in one step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from gpu_service.experts.resident.experts import Share
+
+
+class StreamedExperts(ABC):
+    """The streamed experts of one step; T = token rows, K = experts per row, H = hidden size.
+
+    In `ForwardContext.streamed` of a step that streams. Layers are asked in the order in which they are
+    computed, `forward` once for each that streams. No call waits for the device.
+    """
+
+    @abstractmethod
+    def share(self, layer: int) -> Share:
+        """ALL: together with the resident experts nothing is left for expert servers."""
+
+    @abstractmethod
+    def cpu_ids(self, layer: int, topk_ids: torch.Tensor) -> torch.Tensor:
+        """int32 `[T, K]`: a new tensor with -1 in place of experts that any rank streams; -1 stays."""
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: int,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """float32 `[T, H]`: `partial` (None: zeros) plus this rank's part of the streamed experts' sum.
+
+        As `ResidentKernels.forward`, on the current stream. Raises ExpertUnavailable when what was copied is
+        known to be worthless.
+        """
+
+    def launched(self) -> None:
+        """All layers were launched. Raises ExpertUnavailable where the host is the device, as `check`."""
+        return
+
+    def check(self, seconds: float = 0.0) -> None:
+        """The step has ended on the device, `seconds` after it began to compute (0: not known).
+
+        All ranks call it for the same steps, in the same order. Raises ExpertUnavailable when experts were
+        replaced while they were copied, for any rank: the step has to be run again.
+        """
+        return
+
+    def end(self) -> None:
+        """The step has ended, or will never: other steps may stream. Of `ExpertStreamer.begin_whole` only."""
+        return

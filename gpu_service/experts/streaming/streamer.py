@@ -1,0 +1,333 @@
+"""Streaming as the engine drives it: asked before every eager step, it gives what the step's layers use.
+
+Two ways to begin:
+
+- `begin(rows, is_decode)`, for steps of the engine's main lane: None where expert servers compute faster, or
+  where nothing can be streamed now.
+- `begin_whole()`, for a prefill lane: every expert that is not resident is streamed, of every layer, so that
+  no layer touches the expert client. Until its `end` the main lane's steps do not stream, because its copies
+  would wait for this step's products.
+
+Whoever begins puts the result into `ForwardContext.streamed`, calls `launched` when all layers are, and
+`check` when the step has ended. A step that is run again begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import structlog
+import torch
+
+from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.experts.resident.experts import LayerSlots, ResidentExperts, ResidentKernels, Share
+from gpu_service.experts.streaming.plan import SHARES, CopyRun, Piece, StreamPlan, plan_layer
+from gpu_service.experts.streaming.ring import BufferRing, TransferDevice
+from gpu_service.experts.streaming.segments import ExpertSegments
+from gpu_service.experts.streaming.step import StreamedExperts
+from gpu_service.parallel.context import SOLO, ParallelContext
+from moebius.models.geometry import MoeGeometry
+
+_log = structlog.get_logger(__name__)
+# Plans and slots that are kept: few differ, unless residents or shares change all the time.
+_MOST_PLANS, _MOST_SLOTS = 64, 8192
+
+
+class ExpertSource(Protocol):
+    """Where experts are copied from; `SegmentSource` is the real one."""
+
+    def segments(self) -> ExpertSegments | None:
+        """What may be copied now; None: nothing, until it was opened anew."""
+
+    def refresh(self) -> None:
+        """Opens anew where that is needed, in the background. No step may launch copies any more."""
+
+    def copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
+        """Launches a run's copy to device memory."""
+
+    def close(self) -> None:
+        """Gives everything up; copies must have ended."""
+
+
+class ShareChooser(Protocol):
+    """Decides how much is streamed; `costs.ShareChooser` is the real one."""
+
+    def may_stream(self, rows: int, is_decode: bool) -> bool:
+        """Whether a step of so many token rows may; all ranks say the same."""
+
+    def share(self, rows: int) -> int:
+        """Of `SHARES`, 0 being none, for a step that may; ranks may differ."""
+
+    def observe(self, rows: int, share: int, seconds: float) -> None:
+        """What a step took."""
+
+
+class ExpertStreamer:
+    """Of one rank. Driven by the thread that launches steps."""
+
+    def __init__(
+        self,
+        geometry: MoeGeometry,
+        layers: Sequence[int],
+        ring: BufferRing,
+        device: TransferDevice,
+        kernels: ResidentKernels,
+        chooser: ShareChooser,
+        *,
+        resident: ResidentExperts | None = None,
+        parallel: ParallelContext = SOLO,
+        counts: Mapping[int, Sequence[int]] | None = None,
+        largest: Callable[[int], int] = int,
+    ) -> None:
+        """`layers`: this rank's, in the order of computing. `counts`: how often each was chosen.
+
+        `largest` gives all ranks the largest of their numbers; they call it at the same places.
+        """
+        self.ring = ring
+        self._geometry = geometry
+        self._layers = tuple(layers)
+        self._device = device
+        self._kernels = kernels
+        self._chooser = chooser
+        self._resident = resident
+        self._parallel = parallel
+        self._counts = counts or {}
+        self._largest = largest
+        self._source: ExpertSource | None = None
+        self._plans: dict[object, StreamPlan] = {}
+        self._slots: dict[tuple[int, Piece], LayerSlots] = {}
+        self._maps: dict[tuple[int, ...], torch.Tensor] = {}
+        self._plans_of: ExpertSegments | None = None
+        # The step that may still use the ring, and whether it keeps others from it.
+        self._current: StreamedStep | None = None
+        self._whole: StreamedStep | None = None
+
+    def open(self, source: ExpertSource) -> None:
+        """Where experts come from; until then nothing is streamed."""
+        self._source = source
+
+    def begin(self, rows: int, is_decode: bool = False) -> StreamedExperts | None:
+        """For a step of `rows` token rows; `is_decode`: every request computes one token.
+
+        All ranks call it for the same steps, and get alike. Not while a graph is captured.
+        """
+        if self._source is None or self._whole is not None:
+            return None
+        if not self._chooser.may_stream(rows, is_decode):
+            return None
+        segments = self._usable()
+        # One rank that can not stream keeps all from it: nobody else would compute its part.
+        refused = SHARES + 1
+        chosen = self._largest(refused if segments is None else self._chooser.share(rows))
+        if chosen in (0, refused) or segments is None:
+            return None
+        return self._begin(segments, chosen, rows)
+
+    def begin_whole(self) -> StreamedStep | None:
+        """For a lane of its own; None: not everything can be streamed now, or another has not ended yet.
+
+        Of a single tensor-parallel rank only.
+        """
+        segments = self._usable() if self._whole is None else None
+        if segments is None or not self._plan(segments, SHARES).is_whole:
+            return None
+        self._whole = self._begin(segments, SHARES, 0)
+        return self._whole
+
+    def _usable(self) -> ExpertSegments | None:
+        """What a step that begins now may copy; every earlier one has launched its copies, or never will."""
+        self._drop_current()
+        if self._source is None:
+            return None
+        segments = self._source.segments()
+        if segments is None:
+            self._source.refresh()
+        return segments
+
+    def _drop_current(self) -> None:
+        if self._current is not None:
+            self._current = None
+            self.ring.stop()
+
+    def _begin(self, segments: ExpertSegments, share: int, rows: int) -> StreamedStep:
+        plan = self._plan(segments, share)
+        self._current = step = StreamedStep(self, plan, segments, rows)
+        try:
+            self.ring.start(plan.pieces, step.copy)
+        except BaseException:
+            self.end(step)
+            raise
+        return step
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether `begin_whole` would have something to give, were the ring free. Cheap: for schedulers."""
+        segments = None if self._source is None else self._source.segments()
+        return segments is not None and self._plan(segments, SHARES).is_whole
+
+    def _plan(self, segments: ExpertSegments, share: int) -> StreamPlan:
+        """Kept by what it depends on."""
+        resident = tuple(
+            () if self._resident is None else self._resident.experts(layer) for layer in self._layers
+        )
+        if self._plans_of is not segments or len(self._plans) > _MOST_PLANS:
+            self._plans, self._slots, self._plans_of = {}, {}, segments
+        key = (share, resident)
+        if key not in self._plans:
+            self._plans[key] = StreamPlan(
+                share,
+                tuple(
+                    plan_layer(
+                        segments.stored[layer],
+                        held,
+                        self._geometry.num_experts,
+                        share,
+                        self.ring.buffer_bytes,
+                        self._parallel.tp_rank,
+                        self._parallel.tp_size,
+                        self._counts.get(layer, ()),
+                    )
+                    for layer, held in zip(self._layers, resident, strict=True)
+                ),
+            )
+        return self._plans[key]
+
+    def slots(self, buffer: int, piece: Piece) -> LayerSlots:
+        """A piece in a buffer as kernels see it."""
+        key = buffer, piece
+        if key not in self._slots:
+            if len(self._slots) > _MOST_SLOTS:
+                self._slots = {}
+            kind = piece.stored.kind
+            weights = self.ring.buffers[buffer][: piece.nbytes].view(-1, kind.expert_bytes)
+            self._slots[key] = LayerSlots(
+                kind,
+                weights,
+                self.slot_map(piece.experts),
+                list(piece.experts),
+                self._geometry.limit_of(piece.stored.layer),
+            )
+        return self._slots[key]
+
+    def slot_map(self, experts: tuple[int, ...]) -> torch.Tensor:
+        """int32 `[num_experts]` on the device: an expert's place among `experts`; -1: it is not there."""
+        if experts not in self._maps:
+            if len(self._maps) > _MOST_SLOTS:
+                self._maps = {}
+            slots = torch.full((self._geometry.num_experts,), -1, dtype=torch.int32)
+            slots[list(experts)] = torch.arange(len(experts), dtype=torch.int32)
+            self._maps[experts] = self._device.upload(slots)
+        return self._maps[experts]
+
+    def compute(
+        self,
+        slots: LayerSlots,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One piece's products."""
+        return self._kernels.forward(slots, hidden_states, topk_ids, topk_weights, partial)
+
+    def copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
+        """One run, from what the step began with."""
+        assert self._source is not None
+        self._source.copy(segments, target, piece, run)
+
+    def is_current(self, step: StreamedStep) -> bool:
+        """Whether the ring's pieces are this step's."""
+        return self._current is step
+
+    def agree(self, number: int) -> int:
+        """The largest of all ranks'."""
+        return self._largest(number)
+
+    def observe(self, rows: int, share: int, seconds: float) -> None:
+        """What a step took."""
+        self._chooser.observe(rows, share, seconds)
+
+    def end(self, step: StreamedStep) -> None:
+        """The step launches nothing more."""
+        if self._whole is step:
+            self._whole = None
+        if self._current is step:
+            self._drop_current()
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the host is the device."""
+        return self._device.is_synchronous
+
+    def close(self) -> None:
+        """Steps must have ended."""
+        self.ring.stop()
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+
+class StreamedStep(StreamedExperts):
+    """Made by `ExpertStreamer`."""
+
+    def __init__(
+        self, streamer: ExpertStreamer, plan: StreamPlan, segments: ExpertSegments, rows: int
+    ) -> None:
+        self.plan = plan
+        self._streamer = streamer
+        self._segments = segments
+        self._rows = rows
+
+    def share(self, layer: int) -> Share:
+        found = self.plan.by_layer.get(layer)
+        if found is None or not found.experts:
+            return Share.NONE
+        return Share.ALL if found.is_whole else Share.SOME
+
+    def cpu_ids(self, layer: int, topk_ids: torch.Tensor) -> torch.Tensor:
+        slots = self._streamer.slot_map(self.plan.by_layer[layer].experts)
+        return torch.where(slots[topk_ids.clamp(min=0).long()] >= 0, -1, topk_ids)
+
+    def forward(
+        self,
+        layer: int,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> torch.Tensor:
+        streamer, ring = self._streamer, self._streamer.ring
+        if not streamer.is_current(self):
+            raise RuntimeError(f"layer {layer} streams in a step that another one has followed already")
+        for expected in self.plan.by_layer[layer].pieces:
+            buffer, piece = ring.take()
+            if piece is not expected:
+                raise RuntimeError(f"layer {layer} streams out of order: layer {piece.stored.layer} is next")
+            slots = streamer.slots(buffer, piece)
+            try:
+                partial = streamer.compute(slots, hidden_states, topk_ids, topk_weights, partial)
+            finally:
+                ring.give_back()
+        if partial is None:
+            partial = torch.zeros_like(hidden_states, dtype=torch.float32)
+        return partial
+
+    def copy(self, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
+        """One run of the ring."""
+        self._streamer.copy(self._segments, target, piece, run)
+
+    def launched(self) -> None:
+        if self._streamer.is_synchronous:
+            self.check()
+
+    def check(self, seconds: float = 0.0) -> None:
+        problem = self._segments.problem()
+        if self._streamer.agree(int(bool(problem))):
+            text = problem or "another rank's expert server has replaced experts"
+            raise ExpertUnavailable(-1, f"{text} while a step streamed them")
+        if seconds and self._rows:
+            self._streamer.observe(self._rows, self.plan.share, seconds)
+
+    def end(self) -> None:
+        self._streamer.end(self)

@@ -1,0 +1,200 @@
+"""Invariant: streamed experts give what expert servers give, in every format, however a layer is divided."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.experts.resident.experts import Share
+from gpu_service.experts.streaming.step import StreamedExperts
+from gpu_service.experts.streaming.streamer import StreamedStep
+from gpu_service.layers.moe import start_experts
+from gpu_service.parallel.context import ParallelContext
+from tests import tolerances
+from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed
+from tests.helpers.stored_experts import (
+    MadeExperts,
+    MadeServer,
+    Part,
+    Streaming,
+    expert_split,
+    streaming,
+    tensor_split,
+)
+
+SHAPE = Shape(hidden=64, intermediate=48, experts=6, top_k=2)
+LAYERS = 3
+
+
+def made(parts: list[Part], weight_format: str = "float32", shape: Shape = SHAPE) -> list[MadeServer]:
+    """Servers of three layers."""
+    return [MadeServer(shape, weight_format, part, LAYERS, seed) for seed, part in enumerate(parts)]
+
+
+def forward(
+    client: MadeExperts, streamed: StreamedExperts | None, rows: int = 9, shape: Shape = SHAPE
+) -> list[torch.Tensor]:
+    """Every layer's sum, as the MoE block asks for it."""
+    answers = []
+    for layer in range(LAYERS):
+        hidden_states, ids, weights = routed(shape, rows, seed=layer)
+        collect = start_experts(layer, hidden_states, ids, weights, client, None, streamed)
+        answers.append(collect(torch.full_like(hidden_states, 0.5)))
+    return answers
+
+
+def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Up to the order of sums."""
+    for ours, theirs in zip(found, wanted, strict=True):
+        error = (ours - theirs).abs().max() / theirs.abs().max()
+        assert error < tolerances.EXPERTS_SUMMED_APART
+
+
+@pytest.mark.parametrize("weight_format", ALL_FORMATS)
+def test_every_format(weight_format: str) -> None:
+    """All experts streamed, nothing asked of servers; twice, so that the ring wraps into the next step."""
+    found = streaming(made(tensor_split(SHAPE, 1), weight_format))
+    wanted = forward(MadeExperts(found.client.servers), None)
+    for _ in range(2):
+        streamed = found.streamer.begin(9)
+        assert streamed is not None
+        assert [streamed.share(layer) for layer in range(LAYERS)] == [Share.ALL] * LAYERS
+        assert_equal(forward(found.client, streamed), wanted)
+        streamed.launched()
+    assert found.client.submitted == []
+
+
+@pytest.mark.parametrize("share", [1, 20, 32, 50, 64])
+@pytest.mark.parametrize("split", [tensor_split, expert_split])
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_every_division(share: int, split: object, servers: int) -> None:
+    """Parts of channels and parts of experts; what is not streamed is asked of servers, nothing twice."""
+    found = streaming(made(split(SHAPE, servers)), share=share)  # type: ignore[operator]
+    wanted = forward(MadeExperts(found.client.servers), None)
+    streamed = found.streamer.begin(9)
+    assert streamed is not None
+    assert_equal(forward(found.client, streamed), wanted)
+    assert bool(found.client.submitted) == (share < 64)
+
+
+def test_a_bias_is_added_once() -> None:
+    """Experts with biases, clamped as gpt-oss does."""
+    shape = Shape(hidden=64, intermediate=48, experts=6, activation="gpt_oss", has_bias=True, limit=0.5)
+    found = streaming(made(expert_split(shape, 2), "int4_g32", shape), share=30)
+    wanted = forward(MadeExperts(found.client.servers), None, shape=shape)
+    assert_equal(forward(found.client, found.streamer.begin(9), shape=shape), wanted)
+
+
+@pytest.mark.parametrize("share", [24, 64])
+def test_ranks_stream_parts_that_add_up(share: int) -> None:
+    """Each rank streams its part of the experts; servers' rows, which one rank has here, come on top."""
+    servers = made(tensor_split(SHAPE, 2))
+    wanted = forward(MadeExperts(servers), None)
+    total = [torch.full_like(one, -0.5) for one in wanted]
+    copied = []
+    for rank in range(2):
+        found = streaming(servers, share=share, parallel=ParallelContext(tp_rank=rank, tp_size=2))
+        client = found.client if rank == 0 else Nothing(servers)
+        for layer, part in enumerate(forward(client, found.streamer.begin(9))):
+            total[layer] += part
+        copied.append(found.source.copied_bytes)
+    assert_equal(total, wanted)
+    assert max(copied) <= 2 * min(copied)
+
+
+class Nothing(MadeExperts):
+    """Another rank's face of the servers: no row is this one's."""
+
+    def collect(self, ticket: object, partial: torch.Tensor | None = None) -> torch.Tensor:
+        assert partial is not None
+        return partial
+
+
+def test_a_step_that_lost_its_experts_is_run_again() -> None:
+    """A new generation is found out when the step ends, even when loading has ended by then."""
+    found = streaming(made(tensor_split(SHAPE, 1)))
+    streamed = found.streamer.begin(9)
+    assert streamed is not None
+    forward(found.client, streamed)
+    found.source.made[0].generation += 1
+    with pytest.raises(ExpertUnavailable, match="loaded its experts anew while a step streamed them"):
+        streamed.launched()
+    assert found.streamer.begin(9) is None
+    assert found.source.refreshed == 1
+    again = found.streamer.begin(9)
+    assert again is not None
+    assert_equal(forward(found.client, again), forward(MadeExperts(found.client.servers), None))
+    again.launched()
+
+
+def test_incomplete_segments_leave_all_to_servers() -> None:
+    """Neither lane streams, until the segment is complete again."""
+    found = streaming(made(tensor_split(SHAPE, 2)))
+    assert found.streamer.can_stream
+    found.source.made[1].is_complete = False
+    assert found.streamer.begin(9) is None
+    assert found.streamer.begin_whole() is None
+    assert not found.streamer.can_stream
+    found.source.made[1].is_complete = True
+    found.source.refresh()
+    assert found.streamer.can_stream
+
+
+def whole(found: Streaming) -> StreamedStep:
+    """A lane's step."""
+    step = found.streamer.begin_whole()
+    assert step is not None
+    return step
+
+
+def test_a_lane_keeps_the_ring_until_its_end() -> None:
+    """Its step needs no client; others do not stream meanwhile, and do afterwards."""
+    found = streaming(made(expert_split(SHAPE, 2)), share=32)
+    wanted = forward(MadeExperts(found.client.servers), None)
+    step = whole(found)
+    assert found.streamer.begin(9) is None
+    assert found.streamer.begin_whole() is None
+    found.client.submitted.clear()
+    assert_equal(forward(None, step), wanted)  # type: ignore[arg-type]
+    step.launched()
+    step.check(1.0)
+    assert found.chooser.observed == []
+    step.end()
+    streamed = found.streamer.begin(9)
+    assert streamed is not None
+    assert_equal(forward(found.client, streamed), wanted)
+    streamed.check(2.0)
+    assert found.chooser.observed == [(9, 32, 2.0)]
+    # One that was broken off half-way keeps nobody from streaming.
+    whole(found).end()
+    assert_equal(forward(None, whole(found)), wanted)  # type: ignore[arg-type]
+
+
+def test_a_step_that_was_followed_streams_no_more() -> None:
+    """Its buffers are another step's by then."""
+    found = streaming(made(tensor_split(SHAPE, 1)))
+    first = found.streamer.begin(9)
+    found.streamer.begin(9)
+    with pytest.raises(RuntimeError, match="another one has followed"):
+        forward(found.client, first)
+
+
+def test_all_ranks_stream_or_none() -> None:
+    """A rank whose segments can not be read keeps the others from it; the largest share is taken by all."""
+    answers: list[int] = []
+
+    def largest(number: int) -> int:
+        return max(number, answers.pop(0)) if answers else number
+
+    found = streaming(made(tensor_split(SHAPE, 1)), share=10, largest=largest)
+    answers.append(65)
+    assert found.streamer.begin(9) is None
+    answers.append(40)
+    streamed = found.streamer.begin(9)
+    assert isinstance(streamed, StreamedStep)
+    assert streamed.plan.share == 40
+    forward(found.client, streamed)
+    answers.append(1)
+    with pytest.raises(ExpertUnavailable, match="another rank"):
+        streamed.check()
