@@ -7,26 +7,38 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy.typing as npt
 import structlog
 
 from expert_service.loader import LoadedLayer, LoadPlan, load_experts, plan_load
+from expert_service.segment import (
+    LoadRecord,
+    SegmentWatch,
+    checkpoint_signature,
+    find_load_record,
+    packed_already,
+)
 from moebius.config import ExpertConfig
+from moebius.errors import StartupError
 from moebius.expert_slices import (
+    CHECKPOINT,
     ExpertSlice,
     SliceRequest,
     checkpoint_fingerprint,
     expert_identity,
+    identity_part,
     plan_slice,
 )
 from moebius.kernel_times import panel_times, this_host, times_file, write_times
-from moebius.kernels import ExpertEngine, FloatArray, float32_isa
+from moebius.kernels import ExpertEngine, FloatArray, SegmentSettings, float32_isa
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
 from moebius.placement import make_placement
 from moebius.topology import Topology, pin_thread
+from moebius.weight_segment import segment_path
 
 log = structlog.get_logger(__name__)
 
@@ -101,28 +113,63 @@ class LoadSettings:
     calibrate_kernels: bool = True
     # Compute every row with the kernels of float32 rows, alike in any batch.
     batch_invariant_experts: bool = False
+    # Where packed experts outlive this process, see `segment_path`; empty: in its own memory.
+    expert_weights_dir: str = ""
 
 
-def make_engine(plan: LoadPlan, part: ExpertSlice, placement: ThreadPlacement, exact: bool) -> ExpertEngine:
-    """An empty engine for a slice of the plan's experts; `exact`: `LoadSettings.batch_invariant_experts`."""
+class Packing(Protocol):
+    """What a `LoadPlan` and a `LoadRecord` both say of how experts are packed."""
+
+    @property
+    def model(self) -> MoeGeometry:
+        """Of the checkpoint."""
+
+    @property
+    def gate_up_formats(self) -> tuple[str, ...]:
+        """Of every decoder layer."""
+
+    @property
+    def down_formats(self) -> tuple[str, ...]:
+        """The same of the down matrices."""
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether experts have biases."""
+
+
+def make_engine(
+    plan: Packing,
+    part: ExpertSlice,
+    placement: ThreadPlacement,
+    exact: bool,
+    segment: SegmentSettings | None = None,
+) -> ExpertEngine:
+    """An engine for a slice of the plan's experts; `exact`: `LoadSettings.batch_invariant_experts`.
+
+    Empty, or with what a predecessor has packed in `segment`. Raises StartupError when that can not be used.
+    """
     model = plan.model
-    return ExpertEngine(
-        model.hidden_size,
-        part.intermediate_size,
-        part.num_experts,
-        model.num_layers,
-        expert_begin=part.expert_begin,
-        weight_format=plan.gate_up_formats,
-        down_format=plan.down_formats,
-        activation=model.activation,
-        alpha=model.alpha,
-        limit=[model.limit_of(layer) for layer in range(model.num_layers)],
-        has_bias=plan.has_bias,
-        num_threads=placement.num_threads,
-        cpus=placement.cpus,
-        numa_node=placement.numa_node,
-        isa=float32_isa() if exact else "auto",
-    )
+    try:
+        return ExpertEngine(
+            model.hidden_size,
+            part.intermediate_size,
+            part.num_experts,
+            model.num_layers,
+            expert_begin=part.expert_begin,
+            weight_format=plan.gate_up_formats,
+            down_format=plan.down_formats,
+            activation=model.activation,
+            alpha=model.alpha,
+            limit=[model.limit_of(layer) for layer in range(model.num_layers)],
+            has_bias=plan.has_bias,
+            num_threads=placement.num_threads,
+            cpus=placement.cpus,
+            numa_node=placement.numa_node,
+            isa=float32_isa() if exact else "auto",
+            segment=segment,
+        )
+    except RuntimeError as error:
+        raise StartupError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +194,8 @@ class ExpertHost:
 
     `on_engine` is called with the still empty engine and the identity of what will be loaded before
     weights are read, so that a mailbox that does not fit is refused at once; `on_progress` after each expert,
-    from any thread; `on_loaded` when all weights are packed.
+    from any thread; `on_loaded` when all weights are packed; `on_damage`, from another thread, for an expert
+    (layer, id) that a predecessor had packed and that is damaged: what is computed here is not to be trusted.
     """
 
     def __init__(
@@ -157,8 +205,11 @@ class ExpertHost:
         on_loaded: Callable[[], None],
         settings: LoadSettings | None = None,
         on_progress: Callable[[], None] = lambda: None,
+        on_damage: Callable[[int, int], None] = lambda layer, expert: None,
     ) -> None:
         self.placement = placement
+        self._on_damage = on_damage
+        self._watch: SegmentWatch | None = None
         self._on_progress = on_progress
         self._settings = settings or LoadSettings()
         self._on_engine = on_engine
@@ -184,21 +235,55 @@ class ExpertHost:
         """Pack a slice and begin to serve. Blocks for as long as the disk takes.
 
         Raises AlreadyLoaded, CheckpointError or ValueError naming the tensor, key or setting,
-        MailboxError when the mailbox does not fit, RequantiseError naming the layer, LoadCancelled.
+        MailboxError when the mailbox does not fit, RequantiseError naming the layer, LoadCancelled,
+        StartupError when packed experts can not lie where the configuration wants them.
         """
         if not self._loading.acquire(blocking=False):
             raise AlreadyLoaded("a load is running or has run; a process holds one slice for its whole life")
         try:
             self._loaded = self._load(request)
             self._on_loaded()
+            if self._watch is not None:
+                self._watch.start()
         except BaseException:
-            self._loaded = None
+            self._loaded = self._watch = None
             self._loading.release()
             raise
         return self._loaded
 
     def _load(self, request: SliceRequest) -> LoadedSlice:
         begin = time.monotonic()
+        directory = self._settings.expert_weights_dir
+        path = segment_path(directory, request.split_index) if directory else None
+        if path is not None:
+            record = find_load_record(path, request, self._settings.batch_invariant_experts)
+            loaded = self._attach(request, record, path, begin) if record is not None else None
+            if loaded is not None:
+                return loaded
+        return self._read(request, path, begin)
+
+    def _attach(
+        self, request: SliceRequest, record: LoadRecord, path: Path, begin: float
+    ) -> LoadedSlice | None:
+        """Serve what a predecessor has packed; None when it has to be loaded after all."""
+        model, part = record.model, plan_slice(record.model, request, record.group)
+        fingerprint = identity_part(record.identity, CHECKPOINT)
+        identity = expert_identity(request, model, fingerprint, self._settings.batch_invariant_experts)
+        engine, held = self._make_engine(record, part, request, identity, path)
+        if engine.segment_state != "complete":
+            return None
+        self._on_engine(engine, model, request, identity)
+        for layer, error in record.relative_errors.items():
+            self._check_error(layer, error, record.gate_up_formats[layer])
+        self._choose_kernels(engine, record, part)
+        self._watch = SegmentWatch(engine, packed_already(engine, held), self._on_damage)
+        errors, seconds = record.relative_errors, time.monotonic() - begin
+        return LoadedSlice(request, model, part, record.weight_format, engine, seconds, errors, identity)
+
+    def _read(self, request: SliceRequest, path: Path | None, begin: float) -> LoadedSlice:
+        """Pack from the checkpoint what no predecessor has packed in the segment."""
+        # Before any of it is read: what is written meanwhile is not what was looked at.
+        signature = checkpoint_signature(request.model_path) if path is not None else ""
         model = read_geometry(request.model_path, request.top_k)
         if not model.moe_layers:
             raise ValueError(f"{request.model_path} has no mixture-of-experts layers")
@@ -206,21 +291,42 @@ class ExpertHost:
         for rounding in plan.roundings:
             log.warning("packing rounds", what=rounding, exact="--expert-dtype float32, at 32 bits a weight")
         part = plan_slice(model, request, plan.group)
-        engine = make_engine(plan, part, self.placement, self._settings.batch_invariant_experts)
         fingerprint = checkpoint_fingerprint(plan.checkpoint.layout.index)
         identity = expert_identity(request, model, fingerprint, self._settings.batch_invariant_experts)
+        engine, held = self._make_engine(plan, part, request, identity, path)
         self._on_engine(engine, model, request, identity)
-        threads, resident = self.placement.num_threads, make_placement(request.placement, model).resident
+        kept = packed_already(engine, held)
         layers = load_experts(
-            engine, plan, part, lambda: self._cancelled, threads, resident, self._on_progress
+            engine, plan, part, lambda: self._cancelled, self.placement.num_threads, held, self._on_progress
         )
         errors = {done.layer: done.relative_error for done in layers if self._accept(done, engine, plan)}
         if self.placement.numa_node >= 0 and not engine.numa_bound:
             log.warning("memory could not be bound to the NUMA node", numa_node=self.placement.numa_node)
-        if self._settings.calibrate_kernels:
-            self._calibrate(engine, model.hidden_size, part.intermediate_size)
+        self._choose_kernels(engine, None, part)
+        if path is not None:
+            engine.finish_load(
+                LoadRecord.of(plan, identity, signature, request.top_k, errors, engine).to_json()
+            )
+            self._watch = SegmentWatch(engine, kept, self._on_damage)
         seconds = time.monotonic() - begin
         return LoadedSlice(request, model, part, plan.weight_format, engine, seconds, errors, identity)
+
+    def _make_engine(
+        self, plan: Packing, part: ExpertSlice, request: SliceRequest, identity: str, path: Path | None
+    ) -> tuple[ExpertEngine, Mapping[int, Sequence[int]]]:
+        """The engine, and which experts of each layer it is to hold."""
+        exact, model = self._settings.batch_invariant_experts, plan.model
+        resident = make_placement(request.placement, model).resident
+        held = {layer: part.held(resident.get(layer, ())) for layer in model.moe_layers}
+        if path is None:
+            return make_engine(plan, part, self.placement, exact), held
+        segment = SegmentSettings(str(path), identity, held, part.intermediate_begin)
+        engine = make_engine(plan, part, self.placement, exact, segment)
+        if engine.segment_difference:
+            log.warning("experts are packed anew", path=str(path), reason=engine.segment_difference)
+        elif engine.segment_state != "new":
+            log.info("packed experts are there already", path=str(path), which=engine.segment_state)
+        return engine, held
 
     def _accept(self, done: LoadedLayer, engine: ExpertEngine, plan: LoadPlan) -> bool:
         """Log the layer. Raises RequantiseError when its weights were changed too much; NaN is too much."""
@@ -233,23 +339,33 @@ class ExpertHost:
             source_bytes=done.source_bytes,
             packed_bytes=engine.packed_bytes,
         )
-        limit = self._settings.max_requantise_error
-        if not done.relative_error <= limit:
-            raise RequantiseError(
-                f"layer {done.layer}: requantising to {plan.gate_up_formats[done.layer]} changed its "
-                f"experts by {done.relative_error:.4f} (relative, root mean square); "
-                f"--max-requantise-error allows {limit}"
-            )
+        self._check_error(done.layer, done.relative_error, plan.gate_up_formats[done.layer])
         return True
 
-    def _calibrate(self, engine: ExpertEngine, hidden_size: int, intermediate_size: int) -> None:
+    def _check_error(self, layer: int, relative_error: float, packed_as: str) -> None:
+        limit = self._settings.max_requantise_error
+        if not relative_error <= limit:
+            raise RequantiseError(
+                f"layer {layer}: requantising to {packed_as} changed its "
+                f"experts by {relative_error:.4f} (relative, root mean square); "
+                f"--max-requantise-error allows {limit}"
+            )
+
+    def _choose_kernels(self, engine: ExpertEngine, record: LoadRecord | None, part: ExpertSlice) -> None:
+        """Those of the predecessor, so that a row's bits stay the same; else the fastest ones now."""
+        if not self._settings.calibrate_kernels:
+            return
+        if record is None or not record.fits(engine) or not engine.restore_plan(record.kernels):
+            self._calibrate(engine, part.intermediate_size)
+
+    def _calibrate(self, engine: ExpertEngine, intermediate_size: int) -> None:
         begin = time.monotonic()
         engine.calibrate()
         log.info("kernels calibrated", seconds=round(time.monotonic() - begin, 3))
         plan = engine.plan()
         on = this_host(engine.num_threads, engine.isa)
         try:
-            write_times(times_file(), panel_times(on, plan, hidden_size, intermediate_size))
+            write_times(times_file(), panel_times(on, plan, engine.backend.hidden_size, intermediate_size))
         except OSError as error:
             log.warning("kernel times are not kept for `moebius plan`", reason=str(error))
         for row in plan:
@@ -294,6 +410,8 @@ class ExpertHost:
 
     def drain(self, timeout_s: float | None) -> bool:
         """Accept nothing more, cancel a running load, wait for what is in flight; False: not idle in time."""
+        if self._watch is not None:
+            self._watch.stop()
         with self._idle:
             self._draining = True
             self.cancel_load()

@@ -137,6 +137,14 @@ class _LayerSum:
     squared_error: float = 0.0
     squared_reference: float = 0.0
 
+    def add(self, packed: LoadError | None) -> None:
+        """One expert more: packed, at this cost, or still missing."""
+        if packed is None:
+            self.missing += 1
+            return
+        self.squared_error += packed.squared_error
+        self.squared_reference += packed.squared_reference
+
 
 @dataclass
 class _Progress:
@@ -165,8 +173,7 @@ class _Progress:
             total = self.layers[layer]
             total.missing -= 1
             total.source_bytes += source_bytes
-            total.squared_error += error.squared_error
-            total.squared_reference += error.squared_reference
+            total.add(error)
             self.changed.notify_all()
         self.on_packed()
 
@@ -199,26 +206,34 @@ def load_experts(
     part: ExpertSlice,
     cancelled: Callable[[], bool],
     num_threads: int = 1,
-    resident: Mapping[int, Sequence[int]] | None = None,
+    held: Mapping[int, Sequence[int]] | None = None,
     on_packed: Callable[[], None] = lambda: None,
 ) -> Iterator[LoadedLayer]:
-    """Pack every expert of the slice, yielding each layer, in order, once it is done.
+    """Pack the experts of the slice, yielding each layer, in order, once it is done.
 
-    Experts in `resident`, by layer, are on GPUs: neither read nor given memory here. `on_packed` is called by
-    the threads that load, after each expert: a layer may take minutes.
+    `held`: by layer, ids of the experts that are wanted here, ascending (`ExpertSlice.held`), None: all; no
+    other one is read or given memory. Those that the engine found packed in its segment are not read again.
+    `on_packed` is called by the threads that load, after each expert: a layer may take minutes.
     Raises CheckpointError naming a tensor, ValueError, or LoadCancelled. Closing it ends the threads.
     """
     layers = plan.model.moe_layers
-    held = {layer: part.held((resident or {}).get(layer, ())) for layer in layers}
-    for layer, experts in held.items():
-        if experts:
-            engine.reserve(layer, len(experts))
+    totals = {layer: _LayerSum(0) for layer in layers}
+    missing: list[tuple[int, int]] = []
+    for layer in layers:
+        wanted = held.get(layer, ()) if held is not None else part.held(())
+        if wanted and engine.segment_state is None:
+            engine.reserve(layer, len(wanted))
+        for expert in wanted:
+            packed = engine.segment_error(layer, expert)
+            if packed is None:
+                missing.append((layer, expert))
+            totals[layer].add(packed)
     # More threads than a layer has experts would hold sources of several layers.
     count = max(1, min(num_threads, part.num_experts))
     progress = _Progress(
         cancelled,
-        iter([(layer, expert) for layer in layers for expert in held[layer]]),
-        {layer: _LayerSum(len(held[layer])) for layer in layers},
+        iter(missing),
+        totals,
         count,
         on_packed,
     )

@@ -44,6 +44,12 @@ class RejectedByEngine(UserError):
     exit_status = 1
 
 
+class DamagedWeights(UserError):
+    """Packed experts that a predecessor left have changed: the next process packs them anew."""
+
+    exit_status = 1
+
+
 class ExpertProcess:
     """The parts of the process and their life: listen, load, serve, drain."""
 
@@ -58,10 +64,19 @@ class ExpertProcess:
         )
         self._mailbox = MailboxService(config, self._spans)
         settings = LoadSettings(
-            experts.max_requantise_error, experts.calibrate_kernels, experts.batch_invariant_experts
+            experts.max_requantise_error,
+            experts.calibrate_kernels,
+            experts.batch_invariant_experts,
+            experts.expert_weights_dir,
         )
+        self._damage = ""
         self._host = ExpertHost(
-            place_process(experts), self._mailbox.attach, self._on_loaded, settings, self._mailbox.beat
+            place_process(experts),
+            self._mailbox.attach,
+            self._on_loaded,
+            settings,
+            self._mailbox.beat,
+            self._on_damage,
         )
         self._health = health.HealthServicer()
         self._server = self._make_server()
@@ -132,6 +147,12 @@ class ExpertProcess:
                 threads=loaded.engine.num_threads,
             )
 
+    def _on_damage(self, layer: int, expert: int) -> None:
+        # What is asked now would be answered wrongly: it stays for the successor.
+        self._damage = f"layer {layer}, expert {expert}"
+        self._hurry = True
+        self._stop.set()
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # A handler runs between two bytecodes of the main thread, so it must not take locks.
         self._host.cancel_load()
@@ -142,6 +163,10 @@ class ExpertProcess:
         while not self._stop.wait(POLL_S) and not self._mailbox.has_ended:
             self._mailbox.record_spans()
             self._spans.flush()
+        if self._damage:
+            raise DamagedWeights(
+                f"packed experts were damaged in memory ({self._damage}); they are packed anew"
+            )
         if self._mailbox.rejection:
             raise RejectedByEngine(f"the engine has sent this server away: {self._mailbox.rejection}")
 

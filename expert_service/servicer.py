@@ -16,6 +16,7 @@ from expert_service.host import AlreadyLoaded, ExpertHost, LoadedSlice, NotServi
 from expert_service.loader import LoadCancelled
 from expert_service.spans import Call, SpanRecorder, sampled_parent
 from moebius import __version__, _kernels
+from moebius.errors import StartupError
 from moebius.expert_slices import ExpertDtype, SliceRequest, parse_expert_dtype
 from moebius.kernels import FloatArray
 from moebius.mailbox import MailboxError
@@ -69,10 +70,11 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
         self._instance_id = secrets.randbits(63)
 
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
-        """INVALID_ARGUMENT names the tensor, key or setting; FAILED_PRECONDITION if something is loaded."""
+        """INVALID_ARGUMENT names the tensor, key or setting; FAILED_PRECONDITION if something is loaded,
+        or packed experts can not lie where they are to."""
         try:
             loaded = self._host.load(_slice_request(request))
-        except AlreadyLoaded as error:
+        except (AlreadyLoaded, StartupError) as error:
             _abort(context, grpc.StatusCode.FAILED_PRECONDITION, error)
         except (ValueError, MailboxError) as error:
             _abort(context, grpc.StatusCode.INVALID_ARGUMENT, error)

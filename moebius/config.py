@@ -238,6 +238,10 @@ class ExpertConfig(Section):
     expert_metrics_port: int = Field(
         default=0, ge=0, le=65535, description="Prometheus port of the first expert process"
     )
+    expert_weights_dir: str = Field(
+        default="",
+        description="Directory in memory where packed experts outlive their server; serve makes its own",
+    )
     mailbox: str = Field(
         default="", description="Name of the shared-memory mailbox; empty: chosen by the supervisor"
     )

@@ -7,9 +7,9 @@ are packed and computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +109,26 @@ class PlanRow:
     """measured for one panel of 16 columns and `rows_from` rows with all threads at work; 0: not measured"""
 
 
+@dataclass(frozen=True)
+class SegmentSettings:
+    """Packed experts in a file that outlives the process and that others map; kernels/moe/weight_segment.h.
+
+    Filled by whoever makes an `ExpertEngine`.
+    """
+
+    path: str
+    """made where there is none; in memory: tmpfs, hugetlbfs or a memfd"""
+    identity: str
+    """lines "name=value" that say which weights; another identity is replaced"""
+    held: Mapping[int, Sequence[int]]
+    """ids of the experts held here, ascending, by layer"""
+    intermediate_begin: int = 0
+    """first channel of every expert that is held here"""
+
+
+SegmentState = Literal["new", "complete", "partial", "replaced"]
+
+
 class ExpertEngine:
     """Experts [expert_begin, expert_begin + num_experts) of every MoE layer, or a slice of each.
 
@@ -144,9 +164,12 @@ class ExpertEngine:
         isa: forces an instruction-set level, for tests: only kernels of just that level are used, or of the
             next lower one where it has none. "auto" is `isa_level()` and all levels below it.
         kernel: name of a GEMM kernel to use wherever it can be, or one of a test; "auto": by the plan.
+        segment: where packed experts lie; None: in memory of this process alone. Those that a former server
+            packed there are loaded at once, see `segment_state`.
 
     Raises:
         ValueError: an argument is out of range, named with its value and what is allowed.
+        RuntimeError: the segment is another server's, no file of ours, or has no room; names it.
     """
 
     def __init__(
@@ -168,6 +191,7 @@ class ExpertEngine:
         numa_node: int = -1,
         isa: Isa = "auto",
         kernel: str | _kernels.GemmKernel = "auto",
+        segment: SegmentSettings | None = None,
     ) -> None:
         gate_up = [weight_format] if isinstance(weight_format, str) else list(weight_format)
         down = [down_format] if isinstance(down_format, str) else list(down_format or gate_up)
@@ -188,6 +212,10 @@ class ExpertEngine:
             numa_node=numa_node,
             isa=isa,
             kernel=kernel,
+            segment_path=segment.path if segment else "",
+            segment_identity=segment.identity if segment else "",
+            intermediate_begin=segment.intermediate_begin if segment else 0,
+            held=[list(segment.held.get(layer, ())) for layer in range(num_layers)] if segment else [],
         )
 
     def reserve(self, layer: int, count: int) -> None:
@@ -233,6 +261,52 @@ class ExpertEngine:
         """
         return self._engine.packed_expert(layer, expert)
 
+    @property
+    def segment_state(self) -> SegmentState | None:
+        """What was found under the segment's path; None: there is no segment.
+
+        "complete": every expert is loaded. "partial": those that a broken-off load had packed are, see
+        `segment_error`. "replaced": `segment_difference` says why nothing of it was used.
+        """
+        found = self._engine.segment_found
+        return None if found is None else cast(SegmentState, found[0])
+
+    @property
+    def segment_difference(self) -> str:
+        """Why what the segment held is replaced; empty: it is not."""
+        found = self._engine.segment_found
+        return found[1] if found is not None and found[0] == "replaced" else ""
+
+    def segment_error(self, layer: int, expert: int) -> LoadError | None:
+        """What rounding an expert of the segment cost; None: it is not packed, or there is no segment.
+
+        Raises:
+            ValueError: layer or expert not held here.
+        """
+        found = self._engine.segment_error(layer, expert)
+        return None if found is None else LoadError(*found)
+
+    def finish_load(self, load_record: str) -> None:
+        """Tell readers and successors that all is packed; from here on the segment is read-only here.
+
+        Nothing without a segment. `load_record` is for a successor, see `WeightSegment.load_record`.
+
+        Raises:
+            ValueError: an expert is not loaded, or the text is too long.
+        """
+        self._engine.finish_load(load_record.encode())
+
+    def verify_expert(self, layer: int, expert: int) -> bool:
+        """Whether an expert's bytes in the segment are those that were packed; reads them all.
+
+        When they are not, the expert counts as not packed for whoever opens the segment next. True without a
+        segment, and for an expert that is not loaded.
+
+        Raises:
+            ValueError: layer or expert not held here.
+        """
+        return self._engine.verify_expert(layer, expert)
+
     def calibrate(self) -> None:
         """Measure the kernels and use the fastest for each number of rows; see `plan`.
 
@@ -247,6 +321,13 @@ class ExpertEngine:
         Until `calibrate` these are the first candidates: the highest level's kernels for the request's type.
         """
         return [PlanRow(*row) for row in self._engine.plan()]
+
+    def restore_plan(self, choices: Sequence[tuple[str, float]]) -> bool:
+        """Use the kernels of an earlier `plan`: `(kernel, nanoseconds)` of each of its rows, in order.
+
+        False, and nothing changes, when they do not fit this engine.
+        """
+        return self._engine.restore_plan(list(choices))
 
     def forward(
         self,

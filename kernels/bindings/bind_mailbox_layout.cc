@@ -1,9 +1,15 @@
-// The mailbox's layout for Python: constants, and name, offset and size of every field of every structure.
+// Layouts of shared memory for Python: constants, and name, offset and size of every field of every structure, of the
+// mailbox and of the segments of packed experts.
+#include <fcntl.h>
 #include <pybind11/native_enum.h>
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "kernels/bindings/bindings.h"
 #include "kernels/mailbox/layout.h"
+#include "kernels/moe/weight_segment.h"
 
 namespace py = pybind11;
 
@@ -107,6 +113,75 @@ py::dict mailbox_regions(uint32_t hidden_size, uint32_t top_k, uint32_t num_slot
   return found;
 }
 
+py::dict weight_segment_layout() {
+  namespace w = weights;
+  py::dict found;
+#define FIELD(type, field) Field{#field, offsetof(w::type, field), sizeof(w::type::field)}
+  found["Header"] = structure(
+      sizeof(w::Header),
+      {FIELD(Header, magic), FIELD(Header, abi_version), FIELD(Header, header_bytes), FIELD(Header, total_bytes),
+       FIELD(Header, num_layers), FIELD(Header, num_experts), FIELD(Header, layers_offset),
+       FIELD(Header, experts_offset), FIELD(Header, load_record_offset), FIELD(Header, data_offset),
+       FIELD(Header, hidden_size), FIELD(Header, intermediate_begin), FIELD(Header, intermediate_end),
+       FIELD(Header, numa_node), FIELD(Header, boot_id), FIELD(Header, reserved0), FIELD(Header, generation),
+       FIELD(Header, complete), FIELD(Header, pid), FIELD(Header, load_record_bytes),
+       FIELD(Header, load_record_digest), FIELD(Header, reserved1), FIELD(Header, identity)});
+  found["LayerRecord"] = structure(
+      sizeof(w::LayerRecord),
+      {FIELD(LayerRecord, offset), FIELD(LayerRecord, expert_bytes), FIELD(LayerRecord, down_offset),
+       FIELD(LayerRecord, layer), FIELD(LayerRecord, num_slots), FIELD(LayerRecord, first_expert),
+       FIELD(LayerRecord, has_bias), FIELD(LayerRecord, gate_up_format), FIELD(LayerRecord, down_format),
+       FIELD(LayerRecord, reserved)});
+  found["ExpertRecord"] = structure(
+      sizeof(w::ExpertRecord),
+      {FIELD(ExpertRecord, expert), FIELD(ExpertRecord, state), FIELD(ExpertRecord, digest),
+       FIELD(ExpertRecord, squared_error), FIELD(ExpertRecord, squared_reference)});
+#undef FIELD
+  return found;
+}
+
+uint64_t weight_digest(const py::bytes& data, uint64_t seed) {
+  const auto text = static_cast<std::string_view>(data);
+  return weights::digest_of(reinterpret_cast<const std::byte*>(text.data()), text.size(), seed);
+}
+
+[[noreturn]] void raise_os_error(const std::string& path) {
+  PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+  throw py::error_already_set();
+}
+
+// The first `bytes` of a file, shared, at an address that is a multiple of 2 MiB, so that pages of that size are mapped
+// as such. Unmapped with the last view of the array.
+py::array_t<uint8_t> map_shared(const std::string& path, size_t bytes) {
+  struct Mapping {
+    void* reserved;
+    size_t bytes;
+  };
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) raise_os_error(path);
+  const size_t reserved_bytes = bytes + kHugePage;
+  void* reserved = mmap(nullptr, reserved_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* mapped = MAP_FAILED;
+  if (reserved != MAP_FAILED) {
+    auto* aligned =
+        reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(reserved) + kHugePage - 1) / kHugePage * kHugePage);
+    mapped = mmap(aligned, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+  }
+  const int error = errno;
+  close(fd);
+  if (mapped == MAP_FAILED) {
+    if (reserved != MAP_FAILED) munmap(reserved, reserved_bytes);
+    errno = error;
+    raise_os_error(path);
+  }
+  const py::capsule owner(new Mapping{reserved, reserved_bytes}, [](void* object) {
+    auto* mapping = static_cast<Mapping*>(object);
+    munmap(mapping->reserved, mapping->bytes);
+    delete mapping;
+  });
+  return py::array_t<uint8_t>(static_cast<py::ssize_t>(bytes), static_cast<uint8_t*>(mapped), owner);
+}
+
 }  // namespace
 
 void bind_mailbox_layout(py::module_& m) {
@@ -114,6 +189,11 @@ void bind_mailbox_layout(py::module_& m) {
   m.attr("MAILBOX_MAGIC") = kMagic;
   m.attr("MAILBOX_MAX_SERVERS") = kMaxServers;
   m.def("mailbox_layout", &mailbox_layout);
+  m.attr("WEIGHT_SEGMENT_MAGIC") = weights::kMagic;
+  m.attr("WEIGHT_SEGMENT_ABI_VERSION") = weights::kAbiVersion;
+  m.def("weight_segment_layout", &weight_segment_layout);
+  m.def("map_shared", &map_shared, py::arg("path"), py::arg("nbytes"));
+  m.def("weight_digest", &weight_digest, py::arg("data"), py::arg("seed"));
   m.def("mailbox_regions", &mailbox_regions, py::kw_only(), py::arg("hidden_size"), py::arg("top_k"),
         py::arg("num_slots"), py::arg("max_rows"), py::arg("num_servers"), py::arg("dtype"), py::arg("num_clients"));
   m.def("mailbox_row_begin", &row_begin, py::arg("rows"), py::arg("client"), py::arg("num_clients"));

@@ -37,7 +37,9 @@ std::shared_ptr<ExpertEngine> make_engine(int64_t hidden_size, int64_t intermedi
                                           const std::vector<std::string>& down_format, const std::string& activation,
                                           float alpha, const std::vector<float>& limit, bool has_bias,
                                           int64_t num_threads, const std::vector<int>& cpus, int numa_node,
-                                          const std::string& isa, const py::object& kernel) {
+                                          const std::string& isa, const py::object& kernel, const std::string& segment_path,
+                                          const std::string& segment_identity, int64_t intermediate_begin,
+                                          const std::vector<std::vector<uint32_t>>& held) {
   EngineOptions options;
   options.hidden_size = unsigned_option(hidden_size, "hidden_size");
   options.intermediate_size = unsigned_option(intermediate_size, "intermediate_size");
@@ -53,6 +55,7 @@ std::shared_ptr<ExpertEngine> make_engine(int64_t hidden_size, int64_t intermedi
   options.cpus = cpus;
   options.numa_node = numa_node;
   options.isa = isa;
+  options.segment = {segment_path, segment_identity, unsigned_option(intermediate_begin, "intermediate_begin"), held};
   if (!py::isinstance<py::str>(kernel)) {
     options.kernel = kernel.cast<const GemmKernel*>();
   } else if (const auto name = kernel.cast<std::string>(); name != "auto") {
@@ -158,6 +161,22 @@ py::dict stats(const ExpertEngine& engine) {
   return result;
 }
 
+// (squared error, squared reference) of an expert that is packed in the segment; None otherwise.
+py::object segment_error(const ExpertEngine& engine, int64_t layer, int64_t expert) {
+  const weights::ExpertRecord* found =
+      engine.segment_record(unsigned_option(layer, "layer"), unsigned_option(expert, "expert"));
+  if (found == nullptr) return py::none();
+  return py::make_tuple(found->squared_error, found->squared_reference);
+}
+
+// (what was found, what differs) of the segment; None without one.
+py::object segment_found(const ExpertEngine& engine) {
+  const weights::Segment* segment = engine.store().segment();
+  if (segment == nullptr) return py::none();
+  constexpr const char* kNames[] = {"new", "complete", "partial", "replaced"};
+  return py::make_tuple(kNames[static_cast<int>(segment->found())], segment->difference());
+}
+
 // Rows of PlanRow in moebius/kernels.py.
 py::list plan(const ExpertEngine& engine) {
   KernelPlan current = [&] {
@@ -202,13 +221,21 @@ void bind_moe(py::module_& m) {
       .def(py::init(&make_engine), py::kw_only(), py::arg("hidden_size"), py::arg("intermediate_size"),
            py::arg("num_experts"), py::arg("num_layers"), py::arg("expert_begin"), py::arg("weight_format"),
            py::arg("down_format"), py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::arg("has_bias"),
-           py::arg("num_threads"), py::arg("cpus"), py::arg("numa_node"), py::arg("isa"), py::arg("kernel"))
+           py::arg("num_threads"), py::arg("cpus"), py::arg("numa_node"), py::arg("isa"), py::arg("kernel"),
+           py::arg("segment_path") = "", py::arg("segment_identity") = "", py::arg("intermediate_begin") = 0,
+           py::arg("held") = std::vector<std::vector<uint32_t>>{})
       .def("reserve", &ExpertEngine::reserve, py::arg("layer"), py::arg("count"))
       .def("load_expert", &load_expert, py::arg("layer"), py::arg("expert"), py::arg("gate"), py::arg("up"),
            py::arg("down"))
       .def("packed_expert", &packed_expert, py::arg("layer"), py::arg("expert"))
       .def("calibrate", &ExpertEngine::calibrate, py::call_guard<py::gil_scoped_release>())
       .def("plan", &plan)
+      .def("restore_plan", &ExpertEngine::restore_plan, py::arg("choices"))
+      .def("finish_load", &ExpertEngine::finish_load, py::arg("load_record"))
+      .def("verify_expert", &ExpertEngine::verify_expert, py::arg("layer"), py::arg("expert"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("segment_error", &segment_error, py::arg("layer"), py::arg("expert"))
+      .def_property_readonly("segment_found", &segment_found)
       .def("forward", &forward, py::arg("layer"), py::arg("hidden_states"), py::arg("topk_ids"),
            py::arg("topk_weights"), py::arg("output") = py::none())
       .def("stats", &stats)

@@ -46,7 +46,7 @@ bool parse_mapping(std::string_view line, uint64_t& begin, uint64_t& end) {
 
 // "AnonHugePages:    204800 kB" -> bytes; 0 for any other line.
 uint64_t huge_bytes_of(std::string_view line) {
-  for (const std::string_view key : {"AnonHugePages:", "Private_Hugetlb:"}) {
+  for (const std::string_view key : {"AnonHugePages:", "ShmemPmdMapped:", "Private_Hugetlb:", "Shared_Hugetlb:"}) {
     if (line.substr(0, key.size()) != key) continue;
     line.remove_prefix(std::min(line.find_first_not_of(' ', key.size()), line.size()));
     return take_number(line, 10).value_or(0) * 1024;
@@ -97,6 +97,8 @@ constexpr int kHugetlb2MiB = MAP_HUGETLB | (21 << 26);  // log2 of the page size
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+}  // namespace
+
 bool bind_to_node(void* data, size_t bytes, int node) {
   constexpr size_t kBits = 8 * sizeof(unsigned long);
   std::vector<unsigned long> mask(static_cast<size_t>(node) / kBits + 1, 0);
@@ -105,7 +107,6 @@ bool bind_to_node(void* data, size_t bytes, int node) {
   return syscall(SYS_mbind, data, bytes, kMpolBind, mask.data(), mask.size() * kBits + 1, 0) == 0;
 }
 
-// Gives every page memory. Unlike a write it fails instead of killing the process when there is none.
 bool populate(std::byte* data, size_t bytes) {
   int result;
   do {
@@ -114,8 +115,6 @@ bool populate(std::byte* data, size_t bytes) {
   // A kernel that does not know the advice leaves the pages to whoever writes them first.
   return result == 0 || errno == EINVAL;
 }
-
-}  // namespace
 
 Arena::Arena(size_t bytes, int numa_node, ThreadPool* pool) {
   // Below half a huge page alignment would waste more than it brings.

@@ -24,7 +24,14 @@ struct MemoryRange {
 // Reads the page tables of the whole process, about 1 ms a GB of 4 KiB pages. 0 when the file can not be read.
 size_t huge_page_bytes(const std::vector<MemoryRange>& ranges, const std::string& smaps = "/proc/self/smaps");
 
-// --- Memory for packed weights: one mapping, in 2 MiB pages where the system grants them, on one NUMA node.
+// Has the kernel take memory for [data, data + bytes) from one node, from now on. False: it refuses.
+bool bind_to_node(void* data, size_t bytes, int node);
+
+// Gives every page memory. Unlike a write it fails, with false, instead of killing the process when there is none.
+bool populate(std::byte* data, size_t bytes);
+
+// --- Memory for packed weights of one engine alone: one mapping, in 2 MiB pages where the system grants them, on one
+// NUMA node.
 
 class Arena {
  public:

@@ -7,6 +7,7 @@
 
 #include "kernels/format/panel_layout.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/moe/weight_segment.h"
 
 namespace moebius {
 
@@ -35,6 +36,7 @@ struct EngineOptions {
   int numa_node = -1;                  // -1: no binding
   std::string isa = "auto";            // see resolve_isa
   const GemmKernel* kernel = nullptr;  // to use wherever it can; null: by the plan
+  weights::SegmentOptions segment;     // where packed experts lie; without a path: in memory of this process alone
 
   bool is_gated() const { return activation != Activation::kRelu2; }
 };

@@ -76,6 +76,28 @@ KernelPlan ExpertEngine::plan() const {
   return plan_;
 }
 
+bool ExpertEngine::restore_plan(const std::vector<std::pair<std::string, double>>& choices) {
+  std::lock_guard<std::mutex> lock(forward_mutex_);
+  KernelPlan plan = plan_;
+  if (!plan.restore(choices)) return false;
+  plan_ = plan;
+  return true;
+}
+
+void ExpertEngine::finish_load(const std::string& load_record) {
+  if (store_.segment() != nullptr) store_.segment()->finish(load_record);
+}
+
+bool ExpertEngine::verify_expert(uint32_t layer, uint32_t expert) {
+  check_layer(layer);
+  return store_.verify(layer, local_expert(expert));
+}
+
+const weights::ExpertRecord* ExpertEngine::segment_record(uint32_t layer, uint32_t expert) const {
+  check_layer(layer);
+  return store_.record(layer, local_expert(expert));
+}
+
 void ExpertEngine::expect_pauses(std::chrono::nanoseconds longest) {
   pool_.set_spin(ThreadPool::kDefaultSpin);
   // Not at all by default: spinning would cost the cgroup's quota.

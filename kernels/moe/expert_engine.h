@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/isa/isa.h"
@@ -75,6 +77,17 @@ class ExpertEngine final : public ExpertBackend {
   std::chrono::nanoseconds spin() const { return pool_.spin(); }
   const ExpertStore& store() const { return store_; }
   KernelPlan plan() const;
+  // Uses the kernels of an earlier plan() of the same options: names and times, in the order of layouts, matrices,
+  // requests and ranges. False, and nothing changes, when they do not fit.
+  bool restore_plan(const std::vector<std::pair<std::string, double>>& choices);
+
+  // Says to whoever opens the segment next that everything is packed, with a text for it; nothing without a segment.
+  // Throws std::invalid_argument naming an expert that is missing.
+  void finish_load(const std::string& load_record);
+  // By global id; see ExpertStore::verify.
+  bool verify_expert(uint32_t layer, uint32_t expert);
+  // By global id; see ExpertStore::record.
+  const weights::ExpertRecord* segment_record(uint32_t layer, uint32_t expert) const;
   const EngineStats& stats() const { return stats_; }
 
  private:

@@ -1,10 +1,8 @@
 #include "kernels/moe/expert_store.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -13,32 +11,18 @@
 
 namespace moebius {
 
-// Spreads every bit of a number over all of the result's: the finaliser of MurmurHash3.
-constexpr uint64_t spread_bits(uint64_t value) {
-  value = (value ^ (value >> 33)) * 0xFF51AFD7ED558CCDull;
-  value = (value ^ (value >> 33)) * 0xC4CEB9FE1A85EC53ull;
-  return value ^ (value >> 33);
-}
+namespace {
 
-// Depends on every bit and its place. Four chains, so that multiplications overlap: packing is much slower. `seed`
-// says what the bytes are of.
-inline uint64_t digest_of(const std::byte* bytes, size_t count, uint64_t seed) {
-  constexpr uint64_t kOdd = 0x9E3779B97F4A7C15ull;
-  uint64_t chains[4] = {seed, seed + 1, seed + 2, seed + 3};
-  size_t at = 0;
-  for (; at + sizeof(chains) <= count; at += sizeof(chains)) {
-    uint64_t words[4];
-    std::memcpy(words, bytes + at, sizeof(words));
-    for (int i = 0; i < 4; ++i) chains[i] = std::rotl((chains[i] ^ words[i]) * kOdd, 29);
-  }
-  uint64_t digest = spread_bits(count ^ seed);
-  for (; at < count; ++at) digest = (digest ^ uint64_t(bytes[at])) * kOdd;
-  for (const uint64_t chain : chains) digest = spread_bits(digest ^ chain) + chain;
-  return spread_bits(digest);
-}
+// Of a packed expert: says which one the bytes are of.
+uint64_t digest_seed(uint32_t layer, uint32_t expert) { return uint64_t{layer} << 32 | expert; }
+
+}  // namespace
 
 ExpertStore::ExpertStore(const EngineOptions& options)
-    : num_experts_(options.num_experts), numa_node_(options.numa_node), layers_(options.num_layers) {
+    : num_experts_(options.num_experts),
+      expert_begin_(options.expert_begin),
+      numa_node_(options.numa_node),
+      layers_(options.num_layers) {
   std::vector<LayerFormats> distinct;
   for (const LayerFormats& formats : options.formats) {
     const auto known = std::find(distinct.begin(), distinct.end(), formats);
@@ -55,6 +39,29 @@ ExpertStore::ExpertStore(const EngineOptions& options)
     layer.capacity = num_experts_;
     layer.experts = std::make_unique<std::atomic<const std::byte*>[]>(num_experts_);
   }
+  if (!options.segment.path.empty()) attach(options);
+}
+
+// What is packed already is there for everybody; nothing of it is read.
+void ExpertStore::attach(const EngineOptions& options) {
+  segment_ = std::make_unique<weights::Segment>(options.segment, options, layouts_, layout_index_);
+  for (uint32_t index = 0; index < layers_.size(); ++index) {
+    Layer& layer = layers_[index];
+    layer.capacity = 0;
+    for (uint32_t expert = 0; expert < num_experts_; ++expert) {
+      const weights::ExpertRecord* found = segment_->expert(index, expert_begin_ + expert);
+      if (found == nullptr) continue;
+      layer.slots[expert] = layer.capacity++;
+      if (!segment_->is_packed(*found)) continue;
+      layer.claimed[expert] = true;
+      layer.memory = segment_->memory(segment_->record_of(index));
+      publish(index, expert, segment_->slot(index, expert_begin_ + expert), found->digest);
+    }
+    layer.used = layer.capacity;
+    // Of a layer that was broken off, pages are missing.
+    const auto known = layer.claimed.get();
+    if (std::count(known, known + num_experts_, true) < layer.capacity) layer.memory = {nullptr, 0};
+  }
 }
 
 void ExpertStore::reserve(uint32_t layer_index, uint32_t count) {
@@ -64,7 +71,7 @@ void ExpertStore::reserve(uint32_t layer_index, uint32_t count) {
     throw std::invalid_argument("layer " + std::to_string(layer_index) + ": room for " + std::to_string(count) +
                                 " experts is not possible; allowed are 1 to " + std::to_string(num_experts_));
   }
-  if (layer.arena) {
+  if (layer.arena || segment_) {
     throw std::invalid_argument("layer " + std::to_string(layer_index) + " has memory already; reserve it first");
   }
   layer.capacity = count;
@@ -79,13 +86,36 @@ PackError ExpertStore::load(uint32_t layer, uint32_t expert, const ExpertSource&
     release(layer, expert);
     throw;
   }
-  const uint64_t seed = uint64_t{layer} << 32 | expert;
-  weights_digest_.fetch_xor(digest_of(target, layout(layer).expert_bytes, seed), std::memory_order_relaxed);
-  layers_[layer].experts[expert].store(target, std::memory_order_release);
+  const uint64_t digest = weights::digest_of(target, layout(layer).expert_bytes, digest_seed(layer, expert));
+  if (segment_) {
+    weights::ExpertRecord& record = *segment_->expert(layer, expert_begin_ + expert);
+    segment_->set_packed(record, digest, error.squared_error, error.squared_reference);
+  }
+  publish(layer, expert, target, digest);
   return error;
 }
 
+void ExpertStore::publish(uint32_t layer, uint32_t expert, const std::byte* packed, uint64_t digest) {
+  weights_digest_.fetch_xor(digest, std::memory_order_relaxed);
+  layers_[layer].experts[expert].store(packed, std::memory_order_release);
+}
+
+bool ExpertStore::verify(uint32_t layer, uint32_t expert) {
+  const weights::ExpertRecord* known = record(layer, expert);
+  if (known == nullptr) return true;
+  const uint64_t seed = digest_seed(layer, expert);
+  if (weights::digest_of(find(layer, expert), layout(layer).expert_bytes, seed) == known->digest) return true;
+  segment_->set_missing(*segment_->expert(layer, expert_begin_ + expert));
+  return false;
+}
+
+const weights::ExpertRecord* ExpertStore::record(uint32_t layer, uint32_t expert) const {
+  if (!segment_ || find(layer, expert) == nullptr) return nullptr;
+  return segment_->expert(layer, expert_begin_ + expert);
+}
+
 void ExpertStore::fill(uint32_t layer, const Writer& write, ThreadPool& pool) {
+  if (segment_) throw std::invalid_argument("the experts of a segment are loaded; they are not filled");
   std::vector<std::byte*> targets;
   try {
     while (targets.size() < num_experts_) {
@@ -113,10 +143,22 @@ std::byte* ExpertStore::claim(uint32_t layer_index, uint32_t expert, ThreadPool&
     throw std::invalid_argument("layer " + std::to_string(layer_index) + ": local expert " + std::to_string(expert) +
                                 " has no room beside the " + std::to_string(layer.capacity) + " that were reserved");
   }
-  if (!layer.arena) layer.arena = std::make_unique<Arena>(expert_bytes * layer.capacity, numa_node_, &pool);
+  if (layer.memory.data == nullptr) take_memory(layer_index, pool);
   if (layer.slots[expert] == kNoSlot) layer.slots[expert] = layer.used++;
   layer.claimed[expert] = true;
+  if (segment_) return segment_->slot(layer_index, expert_begin_ + expert);
   return layer.arena->data() + layer.slots[expert] * expert_bytes;
+}
+
+void ExpertStore::take_memory(uint32_t index, ThreadPool& pool) {
+  Layer& layer = layers_[index];
+  if (segment_) {
+    segment_->prepare(segment_->record_of(index), pool);
+    layer.memory = segment_->memory(segment_->record_of(index));
+  } else {
+    layer.arena = std::make_unique<Arena>(layout(index).expert_bytes * layer.capacity, numa_node_, &pool);
+    layer.memory = {layer.arena->data(), layer.arena->bytes()};
+  }
 }
 
 void ExpertStore::release(uint32_t layer, uint32_t expert) {
@@ -131,7 +173,7 @@ const std::byte* ExpertStore::find(uint32_t layer, uint32_t expert) const {
 size_t ExpertStore::packed_bytes() const {
   std::lock_guard<std::mutex> lock(mutex_);
   size_t bytes = 0;
-  for (const Layer& layer : layers_) bytes += layer.arena ? layer.arena->bytes() : 0;
+  for (const Layer& layer : layers_) bytes += layer.memory.bytes;
   return bytes;
 }
 
@@ -140,7 +182,7 @@ size_t ExpertStore::huge_page_bytes() const {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const Layer& layer : layers_) {
-      if (layer.arena) ranges.push_back({layer.arena->data(), layer.arena->bytes()});
+      if (layer.memory.bytes > 0) ranges.push_back(layer.memory);
     }
   }
   return moebius::huge_page_bytes(ranges);
@@ -148,6 +190,7 @@ size_t ExpertStore::huge_page_bytes() const {
 
 bool ExpertStore::numa_bound() const {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (segment_ && !segment_->bound()) return false;
   return std::all_of(layers_.begin(), layers_.end(),
                      [](const Layer& layer) { return !layer.arena || layer.arena->bound(); });
 }

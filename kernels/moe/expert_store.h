@@ -1,4 +1,5 @@
-// Packed experts of all layers. A layer's memory is mapped when its first expert is loaded.
+// Packed experts of all layers. A layer takes memory when its first expert is loaded: private, or of a segment that
+// other processes read (weight_segment.h), in which experts may be packed already.
 #pragma once
 
 #include <atomic>
@@ -23,7 +24,7 @@ class ExpertStore {
   explicit ExpertStore(const EngineOptions& options);
 
   // A layer takes memory for so many of its experts only, whichever are loaded. Throws std::invalid_argument when
-  // count is 0 or above num_experts(), or when an expert of the layer was loaded before.
+  // count is 0 or above num_experts(), when an expert of the layer was loaded before, or when a segment says which.
   void reserve(uint32_t layer, uint32_t count);
 
   // Packs one expert (local index). Different experts may be loaded from several threads at once. The first of a
@@ -33,9 +34,16 @@ class ExpertStore {
   PackError load(uint32_t layer, uint32_t expert, const ExpertSource& source, ThreadPool& pool);
 
   // Has `write` write every expert of a layer, layout(layer).expert_bytes each, on all threads of the pool: for
-  // benchmarks. Throws std::invalid_argument when one was loaded before.
+  // benchmarks. Throws std::invalid_argument when one was loaded before, or when there is a segment.
   using Writer = std::function<void(uint32_t expert, std::byte* target)>;
   void fill(uint32_t layer, const Writer& write, ThreadPool& pool);
+
+  // Whether an expert's bytes in the segment are still those that were packed; reads all of them, but publishes
+  // nothing. When they are not, the expert is missing for whoever opens the segment next. True without a segment.
+  bool verify(uint32_t layer, uint32_t expert);
+  // What rounding an expert of the segment cost; null without one, or while it is not packed.
+  const weights::ExpertRecord* record(uint32_t layer, uint32_t expert) const;
+  weights::Segment* segment() const { return segment_.get(); }  // null: private memory
 
   // The packed expert, or null while it is not loaded.
   const std::byte* find(uint32_t layer, uint32_t expert) const;
@@ -45,7 +53,7 @@ class ExpertStore {
   const ExpertLayout& layout(uint32_t layer) const { return layouts_[layout_index_[layer]]; }
   uint32_t layout_index(uint32_t layer) const { return layout_index_[layer]; }
   const std::vector<ExpertLayout>& layouts() const { return layouts_; }  // the distinct ones
-  // Of all that load() has packed, whatever the order; 0: nothing. Layers and experts by their numbers here.
+  // Of all that load() has packed, here or in a predecessor, whatever the order; 0: nothing. Layers and experts by their numbers here.
   uint64_t weights_digest() const { return weights_digest_.load(std::memory_order_relaxed); }
   size_t packed_bytes() const;  // mapped for layers so far
   size_t huge_page_bytes() const;  // of them in 2 MiB pages now; see arena.h for how exact and how slow
@@ -55,7 +63,8 @@ class ExpertStore {
   static constexpr uint32_t kNoSlot = UINT32_MAX;
 
   struct Layer {
-    std::unique_ptr<Arena> arena;                                // set under mutex_ by the first load
+    std::unique_ptr<Arena> arena;                                // set under mutex_ by the first load; null: segment
+    MemoryRange memory{nullptr, 0};                              // taken so far, under mutex_
     std::unique_ptr<bool[]> claimed;                             // under mutex_
     std::unique_ptr<uint32_t[]> slots;                           // under mutex_; kNoSlot: none yet
     uint32_t capacity = 0;                                       // slots of the arena
@@ -64,15 +73,20 @@ class ExpertStore {
   };
 
   std::byte* claim(uint32_t layer, uint32_t expert, ThreadPool& pool);
+  void take_memory(uint32_t layer, ThreadPool& pool);
+  void publish(uint32_t layer, uint32_t expert, const std::byte* packed, uint64_t digest);
+  void attach(const EngineOptions& options);
   void release(uint32_t layer, uint32_t expert);
 
   std::atomic<uint64_t> weights_digest_{0};
   uint32_t num_experts_;
+  uint32_t expert_begin_;
   int numa_node_;
   std::vector<ExpertLayout> layouts_;
   std::vector<uint32_t> layout_index_;  // [layers]
   mutable std::mutex mutex_;
   std::vector<Layer> layers_;
+  std::unique_ptr<weights::Segment> segment_;
 };
 
 }  // namespace moebius

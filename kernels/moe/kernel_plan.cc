@@ -83,6 +83,22 @@ KernelPlan::KernelPlan(const std::vector<ExpertLayout>& layouts, const PlanOptio
   }
 }
 
+bool KernelPlan::restore(const std::vector<std::pair<std::string, double>>& choices) {
+  if (choices.size() != plans_.size() * kRowRanges.size()) return false;
+  auto next = choices.begin();
+  for (MatrixPlan& plan : plans_) {
+    for (size_t range = 0; range < kRowRanges.size(); ++range, ++next) {
+      // With float32 rows the one candidate is chosen whatever was measured; with int8 ones, both requests share it.
+      const auto candidates = plan.candidates(range);
+      const auto found = std::find_if(candidates.begin(), candidates.end(),
+                                      [&](const GemmKernel* kernel) { return next->first == kernel->name; });
+      if (found == candidates.end()) return false;
+      plan.choose(range, {*found, next->second});
+    }
+  }
+  return true;
+}
+
 namespace {
 
 using Clock = std::chrono::steady_clock;

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/gemm/gemm.h"
@@ -76,6 +77,9 @@ class KernelPlan {
     return plans_[index(layout, kind, request)];
   }
   size_t num_layouts() const { return plans_.size() / 4; }
+  // Takes kernels by name, with their times: of every layout, matrix, request and range, in this order. False, and the
+  // plan is of no use, when they are not as many, or one is no candidate in its place.
+  bool restore(const std::vector<std::pair<std::string, double>>& choices);
 
  private:
   static size_t index(size_t layout, MatrixKind kind, RequestKind request) {

@@ -25,6 +25,8 @@ from moebius.weight_formats import PackedExpertLayout, expert_layout
 
 # kernels/moe/arena.cc: a layer's experts lie in whole pages, huge ones from half of one on.
 _SMALL_PAGE, _HUGE_PAGE = 4096, 2 * 2**20
+# kernels/moe/weight_segment.h
+_LOAD_RECORD = 512 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,30 @@ def server_bytes(
         held = part.held((resident or {}).get(layer, ()))
         total += arena_bytes(len(held) * packed.expert_bytes)
     return total
+
+
+def segment_bytes(config: MoebiusConfig, geometry: MoeGeometry, count: int) -> list[int]:
+    """What the segment of each of `count` expert servers takes in 2 MiB pages (kernels/moe/weight_segment.h).
+
+    Raises CheckpointError for a checkpoint that can not be packed, UserError for a division that can not be.
+    """
+    stored = stored_experts(config.model.model, geometry)
+    experts = config.experts.model_copy(update={"expert_servers": count, "expert_addresses": ()})
+    shared = config.model_copy(update={"experts": experts})
+    resident, sizes = make_placement(config.placement, geometry).resident, []
+    for server in expert_servers(shared, geometry, stored, 1):
+        layers = [
+            packed_expert(
+                found, geometry.hidden_size, server.part.intermediate_size, experts.expert_dtype
+            ).expert_bytes
+            * len(server.part.held(resident.get(layer, ())))
+            for layer, found in stored.items()
+        ]
+        tables = (
+            2 * _SMALL_PAGE + 128 * len(layers) + 32 * server.part.num_experts * len(layers) + _LOAD_RECORD
+        )
+        sizes.append(sum(-(-nbytes // _HUGE_PAGE) * _HUGE_PAGE for nbytes in (tables + _SMALL_PAGE, *layers)))
+    return sizes
 
 
 def expert_format(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from moebius.app.supervisor.weight_files import WeightFile
     from moebius.mailbox import ServerState
 
 PROBE_TIMEOUT_S = 1.0
@@ -181,6 +182,8 @@ class Plan:
     # In the order of their start; nobody waits for another process to start.
     processes: tuple[ProcessSpec, ...]
     segments: tuple[Segment, ...] = ()
+    # Memory of the expert servers that outlives them, but not the supervisor.
+    weights: tuple[WeightFile, ...] = ()
     # (path, content) of files the processes read; written, readable by the owner only, before any start.
     files: tuple[tuple[Path, str], ...] = ()
     # Whether log lines are JSON objects, which take no prefix.

@@ -38,12 +38,14 @@ from moebius.app.supervisor.placement import (
     usable_cpus,
 )
 from moebius.app.supervisor.runfile import clean_up_stale, own_state_directory
+from moebius.app.supervisor.weight_files import WeightFile, free_reserved_bytes
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig, Section
 from moebius.config_loader import effective_config
 from moebius.errors import ConfigError, StartupError
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
+from moebius.weight_segment import segment_path
 
 # sockaddr_un.sun_path holds 108 bytes, the last one zero.
 MAX_SOCKET_PATH = 107
@@ -88,6 +90,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
             directory=directory,
             processes=tuple(_process(member, directory) for member in members),
             segments=(_mailbox(config, model),) if config.experts.mailbox else (),
+            weights=_weight_files(config, model, directory, placements),
             files=tuple(
                 (_settings_file(member, directory), effective_config(member.config)) for member in members
             ),
@@ -248,6 +251,7 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
         split_count=max(1, len(addresses)),
         expert_addresses=addresses,
         mailbox=mailbox if wants_mailbox else "",
+        expert_weights_dir=config.experts.expert_weights_dir or (str(directory) if num_experts else ""),
     )
 
 
@@ -263,6 +267,28 @@ def _expert_settings(config: MoebiusConfig, index: int, placement: ExpertPlaceme
         numa_node=placement.numa_node if experts.numa_node < 0 else experts.numa_node,
         expert_threads=experts.expert_threads or placement.threads,
         expert_metrics_port=port + index if port else 0,
+    )
+
+
+def _weight_files(
+    config: MoebiusConfig, model: MoeGeometry, directory: Path, placements: Sequence[ExpertPlacement]
+) -> tuple[WeightFile, ...]:
+    """Memory for every server's packed experts; none where the user gave a directory for it."""
+    if config.experts.expert_weights_dir != str(directory):
+        return ()
+    sizes = [0] * len(placements)
+    # Only then does it matter how much it will be, which takes a look at the checkpoint's headers.
+    if placements and free_reserved_bytes() > 0:
+        from moebius.app.planning.memory import segment_bytes
+
+        sizes = segment_bytes(config, model, len(placements))
+    return tuple(
+        WeightFile(
+            segment_path(str(directory), index),
+            nbytes,
+            placement.numa_node if config.experts.numa_node < 0 else config.experts.numa_node,
+        )
+        for index, (placement, nbytes) in enumerate(zip(placements, sizes, strict=True))
     )
 
 

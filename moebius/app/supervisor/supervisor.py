@@ -17,6 +17,7 @@ import structlog
 from moebius.app.supervisor.health import Plan, Timing
 from moebius.app.supervisor.process import ManagedProcess
 from moebius.app.supervisor.runfile import RunDirectory, write_private
+from moebius.app.supervisor.weight_files import WeightFiles
 from moebius.errors import PEER_LOST_EXIT, ProcessFailed, StartupError
 
 # The others notice the death by themselves and say which of them it was; then they have this long to end.
@@ -81,6 +82,7 @@ class Supervisor:
         self._on_event = on_event or (lambda name, state: None)
         self._directory = RunDirectory(plan.directory)
         self._segments: list[object] = []
+        self._weights: WeightFiles | None = None
         self._signals_seen = 0
         self._wake = threading.Event()
         self._previous_handlers: dict[int, object] = {}
@@ -111,6 +113,8 @@ class Supervisor:
     def __exit__(self, *_: object) -> None:
         self._stop()
         self._segments.clear()
+        if self._weights is not None:
+            self._weights.close()
         self._directory.remove()
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -159,6 +163,7 @@ class Supervisor:
             write_private(path, text)
         # Held, not only created: a segment counts as stale once no living process maps it.
         self._segments = [segment.create() for segment in self._plan.segments]
+        self._weights = WeightFiles(self._plan.weights)
         for process in self.processes:
             process.start()
             self._record()

@@ -1,0 +1,229 @@
+"""What a server leaves beside its packed experts for its successor, and the watch over both.
+
+A successor of the same settings reads one record instead of the checkpoint, so that the time until it serves
+does not grow with the model. Any other one reads the checkpoint, and packs what is not packed already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from expert_service.loader import LoadPlan
+from moebius.checkpoint.gguf.files import companion_directory
+from moebius.expert_slices import CHECKPOINT, SliceRequest, expert_identity, identity_part
+from moebius.kernels import ExpertEngine
+from moebius.models.geometry import MoeGeometry
+from moebius.weight_segment import WeightSegment, WeightSegmentError
+
+log = structlog.get_logger(__name__)
+
+WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".json")
+# Where packed experts lie in 4 KiB pages, reading them is about so much slower (docs/install-gpu.md).
+SMALL_PAGES_COST = "reads about 7 % less a second"
+HUGE_PAGES_COMMAND = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+# Below this, layers are too small for pages of 2 MiB.
+PAGES_MATTER_FROM = 64 * 2**20
+# Of its time the thread that compares checksums computes so much: it takes bandwidth from requests.
+VERIFY_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRecord:
+    """What a server found while it loaded; filled by `ExpertHost`, kept in its segment."""
+
+    # As in the segment; of its parts the checkpoint's fingerprint is taken from here.
+    identity: str
+    # `checkpoint_signature` of then, and the setting that the geometry below depends on.
+    signature: str
+    requested_top_k: int | None
+    model: MoeGeometry
+    # Of every decoder layer, as in `LoadPlan`.
+    gate_up_formats: tuple[str, ...]
+    down_formats: tuple[str, ...]
+    has_bias: bool
+    group: int
+    weight_format: str
+    # By layer.
+    relative_errors: Mapping[int, float]
+    isa: str
+    num_threads: int
+    # (name, nanoseconds) of every row of `ExpertEngine.plan`; 0 nanoseconds: not measured.
+    kernels: tuple[tuple[str, float], ...]
+
+    @staticmethod
+    def of(
+        plan: LoadPlan,
+        identity: str,
+        signature: str,
+        top_k: int | None,
+        errors: Mapping[int, float],
+        engine: ExpertEngine,
+    ) -> LoadRecord:
+        """Of an engine with everything loaded, its kernels chosen; `errors`: relative ones by layer."""
+        return LoadRecord(
+            identity=identity,
+            signature=signature,
+            requested_top_k=top_k,
+            model=plan.model,
+            gate_up_formats=plan.gate_up_formats,
+            down_formats=plan.down_formats,
+            has_bias=plan.has_bias,
+            group=plan.group,
+            weight_format=plan.weight_format,
+            relative_errors=errors,
+            isa=engine.isa,
+            num_threads=engine.num_threads,
+            kernels=tuple((row.kernel, row.nanoseconds) for row in engine.plan()),
+        )
+
+    def fits(self, engine: ExpertEngine) -> bool:
+        """Whether its kernels were chosen for such an engine, and by measuring."""
+        measured = any(nanoseconds > 0 for _, nanoseconds in self.kernels)
+        return measured and (self.isa, self.num_threads) == (engine.isa, engine.num_threads)
+
+    def to_json(self) -> str:
+        """For `ExpertEngine.finish_load`."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> LoadRecord:
+        """Raises ValueError, KeyError or TypeError for what `to_json` of this version has not written."""
+        found: dict[str, Any] = json.loads(text)
+        model = {name: _frozen(value) for name, value in found.pop("model").items()}
+        errors = {int(layer): float(error) for layer, error in found.pop("relative_errors").items()}
+        values = {name: _frozen(value) for name, value in found.items()}
+        return LoadRecord(model=MoeGeometry(**model), relative_errors=errors, **values)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(entry) for entry in value) if isinstance(value, list) else value
+
+
+def checkpoint_signature(model_path: str) -> str:
+    """Of the checkpoint's files as the file system knows them: names, sizes, inodes and times of change.
+
+    As long as it stays the same nobody has written to them, whose contents `checkpoint_fingerprint` looks at.
+    """
+    directory = companion_directory(model_path)
+    found = []
+    for entry in os.scandir(directory):
+        if entry.name.endswith(WEIGHT_SUFFIXES) and entry.is_file():
+            status = entry.stat()
+            times = (status.st_mtime_ns, status.st_ctime_ns)
+            found.append((entry.name, status.st_size, status.st_dev, status.st_ino, *times))
+    text = repr((str(Path(model_path).absolute()), sorted(found)))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def find_load_record(path: Path, request: SliceRequest, exact: bool) -> LoadRecord | None:
+    """What a predecessor of the same settings and model left; None: nothing, or it has to be checked.
+
+    Reads nothing of the checkpoint but names and times of its files. Whether the segment itself fits, the
+    engine says.
+    """
+    try:
+        segment = WeightSegment.open(path)
+    except WeightSegmentError as error:
+        log.debug("no packed experts are there yet", reason=str(error))
+        return None
+    text, identity = segment.load_record, segment.identity
+    segment.close()
+    try:
+        record = LoadRecord.from_json(text) if text else None
+    except (ValueError, KeyError, TypeError) as error:
+        log.info("the predecessor's record is of another version", reason=repr(error))
+        return None
+    if record is None or record.requested_top_k != request.top_k:
+        return None
+    if record.signature != checkpoint_signature(request.model_path):
+        log.info("files of the checkpoint were written since; they are looked at anew", path=str(path))
+        return None
+    wanted = expert_identity(request, record.model, identity_part(identity, CHECKPOINT), exact)
+    return record if wanted == identity == record.identity else None
+
+
+class SegmentWatch:
+    """Compares the checksums of packed experts, once, in the background, and says in what pages they lie."""
+
+    def __init__(
+        self,
+        engine: ExpertEngine,
+        experts: Iterable[tuple[int, int]],
+        on_damage: Callable[[int, int], None],
+        share: float = VERIFY_SHARE,
+    ) -> None:
+        """`experts`: (layer, id) of what is to be compared; `on_damage` is called for each that differs."""
+        self._engine, self._experts = engine, tuple(experts)
+        self._on_damage, self._share = on_damage, share
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="segment-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begins, in a thread that ends by itself."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Lets it end at the next expert; does not wait."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        _lower_priority()
+        begin = time.monotonic()
+        damaged = 0
+        for layer, expert in self._experts:
+            start = time.monotonic()
+            if not self._engine.verify_expert(layer, expert):
+                damaged += 1
+                log.error("packed expert is damaged: its checksum differs", layer=layer, expert=expert)
+                self._on_damage(layer, expert)
+            elapsed_s = time.monotonic() - start
+            if self._stop.wait(elapsed_s * (1 / self._share - 1)):
+                return
+        if self._experts:
+            seconds = round(time.monotonic() - begin, 3)
+            count = len(self._experts)
+            log.info("checksums of packed experts compared", experts=count, damaged=damaged, seconds=seconds)
+        # Only now: the kernel counts what this process has mapped, so of a predecessor's pages what it read.
+        report_pages(self._engine)
+
+
+def _lower_priority() -> None:
+    """Of this thread: whoever computes goes first."""
+    try:
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+    except OSError as error:
+        log.debug("checksums are compared at normal priority", reason=str(error))
+
+
+def report_pages(engine: ExpertEngine) -> None:
+    """One line: in what pages packed experts lie, and what that costs."""
+    packed, huge = engine.packed_bytes, engine.huge_page_bytes()
+    if huge >= 0.9 * packed or packed < PAGES_MATTER_FROM:
+        log.info("pages of packed experts", packed_bytes=packed, in_2_mib_pages=huge)
+        return
+    log.warning(
+        f"packed experts lie in pages of 4 KiB, of which a CPU {SMALL_PAGES_COST}",
+        packed_bytes=packed,
+        in_2_mib_pages=huge,
+        remedy=f"{HUGE_PAGES_COMMAND} (as root), then start anew",
+    )
+
+
+def packed_already(engine: ExpertEngine, held: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
+    """(layer, expert) of what a predecessor has packed."""
+    return [
+        (layer, expert)
+        for layer, experts in held.items()
+        for expert in experts
+        if engine.segment_error(layer, expert) is not None
+    ]
