@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import subprocess
@@ -85,20 +84,19 @@ def serve(memory: Path, request: SliceRequest, **settings: Any) -> list[bytes]:
 def packed_by(memory: Path, request: SliceRequest, stop_after: int = 0) -> int:
     """Experts that a server packs until it has all, or is stopped."""
     packed: list[None] = []
+    hosts: list[ExpertHost] = []
 
     def on_progress() -> None:
         packed.append(None)
         if len(packed) == stop_after:
-            host.cancel_load()
+            hosts[0].cancel_load()
 
-    host = new_host(memory, on_progress=on_progress)
+    hosts.append(new_host(memory, on_progress=on_progress))
     with pytest.raises(LoadCancelled) if stop_after else contextlib.nullcontext():
-        host.load(request)
+        hosts[0].load(request)
     end_of_verification()
-    count = len(packed)
-    del host, on_progress  # which know each other
-    gc.collect()
-    return count
+    hosts.clear()  # it and the function above know each other
+    return len(packed)
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
