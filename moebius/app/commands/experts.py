@@ -71,6 +71,25 @@ def dump(
 
 
 @contextmanager
+def distinct_experts(engine_address: str) -> Iterator[dict[int, float]]:
+    """Records while the context is open; then the dictionary has different experts per step, by layer.
+
+    Raises UserError as the commands do.
+    """
+    from protos import engine_pb2 as pb
+
+    found: dict[int, float] = {}
+    with _engine(engine_address) as engine:
+        engine.StartExpertRecorder(pb.StartExpertRecorderRequest(mode="stat"), timeout=_TIMEOUT_S)
+        yield found
+        engine.StopExpertRecorder(pb.StopExpertRecorderRequest(), timeout=_TIMEOUT_S)
+        answer = engine.DumpExpertRecorder(
+            pb.DumpExpertRecorderRequest(file_format="json"), timeout=_TIMEOUT_S
+        )
+        found.update({one.layer: one.distinct_per_step for one in answer.layers})
+
+
+@contextmanager
 def _engine(address: str) -> Iterator[Any]:
     """A stub of the engine. Raises UserError naming what the engine refused, or that it is not there."""
     import grpc

@@ -156,8 +156,9 @@ def _write(entry: PlacedArrays) -> int:
 
 
 LOGIT_STD = 4.0
-# Tokens 0 to 2: padding, start and end.
+# Tokens 0 to 2: padding, start and end. Single bytes follow, then words.
 NUM_SPECIAL = 3
+FIRST_WORD = NUM_SPECIAL + 256
 # Element 0 of the residual stream, over sqrt(hidden): 1/36 of the energy, many deviations of the others.
 CONSTANT = 1 / 6
 
@@ -210,10 +211,17 @@ def _embedding_rows(draw: ModelDraw, std: float) -> NDArray[np.uint16]:
 
 
 def successor(tokens: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
-    """The token that a chained head prefers after each; special tokens neither follow nor are followed."""
-    plain = vocab_size - NUM_SPECIAL
-    step = next(step for step in range(plain // 3 * 2, plain) if math.gcd(step, plain) == 1)
-    return np.where(tokens < NUM_SPECIAL, tokens, NUM_SPECIAL + (tokens - NUM_SPECIAL) * step % plain)
+    """The token that a chained head prefers after each.
+
+    Words follow words, bytes follow bytes; special tokens neither follow nor are followed.
+    """
+    following = tokens.copy()
+    for begin, end in ((NUM_SPECIAL, FIRST_WORD), (FIRST_WORD, vocab_size)):
+        count = end - begin
+        step = next((step for step in range(count // 3 * 2, count) if math.gcd(step, count) == 1), 1)
+        inside = (tokens >= begin) & (tokens < end)
+        following[inside] = begin + (tokens[inside] - begin) * step % count
+    return following
 
 
 def head(draw: ModelDraw) -> list[Array]:
