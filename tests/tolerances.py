@@ -77,7 +77,7 @@ MLA_FLOAT32 = 5e-5
 RESIDENT_FLOAT32 = 2e-6
 
 # The same with bfloat16 rows on a GPU, against the reference in float32 on the same rows: the root mean
-# square of the error over that of the wanted values. Neurons are rounded to bfloat16 once.
+# square of the error over that of the wanted values. Intermediate channels are rounded to bfloat16 once.
 RESIDENT_BFLOAT16 = 5e-3
 
 # Attention of random normal inputs over 8-bit keys and values against exact ones, in float64 (the largest
@@ -130,8 +130,8 @@ FP8_LINEAR = {torch.float32: 2e-6, torch.float16: 2e-3}
 # Families on a GPU, log-probabilities of their answers (tests/helpers/family_answers.py). Float32: the median
 # difference to the CPU's; 4e-6 was seen between two ways on a CPU.
 FAMILY_FLOAT32_LOGPROBS = 3e-4
-# Bfloat16: error against the float32 oracle over that of the CPU's own bfloat16 path on the same tokens. With
-# weights shaken by their rounding, which turns routers elsewhere, medians reached 1.7 and means 2.3.
+# Bfloat16: error against the float32 reference over that of the CPU's own bfloat16 path on the same tokens.
+# With weights shaken by their rounding, which turns routers elsewhere, medians reached 1.7 and means 2.3.
 FAMILY_BFLOAT16_MEDIAN_RATIO = 2.5
 FAMILY_BFLOAT16_MEAN_RATIO = 5.0
 # On several ranks in bfloat16 against one, median difference of log-probabilities; 0.026 was seen on a CPU.

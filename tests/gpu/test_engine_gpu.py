@@ -1,7 +1,8 @@
 """Invariant: on a GPU the engine says what it says on a CPU, however it launches its steps.
 
-The CPU path is the oracle. In float32 tokens are compared, because tiny random models have clear winners; in
-bfloat16 the oracle scores what the GPU says, and may differ as much as from the CPU's own bfloat16 path.
+The CPU path is the reference. In float32 tokens are compared, because tiny random models have clear winners;
+in bfloat16 the reference scores what the GPU says, and may differ as much as from the CPU's own bfloat16
+path.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def on_gpu(directory: Path, setup: Setup, wanted: list[Request], **kind: str) ->
 
 
 def on_cpu(directory: Path, wanted: list[Request]) -> list[list[int]]:
-    """All tokens of the requests, by the oracle in float32."""
+    """All tokens of the requests, by the reference in float32."""
     device = torch.device("cpu")
     experts = DenseExperts(directory, NUM_EXPERTS)
     with tiny_engine(

@@ -1,6 +1,6 @@
 """Invariant: every family on a GPU, under CUDA graphs, is its own float32 model on the CPU.
 
-Float32: the same greedy tokens. Bfloat16: log-probabilities no further from the oracle's than those of the
+Float32: the same greedy tokens. Bfloat16: log-probabilities no further from the reference's than those of the
 CPU's own bfloat16 path on the same tokens. Tests are independent of one another and mostly wait for
 compilers, so several workers may share a GPU (`--numprocesses 8 --dist load`).
 """

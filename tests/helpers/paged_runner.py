@@ -127,7 +127,7 @@ class PagedRunner:
 def load_runner(
     directory: Path, *, overrides: ModelOverrides | None = None, experts: Any = None, page_size: int = 4
 ) -> PagedRunner:
-    """A runner on a checkpoint; its experts are the torch oracle's unless a client is given."""
+    """A runner on a checkpoint; its experts are the torch reference's unless a client is given."""
     model = build_model(read_model_config(directory, overrides))
     load_weights(model, directory)
     return PagedRunner(model, experts or TorchExperts(directory), page_size=page_size)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, written by transformers: the oracle that needs no download.
+"""Tiny random checkpoints of every family, written by transformers: the reference that needs no download.
 
 All dimensions differ from one another so that a transposition can not pass unseen; weights are drawn large
 enough that greedy choices have clear winners; the router's correction bias is random, because

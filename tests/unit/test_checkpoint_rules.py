@@ -107,7 +107,7 @@ FAMILY_LAYOUTS = sorted({layout for family in FAMILIES.values() for layout in fa
 
 @pytest.mark.parametrize("layout", FAMILY_LAYOUTS)
 def test_every_layout_yields_the_same_experts(tmp_path: Path, layout: str) -> None:
-    """Whole matrices and slices of neurons, whatever the storage; so all layouts are tried."""
+    """Whole matrices and slices of intermediate channels, whatever the storage; so all layouts are tried."""
     random = np.random.default_rng(1)
     shapes = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
     experts: list[dict[str, Array]] = [
@@ -126,10 +126,10 @@ def test_every_layout_yields_the_same_experts(tmp_path: Path, layout: str) -> No
                 source: Any = getattr(sources, matrix)
                 assert source.shape == shapes[matrix]
                 np.testing.assert_array_equal(source.read(reader), expected[matrix])
-            neurons = slice(1, 4)
-            np.testing.assert_array_equal(sources.up.read(reader, rows=neurons), expected["up"][neurons])
-            columns = sources.down.read(reader, cols=neurons)
-            np.testing.assert_array_equal(columns, expected["down"][:, neurons])
+            channels = slice(1, 4)
+            np.testing.assert_array_equal(sources.up.read(reader, rows=channels), expected["up"][channels])
+            columns = sources.down.read(reader, cols=channels)
+            np.testing.assert_array_equal(columns, expected["down"][:, channels])
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(6, 3), (4, 4), (5, 3)])

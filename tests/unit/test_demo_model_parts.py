@@ -60,7 +60,9 @@ def test_rotary_order_is_undone_per_head() -> None:
 
 
 def test_packaged_split_is_the_pinned_one() -> None:
-    """The packaged split has the pinned checksum, and every layer orders every neuron exactly once."""
+    """The packaged split has the pinned checksum, and every layer orders every intermediate channel exactly
+    once.
+    """
     assert sha256_file(recipe.SPLIT_FILE) == recipe.SPLIT_SHA256
     split = ExpertSplit.load(recipe.SPLIT_FILE)
     assert np.isfinite(split.router).all()
@@ -68,7 +70,7 @@ def test_packaged_split_is_the_pinned_one() -> None:
 
 
 def test_split_that_repeats_a_neuron_is_refused() -> None:
-    """A neuron used twice (and another never) would silently change the model."""
+    """An intermediate channel used twice (and another never) would silently change the model."""
     split = ExpertSplit.load(recipe.SPLIT_FILE)
     order = split.neuron_order.copy()
     order[4, 0] = order[4, 1]

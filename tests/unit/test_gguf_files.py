@@ -149,9 +149,9 @@ def test_tensors_that_no_rule_knows_are_listed(tmp_path: Path) -> None:
 def test_a_missing_dense_tensor_is_named(
     left_out: str, missing: str, tmp_path: Path, gguf: Callable[[str], GgufFile]
 ) -> None:
-    oracle = gguf("qwen3_moe_tied").oracle
+    reference = gguf("qwen3_moe_tied").reference
     path = tmp_path / "m.gguf"
-    write_gguf(oracle, path, GgufTypes(), leave_out=left_out)
+    write_gguf(reference, path, GgufTypes(), leave_out=left_out)
     model = build_model(read_model_config(path))
     with pytest.raises(CheckpointError, match=f"1 missing: {re.escape(missing)}"):
         load_weights(model, path)
@@ -168,7 +168,7 @@ def test_half_of_a_projection_is_named(
     name: str, left_out: str, left: str, tmp_path: Path, gguf: Callable[[str], GgufFile]
 ) -> None:
     path = tmp_path / "m.gguf"
-    write_gguf(gguf(name).oracle, path, GgufTypes(), leave_out=left_out)
+    write_gguf(gguf(name).reference, path, GgufTypes(), leave_out=left_out)
     refused(path, f"'{left}' has no counterpart")
 
 

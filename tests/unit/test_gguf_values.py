@@ -98,7 +98,7 @@ def test_parts_of_rearranged_tensors_are_those_of_the_whole(
     """What a tensor-parallel rank reads: some heads' rows, or some columns, and rows inside of heads."""
     file = make_gguf(name, tmp_path)
     index = open_index(file.path)
-    tensors = file.oracle.state_dict()
+    tensors = file.reference.state_dict()
     for parameter in parameters:
         tensor = f"model.layers.1.{module}.{parameter}"
         whole, info = tensors[tensor].numpy(), index[tensor]
