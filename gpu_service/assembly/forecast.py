@@ -56,7 +56,7 @@ class RankForecast:
     # Of linear attention, all requests' and prefixes'.
     state_bytes: int
     moe_layers: tuple[int, ...]
-    # Beside the parameters on a CPU: the packed copy of an embedding that is the head as well.
+    # In addition to the parameters on a CPU: the packed copy of an embedding that is the head as well.
     packed_head_bytes: int
     activation_bytes: int
 

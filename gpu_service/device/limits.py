@@ -1,4 +1,4 @@
-"""What one GPU lends a kernel: the one place that tiles and number formats are chosen by."""
+"""What one GPU gives a kernel: the one place that tiles and number formats are chosen by."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class MatrixFinder:
         return locate_array(info, stored, template, expert, shape, scheme)
 
     def _scheme(self, name: str, template: MatrixTemplate) -> WeightScheme:
-        """What the tensors beside one another tell; the first scheme whose codes and scale fit."""
+        """What the tensors next to one another tell; the first scheme whose codes and scale fit."""
         plain = self.tensors.get(name)
         if plain is not None and plain.dtype in FLOATS:
             return PLAIN
@@ -128,7 +128,7 @@ class MatrixFinder:
 
 
 def side_name(name: str, suffix: str) -> str:
-    """The tensor beside `name` of that suffix: `x.weight` has `x.scales`, `x` has `x_scales`."""
+    """The tensor next to `name` of that suffix: `x.weight` has `x.scales`, `x` has `x_scales`."""
     if name.endswith(".weight"):
         return f"{name.removesuffix('.weight')}.{suffix}"
     return name if suffix == "weight" else f"{name}_{suffix.removeprefix('weight_')}"

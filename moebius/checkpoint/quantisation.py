@@ -65,7 +65,7 @@ def _own_file(path: Path, read: Callable[[Config], Config]) -> Config:
         raise CheckpointError(f"{path} is no configuration of its quantiser: {error}") from error
 
 
-# Files that quantisers wrote beside config.json before they wrote into it.
+# Files that quantisers wrote next to config.json before they wrote into it.
 _OWN_FILES: Mapping[str, Callable[[Config], Config]] = {
     "hf_quant_config.json": lambda content: {"quant_method": "modelopt", **content["quantization"]},
     "quantize_config.json": lambda content: {"quant_method": "gptq", **content},

@@ -17,7 +17,7 @@ _CLASS = "Linear"
 class SchemeTargets:
     """Look-up by module name; made by `of`. There may be a scheme for each of thousands of modules."""
 
-    # By module name, or the end of one behind a dot.
+    # By module name, or the end of one after a dot.
     names: Mapping[str, WeightScheme]
     patterns: tuple[tuple[re.Pattern[str], WeightScheme], ...]
     # Of the class, then of all modules.

@@ -83,7 +83,7 @@ def locate_array(
     if tensor.shape[-2:] != expected:
         raise CheckpointError(
             f"tensor {tensor.name!r} of shape {list(tensor.shape)} does not fit {scheme}: "
-            f"a matrix {list(shape)}{' beside another' if template.parts > 1 else ''} "
+            f"a matrix {list(shape)}{' next to another' if template.parts > 1 else ''} "
             f"calls for {list(expected)}"
         )
     part, skipped = _part(tensor, template, role, shape[0], scheme)
@@ -114,7 +114,7 @@ def _part(
 ) -> tuple[range, int]:
     """The elements that cover a matrix of so many rows, and how far into the first of them it begins."""
     step, first, last = role.out_step, template.part * rows, (template.part + 1) * rows
-    # Blocks may be cut (kernels are told how far into one a matrix begins), words may not.
+    # Blocks may be cut (kernels receive how far into one a matrix begins), words may not.
     if (template.interleaved and step != 1) or (first % step and role.role != "scales"):
         raise CheckpointError(
             f"tensor {tensor.name!r} of shape {list(tensor.shape)} can not hold gate and up as {scheme}"

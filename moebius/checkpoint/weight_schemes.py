@@ -48,7 +48,7 @@ class StoredRole:
     """One tensor of a scheme."""
 
     role: Role
-    # Behind the matrix's stem: `<stem>.<suffix>`, or `<stem>_<suffix>` for stems without ".weight".
+    # After the matrix's stem: `<stem>.<suffix>`, or `<stem>_<suffix>` for stems without ".weight".
     suffix: str
     # As safetensors headers spell them.
     dtypes: tuple[str, ...]

@@ -257,7 +257,7 @@ class ModelConfig:
     num_mtp_layers: int = 0
     # None: grouped-query attention. Else `num_kv_heads` is `num_heads`, and `head_dim` a query's.
     mla: MlaConfig | None = None
-    # None: the model does not see, or is served without its tower.
+    # None: the model is text-only, or is served without its tower.
     vision: VisionConfig | None = None
     # None: every layer attends.
     linear: LinearAttentionConfig | None = None

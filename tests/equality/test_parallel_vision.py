@@ -1,7 +1,8 @@
 """Guards that dividing a model that sees never shows: four ranks in two stages answer as one does.
 
 The stage that embeds puts features into the stream, DeepStack's second addition is the other stage's. The
-tower is a stand-in that every rank has; towers themselves are held to transformers' in `test_vision.py`.
+tower is a stand-in that every rank has; towers themselves are compared with transformers' in
+`test_vision.py`.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def test_attention_to_the_chosen_tokens(shape: str, name: str) -> None:
 
 
 def test_many_heads_of_a_row_share_what_they_read() -> None:
-    """Rows enough for programs of 64 heads, behind earlier tokens and from the first on."""
+    """Rows enough for programs of 64 heads, after earlier tokens and from the first on."""
     sizes = replace(DEEPSEEK_SPARSE, num_heads=128)
     case = make_mla_case(sizes, [(1000, 150), (0, 300)], 64, torch.bfloat16, None, "cuda")
     backend = TritonMlaAttention(sizes, case.cache)

@@ -60,7 +60,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(autouse=True)
 def no_reduced_precision() -> None:
-    """float32 products are float32 here, as torch has it unless told otherwise."""
+    """float32 products are float32 here, as torch's default is."""
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
@@ -143,7 +143,7 @@ def scored_on_cpu(directory: Path, answered: list[Request], dtype: str) -> list[
 @pytest.mark.parametrize("attention", ["flashinfer", "triton"])
 @pytest.mark.parametrize("largest_graph", [0, 6], ids=["eager", "graphs"])
 def test_bfloat16_is_as_close_as_the_cpu_s_own(directory: Path, attention: str, largest_graph: int) -> None:
-    """Log-probabilities of what the GPU says, against float32, beside those of the CPU in bfloat16."""
+    """Log-probabilities of what the GPU says, against float32, next to those of the CPU in bfloat16."""
     found = requests(5, GREEDY | {"logprobs": 1})
     on_gpu(directory, Setup(largest_graph=largest_graph), found, dtype="bfloat16", attention=attention)
     exact = scored_on_cpu(directory, found, "float32")

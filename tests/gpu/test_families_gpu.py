@@ -38,7 +38,7 @@ REPLAYED = {(1, 1), (2, 2), (3, 4), (4, 4)}
 
 @pytest.fixture(autouse=True)
 def no_reduced_precision() -> None:
-    """float32 products are float32 here, as torch has it unless told otherwise."""
+    """float32 products are float32 here, as torch's default is."""
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
@@ -72,7 +72,7 @@ def test_experts_behind_doorbells(name: str, dtype: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
 def test_8_bit_kv_pages(name: str, tmp_path: Path) -> None:
-    """Latents, and keys and values of heads, beside the CPU's own 8-bit pages."""
+    """Latents, and keys and values of heads, next to the CPU's own 8-bit pages."""
     make_tiny_model(name, tmp_path)
     config = family_config(tmp_path, "cuda", "bfloat16", kv_cache_dtype="fp8_e4m3")
     check_under_graphs(tmp_path, "bfloat16", config)

@@ -33,7 +33,9 @@ class Share:
 
 
 def shares_of(geometry: MoeGeometry, split: Split, weights: Sequence[int]) -> list[Share]:
-    """Divide every expert's intermediate channels ("tensor") or the list of experts ("expert") by `weights`."""
+    """Divide every expert's intermediate channels ("tensor") or the list of experts ("expert") by
+    `weights`.
+    """
     all_experts = (0, geometry.num_experts)
     all_neurons = (0, geometry.moe_intermediate_size)
     if split == "tensor":

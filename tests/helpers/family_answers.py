@@ -29,7 +29,7 @@ from tests.tolerances import (
 
 # Tokens that no prompt with its answer exceeds.
 LONGEST = 96
-# Two prompts are longer than this and are computed in chunks, beside decode steps of the others.
+# Two prompts are longer than this and are computed in chunks, together with decode steps of the others.
 TOKEN_BUDGET = 32
 LARGEST_GRAPH = 4
 IN_PROCESS = {"expert_transport": "local"}

@@ -28,7 +28,7 @@ _NUM_STATES = 1024
 class Decoding:
     """One request: its tokens, its pages in order, and how many tokens have their KV.
 
-    `states`: of linear attention, slots of the states behind so many tokens, where a step ended.
+    `states`: of linear attention, slots of the states after so many tokens, where a step ended.
     """
 
     tokens: list[int]
@@ -37,7 +37,7 @@ class Decoding:
     states: dict[int, int] = field(default_factory=lambda: {0: 0})
 
     def shared(self, tokens: list[int], computed: int, page_size: int) -> Decoding:
-        """Another request that starts from this one's first `computed` tokens, behind which a step ended."""
+        """Another request that starts from this one's first `computed` tokens, after which a step ended."""
         return Decoding(tokens, self.pages[: computed // page_size], computed, dict(self.states))
 
 

@@ -117,7 +117,7 @@ class Script:
         return request
 
     def wait(self, requests: list[Request], tokens: int | None = None) -> list[Outcome]:
-        """Until each has ended, or told so many tokens."""
+        """Until each has ended, or emitted so many tokens."""
 
         def done() -> bool:
             keys = [request.key for request in requests]
@@ -143,11 +143,11 @@ class Script:
         scored = [self.submit(f"d{i}", p, logprobs=2, prompt_logprobs=1) for i, p in enumerate(prompts[:2])]
         cases["scored"] = self.wait(scored)
         long = self.submit("long", prompts[0], max_tokens=200, ignore_eos=True)
-        beside = self.submit("beside", prompts[3], ignore_eos=True)
+        concurrent = self.submit("concurrent", prompts[3], ignore_eos=True)
         self.wait([long], tokens=3)
         self.built.engine.abort("long")
         aborted = self.wait([long])[0]
-        cases["aborted"] = [Outcome([], aborted.finish_reason, 0), *self.wait([beside])]
+        cases["aborted"] = [Outcome([], aborted.finish_reason, 0), *self.wait([concurrent])]
         assert self.built.engine.flush().result(WAIT_S) > 0
         recorder = self.built.recorder
         if recorder is not None:  # the first stage may have dense layers only

@@ -35,7 +35,9 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_logits_are_those_of_the_dequantised_weights(name: str, gguf: Callable[[str], GgufFile]) -> None:
-    """Dense weights through the loader, experts through the reference that the expert servers are held to."""
+    """Dense weights through the loader, experts through the reference that the expert servers are compared
+    with.
+    """
     file = gguf(name)
     geometry = read_geometry(file.path)
     experts = LocalExpertClient(str(file.path), geometry, torch.float32)

@@ -1,7 +1,7 @@
 """Invariant: matrices of one checkpoint may be stored in several formats; each is read as its own.
 
-Groups whose tensors look alike (int4 of two group sizes, 4 and 8 bits) are told apart by the configuration:
-by module, by pattern, by class, in that order; modules left alone are plain tensors.
+Groups whose tensors look alike (int4 of two group sizes, 4 and 8 bits) are distinguished by the
+configuration: by module, by pattern, by class, in that order; modules left alone are plain tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Guards that experts at rest mean what words, groups and scales of unusual types mean, or are refused."""
+"""Guards that packed experts mean what words, groups and scales of unusual types mean, or are refused."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.helpers.tiny_models import TinyModel, greedy_answer, write_tiny_model
 from tests.helpers.tiny_tokenizer import BOS, EOS, byte_level_tokenizer
 
 VOCABULARY, ANSWER = 408, 12
-# Exact at rest and float32 elsewhere, so that greedy choices are the reference's; with this seed, its best
+# Packed exactly and float32 elsewhere, so that greedy choices are the reference's; with this seed, its best
 # logit leads by 0.05 at least.
 TYPES = GgufTypes("Q4_0", "Q4_0", "F32")
 

@@ -209,7 +209,9 @@ DRAINING = OBEDIENT.replace(
 
 
 def test_a_drain_that_can_not_end_well_is_hurried(tmp_path: Path) -> None:
-    """With an expert server gone for good, the gateway is told a second time, long before it is killed."""
+    """With an expert server gone for good, the gateway is signalled a second time, long before it is
+    killed.
+    """
     processes = (spec("expert", OBEDIENT, tmp_path, stop_stage=2), spec("gateway", DRAINING, tmp_path))
     with Supervisor(plan(tmp_path, *processes), replace(QUICK, stop_timeout_s=600)) as supervisor:
         supervisor.wait_ready()

@@ -227,7 +227,7 @@ def test_another_model_is_refused(models: Callable[[str], tuple[Path, Any]], tmp
 
 
 def test_some_layers_only(models: Callable[[str], tuple[Path, Any]]) -> None:
-    """Layers in front are the reference's on both sides, those behind are not run at all."""
+    """Layers in front are the reference's on both sides, those after them are not run at all."""
     directory, _ = models("qwen3_moe")
     result = run(directory, VerifyOptions(tokens=TOKENS, layers="1"), experts={"expert_dtype": "int4"})
     assert [layer.layer for layer in result.layers] == [0, 1]

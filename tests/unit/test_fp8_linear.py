@@ -99,7 +99,7 @@ def test_ranks_keep_their_parts(name: str, models: Models, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("model", list(QUANTISED_MODELS))
 def test_logits_with_layers_kept_in_fp8(model: str, models: Models, tmp_path: Path) -> None:
-    """Layers with a part in another format are dequantised beside those that are kept."""
+    """Layers with a part in another format are dequantised next to those that are kept."""
     plain, fp8, int8 = models(model), MODEL_FORMATS["fp8_channel"], MODEL_FORMATS["int8"]
     assert fp8.config is not None
     assert int8.config is not None

@@ -214,7 +214,7 @@ def test_parts_are_found_from_any_of_them_and_missed_by_name(
 
 
 def test_a_directory_is_a_gguf_model_if_it_has_one_and_no_safetensors(tmp_path: Path) -> None:
-    """Vision towers beside a model are not a second one; two models have to be told apart by path."""
+    """Vision towers next to a model are not a second one; two models have to be distinguished by path."""
     assert not is_gguf(tmp_path)
     model = small_file(tmp_path / "m-Q4_K_M.gguf")
     small_file(tmp_path / "mmproj-m-F16.gguf", "clip")

@@ -128,7 +128,7 @@ def test_special_tokens_template_and_first_token(tmp_path: Path, backend: Backen
 def test_files_beside_the_model_count_first(tmp_path: Path, backend: BackendTokenizer) -> None:
     """They are the publisher's own, whichever part of the model the path names."""
     path = write_byte_level(tmp_path / "m.gguf", backend, "unheard-of")
-    with pytest.raises(TokenizerError, match=r"pre is 'unheard-of'; allowed: .*qwen2.*beside"):
+    with pytest.raises(TokenizerError, match=r"pre is 'unheard-of'; allowed: .*qwen2.*next to"):
         Tokenizer.from_dir(path)
     write_tokenizer(tmp_path, byte_level_tokenizer(300))
     assert Tokenizer.from_dir(path).vocab_size == Tokenizer.from_dir(tmp_path).vocab_size <= 301

@@ -103,9 +103,9 @@ def test_what_quantisers_leave_beside_weights_is_left_aside(models: Models, tmp_
     chosen = MODEL_FORMATS["fp8_tensor"]
     model = quantise(models("qwen3_moe"), lambda _: chosen, chosen.config)
     attention, one = "model.layers.0.self_attn", np.ones(1, np.float32)
-    beside = dict.fromkeys((f"{attention}.q_proj.input_scale", f"{attention}.k_proj.k_scale"), one)
+    extra = dict.fromkeys((f"{attention}.q_proj.input_scale", f"{attention}.k_proj.k_scale"), one)
     expected = parameters(model.write(tmp_path / "without"), ParallelContext())
-    model.tensors |= beside
+    model.tensors |= extra
     found = parameters(model.write(tmp_path / "with"), ParallelContext())
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
     plain = model.dequantised()

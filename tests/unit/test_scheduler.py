@@ -176,11 +176,11 @@ def test_a_replayed_step_tells_nothing_of_a_request_that_gave_up_its_pages() -> 
         step(scheduler)
         while young.slot >= 0:  # one step is always in flight, as in the overlap loop
             before = scheduler.schedule()
-            behind = scheduler.schedule() if before is not None else None
+            following = scheduler.schedule() if before is not None else None
             assert before is not None
             reported = scheduler.commit(before, results(before), replayed=replayed)
-            if behind is not None:
-                scheduler.commit(behind, results(behind))
+            if following is not None:
+                scheduler.commit(following, results(following))
         assert young in before.requests
         assert (young in reported) is not replayed
         assert young.inflight_tokens == 0

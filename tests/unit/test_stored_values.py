@@ -40,7 +40,7 @@ def test_float32_is_told(value: float) -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_what_bfloat16_rounds_to_infinity_is_told(sign: int) -> None:
-    """From half a step behind its largest number on, where that is the type in use."""
+    """From half a step above its largest number on, where that is the type in use."""
     bits = np.array([0x7F7F7FFF, 0x7F7F8000], np.uint32).view(np.float32) * np.float32(sign)
     below, first = bits[:1], bits[1:]
     assert torch.from_numpy(below).bfloat16().isfinite().all()

@@ -66,7 +66,7 @@ class Times:
     distinct_experts: float
     pairs: float
     # What `between` gave, every BETWEEN_SECONDS.
-    beside: Sequence[float] = ()
+    interleaved: Sequence[float] = ()
 
     @property
     def median(self) -> float:
@@ -141,13 +141,13 @@ def measure(
     for number in range(WARMUP):
         call(number)
     times: list[float] = []
-    beside: list[float] = []
+    interleaved: list[float] = []
     begin = time.perf_counter()
     while len(times) < MIN_ITERATIONS or (
         time.perf_counter() < begin + seconds and len(times) < MAX_ITERATIONS
     ):
-        if between and time.perf_counter() >= begin + len(beside) * BETWEEN_SECONDS:
-            beside.append(between())
+        if between and time.perf_counter() >= begin + len(interleaved) * BETWEEN_SECONDS:
+            interleaved.append(between())
             call(WARMUP + len(times))  # wakes the engine's threads again
         times.append(call(WARMUP + len(times)))
     used = [calls[(WARMUP + number) % len(calls)] for number in range(len(times))]
@@ -155,7 +155,7 @@ def measure(
         times,
         statistics.fmean(chosen.distinct_experts for chosen in used),
         statistics.fmean(chosen.pairs for chosen in used),
-        beside,
+        interleaved,
     )
 
 

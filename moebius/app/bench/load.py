@@ -1,6 +1,6 @@
 """`moebius bench load`: how fast an expert server reads, requantises and packs a checkpoint.
 
-The checkpoint is synthetic and lies in tmpfs, so that no disk is measured. Beside each load stand the speeds
+The checkpoint is synthetic and lies in tmpfs, so that no disk is measured. Next to each load stand the speeds
 at which the same files can merely be read with as many threads. Every pass is a process of its own: peak
 resident size is part of the result, and memory that a process has used before is cheaper than fresh memory.
 

@@ -100,7 +100,7 @@ class LoadedStage:
     ) -> torch.Tensor:
         """From the hidden states `[T, H]` of the stage before (None: the first) to those after this one.
 
-        `token_ids` int64 `[T]` are one request's. Behind the last stage: after the final norm.
+        `token_ids` int64 `[T]` are one request's. After the last stage: after the final norm.
         """
         shape = cache_shape(self.of.gpu, self.model.rank_config, self.of.device)
         tokens = token_ids.shape[0]

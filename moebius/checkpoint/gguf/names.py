@@ -23,9 +23,9 @@ from typing import Literal
 #   decay        -exp(A_log) of linear attention, here A_log
 #   taps         a convolution's weights, here with an axis of one input channel
 #   mixed_part   queries, keys and values of linear attention, which here lie by key head
-#   gate_part    the gates beside them
+#   gate_part    the gates next to them
 #   tiled_...    value heads alternate between the key heads they belong to; here those of one follow each
-#                other: rows, rows behind queries and keys, decay, taps, columns
+#                other: rows, rows after queries and keys, decay, taps, columns
 Change = Literal[
     "same",
     "row",

@@ -52,17 +52,17 @@ def _words(codes: Bytes) -> NDArray[np.int32]:
 
 
 def q2_k_codes(blocks: Bytes) -> NDArray[np.int32]:
-    """0 to 3, in 64 bytes behind the scales."""
+    """0 to 3, in 64 bytes after the scales."""
     return _words(_two_bits(blocks[:, 16:80]))
 
 
 def q2_k_scales(blocks: Bytes) -> Floats:
-    """A factor behind the codes times 16 whole numbers of 4 bits."""
+    """A factor after the codes times 16 whole numbers of 4 bits."""
     return float16_factors(blocks[:, 80:82]) * (blocks[:, :16] & 15)
 
 
 def q2_k_mins(blocks: Bytes) -> Floats:
-    """Likewise, with the factor behind that one and the bytes' high bits; negative."""
+    """Likewise, with the factor after that one and the bytes' high bits; negative."""
     return -float16_factors(blocks[:, 82:84]) * (blocks[:, :16] >> 4)
 
 

@@ -105,7 +105,7 @@ def _taps(model: GgufModel, info: TensorInfo) -> TensorInfo:
 
 
 def _tiled(mixed: bool) -> Callable[[GgufModel, TensorInfo], TensorInfo]:
-    """Rows by value head, put back behind one another; `mixed`: queries and keys lie before them."""
+    """Rows by value head, put back one after another; `mixed`: queries and keys lie before them."""
 
     def change(model: GgufModel, info: TensorInfo) -> TensorInfo:
         heads = linear_heads(model)

@@ -50,7 +50,7 @@ def gguf_index(model_path: str | Path, model: GgufModel, rules: tuple[GgufRule, 
             f"{model.file}: tensors that {model.architecture} is not known to have: "
             f"{', '.join(sorted(unknown))}"
         )
-    # Some files have the whole beside its parts.
+    # Some files have the whole next to its parts.
     missing = {name: by_change for name, by_change in parts.items() if name not in tensors}
     tensors |= {name: merged(model, name, by_change) for name, by_change in missing.items()}
     return CheckpointIndex(Path(model_path), tensors, LAYOUTS)

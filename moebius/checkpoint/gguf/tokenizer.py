@@ -21,7 +21,7 @@ from moebius.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 # Kinds of pieces, as tokenizer.ggml.token_type numbers them.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
-_ADVICE = "put the model's tokenizer.json beside the file"
+_ADVICE = "put the model's tokenizer.json next to the file"
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def _linear_of_three(keys: MetadataKeys, config: Config) -> Config:
     if listed is None:
         return found
     if not isinstance(listed, list) or len(listed) not in (3, 4) or any(listed[3:]):
-        raise keys.error(name, listed, "three numbers, or a zero behind them")
+        raise keys.error(name, listed, "three numbers, or a zero after them")
     sections = {"mrope_section": listed[:3]}
     if "rope_scaling" in config:
         return found | {"rope_scaling": config["rope_scaling"] | sections}
