@@ -86,7 +86,7 @@ class ChatFormat(ResponseFormat):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def news(self, delta: Delta) -> dict[str, Any]:
-        """New content."""
+        """The delta of a chunk: what was decoded since the last one."""
         return {
             "index": delta.index,
             "delta": {"content": delta.text},
@@ -131,7 +131,7 @@ class CompletionFormat(ResponseFormat):
         return None
 
     def news(self, delta: Delta) -> dict[str, Any]:
-        """New text."""
+        """The text of a chunk: what was decoded since the last one."""
         return self._choice(delta.index, delta.text, delta.logprobs, None)
 
     def closing(self, index: int, finish: Finish) -> dict[str, Any]:

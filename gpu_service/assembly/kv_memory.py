@@ -44,16 +44,16 @@ class CacheShape:
 
     @property
     def page_bytes(self) -> int:
-        """One page over all layers."""
+        """Bytes of one page over all layers."""
         return page_bytes(self.config, self.page_size, self.storage_dtype)
 
     def make(self, num_pages: int) -> PagedCache:
-        """A cache of so many pages."""
+        """Allocates a cache of so many pages."""
         return make_cache(self.config, num_pages, self.page_size, self.dtype, self.device, self.storage_dtype)
 
 
 def cache_shape(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> CacheShape:
-    """What the settings ask for."""
+    """The cache's shape by the settings."""
     dtype = TORCH_DTYPES[rank_config.dtype]
     storage = E4M3 if gpu.kv_cache_dtype == "fp8_e4m3" else dtype
     return CacheShape(rank_config, gpu.page_size, dtype, storage, device)
@@ -66,7 +66,7 @@ class KvMemory(ABC):
     ledger: MemoryLedger | None = None
 
     def reached(self, part: str) -> None:
-        """A phase of loading has ended."""
+        """Called when a phase of loading has ended."""
         if self.ledger is not None:
             self.ledger.reached(part)
 
@@ -126,7 +126,7 @@ class DeviceKvMemory(KvMemory):
         resident: ResidentExperts | None,
         states: StateCache | None = None,
     ) -> int:
-        """Runs the largest step."""
+        """Pages that fit after a run of the largest step."""
         config, shape = self._config, self._shape
         memory = make_device_memory(shape.device)
         assert memory is not None

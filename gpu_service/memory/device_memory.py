@@ -13,7 +13,7 @@ _cuda: Any = torch.cuda
 
 
 def gib(nbytes: int) -> str:
-    """For messages and tables."""
+    """Bytes as GiB with two decimals, for messages and tables."""
     return f"{nbytes / 2**30:.2f}"
 
 
@@ -51,7 +51,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """`peak` counts from here."""
+        """Makes `peak` count from now on."""
 
     @abstractmethod
     def release_cache(self) -> None:

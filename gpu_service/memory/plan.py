@@ -174,12 +174,12 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """For the KV cache."""
+        """Bytes of the KV cache."""
         return self.of(KV)
 
     @property
     def fixed(self) -> int:
-        """Everything but the KV cache."""
+        """Bytes of everything but the KV cache."""
         return sum(line.nbytes for line in self.lines if line.part != KV)
 
 
@@ -205,7 +205,7 @@ class VisionMemory:
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Bytes of both."""
         return self.tower_bytes + self.image_bytes
 
 

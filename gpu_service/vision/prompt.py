@@ -51,7 +51,7 @@ class PromptImage:
 
     @property
     def end(self) -> int:
-        """One past its last token."""
+        """Position after its last token."""
         return self.start + self.image.num_tokens
 
 

@@ -39,7 +39,7 @@ class SchemeTargets:
         return SchemeTargets(names, tuple(patterns), (*of_class, *of_all))
 
     def applying(self, module: str) -> list[WeightScheme]:
-        """Most specific first."""
+        """The schemes that apply to a module, most specific first."""
         # By identity: hashing a scheme costs more than all else here.
         return list({id(scheme): scheme for scheme in self._applying(module)}.values())
 

@@ -18,7 +18,7 @@ class StoredArray:
     role: StoredRole
     # Of two axes, or of three with the expert first.
     tensor: TensorInfo
-    plane: int | None
+    expert_index: int | None
     # The elements' positions along out.
     out: range
     # Their number along in.
@@ -35,9 +35,9 @@ class StoredArray:
         begin, end = _elements(cols, self.role.in_step, self.in_size)
         inner = slice(begin, end) if end - begin < self.in_size else None
         if not self.role.transposed:
-            return reader.read_slice(self.tensor, out, inner, self.plane)
+            return reader.read_slice(self.tensor, out, inner, self.expert_index)
         whole = len(picked) == self.tensor.shape[-1]
-        return reader.read_slice(self.tensor, slice(begin, end), None if whole else out, self.plane)
+        return reader.read_slice(self.tensor, slice(begin, end), None if whole else out, self.expert_index)
 
 
 def as_slice(picked: range) -> slice:
@@ -76,7 +76,7 @@ def locate_array(
     out_weights, in_weights = shape[0] * template.parts, shape[1]
     out, inner = count_elements(out_weights, role.out_step), count_elements(in_weights, role.in_step)
     expected = (inner, out) if role.transposed else (out, inner)
-    tensor, plane = _select_expert(tensor, template, expert, scheme)
+    tensor, expert_index = _select_expert(tensor, template, expert, scheme)
     if role.role in ("channel", "group_index"):
         tensor = _as_columns(tensor, template.stacked)
         expected = (in_weights, 1) if role.role == "group_index" else (out, 1)
@@ -87,7 +87,7 @@ def locate_array(
             f"calls for {list(expected)}"
         )
     part, skipped = _part(tensor, template, role, shape[0], scheme)
-    return StoredArray(role, tensor, plane, part, inner, skipped)
+    return StoredArray(role, tensor, expert_index, part, inner, skipped)
 
 
 def _select_expert(

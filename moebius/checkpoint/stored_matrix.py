@@ -209,7 +209,7 @@ class StoredMatrix:
         if array is None:
             return None
         picked = array.out[rows.start : rows.stop]
-        found = reader.read_slice(array.tensor, as_slice(picked), None, array.plane)
+        found = reader.read_slice(array.tensor, as_slice(picked), None, array.expert_index)
         check_finite(found, array.tensor.dtype, array.tensor.name)
         return as_float32(found, array.tensor.dtype).reshape(-1)
 

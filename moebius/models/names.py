@@ -34,7 +34,7 @@ class TensorNames:
     """How one `model_type` names its tensors: rules, tried in order (the first that matches applies)."""
 
     renames: tuple[RenameRule, ...] = ()
-    # Keys of `expert_layouts.LAYOUTS`, most likely first. Quantisers take fused experts apart.
+    # Keys of `expert_layouts.EXPERT_TENSOR_LAYOUTS`, most likely first. Quantisers take fused experts apart.
     layouts: tuple[str, ...] = ("per_expert",)
     # Layers numbered after the last decoder layer are multi-token prediction, not the model.
     mtp_layers: bool = False
@@ -55,7 +55,7 @@ class TensorNames:
 
 
 def drop(pattern: str, example: str) -> RenameRule:
-    """Names that are nobody's."""
+    """Marks names that belong to nothing we load."""
     return RenameRule(pattern, None, (example, None))
 
 

@@ -47,7 +47,6 @@ class StandIn(VisionTower):
         self.weight = torch.nn.Parameter(weight)
 
     def encode(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return pixels.view(1, -1, 24) @ self.weight
 
 

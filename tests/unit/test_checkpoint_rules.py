@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_layouts import LAYOUTS, is_routed_expert
+from moebius.checkpoint.expert_layouts import EXPERT_TENSOR_LAYOUTS, is_routed_expert
 from moebius.checkpoint.reader import SliceReader
 from moebius.models.checkpoint import find_layout, open_index
 from moebius.models.registry import FAMILIES
@@ -46,7 +46,7 @@ def test_layers_behind_the_last_are_left_out_where_families_have_them() -> None:
 
 def test_routed_experts_are_told_from_everything_else() -> None:
     """All layouts' names and quantisation side tensors are experts'; routers and shared experts are not."""
-    for layout in LAYOUTS.values():
+    for layout in EXPERT_TENSOR_LAYOUTS.values():
         assert is_routed_expert(layout.example)
         assert is_routed_expert(layout.example.removesuffix(".weight") + ".weight_scale_inv") or (
             "gate_up" in layout.example

@@ -37,7 +37,6 @@ class Failing(StepRunner):
         """Nothing was done."""
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
-        """See the base class."""
         return self._steps.launch(plan)
 
     def zero_pages(self, pages: list[int]) -> None:

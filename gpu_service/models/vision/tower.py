@@ -55,7 +55,6 @@ class GridTower(VisionTower):
         self.visual = visual
 
     def encode(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         output: Any = self.visual(pixels, grid_thw=grid, return_dict=True)
         deep = getattr(output, "deepstack_features", None) or []
         return torch.stack([output.pooler_output, *deep])

@@ -240,7 +240,7 @@ class LoadShape:
 
     @property
     def weights_per_layer(self) -> int:
-        """Of all experts."""
+        """Weights of all experts of a layer."""
         return 3 * self.hidden_size * self.intermediate_size * self.num_experts
 
 

@@ -231,7 +231,7 @@ def _longest(kernels: Sequence[Span], steps: int, count: int = 8) -> dict[str, f
 
 
 def table(report: StepsReport) -> str:
-    """For people."""
+    """The profile as a table for people."""
     rows = [
         ("steps", f"{report.steps}"),
         ("microseconds per step", f"{report.step_microseconds:.1f}"),

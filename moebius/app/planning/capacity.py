@@ -133,12 +133,12 @@ class CapacityPlan:
         return sum(part.nbytes for part in self.components)
 
     def total_of(self, place: str) -> int:
-        """Of the components in one place."""
+        """Bytes of all components in one place."""
         return total_bytes(self.components, place)
 
     @property
     def places(self) -> tuple[str, ...]:
-        """GPUs by rank, then RAM."""
+        """All places: GPUs by rank, then RAM."""
         return tuple(dict.fromkeys(part.place for part in self.components))
 
     @property

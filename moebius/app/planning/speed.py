@@ -122,7 +122,7 @@ class StepSeconds:
 
     @property
     def bound_by(self) -> str:
-        """The largest part."""
+        """The name of the part that takes longest."""
         return max(self.parts, key=self.parts.__getitem__)
 
 

@@ -177,7 +177,7 @@ class ModelDraw:
 
     @property
     def constant(self) -> float:
-        """Element 0 of every embedding."""
+        """The value of element 0 of every embedding row: a direction that all tokens share."""
         return CONSTANT * math.sqrt(self.shape.hidden_size)
 
     def normed_constant(self, layer: int) -> float:

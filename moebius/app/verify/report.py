@@ -160,11 +160,11 @@ class VerifyResult:
 
     @property
     def passed(self) -> bool:
-        """The verdict."""
+        """Whether every check passed."""
         return all(check.passed for check in self.checks())
 
     def document(self) -> dict[str, Any]:
-        """For the JSON file."""
+        """The result as the JSON file has it."""
         found = asdict(self)
         for layer, written in zip(self.layers, found["layers"], strict=True):
             worst = layer.worst_expert

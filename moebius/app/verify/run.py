@@ -211,7 +211,7 @@ class Comparison:
         )
 
     def _on_layer(self, layer: int, hidden_states: torch.Tensor) -> None:
-        """Our layer is done."""
+        """Called when our side has computed a layer."""
         error = relative_error(hidden_states, self._sums.pop(layer))
         self.results[layer] = replace(self.results.get(layer, LayerResult(layer)), hidden_error=error)
 

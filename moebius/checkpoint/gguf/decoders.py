@@ -32,7 +32,7 @@ def _q4_0(blocks: Bytes) -> Floats:
 
 
 def _q8_0(blocks: Bytes) -> Floats:
-    """Factor; 32 int8."""
+    """A float16 factor, then 32 int8."""
     return np.multiply(blocks[:, 2:].view(np.int8), float16_factors(blocks[:, :2]), dtype=np.float32)
 
 

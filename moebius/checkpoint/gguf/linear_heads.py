@@ -28,17 +28,17 @@ class LinearHeads:
 
     @property
     def repeats(self) -> int:
-        """Value heads of each key head."""
+        """Value heads per key head."""
         return self.value_heads // self.key_heads
 
     @property
     def key_size(self) -> int:
-        """Of all queries, or all keys."""
+        """Channels of all heads' queries, and as many of all keys."""
         return self.key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
-        """Of all values, or all gates."""
+        """Channels of all heads' values, and as many of all gates."""
         return self.value_heads * self.value_dim
 
     @property

@@ -60,7 +60,7 @@ class GgufRule:
 
 
 def gguf_top(name: str, canonical: str, change: Change = "same") -> GgufRule:
-    """Of a tensor outside of layers."""
+    """The GGUF name of a tensor outside of layers."""
     return GgufRule(re.escape(name), canonical, (name, canonical), change)
 
 

@@ -59,7 +59,7 @@ class Vocabulary:
         return {token: number for number, token in enumerate(self.tokens)}
 
     def of_type(self, kind: int) -> list[str]:
-        """Tokens of that kind."""
+        """Tokens of that type (`token_type`)."""
         types = self.get("token_type") or ()
         return [token for token, found in zip(self.tokens, types, strict=False) if found == kind]
 

@@ -133,7 +133,7 @@ def facts(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[s
 
 
 def _version(package: str) -> str | None:
-    """None: it is not installed."""
+    """A package's version; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

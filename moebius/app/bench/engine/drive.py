@@ -143,7 +143,7 @@ class DecodeWindow:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all streams together."""
+        """Of all streams together, tokens/s."""
         return self.tokens / self.seconds
 
 

@@ -72,7 +72,7 @@ class EngineBench:
     device: str
 
     def document(self) -> dict[str, Any]:
-        """For the JSON file."""
+        """The result as the JSON file has it."""
         return asdict(self)
 
 

@@ -62,11 +62,11 @@ class ExpertServers:
         return self.config.experts.expert_addresses
 
     def counters(self) -> list[ServerCounters]:
-        """Of every server, now."""
+        """The present counters of every server."""
         return [self._ask(address, "Stats", _counters) for address in self.addresses]
 
     def info(self) -> list[ServerInfo]:
-        """Of every server."""
+        """What every server says of itself."""
         return [self._ask(address, "Info", _info) for address in self.addresses]
 
     def _ask(self, address: str, method: str, read: Callable[[Any], Any]) -> Any:
