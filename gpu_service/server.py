@@ -123,10 +123,8 @@ class Service:
     bounds: Bounds
     info: pb.GetModelInfoResponse
     page_size: int
-    # None: the model has no MoE layers.
-    recorder: ExpertRecorder | None = None
-    # None: the model is text-only.
-    preparer: ImagePreparer | None = None
+    recorder: ExpertRecorder | None = None  # None: the model has no MoE layers.
+    preparer: ImagePreparer | None = None  # None: the model is text-only.
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):

@@ -24,10 +24,8 @@ VARIANTS = (
 class PeerFormat:
     """One way to hold weights; filled by `FORMATS`."""
 
-    # Class in the module's `moe`.
-    method: str
-    # The format of ours with the same information per weight.
-    ours: str
+    method: str  # Class in the module's `moe`.
+    ours: str  # The format of ours with the same information per weight.
     # Bits of a weight's code, for the random source weights; int8 is quantised by the baseline, from
     # bfloat16.
     source_bits: int

@@ -61,8 +61,7 @@ class Job:
 class Result:
     """Filled by `main`."""
 
-    # Of each call, one list per number of rows.
-    seconds: list[list[float]]
+    seconds: list[list[float]]  # Of each call, one list per number of rows.
     # Of one row's result against the float32 product of the source weights: error over size.
     relative_error: float
 

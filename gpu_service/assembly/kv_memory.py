@@ -62,8 +62,7 @@ def cache_shape(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) 
 class KvMemory(ABC):
     """Accompanies loading; `num_pages` is asked once everything else that lives for ever is loaded."""
 
-    # None where memory is not ours to divide.
-    ledger: MemoryLedger | None = None
+    ledger: MemoryLedger | None = None  # None where memory is not ours to divide.
 
     def reached(self, part: str) -> None:
         """Called when a phase of loading has ended."""

@@ -27,10 +27,8 @@ class MemoryUse:
     # Of this process: in living tensors, and the most there was since `reset_peak`.
     allocated: int
     peak: int
-    # Held by torch's allocator for tensors, living or to come.
-    reserved: int
-    # Times the allocator asked the driver for memory since the start.
-    device_allocations: int
+    reserved: int  # Held by torch's allocator for tensors, living or to come.
+    device_allocations: int  # Times the allocator asked the driver for memory since the start.
 
     @property
     def outside(self) -> int:

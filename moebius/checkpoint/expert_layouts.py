@@ -32,15 +32,12 @@ LAYER_PREFIXES = (
 class MatrixTemplate:
     """Where one of the three matrices lies in a layout."""
 
-    # Name below `<prefix><layer>.`; "{expert}" is replaced where each expert has its own tensor.
-    name: str
+    name: str  # Name below `<prefix><layer>.`; "{expert}" is replaced where each expert has its own tensor.
     # Of the `interleave` matrices that share the stored rows, which one this is.
     part: int = 0
     parts: int = 1
-    # Parts alternate row by row instead of following one another.
-    interleaved: bool = False
-    # Stored as [in, out].
-    transposed: bool = False
+    interleaved: bool = False  # Parts alternate row by row instead of following one another.
+    transposed: bool = False  # Stored as [in, out].
 
     @property
     def stacked(self) -> bool:
@@ -56,8 +53,7 @@ class ExpertTensorLayout:
     gate: MatrixTemplate
     up: MatrixTemplate
     down: MatrixTemplate
-    # A tensor name as published checkpoints have it.
-    example: str
+    example: str  # A tensor name as published checkpoints have it.
 
     def template(self, matrix: str) -> MatrixTemplate:
         """The template of "gate", "up" or "down"."""
@@ -149,8 +145,7 @@ class MatrixSource:
     """One expert's logical `[out, in]` matrix inside a stored tensor; filled by `LocatedLayout.source`."""
 
     tensor: TensorInfo
-    # Index of the expert on the first axis of a stacked tensor.
-    expert_index: int | None
+    expert_index: int | None  # Index of the expert on the first axis of a stacked tensor.
     # The stored positions of the logical rows (on the second axis when transposed).
     out: range
     transposed: bool

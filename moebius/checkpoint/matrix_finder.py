@@ -34,8 +34,7 @@ class MatrixFinder:
 
     # By the names that matrices are asked for; the infos have the checkpoint's own.
     tensors: Mapping[str, TensorInfo]
-    # For messages.
-    directory: Path
+    directory: Path  # For messages.
     # What quantised matrices may look like; those in plain floats need no entry.
     schemes: tuple[WeightScheme, ...]
 

@@ -20,8 +20,7 @@ class SchemeTargets:
     # By module name, or the end of one after a dot.
     names: Mapping[str, WeightScheme]
     patterns: tuple[tuple[re.Pattern[str], WeightScheme], ...]
-    # Of the class, then of all modules.
-    others: tuple[WeightScheme, ...]
+    others: tuple[WeightScheme, ...]  # Of the class, then of all modules.
 
     @staticmethod
     def of(schemes: tuple[WeightScheme, ...]) -> SchemeTargets:

@@ -19,10 +19,8 @@ class StoredArray:
     # Of two axes, or of three with the expert first.
     tensor: TensorInfo
     expert_index: int | None
-    # The elements' positions along out.
-    out: range
-    # Their number along in.
-    in_size: int
+    out: range  # The elements' positions along out.
+    in_size: int  # Their number along in.
     # Weights of the first element that belong to another matrix: blocks may begin before this one does.
     skipped: int = 0
 

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 class RenameRule:
     """What some names of a family become; made by `rename` and `drop`."""
 
-    # Matched against the whole name.
-    pattern: str
-    # `re` replacement template; None: the name is nobody's (left out on purpose).
-    replacement: str | None
-    # A published name that the rule applies to, and what becomes of it.
-    example: tuple[str, str | None]
+    pattern: str  # Matched against the whole name.
+    replacement: str | None  # `re` replacement template; None: the name is nobody's (left out on purpose).
+    example: tuple[str, str | None]  # A published name that the rule applies to, and what becomes of it.
 
     def apply(self, name: str) -> tuple[bool, str | None]:
         """Whether the rule matches, and the new name."""

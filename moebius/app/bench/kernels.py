@@ -43,23 +43,16 @@ class KernelsOptions:
     shapes: Sequence[ExpertShape]
     formats: Sequence[str]
     rows: Sequence[int]
-    # Instead of `rows`: so many rows for every expert.
-    rows_per_expert: Sequence[int] = ()
+    rows_per_expert: Sequence[int] = ()  # Instead of `rows`: so many rows for every expert.
     # 0: every allowed cpu.
     threads: int = 0
     isa: Isa = "auto"
-    # Product kernel to force, by name.
-    kernel: str = "auto"
-    # Per layer; 0: those of the shape, or as many as fit.
-    experts: int = 0
-    # 0: as many as the caches can not hold.
-    layers: int = 0
-    # For packed weights, bytes; 0: half of what is available.
-    memory_bytes: int = 0
-    # Measuring time per row of the table.
-    seconds: float = 1.0
-    # Whether to print which kernel the engine takes for which number of rows.
-    print_plan: bool = False
+    kernel: str = "auto"  # Product kernel to force, by name.
+    experts: int = 0  # Per layer; 0: those of the shape, or as many as fit.
+    layers: int = 0  # 0: as many as the caches can not hold.
+    memory_bytes: int = 0  # For packed weights, bytes; 0: half of what is available.
+    seconds: float = 1.0  # Measuring time per row of the table.
+    print_plan: bool = False  # Whether to print which kernel the engine takes for which number of rows.
 
 
 @dataclass(frozen=True)
@@ -214,8 +207,7 @@ class KernelsRow:
     operations: float
     gb_per_second: float
     tflop_per_second: float
-    # Best read bandwidth of the run.
-    limit_gb_per_second: float
+    limit_gb_per_second: float  # Best read bandwidth of the run.
     # Median of the best pattern's bandwidth in turn with the calls: what a machine shared with others, whose
     # bandwidth comes and goes, gave at that time.
     interleaved_gb_per_second: float

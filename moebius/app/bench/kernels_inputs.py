@@ -165,14 +165,10 @@ def plan_working_set(
 class Routing:
     """One call's choice; filled by `uniform` and `exact`."""
 
-    # [rows, top_k] int32; -1 chooses nothing.
-    topk_ids: NDArray[np.int32]
-    # [rows, top_k] float32, each row's sum is 1.
-    topk_weights: NDArray[np.float32]
-    # Experts that at least one row chose.
-    distinct_experts: int
-    # (row, expert) pairs to compute.
-    pairs: int
+    topk_ids: NDArray[np.int32]  # [rows, top_k] int32; -1 chooses nothing.
+    topk_weights: NDArray[np.float32]  # [rows, top_k] float32, each row's sum is 1.
+    distinct_experts: int  # Experts that at least one row chose.
+    pairs: int  # (row, expert) pairs to compute.
 
     @property
     def rows(self) -> int:

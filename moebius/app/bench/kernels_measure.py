@@ -33,8 +33,7 @@ class EngineSetting:
 
     cpus: Sequence[int]
     isa: Isa = "auto"
-    # Product kernel to force, by name; "auto": those that calibration finds.
-    kernel: str = "auto"
+    kernel: str = "auto"  # Product kernel to force, by name; "auto": those that calibration finds.
 
     def build(self, shape: ExpertShape, weight_format: str, experts: int, layers: int) -> ExpertEngine:
         """An engine with random packed weights in every layer. Raises UserError."""
@@ -65,8 +64,7 @@ class Times:
     # Means over the calls.
     distinct_experts: float
     pairs: float
-    # What `between` gave, every BETWEEN_SECONDS.
-    interleaved: Sequence[float] = ()
+    interleaved: Sequence[float] = ()  # What `between` gave, every BETWEEN_SECONDS.
 
     @property
     def median(self) -> float:

@@ -35,12 +35,9 @@ class ReadPattern:
 
     # 0: one contiguous slice per thread; else blocks in random order, each taken by the next free thread.
     block_bytes: int
-    # Distance of software prefetch; 0: none.
-    prefetch_bytes: int
-    # Where prefetched lines go: "t0", "t1" or "nta".
-    hint: str
-    # Whether the buffer asks for 2 MiB pages.
-    huge_pages: bool
+    prefetch_bytes: int  # Distance of software prefetch; 0: none.
+    hint: str  # Where prefetched lines go: "t0", "t1" or "nta".
+    huge_pages: bool  # Whether the buffer asks for 2 MiB pages.
 
     def __str__(self) -> str:
         order = (

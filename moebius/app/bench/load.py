@@ -54,8 +54,7 @@ class LoadRow:
     # Best of the repeats, planning included; and the time that all threads computed in it.
     seconds: float
     cpu_seconds: float
-    # Source bytes per second.
-    bytes_per_second: float
+    bytes_per_second: float  # Source bytes per second.
     # Limits, see load_limits.py, and the load's share of them.
     read_bytes_per_second: float
     kept_bytes_per_second: float
@@ -64,8 +63,7 @@ class LoadRow:
     # Growth of the resident size at its peak, beyond the packed weights, and what a layer's source has.
     peak_beyond_packed_bytes: int
     layer_bytes: int
-    # Largest of all layers.
-    relative_error: float
+    relative_error: float  # Largest of all layers.
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ class Answer:
     text: str
     completion_tokens: int
     time_to_first_token: float
-    # From the request to the last token.
-    total_time: float
+    total_time: float  # From the request to the last token.
 
     @property
     def tokens_per_second(self) -> float:

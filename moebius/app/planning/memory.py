@@ -37,10 +37,8 @@ class StoredExperts:
     gate_up: str
     down: str
     has_bias: bool
-    # Intermediate channels may be divided at multiples of this.
-    group: int
-    # Of one expert, as stored.
-    nbytes: int
+    group: int  # Intermediate channels may be divided at multiples of this.
+    nbytes: int  # Of one expert, as stored.
 
 
 def stored_experts(directory: str | Path, geometry: MoeGeometry) -> dict[int, StoredExperts]:
@@ -202,8 +200,7 @@ class Component:
     place: str
     part: str
     nbytes: int
-    # NUMA node of an expert server where the machine has several; -1: any.
-    node: int = -1
+    node: int = -1  # NUMA node of an expert server where the machine has several; -1: any.
 
 
 @dataclass(frozen=True, slots=True)

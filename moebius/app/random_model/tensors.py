@@ -62,8 +62,7 @@ class TensorGroup:
     """Tensors that are drawn together; one thread's piece of work."""
 
     tensors: tuple[TensorSpec, ...]
-    # Arrays in the order of `tensors`.
-    draw: Callable[[], Sequence[Array]]
+    draw: Callable[[], Sequence[Array]]  # Arrays in the order of `tensors`.
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,7 @@ class Tokens:
     """Filled by `read_tokens`."""
 
     ids: torch.Tensor  # int64 [T]
-    # "tokenizer", or "bytes": the checkpoint has none, and its perplexity means nothing.
-    source: str
+    source: str  # "tokenizer", or "bytes": the checkpoint has none, and its perplexity means nothing.
 
 
 def read_tokens(model: Path, text_file: Path | None, limit: int, vocab_size: int) -> Tokens:

@@ -55,8 +55,7 @@ class StagedModel:
     config: ModelConfig
     gpu: GpuConfig
     device: torch.device
-    # As many as can be: mostly one layer each.
-    num_stages: int
+    num_stages: int  # As many as can be: mostly one layer each.
 
     @staticmethod
     def open(config: MoebiusConfig, directory: Path, device: torch.device) -> StagedModel:

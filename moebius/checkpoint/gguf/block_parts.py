@@ -33,8 +33,7 @@ _FIRST, _SECOND = 0x000F, 0x00F0
 class BlockPart:
     """One tensor of the scheme that holds a type's blocks."""
 
-    # As safetensors headers spell it.
-    dtype: str
+    dtype: str  # As safetensors headers spell it.
     # Weights that an element stands for, along in.
     step: int
     take: Callable[[Bytes], NDArray[Any]]

@@ -50,10 +50,8 @@ Change = Literal[
 class GgufRule:
     """One row of the table."""
 
-    # Matched against the whole name.
-    pattern: str
-    # `re` replacement template; None: the tensor is nobody's (left out on purpose).
-    replacement: str | None
+    pattern: str  # Matched against the whole name.
+    replacement: str | None  # `re` replacement template; None: the tensor is nobody's (left out on purpose).
     # A published name that the rule applies to, and what becomes of it.
     example: tuple[str, str | None]
     change: Change = "same"

@@ -29,10 +29,8 @@ class GgufTokenizer:
     """Filled by `read_tokenizer`."""
 
     backend: Tokenizer
-    # Jinja; empty: the file has none.
-    chat_template: str
-    # `bos_token`, `eos_token`, ... as chat templates read them.
-    named_tokens: Mapping[str, str]
+    chat_template: str  # Jinja; empty: the file has none.
+    named_tokens: Mapping[str, str]  # `bos_token`, `eos_token`, ... as chat templates read them.
 
 
 class Vocabulary:

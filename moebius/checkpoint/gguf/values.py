@@ -24,8 +24,7 @@ class Dequantised:
     """Float32 values of quantised blocks; whole blocks are decoded and the columns between them dropped."""
 
     type: BlockType
-    # U8 [matrices, rows, bytes of a row].
-    stored: TensorInfo
+    stored: TensorInfo  # U8 [matrices, rows, bytes of a row].
 
     def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
         found, first = _read_blocks(reader, self.type, self.stored, stack_index, rows, cols)
@@ -65,8 +64,7 @@ class GatheredRows:
     """
 
     sources: tuple[TensorInfo, ...]
-    # [rows], for each row its place in the sources, one after the other.
-    order: NDArray[np.intp]
+    order: NDArray[np.intp]  # [rows], for each row its place in the sources, one after the other.
 
     def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
         """Matrices of a stack have one row each, so that `stack_index` is a row."""
@@ -100,8 +98,7 @@ class GatheredColumns:
     """Columns of a matrix in another order; all of them are read, whichever are wanted."""
 
     source: TensorInfo
-    # [columns], for each column its place in the source.
-    order: NDArray[np.intp]
+    order: NDArray[np.intp]  # [columns], for each column its place in the source.
 
     def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
         block = reader.read_slice(self.source, slice(rows.start, rows.stop, rows.step))
@@ -124,10 +121,8 @@ class Applied:
 class MergedHeads:
     """kv_b_proj of latent attention from its two parts: per head, rows that make keys, then values."""
 
-    # [heads, rank, nope].
-    keys: TensorInfo
-    # [heads, value, rank].
-    values: TensorInfo
+    keys: TensorInfo  # [heads, rank, nope].
+    values: TensorInfo  # [heads, value, rank].
 
     def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
         """In float32."""

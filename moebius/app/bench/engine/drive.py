@@ -138,8 +138,7 @@ class DecodeWindow:
 
     seconds: float
     tokens: int
-    # Steps that gave tokens in it: events of the stream with most of them.
-    steps: int
+    steps: int  # Steps that gave tokens in it: events of the stream with most of them.
 
     @property
     def tokens_per_second(self) -> float:
