@@ -62,7 +62,7 @@ def test_all_on_the_device(name: str, dtype: str, tmp_path: Path) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_next", "step3p5"])
-def test_experts_behind_doorbells(name: str, dtype: str, tmp_path: Path) -> None:
+def test_experts_over_doorbells(name: str, dtype: str, tmp_path: Path) -> None:
     """All routed experts by one server on the CPU: plain, biased and clamped ones."""
     make_tiny_model(name, tmp_path / name)
     with running_cluster(tmp_path / name, tmp_path, dtype=dtype, expert_dtype=dtype) as cluster:

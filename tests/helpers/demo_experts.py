@@ -37,10 +37,10 @@ def shares_of(geometry: MoeGeometry, split: Split, weights: Sequence[int]) -> li
     `weights`.
     """
     all_experts = (0, geometry.num_experts)
-    all_neurons = (0, geometry.moe_intermediate_size)
+    all_channels = (0, geometry.moe_intermediate_size)
     if split == "tensor":
-        return [Share(all_experts, bounds) for bounds in split_bounds(all_neurons[1], weights)]
-    return [Share(bounds, all_neurons) for bounds in split_bounds(all_experts[1], weights)]
+        return [Share(all_experts, bounds) for bounds in split_bounds(all_channels[1], weights)]
+    return [Share(bounds, all_channels) for bounds in split_bounds(all_experts[1], weights)]
 
 
 def load_share(share: Share, geometry: MoeGeometry, weight_dtype: WeightDtype) -> ExpertEngine:

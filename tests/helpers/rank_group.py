@@ -91,7 +91,7 @@ class Script:
         gate = WarmUpGate()
         telemetry = EngineTelemetry(EngineMetrics("ranks", CollectorRegistry()))
         self._changed = threading.Condition()
-        self._told: dict[str, int] = {}
+        self._emitted: dict[str, int] = {}
         self._ended: set[str] = set()
         self.built: Built = build_engine(config, telemetry, gate.on_output)
         self.vocab_size = self.built.model_config.vocab_size
@@ -102,7 +102,7 @@ class Script:
     def _on_output(self, deltas: list[OutputDelta]) -> None:
         with self._changed:
             for delta in deltas:
-                self._told[delta.request.key] = delta.num_output_tokens
+                self._emitted[delta.request.key] = delta.num_output_tokens
                 if delta.finish_reason is not None:
                     self._ended.add(delta.request.key)
             self._changed.notify_all()
@@ -121,7 +121,7 @@ class Script:
 
         def done() -> bool:
             keys = [request.key for request in requests]
-            return all(key in self._ended or (tokens and self._told.get(key, 0) >= tokens) for key in keys)
+            return all(key in self._ended or (tokens and self._emitted.get(key, 0) >= tokens) for key in keys)
 
         with self._changed:
             assert self._changed.wait_for(done, WAIT_S), "requests did not end"

@@ -140,7 +140,7 @@ def test_requantised_experts_cost_what_they_cost(models: Callable[[str], tuple[P
         assert found.passed is passes, thresholds
 
 
-def test_experts_on_the_device_are_told_apart(models: Callable[[str], tuple[Path, Any]]) -> None:
+def test_experts_on_the_device_are_reported_apart(models: Callable[[str], tuple[Path, Any]]) -> None:
     """A layer that is shared has both errors, one that is resident as a whole has the device's alone."""
     placement = {"gpu_experts": 3, "gpu_layers": "2"}
     result = run(models("qwen3_moe")[0], model={"dtype": "bfloat16"}, placement=placement)

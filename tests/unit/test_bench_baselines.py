@@ -53,7 +53,7 @@ def test_best_threads_count(scripts: Scripts) -> None:
     assert json.loads(json.dumps(asdict(row)))["ratio"] == pytest.approx(2)
 
 
-def test_peer_threads(scripts: Scripts) -> None:
+def test_baseline_threads(scripts: Scripts) -> None:
     """N, N - 1 and N - 2, as far as there are any."""
     compare = scripts[0]
     assert compare.baseline_threads("", 16) == [16, 15, 14]
@@ -79,7 +79,7 @@ def test_job_survives_the_way_to_its_process(scripts: Scripts) -> None:
         ("MXFP4", 256 * 64, (3, 256, 4), np.uint16),
     ],
 )
-def test_source_has_the_bytes_the_peer_reads(
+def test_source_has_the_bytes_the_baseline_reads(
     scripts: Scripts, name: str, weight_bytes: int, scales: tuple[int, ...] | None, dtype: type | None
 ) -> None:
     """Three matrices of 256 x 128; every code is a finite number."""

@@ -92,7 +92,7 @@ def test_host_functions_fail_a_step() -> None:
     assert not found.passed
 
 
-def test_what_lies_before_or_behind_does_not_count() -> None:
+def test_what_lies_before_or_after_does_not_count() -> None:
     """Prefill before the steps, and the step in flight at the end."""
     events = steps_trace(14)
     events.append(event("cuda_runtime", "cudaLaunchHostFunc", -4000, 4, 999))

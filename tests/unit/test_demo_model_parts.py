@@ -69,7 +69,7 @@ def test_packaged_split_is_the_pinned_one() -> None:
     assert np.isfinite(split.bias).all()
 
 
-def test_split_that_repeats_a_neuron_is_refused() -> None:
+def test_split_that_repeats_a_channel_is_refused() -> None:
     """An intermediate channel used twice (and another never) would silently change the model."""
     split = ExpertSplit.load(recipe.SPLIT_FILE)
     order = split.neuron_order.copy()

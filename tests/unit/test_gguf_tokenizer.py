@@ -125,7 +125,7 @@ def test_special_tokens_template_and_first_token(tmp_path: Path, backend: Backen
     assert sentencepiece.piece(sentencepiece.encode("the")[0]) == BOS
 
 
-def test_files_beside_the_model_count_first(tmp_path: Path, backend: BackendTokenizer) -> None:
+def test_files_next_to_the_model_count_first(tmp_path: Path, backend: BackendTokenizer) -> None:
     """They are the publisher's own, whichever part of the model the path names."""
     path = write_byte_level(tmp_path / "m.gguf", backend, "unheard-of")
     with pytest.raises(TokenizerError, match=r"pre is 'unheard-of'; allowed: .*qwen2.*next to"):

@@ -132,7 +132,7 @@ def test_a_refused_request_fails_its_step_only() -> None:
         assert harness.run([make_request("after", prompt_of(4, 9))]) == [expected]
 
 
-def test_a_refusal_met_by_the_step_behind_fails_that_one_only(undisturbed: list[list[int]]) -> None:
+def test_a_refusal_met_by_the_next_step_fails_that_one_only(undisturbed: list[list[int]]) -> None:
     """The step before it had succeeded, and does again when both are run once more."""
     tokens, _, requests = run(lambda step: REFUSED if step == 5 else None)
     assert tokens == undisturbed, "a refusal that does not come again is nobody's"

@@ -35,7 +35,7 @@ def test_the_loaded_norm_is_transformers(dtype: torch.dtype) -> None:
 
 
 @interpreted
-def test_triton_norms_take_a_float32_weight_beside_halves() -> None:
+def test_triton_norms_take_a_float32_weight_next_to_halves() -> None:
     weight = 1 + 0.2 * torch.randn(40)
     rows, residual = torch.randn(3, 40).half(), torch.randn(3, 40).half()
     tolerance = OP_ROUNDINGS[torch.float16]

@@ -129,7 +129,7 @@ def test_equal_calls_give_equal_batches() -> None:
     assert logs[0] == logs[1]
 
 
-def test_decoding_is_never_behind_a_long_prompt() -> None:
+def test_decoding_never_waits_for_a_long_prompt() -> None:
     """A running request gets its token in every step while a 100-token prompt is chunked."""
     scheduler = build_scheduler(Knobs(budget=16))
     short, long = (

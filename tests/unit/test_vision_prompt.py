@@ -96,7 +96,7 @@ def test_images_are_encoded_once_and_the_oldest_are_given_up() -> None:
         assert features.values[:, 0, 0].tolist() == [wanted.key * 100 + 1, -(wanted.key * 100 + 1)]
 
 
-def test_features_stand_in_their_rows_and_behind_their_layers() -> None:
+def test_features_stand_in_their_rows_and_after_their_layers() -> None:
     stream = torch.zeros(4, 5)
     features = ImageFeatures(torch.tensor([1, 3]), torch.arange(20.0).view(2, 2, 5))
     features.replace_embeddings(stream)

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
     from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 from moebius.models.common import read_windows
 
-_ROUTER = rename(
-    r"(model\.layers\.\d+\.mlp\.)router\.(weight|bias)",
-    r"\1gate.\2",
-    "model.layers.0.mlp.router.bias",
-    "model.layers.0.mlp.gate.bias",
-)
+_ROUTER = rename("model.layers.*.mlp.router.**", "model.layers.*.mlp.gate.**")
 
 
 def read_gpt_oss(hf: HfKeys) -> ModelConfig:
