@@ -117,7 +117,7 @@ COMMON_RULES: tuple[GgufRule, ...] = (
 )
 
 # Of families whose norms, but for that inside linear attention, hold their weight less 1: the files add it.
-CENTERED_NORM_RULES = (
+ONE_PLUS_WEIGHT_NORM_RULES = (
     gguf_top("output_norm.weight", "model.norm.weight", "centered"),
     gguf_layer("attn_norm.weight", "input_layernorm.weight", "centered"),
     gguf_layer("post_attention_norm.weight", "post_attention_layernorm.weight", "centered"),

@@ -8,11 +8,11 @@ from moebius.checkpoint.gguf.family import MLA_KEYS, Config, GgufFamily, deepsee
 from moebius.models.config import ModelConfig, RouterConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.mla import after_dense, read_mla_common, read_moe
 from moebius.models.names import ROTARY, TensorNames
 
 if TYPE_CHECKING:
     from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
-from moebius.models.mla import after_dense, read_mla_common, read_moe
 
 _METHODS = ("greedy", "group_limited_greedy")
 

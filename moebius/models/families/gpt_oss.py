@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import ALL_SPARSE_KEYS, Config, GgufFamily, rotated
-from moebius.models.common import read_common
+from moebius.models.common import read_common, read_windows
 from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
@@ -14,7 +14,6 @@ from moebius.models.rope import read_rope
 
 if TYPE_CHECKING:
     from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
-from moebius.models.common import read_windows
 
 _ROUTER = rename("model.layers.*.mlp.router.**", "model.layers.*.mlp.gate.**")
 
