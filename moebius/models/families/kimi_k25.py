@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moebius.models.config import ModelConfig, VisionConfig
-from moebius.models.families.deepseek_v3 import read_deepseek_v3
+from moebius.models.families.deepseek import read_deepseek_v3
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.names import RenameRule, TensorNames, drop, rename
