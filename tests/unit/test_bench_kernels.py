@@ -67,6 +67,8 @@ def test_counts() -> None:
     for text in ("", "0", "1,", "1,x", "-1", "1.5"):
         with pytest.raises(UserError, match=r"--rows: .* allowed: numbers from 1"):
             parse_counts(text, "--rows")
+    with pytest.raises(UserError, match="--servers: '17' is not allowed; allowed: numbers from 1 to 16"):
+        parse_counts("17", "--servers", 16)
 
 
 def test_operations_are_two_per_weight_and_pair() -> None:

@@ -49,13 +49,14 @@ def mailbox(
         return
     if device != "cuda":
         raise UserError(f"--device: {device!r} is not allowed; allowed: cpu, cuda")
-    from moebius.app.bench.mailbox_device import MAX_ROWS, DeviceOptions, parse_numbers, parse_signals
+    from moebius.app.bench.kernels_inputs import parse_counts
+    from moebius.app.bench.mailbox_device import MAX_ROWS, DeviceOptions, parse_signals
     from moebius.app.bench.mailbox_device import run as run_on_device
 
     options = DeviceOptions(
         signals=parse_signals(signal),
-        servers=parse_numbers(servers, "--servers", 16),
-        rows=parse_numbers(rows, "--rows", MAX_ROWS),
+        servers=parse_counts(servers, "--servers", 16),
+        rows=parse_counts(rows, "--rows", MAX_ROWS),
         layers=layers,
         replays=replays,
         copy_kib=copy_kib,
@@ -81,14 +82,10 @@ def decode(
     json_file: JsonFile = None,
 ) -> None:
     """Tokens per second, time to first token and inter-token latency of a running server."""
-    try:
-        counts = [int(part) for part in streams.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise UserError(f"--streams: {streams!r} is not allowed; allowed: numbers >= 1, comma separated")
     from moebius.app.bench.decode import run
+    from moebius.app.bench.kernels_inputs import parse_counts
 
+    counts = parse_counts(streams, "--streams")
     run(base_url, model, client_key(api_key, api_key_file), counts, max_tokens, checkpoint, json_file)
 
 
