@@ -271,7 +271,7 @@ def _expert_settings(config: MoebiusConfig, index: int, placement: ServerBinding
 
 
 def _weight_files(
-    config: MoebiusConfig, model: MoeGeometry, directory: Path, placements: Sequence[ExpertPlacement]
+    config: MoebiusConfig, model: MoeGeometry, directory: Path, placements: Sequence[ServerBinding]
 ) -> tuple[WeightFile, ...]:
     """Memory for every server's packed experts; none where the user gave a directory for it."""
     if config.experts.expert_weights_dir != str(directory):
