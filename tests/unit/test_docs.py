@@ -26,8 +26,8 @@ PATH = re.compile(
 )
 COMMAND = re.compile(r"(?:^|[\s`(/])moebius ((?:[a-z][\w-]*)(?: .*)?)")
 OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
-# Of pytest, pip, cmake and other programs, and of scripts of our own that are not `moebius`.
-FOREIGN = {"--help", "--hypothesis-profile", "--no-deps", "--ulimit", "--version"}
+# Of pytest, pip, containers and other programs, which this test can not ask.
+FOREIGN = {"--help", "--hypothesis-profile", "--no-deps", "--shm-size", "--ulimit", "--version"}
 
 
 def code_of(page: Path) -> Iterator[str]:
