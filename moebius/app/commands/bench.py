@@ -8,15 +8,18 @@ from typing import Annotated
 import typer
 
 from moebius.api_keys import client_key
-from moebius.app.cli_options import with_settings
+from moebius.app.cli_options import (
+    ApiKey,
+    ApiKeyFile,
+    BaseUrl,
+    JsonFile,
+    ModelName,
+    log_warnings_only,
+    with_settings,
+)
 from moebius.app.commands.models import with_checkpoint
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the results there as JSON, too"),
-]
 
 app = typer.Typer(
     help="Measure, and compare with the limit measured in the same run.",
@@ -67,12 +70,10 @@ def mailbox(
 
 @app.command()
 def decode(
-    base_url: Annotated[str, typer.Option(help="Running server")] = "http://127.0.0.1:8000",
-    model: Annotated[str, typer.Option(help="Model name [default: the server's first]")] = "",
-    api_key: Annotated[str, typer.Option(help="Bearer token (shows in `ps`)")] = "",
-    api_key_file: Annotated[
-        str, typer.Option(help="File whose first key is the bearer token", metavar="FILE")
-    ] = "",
+    base_url: BaseUrl = "http://127.0.0.1:8000",
+    model: ModelName = "",
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = "",
     streams: Annotated[str, typer.Option(help="Numbers of concurrent streams")] = "1,8,32",
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per stream")] = 128,
     checkpoint: Annotated[
@@ -197,7 +198,7 @@ def engine(
     from moebius.app.bench.engine.run import EngineBenchOptions, run
     from moebius.app.bench.kernels_inputs import parse_counts
 
-    _quiet()
+    log_warnings_only("bench")
     options = EngineBenchOptions(
         streams=parse_counts(streams, "--streams"),
         prompt_len=prompt_len,
@@ -232,7 +233,7 @@ def placement(
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.bench.placement import PlacementOptions, run
 
-    _quiet()
+    log_warnings_only("bench")
     percent = ratios.split(",")
     if not all(part.isdecimal() for part in percent):
         raise UserError(
@@ -265,18 +266,10 @@ def steps(
     _torch_first()
     from moebius.app.bench.steps import StepsOptions, run
 
-    _quiet()
+    log_warnings_only("bench")
     run(with_checkpoint(config), StepsOptions(streams, count, prompt_len, temperature, trace), json_file)
 
 
 def _torch_first() -> None:
     """Before the kernels' modules: on a CUDA host with torch 2.11, `import torch` crashed after them."""
     import torch  # noqa: F401
-
-
-def _quiet() -> None:
-    """Warnings only: the table is what is asked for."""
-    from moebius.config import TelemetryConfig
-    from moebius.telemetry import configure_logging
-
-    configure_logging(TelemetryConfig(log_level="warning"), "bench")
