@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from moebius.models.config import ModelConfig
+if TYPE_CHECKING:
+    from moebius.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
+from expert_service.errors import LoadCancelled
 from expert_service.host import ExpertHost, ThreadPlacement
-from expert_service.loader import LoadCancelled
 from gpu_service.experts.client import ExpertUnavailable
 from moebius.expert_slices import SliceRequest
 from moebius.mailbox import Mailbox

@@ -11,7 +11,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from expert_service.host import ExpertHost, LoadedSlice, LoadSettings, RequantiseError, ThreadPlacement
+from expert_service.errors import RequantiseError
+from expert_service.host import ExpertHost, LoadedSlice, LoadSettings, ThreadPlacement
 from expert_service.metrics import make_registry
 from gpu_service.experts.local_client import LocalExpertClient
 from moebius.checkpoint.errors import CheckpointError
