@@ -95,6 +95,8 @@ class Request:
     inflight_tokens: int = 0
     num_preemptions: int = 0
     last_step: int = -1
+    # It is in the open step of the prefill lane: no other step has it until that one has ended.
+    in_lane: bool = False
     # Tokens to compute by what was in the prefix tree when somebody first asked, while it waits; -1: nobody.
     expected_len: int = -1
 

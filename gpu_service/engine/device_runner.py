@@ -31,6 +31,12 @@ class LaunchedStep:
         self._started = started
         self._download = Download(runner.stream, runner.results, tensors_of(outputs))
 
+    def query(self) -> bool:
+        try:
+            return self._download.event.query()
+        except RuntimeError:  # a lost device: `finish` says so
+            return True
+
     def finish(self) -> StepResult:
         try:
             self._download.event.wait()
