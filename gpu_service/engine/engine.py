@@ -300,6 +300,9 @@ class Engine:
             self.scheduler.ended(step.batch)
             return
         except Exception as error:
+            if isinstance(error, ExpertUnavailable) and step.batch is self.scheduler.lane.batch:
+                self._compute_again(step.batch, error)
+                return
             # Of another process: a traceback would show this one's way to it.
             is_ours = not isinstance(error, (ExpertUnavailable, ExpertComputeFailed))
             requests = len(step.batch.requests)
@@ -351,6 +354,13 @@ class Engine:
             ended.set_exception(error)
         else:
             ended.set_result(None)
+
+    def _compute_again(self, batch: Batch, error: ExpertUnavailable) -> None:
+        """The lane's step lost the experts that it streamed: its requests wait anew, for either lane."""
+        _log.warning("experts changed during a prefill step, which is computed again", error=str(error))
+        self.scheduler.give_up(batch)
+        self._observer.committed(batch, None, [])
+        self._emit([])
 
     def _fail(self, batch: Batch, message: str) -> None:
         """Ends the unfinished requests of a failed step; none of their uncommitted pages is kept."""

@@ -53,7 +53,8 @@ class LaneRunner(ABC):
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Launches a step after all that the main lane has launched. Failures come with what it returns.
 
-        That ends when everything launched has, also of a step that failed half-way.
+        That ends when everything launched has, also of a step that failed half-way. ExpertUnavailable there:
+        experts were replaced while they were streamed, and what was computed is worthless.
         """
 
     @abstractmethod
@@ -76,7 +77,7 @@ class Pace:
     def __init__(self, max_added_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         """`max_added_s`: what may be added between two tokens; None: as much as there is without the lane."""
         self._max_added_s = max_added_s
-        self._clock = clock
+        self.clock = clock
         # Seconds between two tokens without the lane, by the binary order of the number of requests.
         self._idle: dict[int, float] = {}
         self._last: tuple[int, float] | None = None
@@ -86,11 +87,11 @@ class Pace:
 
     def opened(self) -> None:
         """A step of the lane is about to be launched."""
-        self._since, self._held_until = self._clock(), 0.0
+        self._since, self._held_until = self.clock(), 0.0
 
     def committed(self, batch: Batch, lane_is_open: bool) -> None:
         """A step of the main lane has ended."""
-        now, order = self._clock(), len(batch.requests).bit_length()
+        now, order = self.clock(), len(batch.requests).bit_length()
         last, self._last = self._last, (order, now) if batch.is_uniform_decode else None
         if last is None or self._last is None or last[0] != order:
             return
@@ -111,12 +112,12 @@ class Pace:
     def idled(self) -> None:
         """The main lane has nothing to do: the next token's time says nothing."""
         self._last = None
-        self._go_on(self._clock())
+        self._go_on(self.clock())
 
     @property
     def holds(self) -> bool:
         """Whether the lane has to wait, however far the device has got."""
-        now = self._clock()
+        now = self.clock()
         if now < self._held_until:
             return True
         self._go_on(now)
@@ -161,7 +162,7 @@ class PrefillLane:
 
     def _between_layers(self) -> None:
         self._marks.append(self.runner.mark())
-        if time.monotonic() - self._last_turn >= _TURN_S:
+        if self.pace.clock() - self._last_turn >= _TURN_S:
             self._turn()
         while not self._may_go_on():
             if not self._turn():
@@ -169,7 +170,7 @@ class PrefillLane:
 
     def _turn(self) -> bool:
         did_something = self._give_turn()
-        self._last_turn = time.monotonic()
+        self._last_turn = self.pace.clock()
         return did_something
 
     def _may_go_on(self) -> bool:

@@ -209,9 +209,11 @@ class StepsInFlight:
 
     def _failure_of(self, step: StepInFlight) -> ExpertFailure | None:
         """What makes a step that has ended worthless; a later step's failure may show here already."""
+        if self._experts is None:
+            return None
         if isinstance(step.error, ExpertUnavailable):
             return step.error
-        if self._experts is None or not self._experts.is_device_driven:
+        if not self._experts.is_device_driven:
             return None
         return self._experts.failure()
 

@@ -176,6 +176,14 @@ class Scheduler:
             for request, keep in self.lane.close():
                 self._leave(request, keep)
 
+    def give_up(self, batch: Batch) -> None:
+        """The lane's step came to nothing by no fault of its requests, which are computed again."""
+        left = [(r, samples) for r, samples in zip(batch.requests, batch.samples, strict=True) if not r.finished]
+        self.ended(batch)
+        for request, samples in left:
+            request.inflight_tokens -= samples
+            self._preempt(request)
+
     def check_integrity(self) -> None:
         """Raises AssertionError when queues, slots, lengths or pages contradict one another."""
         self.lane.check_integrity(self.running)

@@ -87,6 +87,8 @@ class MlaAttentionBackend(PlannedAttention):
         self.non_absorbed = False
         # Whether queries of the planned step may have to choose, else selections are None; filled by `plan`.
         self.selects = False
+        # What the latest layer with an indexer chose; None: all tokens. Filled and read by the step's layers.
+        self.selection: torch.Tensor | None = None
 
     @classmethod
     def unsupported(cls, dimensions: MlaDimensions, cache: MlaCache) -> str:
