@@ -196,7 +196,7 @@ class Engine:
         """Launches a step and waits for the one before it; with nothing to launch, for the latest."""
         if self._lane is not None:
             self._tend(self._lane)
-        launched = self.launch_next()
+        launched = len(self._in_flight) < self._depth and self.launch_next()
         if self._in_flight and (not launched or len(self._in_flight) == self._depth):
             self._commit_oldest()
         elif self._lane is not None and not launched:

@@ -27,11 +27,12 @@ from gpu_service.engine.step_runner import Pending, Step
 POLL_S = 0.0005
 # The least time between two turns of the main lane while layers are launched: a look costs the host time.
 _TURN_S = 0.0003
-# Layers that may be queued on the device behind the one that runs.
-_MOST_AHEAD = 3
+# Layers that may be queued on the device behind the one that runs, and how soon there are more again after
+# a token was late: so many for each that is not.
+_MOST_AHEAD, _WIDEN = 3, 0.125
 # Of the time that the lane ran, how long it may be held for the main lane's sake: a prompt keeps more than
 # half of its rate.
-_MOST_HELD = 0.8
+_MOST_HELD = 0.65
 # Weight of the newest of the times between two tokens.
 _NEWEST = 0.2
 
@@ -70,8 +71,8 @@ class Pace:
     """How far the lane may run ahead, so that running streams keep their rhythm; driven by the host's clock.
 
     The time between two tokens of steps that only decode is compared with that of as many requests while the
-    lane is idle. One that took longer than is allowed makes the lane's share smaller, at last a layer at a
-    time with a pause after it, in which the main lane has the device for itself; others make it larger.
+    lane is idle. One that took longer than is allowed makes the lane's slices smaller, at last single layers,
+    and lets it pause until the tokens after it have made up for that, within limits; others widen them again.
     """
 
     def __init__(self, max_added_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,52 +81,65 @@ class Pace:
         self.clock = clock
         # Seconds between two tokens without the lane, by the binary order of the number of requests.
         self._idle: dict[int, float] = {}
-        self._last: tuple[int, float] | None = None
-        # When the lane last went on, and until when it is held.
-        self._since = self._held_until = 0.0
-        self.ahead = _MOST_AHEAD
+        # Of the latest: the same, when, and whether the lane computed nothing then.
+        self._last: tuple[int, float, bool] | None = None
+        # When the lane last went on; whether it is to pause, and since it does, until when at most.
+        self._since = 0.0
+        self._pauses = False
+        self._until: float | None = None
+        # By how much tokens were late, less what others came before their time.
+        self._debt = 0.0
+        # Layers that may be queued on the device behind the one that runs, as a whole number.
+        self.ahead = float(_MOST_AHEAD)
 
     def opened(self) -> None:
         """A step of the lane is about to be launched."""
-        self._since, self._held_until = self.clock(), 0.0
+        self._since, self._pauses, self._until = self.clock(), False, None
 
     def committed(self, batch: Batch, lane_is_open: bool) -> None:
         """A step of the main lane has ended."""
         now, order = self.clock(), len(batch.requests).bit_length()
-        last, self._last = self._last, (order, now) if batch.is_uniform_decode else None
+        alone = not lane_is_open or self._until is not None
+        last, self._last = self._last, (order, now, alone) if batch.is_uniform_decode else None
         if last is None or self._last is None or last[0] != order:
             return
         between = now - last[1]
-        idle = self._idle.get(order, between)
-        if not lane_is_open:
+        idle = self._idle.setdefault(order, between)
+        if alone and last[2]:
             self._idle[order] = idle + _NEWEST * (between - idle)
+        if not lane_is_open:
             return
-        self._idle[order] = min(idle, between)
-        if between - idle > (idle if self._max_added_s is None else self._max_added_s):
-            self.ahead //= 2
-            if now >= self._held_until:
-                self._held_until = now + _MOST_HELD * (now - self._since)
+        late = between - idle - (idle if self._max_added_s is None else self._max_added_s)
+        self._debt = max(0.0, self._debt + late)
+        if late > 0:
+            self.ahead = self.ahead // 2
+            self._pauses = True
         else:
-            self.ahead = min(_MOST_AHEAD, self.ahead + 1)
-            self._go_on(now)
+            self.ahead = min(_MOST_AHEAD, self.ahead + _WIDEN)
+            if not self._debt:
+                self._go_on()
 
     def idled(self) -> None:
-        """The main lane has nothing to do: the next token's time says nothing."""
-        self._last = None
-        self._go_on(self.clock())
+        """The main lane has nothing to do: the next token's time says nothing, and nobody is held up."""
+        self._last, self._debt = None, 0.0
+        self._go_on()
 
-    @property
-    def holds(self) -> bool:
-        """Whether the lane has to wait, however far the device has got."""
+    def may_go_on(self, queued: int) -> bool:
+        """Whether the lane may launch a layer, with so many that have not ended."""
+        if not self._pauses:
+            return queued <= int(self.ahead)
+        if queued:
+            return False
         now = self.clock()
-        if now < self._held_until:
-            return True
-        self._go_on(now)
-        return False
+        if self._until is None:
+            self._until = now + _MOST_HELD * (now - self._since)
+        if now >= self._until:
+            self._go_on()
+        return not self._pauses
 
-    def _go_on(self, now: float) -> None:
-        if self._held_until:
-            self._since, self._held_until = now, 0.0
+    def _go_on(self) -> None:
+        if self._pauses:
+            self._since, self._pauses, self._until = self.clock(), False, None
 
 
 class PrefillLane:
@@ -176,4 +190,4 @@ class PrefillLane:
     def _may_go_on(self) -> bool:
         while self._marks and self._marks[0].query():
             self._marks.popleft()
-        return len(self._marks) <= self.pace.ahead and not self.pace.holds
+        return self.pace.may_go_on(len(self._marks))

@@ -119,3 +119,100 @@ def test_every_interleaving_gives_the_same_tokens(
         else:
             assert got == expected[: len(got)]
             assert request.error_message == ("" if request.finish_reason is FinishReason.ABORT else "RuntimeError: boom")
+
+
+def long_knobs(overlap: bool = True) -> Knobs:
+    """Room for a prompt of many steps."""
+    return Knobs(num_pages=1200, budget=64, overlap=overlap, context_limit=4096)
+
+
+def gaps(virtual: VirtualEngine, request: Request, begin: float, end: float) -> list[float]:
+    """Times between two tokens of a running stream within a span."""
+    times = [at for at in virtual.token_times(request) if begin <= at <= end]
+    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("shares", [(0.9, 0.9), (0.5, 0.8), (0.25, 0.9)], ids=str)
+def test_a_stream_and_a_long_prompt_both_get_on(shares: tuple[float, float], overlap: bool) -> None:
+    """However the device divides itself, each keeps half of its rate, and no token waits for a whole step."""
+    times = Times(main_share=shares[0], lane_share=shares[1])
+    alone = VirtualEngine(long_knobs(overlap), times, prefill_chunk_max=512)
+    prompt = make_request("prompt", prompt_of(3, 2048), max_tokens=1)
+    alone.run([(0.0, add(prompt))])
+    prompt_alone = alone.token_times(prompt)[0]
+
+    both = VirtualEngine(long_knobs(overlap), times, prefill_chunk_max=512)
+    stream = make_request("stream", prompt_of(1, 9), max_tokens=150)
+    prompt = make_request("prompt", prompt_of(3, 2048), max_tokens=1)
+    both.run([(0.0, add(stream)), (0.2, add(prompt))])
+    ended = both.token_times(prompt)[0]
+    idle = gaps(both, stream, 0.05, 0.2)
+    meanwhile = gaps(both, stream, 0.2, ended)
+    assert both.lane.launched == 4
+    assert sum(meanwhile) / len(meanwhile) <= 2 * sum(idle) / len(idle)
+    assert ended - 0.2 <= 2 * prompt_alone
+    # A step of the lane takes 60 ms; the device's own doing is at most the whole of a token at its share.
+    assert max(meanwhile) <= max(idle) / shares[0] + 5e-3
+
+
+def test_a_bound_on_what_is_added_holds() -> None:
+    """With a tight bound the lane takes smaller slices than without, and still more than half of its time."""
+    worst = {}
+    for bound in (1e-3, 1.0):
+        times = Times(main_share=0.4, lane_share=0.9)
+        virtual = VirtualEngine(long_knobs(), times, prefill_chunk_max=512, max_added_s=bound)
+        stream = make_request("stream", prompt_of(1, 9), max_tokens=150)
+        prompt = make_request("prompt", prompt_of(3, 2048), max_tokens=1)
+        virtual.run([(0.0, add(stream)), (0.2, add(prompt))])
+        ended = virtual.token_times(prompt)[0]
+        meanwhile = gaps(virtual, stream, 0.2, ended)
+        worst[bound] = sum(meanwhile) / len(meanwhile), ended
+    assert worst[1e-3][0] < worst[1.0][0]
+    assert worst[1e-3][1] - 0.2 < 2 * (worst[1.0][1] - 0.2)
+
+
+def test_short_prompts_are_served_beside_a_long_one() -> None:
+    """Who arrives while the lane computes gets its answer before the lane's step has ended."""
+    virtual = VirtualEngine(long_knobs(), Times(lane=50e-3), prefill_chunk_max=512)
+    prompt = make_request("prompt", prompt_of(3, 400), max_tokens=1)
+    short = make_request("short", prompt_of(1, 9), max_tokens=4)
+    virtual.run([(0.0, add(prompt)), (0.05, add(short))])
+    assert virtual.token_times(short)[-1] < virtual.token_times(prompt)[0]
+    assert virtual.token_times(short)[0] < 0.08
+
+
+def test_a_lost_server_does_not_touch_the_lane() -> None:
+    """While the main lane waits for its return the prompt's step goes on, and says what it always says."""
+    tokens, ends = [], []
+    for lost_at in (set[int](), {3}):
+        experts = VirtualExperts(lambda step, lost_at=lost_at: LOST if step in lost_at else None)
+        virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512, experts=experts)
+        stream = make_request("stream", prompt_of(1, 9), max_tokens=40)
+        prompt = make_request("prompt", prompt_of(3, 500), max_tokens=3)
+        virtual.run([(0.0, add(stream)), (0.0, add(prompt))])
+        assert experts.recoveries == len(lost_at)
+        tokens.append((virtual.tokens(stream), virtual.tokens(prompt)))
+        ends.append(virtual.token_times(prompt)[0])
+    assert tokens[0] == tokens[1]
+    # A server's return takes 0.2 s; the step's 90 ms are not put off by that.
+    assert ends[1] < 0.26 < ends[0] + 0.2
+
+
+def test_the_end_of_the_engine_waits_for_the_lane() -> None:
+    """A stop in the middle of a step: every request ends at once, their pages only with the step."""
+    virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512)
+    prompt = make_request("prompt", prompt_of(3, 500), max_tokens=3)
+    virtual.run([(0.0, add(prompt)), (0.02, Stop)])
+    assert prompt.finish_reason is FinishReason.ABORT
+    assert not virtual.scheduler.has_work
+
+
+def test_a_lane_that_can_not_stream_leaves_prompts_to_the_main_lane() -> None:
+    """Until its experts are registered, and again while they are loaded anew."""
+    virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512)
+    virtual.lane.ready = False
+    prompt = make_request("prompt", prompt_of(3, 200), max_tokens=4)
+    virtual.run([(0.0, add(prompt))])
+    assert virtual.lane.launched == 0
+    assert len(virtual.tokens(prompt)) == 4
