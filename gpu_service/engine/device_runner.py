@@ -182,7 +182,7 @@ class LaneStep(Pending[StepResult]):
 
 
 class DeviceLane(LaneRunner):
-    """The prefill lane of a GPU: the model again, with a stream, a plan of attention and buffers of its own."""
+    """The prefill lane of a GPU: the model with a stream, a plan of attention and buffers of its own."""
 
     def __init__(
         self,
@@ -193,8 +193,8 @@ class DeviceLane(LaneRunner):
         is_ready: Callable[[], bool],
         min_tokens: int,
     ) -> None:
-        """`runner`: with an attention backend and a sampler that the main lane does not use, and no expert
-        client; `main`: the stream of the main lane; `is_ready`: whether all its experts can be streamed.
+        """`runner`: with an attention backend and a sampler that the main lane does not use, and no client of
+        expert servers; `main`: the main lane's stream; `is_ready`: whether all experts can be streamed.
         """
         self.min_tokens = min_tokens
         self._runner = runner

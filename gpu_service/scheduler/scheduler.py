@@ -178,7 +178,9 @@ class Scheduler:
 
     def give_up(self, batch: Batch) -> None:
         """The lane's step came to nothing by no fault of its requests, which are computed again."""
-        left = [(r, samples) for r, samples in zip(batch.requests, batch.samples, strict=True) if not r.finished]
+        left = [
+            (r, samples) for r, samples in zip(batch.requests, batch.samples, strict=True) if not r.finished
+        ]
         self.ended(batch)
         for request, samples in left:
             request.inflight_tokens -= samples
@@ -243,9 +245,7 @@ class Scheduler:
 
     def _lane_prompts(self) -> list[Prompt]:
         needs = [request.planned_len - request.scheduled_len for request in self.running]
-        prompts = [
-            Prompt(self.running[index], need, index) for index, need in enumerate(needs) if need > 1
-        ]
+        prompts = [Prompt(self.running[index], need, index) for index, need in enumerate(needs) if need > 1]
 
         def choose(waiting: list[Prompt]) -> list[Prompt]:
             return [prompt for prompt in self.lane.choose(prompts + waiting) if prompt.index < 0]

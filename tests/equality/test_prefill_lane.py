@@ -6,8 +6,9 @@ something else.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from hypothesis import given, settings
@@ -105,11 +106,13 @@ def test_every_interleaving_gives_the_same_tokens(
     script, requests = [], []
     for index, (arrival, seed, length, max_tokens, kind, abort) in enumerate(drawn):
         name = f"r{index}"
-        request = make_request(name, prompt_of(seed, length), max_tokens=max_tokens, seed=seed, **PARAMS[kind])
+        request = make_request(
+            name, prompt_of(seed, length), max_tokens=max_tokens, seed=seed, **PARAMS[kind]
+        )
         requests.append((request, truth(seed, length, max_tokens, kind)))
         script.append((arrival / 1e3, add(request)))
         if abort is not None:
-            script.append(((arrival + abort) / 1e3, lambda name=name: Abort(name)))
+            script.append(((arrival + abort) / 1e3, partial(Abort, name)))
     virtual.run(script)
     for request, expected in requests:
         got = virtual.tokens(request)
@@ -118,7 +121,9 @@ def test_every_interleaving_gives_the_same_tokens(
             assert got == expected
         else:
             assert got == expected[: len(got)]
-            assert request.error_message == ("" if request.finish_reason is FinishReason.ABORT else "RuntimeError: boom")
+            assert request.error_message == (
+                "" if request.finish_reason is FinishReason.ABORT else "RuntimeError: boom"
+            )
 
 
 def long_knobs(overlap: bool = True) -> Knobs:
@@ -129,7 +134,7 @@ def long_knobs(overlap: bool = True) -> Knobs:
 def gaps(virtual: VirtualEngine, request: Request, begin: float, end: float) -> list[float]:
     """Times between two tokens of a running stream within a span."""
     times = [at for at in virtual.token_times(request) if begin <= at <= end]
-    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
@@ -186,7 +191,7 @@ def test_a_lost_server_does_not_touch_the_lane() -> None:
     """While the main lane waits for its return the prompt's step goes on, and says what it always says."""
     tokens, ends = [], []
     for lost_at in (set[int](), {3}):
-        experts = VirtualExperts(lambda step, lost_at=lost_at: LOST if step in lost_at else None)
+        experts = VirtualExperts(dict.fromkeys(lost_at, LOST).get)
         virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512, experts=experts)
         stream = make_request("stream", prompt_of(1, 9), max_tokens=40)
         prompt = make_request("prompt", prompt_of(3, 500), max_tokens=3)

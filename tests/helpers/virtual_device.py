@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ from gpu_service.engine.model_runner import ModelRunner, TokenPool
 from gpu_service.engine.prefill_lane import LaneRunner, Pace, PrefillLane
 from gpu_service.engine.results import StepOutputs, StepResult, to_result
 from gpu_service.engine.sampler import Sampler
-from gpu_service.engine.step import StepPlan
+from gpu_service.engine.step import ForwardContext, StepPlan
 from gpu_service.engine.step_runner import Pending, StepRunner, StepsInFlight
 from gpu_service.request import Request
 from tests.helpers.device_experts import DoomedExperts
@@ -112,16 +113,18 @@ class _Run:
 
     def __init__(self, runner: ModelRunner, plan: StepPlan, lost: Callable[[], bool]) -> None:
         self._runner, self._plan, self._lost = runner, plan, lost
-        self._context: object = None
+        self._context: ForwardContext | None = None
         self.outputs = StepOutputs(None)
 
     def layer(self, index: int, count: int) -> None:
         """The work of one layer."""
         with torch.inference_mode():
             runner, plan, model = self._runner, self._plan, self._runner.model
+            assert isinstance(model, FakeModel)
             if index == 0:
                 runner.upload(plan.uploads)
                 self._context = runner.context(runner._on_device(plan))
+            assert self._context is not None
             rows = plan.query_start_loc[-1]
             model.store(self._context, slice(index * rows // count, (index + 1) * rows // count))
             if index == count - 1:
@@ -160,7 +163,7 @@ class VirtualSteps(StepRunner):
         run = _Run(self._runner, plan, lambda: experts.failure() is not None)
         seconds = times.main + times.main_token * (plan.query_start_loc[-1] - 1)
         for index in range(times.layers):
-            self._device.main.launch(lambda index=index: run.layer(index, times.layers), seconds)
+            self._device.main.launch(partial(run.layer, index, times.layers), seconds)
         self._device.advance(_LAUNCH_S)
         return _Launched(self._runner, plan, run, VirtualEvent(self._device, self._device.main))
 
@@ -203,7 +206,7 @@ class VirtualLane(LaneRunner):
         run, error = _Run(self._runner, plan, lambda: False), None
         seconds = times.lane + times.lane_token * plan.query_start_loc[-1]
         for index in range(times.layers):
-            self._device.lane.launch(lambda index=index: run.layer(index, times.layers), seconds)
+            self._device.lane.launch(partial(run.layer, index, times.layers), seconds)
             self._device.advance(_LAUNCH_S)
             error = self.fails(self.launched, index)
             if error is not None:
