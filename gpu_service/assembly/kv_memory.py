@@ -168,7 +168,7 @@ def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> Sche
 def scored_token_cost(model: ModelConfig) -> int:
     """Tokens without log-probabilities that take about as long as a prompt token with them; 2 to 8.
 
-    The head's product, and about as much again for reading its logits four times (normaliser, chosen, best
+    The head's GEMM, and about as much again for reading its logits four times (normaliser, chosen, best
     ones, their conversion), against the weights that a token meets in the layers.
     """
     hidden, moe = model.hidden_size, model.moe

@@ -60,7 +60,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(autouse=True)
 def no_reduced_precision() -> None:
-    """float32 products are float32 here, as torch's default is."""
+    """float32 GEMMs are float32 here, as torch's default is."""
     assert not torch.backends.cuda.matmul.allow_tf32
 
 

@@ -38,7 +38,7 @@ REPLAYED = {(1, 1), (2, 2), (3, 4), (4, 4)}
 
 @pytest.fixture(autouse=True)
 def no_reduced_precision() -> None:
-    """float32 products are float32 here, as torch's default is."""
+    """float32 GEMMs are float32 here, as torch's default is."""
     assert not torch.backends.cuda.matmul.allow_tf32
 
 

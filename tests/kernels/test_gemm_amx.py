@@ -1,4 +1,4 @@
-"""Tile products: the loops over rows, panels, chunks of k and groups are compared with float64 on tiles kept
+"""GEMMs in tiles: the loops over rows, panels, chunks of k and groups are compared with float64 on tiles kept
 in memory, which run in CI; on machines with AMX the same on real tiles, whose bits equal the emulated
 ones."""
 

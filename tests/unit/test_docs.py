@@ -24,6 +24,7 @@ FOLDERS = {str(parent) for path in TRACKED for parent in Path(path).parents}
 PATH = re.compile(
     r"(?<![\w./-])((?:bench|docs|expert_service|gateway|gpu_service|kernels|moebius|protos|tests|tools)/[\w./*{},-]*)"
 )
+FILE = re.compile(r"(?<![\w./*{<-])([a-z_][\w/]*\.(?:py|cc|h|cu|proto|mk|sh))(?![\w*])")
 COMMAND = re.compile(r"(?:^|[\s`(/])moebius ((?:[a-z][\w-]*)(?: .*)?)")
 OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
 # Of pytest, pip, containers and other programs, which this test can not ask.
@@ -57,6 +58,9 @@ def test_paths_and_links_lead_somewhere(page: Path) -> None:
     named = itertools.chain.from_iterable(PATH.findall(code) for code in code_of(page))
     patterns = (each.rstrip("/.,") for name in named for each in expanded(name))
     missing = [each for each in patterns if not any(fnmatch(path, each) for path in (*TRACKED, *FOLDERS))]
+    # By the end of their paths, as in `layers/moe.py`; what is set in italics or with stars is a pattern.
+    short = {name for code in code_of(page) for name in FILE.findall(code)}
+    missing += [name for name in short if not any(f"/{path}".endswith(f"/{name}") for path in TRACKED)]
     assert not missing
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
     assert not [link for link in links if not (page.parent / link).exists()]

@@ -113,7 +113,7 @@ class TorchMlaAttention(MlaAttentionBackend):
         output = torch.empty_like(query_latent)
         for span in self._spans:
             keys, mask = self._keys_of(span, layer_id, selection)
-            # A single row's heads stand in the place of positions: one product for all of them.
+            # A single row's heads stand in the place of positions: one GEMM for all of them.
             rows = query[span.rows] if span.mask is None else query[span.rows].transpose(0, 1)
             shared = keys.expand(rows.shape[0], -1, -1)
             attended = scaled_dot_product_attention(

@@ -33,7 +33,7 @@ class EngineSetting:
 
     cpus: Sequence[int]
     isa: Isa = "auto"
-    kernel: str = "auto"  # Product kernel to force, by name; "auto": those that calibration finds.
+    kernel: str = "auto"  # GEMM kernel to force, by name; "auto": those that calibration finds.
 
     def build(self, shape: ExpertShape, weight_format: str, experts: int, layers: int) -> ExpertEngine:
         """An engine with random packed weights in every layer. Raises UserError."""

@@ -140,7 +140,7 @@ class PeakLimit:
         self.speeds[unit] = max(self.speeds[unit], self._measure(unit))
 
     def best(self, row_type: str) -> tuple[float, str]:
-        """Operations per second and name of the fastest unit that can compute products of `row_type`.
+        """Operations per second and name of the fastest unit that can compute GEMMs of `row_type`.
 
         bfloat16 and int8 values are exact in float32, so a float32 unit can always stand in.
         """

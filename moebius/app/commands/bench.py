@@ -105,7 +105,7 @@ def kernels(
     ] = "",
     threads: Annotated[int, typer.Option(help="0: one per allowed CPU")] = 0,
     isa: Annotated[str, typer.Option(help="Instruction-set level")] = "auto",
-    kernel: Annotated[str, typer.Option(help="Product kernel to force, by name")] = "auto",
+    kernel: Annotated[str, typer.Option(help="GEMM kernel to force, by name")] = "auto",
     experts: Annotated[int, typer.Option(min=0, help="Per layer; 0: the model's, or what fits")] = 0,
     layers: Annotated[int, typer.Option(min=0, help="0: more than the caches can hold")] = 0,
     memory: Annotated[float, typer.Option(min=0, help="GiB for weights; 0: half of what is free")] = 0,
