@@ -1,4 +1,4 @@
-"""Guards that dividing a model that sees never shows: four ranks in two stages answer as one does.
+"""Guards that dividing a model with vision never shows: four ranks in two stages answer as one does.
 
 The stage that embeds puts features into the stream, DeepStack's second addition is the other stage's. The
 tower is a stand-in that every rank has; towers themselves are compared with transformers' in

@@ -42,7 +42,7 @@ PROMPTS: list[tuple[list[int], list[bytes]]] = [
 
 @dataclass
 class Tiny:
-    """A model that sees, and its experts."""
+    """A model with vision, and its experts."""
 
     directory: Path
     model: CausalLM

@@ -73,7 +73,7 @@ class Seeing:
         return httpx.post(f"{self.url}/v1/chat/completions", json={"model": self.model, **body}, timeout=60)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sees", "language_model_only"])
+@pytest.fixture(scope="module", params=[False, True], ids=["vision", "language_model_only"])
 def seeing(request: pytest.FixtureRequest, directory: Path, expected: str) -> Iterator[Seeing]:
     """A gateway before an engine whose event loop has a thread of its own."""
     loop = asyncio.new_event_loop()

@@ -190,7 +190,7 @@ def _refuse_incomplete(config: MoebiusConfig) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keys of config.json that nothing reads are news when a model is loaded, not when it is planned."""
+    """Keys of config.json that nothing reads are reported when a model is loaded, not when it is planned."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     try:

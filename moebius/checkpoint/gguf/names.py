@@ -19,7 +19,7 @@ from typing import Literal
 #   key_pairs    the same for keys
 #   key_part     [heads, rank, nope], the part of kv_b_proj that makes keys, transposed per head
 #   value_part   [heads, value, rank], the part of kv_b_proj that makes values
-#   centered     a norm's weight, here less 1
+#   one_plus_weight  a norm's weight, here less 1
 #   decay        -exp(A_log) of linear attention, here A_log
 #   taps         a convolution's weights, here with an axis of one input channel
 #   mixed_part   queries, keys and values of linear attention, which here lie by key head
@@ -33,7 +33,7 @@ Change = Literal[
     "key_pairs",
     "key_part",
     "value_part",
-    "centered",
+    "one_plus_weight",
     "decay",
     "taps",
     "mixed_part",
@@ -118,11 +118,11 @@ COMMON_RULES: tuple[GgufRule, ...] = (
 
 # Of families whose norms, but for that inside linear attention, hold their weight less 1: the files add it.
 ONE_PLUS_WEIGHT_NORM_RULES = (
-    gguf_top("output_norm.weight", "model.norm.weight", "centered"),
-    gguf_layer("attn_norm.weight", "input_layernorm.weight", "centered"),
-    gguf_layer("post_attention_norm.weight", "post_attention_layernorm.weight", "centered"),
-    gguf_layer("attn_q_norm.weight", "self_attn.q_norm.weight", "centered"),
-    gguf_layer("attn_k_norm.weight", "self_attn.k_norm.weight", "centered"),
+    gguf_top("output_norm.weight", "model.norm.weight", "one_plus_weight"),
+    gguf_layer("attn_norm.weight", "input_layernorm.weight", "one_plus_weight"),
+    gguf_layer("post_attention_norm.weight", "post_attention_layernorm.weight", "one_plus_weight"),
+    gguf_layer("attn_q_norm.weight", "self_attn.q_norm.weight", "one_plus_weight"),
+    gguf_layer("attn_k_norm.weight", "self_attn.k_norm.weight", "one_plus_weight"),
     gguf_layer("ssm_norm.weight", "linear_attn.norm.weight"),
 )
 
