@@ -233,7 +233,7 @@ def test_who_packs_nothing_replaces_nothing(path: Path) -> None:
 
 @pytest.mark.skipif(free_reserved_bytes() < 8 * MIB2, reason="no reserved 2 MiB pages (vm.nr_hugepages)")
 def test_reserved_pages_are_used_like_any_others() -> None:
-    """A file on hugetlbfs: all of it in 2 MiB pages, used again, replaced, and read without harm to others."""
+    """A file on hugetlbfs: all of it in 2 MiB pages, used again, replaced, and read without harm."""
     descriptor = os.memfd_create("segment", os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
     try:
         path = Path(f"/proc/self/fd/{descriptor}")
