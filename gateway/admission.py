@@ -39,7 +39,7 @@ class Admission:
         self.in_flight += 1
 
     def leave(self) -> None:
-        """Frees this request's place for the next one in the queue."""
+        """Gives the place back."""
         self.in_flight -= 1
 
 

@@ -113,7 +113,7 @@ class HttpConnection(H11Protocol):
         self._note_phase()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Frees the connection's place."""
+        """Gives the place back."""
         self._leave()
         super().connection_lost(exc)
 
@@ -173,7 +173,7 @@ class HttpConnection(H11Protocol):
             self._deadline = self.loop.call_later(seconds, self._late)
 
     def _leave(self) -> None:
-        """Ends the wait for the rest of a request."""
+        """No longer waits."""
         self._phase = (None, None)
         self.table.asking.pop(self, None)
         self.table.sending_body.pop(self, None)

@@ -14,8 +14,10 @@ from gpu_service.assembly.experts import (
     connect_experts,
     expert_memory,
     load_resident,
+    load_streamer,
     make_recorder,
     rank_moe,
+    rank_streaming,
 )
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
 from gpu_service.assembly.process import prepare_process
@@ -35,8 +37,10 @@ from gpu_service.engine.model_runner import ModelRunner, TokenPool
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.expert_recorder import recorder_operations
 from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.experts.streaming.make import StreamingPlan, open_streamer, profiled_stream
+from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.loader.load import load_weights, shape_weights
-from gpu_service.memory.plan import DENSE, GRAPHS, KV, RESIDENT, STATES, VISION
+from gpu_service.memory.plan import DENSE, GRAPHS, KV, RESIDENT, RING, STATES, VISION
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.ops import backends
@@ -90,15 +94,15 @@ def _assemble(
     model = build_model(model_config, device=device, parallel=group.parallel)
     shape_weights(model, config.model)
     moe = rank_moe(config, model_config, group)
-    held, vision_bytes = expert_memory(config, moe, dtype, group), vision_memory(config, model_config)
-    memory, config = make_kv_memory(config, model, held, group, device, vision_bytes)
+    memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.rank_config, device)
-    vision, resident = _load(config, model, model_config, moe, group, memory)
+    vision, resident, streamer = _load(config, model, model_config, moe, streaming, group, memory)
     # Before the pool is sized: a CPU allocates counts at first use, a GPU all of them now.
     sampler = group.sampler(model_config.vocab_size, device, gpu.num_seqs if _is_gpu(device) else 0)
     states = allocate_states(gpu, model.rank_config, device)
     memory.reached(STATES)
-    wanted = memory.num_pages(model, None if moe is None else moe.geometry, resident, states)
+    geometry, profiled = None if moe is None else moe.geometry, profiled_stream(streaming, streamer)
+    wanted = memory.num_pages(model, geometry, resident, states, profiled)
     num_pages = group.minimum("num_pages", wanted)
     limits = scheduler_limits(gpu, model_config, num_pages)
     kv_cache = shape.make(num_pages)
@@ -114,6 +118,7 @@ def _assemble(
         TokenPool(limits.max_num_seqs, limits.context_limit + 1, device),
         sampler,
         resident=resident,
+        streamer=streamer,
         recorder=recorder,
         encoder=None if vision is None else vision.encoder,
         has_mrope=bool(model_config.rope.mrope_sections),
@@ -122,6 +127,7 @@ def _assemble(
     steps = make_step_runner(config, runner, stream, limits, model_config.vocab_size, group.parallel)
     undo.callback(steps.close)
     memory.reached(GRAPHS)
+    open_streamer(config, streaming, streamer, experts, stream, dtype, undo)
     return Built(
         _engine(config, group, runner, steps, limits, num_pages, observer, on_output),
         group,
@@ -134,7 +140,19 @@ def _assemble(
         warm_up_tokens(device, gpu.max_num_batched_tokens, limits.context_limit),
         self_test=self_test,
         vision=vision,
+        streamer=streamer,
     )
+
+
+def _plan_memory(
+    config: MoebiusConfig, model: CausalLM, moe: RankMoe | None, group: RankGroup
+) -> tuple[KvMemory, MoebiusConfig, StreamingPlan | None]:
+    """Before anything is loaded. Also the settings with what is chosen, and what will be streamed."""
+    device, dtype = model.device, TORCH_DTYPES[model.config.dtype]
+    streaming = rank_streaming(config, moe, device)
+    held = expert_memory(config, moe, dtype, group, streaming)
+    vision = vision_memory(config, model.config)
+    return *make_kv_memory(config, model, held, group, device, vision), streaming
 
 
 def _load(
@@ -142,18 +160,21 @@ def _load(
     model: CausalLM,
     model_config: ModelConfig,
     moe: RankMoe | None,
+    streaming: StreamingPlan | None,
     group: RankGroup,
     memory: KvMemory,
-) -> tuple[Vision | None, ResidentExperts | None]:
-    """Everything that is read from the checkpoint, to the model's device."""
-    device = model.device
+) -> tuple[Vision | None, ResidentExperts | None, ExpertStreamer | None]:
+    """Everything that is read from the checkpoint, to the model's device, and room for what is streamed."""
+    device, dtype = model.device, TORCH_DTYPES[model_config.dtype]
     vision = load_vision(config, model_config, device)
     memory.reached(VISION)
     load_weights(model, config.model.model, keep_fp8=config.model.dense_weights == "keep")
     memory.reached(DENSE)
-    resident = load_resident(config, moe, device, TORCH_DTYPES[model_config.dtype], group)
+    resident = load_resident(config, moe, device, dtype, group)
     memory.reached(RESIDENT)
-    return vision, resident
+    streamer = load_streamer(config, moe, streaming, device, dtype, resident, group)
+    memory.reached(RING)
+    return vision, resident, streamer
 
 
 def _engine(

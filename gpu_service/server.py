@@ -110,7 +110,6 @@ class Readiness:
         return problem
 
 
-_Context = grpc.aio.ServicerContext[Any, Any]
 _GenerateContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 
@@ -124,8 +123,10 @@ class Service:
     bounds: Bounds
     info: pb.GetModelInfoResponse
     page_size: int
-    recorder: ExpertRecorder | None = None  # None: the model has no MoE layers.
-    preparer: ImagePreparer | None = None  # None: the model is text-only.
+    # None: the model has no MoE layers.
+    recorder: ExpertRecorder | None = None
+    # None: the model is text-only.
+    preparer: ImagePreparer | None = None
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
@@ -183,7 +184,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                 service.engine.abort(request.request_id)
             _end_span(span, outputs, cancelled=not finished)
 
-    async def Abort(self, request: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
+    async def Abort(
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
+    ) -> pb.AbortResponse:
         """Ends all outputs of each id."""
         service = await self._ready(context)
         for request_id in request.request_ids:
@@ -194,12 +197,18 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return pb.AbortResponse()
 
     async def GetModelInfo(
-        self, request: pb.GetModelInfoRequest, context: _Context
+        self,
+        request: pb.GetModelInfoRequest,
+        context: grpc.aio.ServicerContext[pb.GetModelInfoRequest, pb.GetModelInfoResponse],
     ) -> pb.GetModelInfoResponse:
         """Static facts."""
         return (await self._ready(context)).info
 
-    async def GetLoad(self, request: pb.GetLoadRequest, context: _Context) -> pb.GetLoadResponse:
+    async def GetLoad(
+        self,
+        request: pb.GetLoadRequest,
+        context: grpc.aio.ServicerContext[pb.GetLoadRequest, pb.GetLoadResponse],
+    ) -> pb.GetLoadResponse:
         """The engine thread's last snapshot."""
         service = await self._ready(context)
         load, page_size = service.engine.load, service.page_size
@@ -219,14 +228,20 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             num_cached_tokens=load.cached_pages * page_size,
         )
 
-    async def FlushCache(self, request: pb.FlushCacheRequest, context: _Context) -> pb.FlushCacheResponse:
+    async def FlushCache(
+        self,
+        request: pb.FlushCacheRequest,
+        context: grpc.aio.ServicerContext[pb.FlushCacheRequest, pb.FlushCacheResponse],
+    ) -> pb.FlushCacheResponse:
         """Runs in the engine thread, between two steps."""
         service = await self._ready(context)
         pages = await asyncio.wrap_future(service.engine.flush())
         return pb.FlushCacheResponse(success=True, freed_tokens=pages * service.page_size)
 
     async def StartExpertRecorder(
-        self, request: pb.StartExpertRecorderRequest, context: _Context
+        self,
+        request: pb.StartExpertRecorderRequest,
+        context: grpc.aio.ServicerContext[pb.StartExpertRecorderRequest, pb.StartExpertRecorderResponse],
     ) -> pb.StartExpertRecorderResponse:
         """Counts from the next step on."""
         await self._recorder(context)
@@ -235,7 +250,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return pb.StartExpertRecorderResponse()
 
     async def StopExpertRecorder(
-        self, request: pb.StopExpertRecorderRequest, context: _Context
+        self,
+        request: pb.StopExpertRecorderRequest,
+        context: grpc.aio.ServicerContext[pb.StopExpertRecorderRequest, pb.StopExpertRecorderResponse],
     ) -> pb.StopExpertRecorderResponse:
         """Later steps do not count."""
         await self._recorder(context)
@@ -243,7 +260,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return pb.StopExpertRecorderResponse()
 
     async def DumpExpertRecorder(
-        self, request: pb.DumpExpertRecorderRequest, context: _Context
+        self,
+        request: pb.DumpExpertRecorderRequest,
+        context: grpc.aio.ServicerContext[pb.DumpExpertRecorderRequest, pb.DumpExpertRecorderResponse],
     ) -> pb.DumpExpertRecorderResponse:
         """Waits for the device, in a thread."""
         recorder = await self._recorder(context)
@@ -251,11 +270,13 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             return await asyncio.to_thread(dumped, recorder, request.file_format)
         raise AssertionError("abort returned")
 
-    async def _call(self, context: _Context, operation: str, argument: str = "") -> None:
+    async def _call(
+        self, context: grpc.aio.ServicerContext[Any, Any], operation: str, argument: str = ""
+    ) -> None:
         """Runs an operation of the engine on all ranks; returns when it has ended here. Raises its error."""
         await asyncio.wrap_future((await self._ready(context)).engine.call(operation, argument))
 
-    async def _recorder(self, context: _Context) -> ExpertRecorder:
+    async def _recorder(self, context: grpc.aio.ServicerContext[Any, Any]) -> ExpertRecorder:
         recorder = (await self._ready(context)).recorder
         if recorder is None:
             reason = "this model has no experts to record"
@@ -263,7 +284,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             raise AssertionError("abort returned")
         return recorder
 
-    async def _ready(self, context: _Context) -> Service:
+    async def _ready(self, context: grpc.aio.ServicerContext[Any, Any]) -> Service:
         if self.service is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
             raise AssertionError("abort returned")

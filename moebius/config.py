@@ -167,6 +167,15 @@ class GpuConfig(Section):
         description="Outputs computed in one step; unset: 64, fewer on a GPU without room for their state",
     )
     max_num_batched_tokens: int = Field(default=512, ge=16, description="Token budget of one step")
+    prefill_experts: Literal["auto", "cpu", "stream"] = Field(
+        default="auto",
+        description="Experts of prompts: on expert servers, streamed to the GPU, or both as measured (auto)",
+    )
+    stream_min_rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens in a step from which experts are streamed; unset: measured, or any prompt's step",
+    )
     max_waiting_requests: int = Field(
         default=1024, ge=1, description="Outputs queued in the engine before it refuses"
     )
@@ -334,7 +343,7 @@ class SupervisorConfig(Section):
     restart_backoff_s: float = Field(
         default=0.5,
         gt=0,
-        description="First pause before a restart, none after long service; doubles each time without any",
+        description="First pause before a restart; doubles each time until the process has served",
     )
     restart_backoff_max_s: float = Field(default=30.0, gt=0, description="Longest pause before a restart")
     stop_timeout_s: float = Field(

@@ -37,7 +37,8 @@ class Leaf:
     optional: bool
     default: Any
     description: str
-    limits: tuple[Any, ...]  # Range limits of numbers, as annotated_types objects.
+    # Range limits of numbers, as annotated_types objects.
+    limits: tuple[Any, ...]
 
     @property
     def flag(self) -> str:

@@ -108,7 +108,8 @@ class Regions:
     hidden_states: int
     topk_ids: int
     topk_weights: int
-    output: int  # From a ResponseHeader.
+    # From a ResponseHeader.
+    output: int
     # From slot to slot, and from (slot, server) to the next server.
     request_stride: int
     response_stride: int

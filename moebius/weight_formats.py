@@ -41,7 +41,8 @@ class WeightFormat:
 
     name: str
     code: Code
-    bits: int  # Of one code.
+    # Of one code.
+    bits: int
     # None: no group scales; group_size is 0 then.
     scale: ScaleType | None
     group_size: int
@@ -50,7 +51,8 @@ class WeightFormat:
     zeros: bool
     mins: bool
     column_scale: bool
-    quantised_rows: bool  # Rows are quantised to int8 before they are multiplied (W8A8).
+    # Rows are quantised to int8 before they are multiplied (W8A8).
+    quantised_rows: bool
 
 
 WEIGHT_FORMATS = {name: WeightFormat(name, **fields) for name, fields in _kernels.weight_formats().items()}
@@ -90,11 +92,13 @@ class PackedExpertLayout:
     Without a gate the up panels stand alone. Filled by `expert_layout`; offsets and sizes in bytes.
     """
 
-    gate_up: PanelLayout  # k is the hidden size.
+    # k is the hidden size.
+    gate_up: PanelLayout
     # k is the intermediate size.
     down: PanelLayout
     gated: bool
-    panels_per_column_block: int  # 2; without a gate 1.
+    # 2; without a gate 1.
+    panels_per_column_block: int
     # Blocks of 16 intermediate channels.
     intermediate_blocks: int
     down_panels: int

@@ -11,6 +11,7 @@ from gpu_service.assembly.vision import Vision
 from gpu_service.engine.engine import Engine
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import SelfTestReport
 from moebius.checkpoint.gguf.files import companion_directory, served_name
@@ -32,10 +33,14 @@ class Built:
     model_config: ModelConfig
     num_pages: int
     context_limit: int
-    warm_up_tokens: int  # Length of the warm-up's longest prompt.
+    # Length of the warm-up's longest prompt.
+    warm_up_tokens: int
     # What was measured of this rank's experts before anything was served; None: switched off, or no experts.
     self_test: SelfTestReport | None = None
-    vision: Vision | None = None  # None: the model is text-only, or is served without its tower.
+    # None: the model is text-only, or is served without its tower.
+    vision: Vision | None = None
+    # None: no step streams experts.
+    streamer: ExpertStreamer | None = None
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Ends every request, then the engine, its experts and its rank's part in the group, in order.
@@ -44,6 +49,8 @@ class Built:
         """
         if not self.engine.stop(timeout_s):
             return False
+        if self.streamer is not None:
+            self.streamer.close()
         if self.experts is not None:
             self.experts.close()
         self.group.close()

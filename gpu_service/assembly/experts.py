@@ -15,6 +15,8 @@ from gpu_service.experts.factory import make_expert_client
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
 from gpu_service.experts.servers import CheckedExperts
+from gpu_service.experts.streaming.make import StreamingPlan, make_streamer, plan_streaming
+from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.memory.plan import ExpertMemory
 from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.partition import stage_layers
@@ -43,16 +45,44 @@ def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> Ran
     return RankMoe(geometry, tuple(layer for layer in geometry.moe_layers if layer in held))
 
 
+def rank_streaming(config: MoebiusConfig, moe: RankMoe | None, device: torch.device) -> StreamingPlan | None:
+    """What this rank streams of its layers; None: nothing."""
+    return None if moe is None else plan_streaming(config, moe.geometry, moe.layers, device)
+
+
 def expert_memory(
-    config: MoebiusConfig, moe: RankMoe | None, dtype: torch.dtype, group: RankGroup
+    config: MoebiusConfig,
+    moe: RankMoe | None,
+    dtype: torch.dtype,
+    group: RankGroup,
+    streaming: StreamingPlan | None = None,
 ) -> ExpertMemory:
-    """What resident experts will take, before any is read."""
+    """What resident experts and the ring of streamed ones will take, before any is read."""
     if moe is None:
         return ExpertMemory()
+    ring = 0 if streaming is None else streaming.layout.nbytes
     total = resident_bytes(config, moe.geometry, dtype, group.parallel, moe.layers)
     placed = make_placement(config.placement, moe.geometry).resident
     count = sum(len(placed.get(layer, ())) for layer in moe.layers)
-    return ExpertMemory(count, total // count) if count else ExpertMemory()
+    return ExpertMemory(count, total // count if count else 0, ring)
+
+
+def load_streamer(
+    config: MoebiusConfig,
+    moe: RankMoe | None,
+    streaming: StreamingPlan | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    resident: ResidentExperts | None,
+    group: RankGroup,
+) -> ExpertStreamer | None:
+    """With its ring; None: nothing is streamed. Ranks decide alike."""
+    streamer = None
+    if moe is not None and streaming is not None:
+        streamer = make_streamer(
+            config, streaming, moe.geometry, device, dtype, resident, group.parallel, group.largest
+        )
+    return streamer if group.minimum("streamer", int(streamer is not None)) else None
 
 
 def load_resident(

@@ -14,6 +14,7 @@ from gpu_service.cache.kv_cache import PagedCache, make_cache, page_bytes
 from gpu_service.cache.state_cache import StateCache
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.memory.device_memory import make_device_memory
 from gpu_service.memory.ledger import MemoryLedger
 from gpu_service.memory.plan import StepSize, size_kv_pool, useful_pages
@@ -44,16 +45,16 @@ class CacheShape:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
+        """One page over all layers."""
         return page_bytes(self.config, self.page_size, self.storage_dtype)
 
     def make(self, num_pages: int) -> PagedCache:
-        """Allocates a cache of so many pages."""
+        """A cache of so many pages."""
         return make_cache(self.config, num_pages, self.page_size, self.dtype, self.device, self.storage_dtype)
 
 
 def cache_shape(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> CacheShape:
-    """The cache's shape by the settings."""
+    """What the settings ask for."""
     dtype = TORCH_DTYPES[rank_config.dtype]
     storage = E4M3 if gpu.kv_cache_dtype == "fp8_e4m3" else dtype
     return CacheShape(rank_config, gpu.page_size, dtype, storage, device)
@@ -62,10 +63,11 @@ def cache_shape(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) 
 class KvMemory(ABC):
     """Accompanies loading; `num_pages` is asked once everything else that lives for ever is loaded."""
 
-    ledger: MemoryLedger | None = None  # None where memory is not ours to divide.
+    # None where memory is not ours to divide.
+    ledger: MemoryLedger | None = None
 
     def reached(self, part: str) -> None:
-        """Called when a phase of loading has ended."""
+        """A phase of loading has ended."""
         if self.ledger is not None:
             self.ledger.reached(part)
 
@@ -81,6 +83,7 @@ class KvMemory(ABC):
         geometry: MoeGeometry | None,
         resident: ResidentExperts | None,
         states: StateCache | None = None,
+        streamed: StreamedExperts | None = None,
     ) -> int:
         """Pages of the pool, after what is on the device already. UserError: there is no room for two."""
 
@@ -98,6 +101,7 @@ class SharedKvMemory(KvMemory):
         geometry: MoeGeometry | None,
         resident: ResidentExperts | None,
         states: StateCache | None = None,
+        streamed: StreamedExperts | None = None,
     ) -> int:
         gpu = self._config.gpu
         if gpu.num_pages is not None:
@@ -124,8 +128,9 @@ class DeviceKvMemory(KvMemory):
         geometry: MoeGeometry | None,
         resident: ResidentExperts | None,
         states: StateCache | None = None,
+        streamed: StreamedExperts | None = None,
     ) -> int:
-        """Pages that fit after a run of the largest step."""
+        """Runs the largest step."""
         config, shape = self._config, self._shape
         memory = make_device_memory(shape.device)
         assert memory is not None
@@ -140,6 +145,7 @@ class DeviceKvMemory(KvMemory):
             resident=resident,
             states=states,
             vocab_size=model.config.vocab_size,
+            streamed=streamed,
         )
         self.ledger.activations(measured)
         return size_kv_pool(self.ledger.plan, config, model.config, memory.use())
@@ -168,7 +174,7 @@ def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> Sche
 def scored_token_cost(model: ModelConfig) -> int:
     """Tokens without log-probabilities that take about as long as a prompt token with them; 2 to 8.
 
-    The head's GEMM, and about as much again for reading its logits four times (normaliser, chosen, best
+    The head's product, and about as much again for reading its logits four times (normaliser, chosen, best
     ones, their conversion), against the weights that a token meets in the layers.
     """
     hidden, moe = model.hidden_size, model.moe

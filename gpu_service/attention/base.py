@@ -49,7 +49,8 @@ class PlannedAttention(ABC):
 class AttentionLayer(NamedTuple):
     """What layers of one model may differ in; filled by the layer, the same in every step."""
 
-    window: int | None = None  # Latest positions that a query sees, its own included; None: all of them.
+    # Latest positions that a query sees, its own included; None: all of them.
+    window: int | None = None
     # [num_heads], a learned logit per query head that joins the softmax's sum and has no value; None: none.
     sinks: torch.Tensor | None = None
 

@@ -50,7 +50,8 @@ class InsertResult:
 
     already_cached: int
     handle: PrefixHandle
-    takes_state: bool = False  # Whether the tree keeps the state that came with the run.
+    # Whether the tree keeps the state that came with the run.
+    takes_state: bool = False
 
 
 class RadixCache:

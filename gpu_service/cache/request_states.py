@@ -39,7 +39,7 @@ class StatePool:
 
     @property
     def available(self) -> int:
-        """Slots that no request holds."""
+        """Slots that nobody holds."""
         return len(self._free)
 
     def alloc(self) -> int:

@@ -85,7 +85,8 @@ class _Search:
     # Filled by `locate`.
     sources: dict[str, WeightSource] = field(default_factory=dict)
     problems: dict[str, list[str]] = field(default_factory=_no_problems)
-    used: set[str] = field(default_factory=set)  # The checkpoint's own names of tensors that a source reads.
+    # The checkpoint's own names of tensors that a source reads.
+    used: set[str] = field(default_factory=set)
 
     def locate(self, name: str, target: Target) -> None:
         """Find the source of one expected name, or note what is wrong with it."""

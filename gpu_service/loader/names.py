@@ -27,11 +27,13 @@ class Target:
 
     module: nn.Module
     parameter: str
-    shape: tuple[int, ...]  # Of the checkpoint's tensor.
+    # Of the checkpoint's tensor.
+    shape: tuple[int, ...]
     # The part of it that is read; None: all columns, or a tensor of one dimension.
     rows: ShardRange
     cols: ShardRange | None
-    begin: int  # Rows of the parameter that it fills: [begin, begin + rows.size).
+    # Rows of the parameter that it fills: [begin, begin + rows.size).
+    begin: int
 
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")

@@ -13,7 +13,7 @@ _cuda: Any = torch.cuda
 
 
 def gib(nbytes: int) -> str:
-    """Bytes as GiB with two decimals, for messages and tables."""
+    """For messages and tables."""
     return f"{nbytes / 2**30:.2f}"
 
 
@@ -27,8 +27,10 @@ class MemoryUse:
     # Of this process: in living tensors, and the most there was since `reset_peak`.
     allocated: int
     peak: int
-    reserved: int  # Held by torch's allocator for tensors, living or to come.
-    device_allocations: int  # Times the allocator asked the driver for memory since the start.
+    # Held by torch's allocator for tensors, living or to come.
+    reserved: int
+    # Times the allocator asked the driver for memory since the start.
+    device_allocations: int
 
     @property
     def outside(self) -> int:
@@ -49,7 +51,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Makes `peak` count from now on."""
+        """`peak` counts from here."""
 
     @abstractmethod
     def release_cache(self) -> None:

@@ -165,7 +165,8 @@ class MemoryPlan:
     # gpu_memory_utilization of `total`, or what other processes leave of it.
     budget: int
     lines: tuple[MemoryLine, ...]
-    page_bytes: int  # One page over all layers of this rank.
+    # One page over all layers of this rank.
+    page_bytes: int
 
     def of(self, part: str) -> int:
         """Bytes of a part; 0 for one that the plan does not name."""
@@ -173,12 +174,12 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV cache."""
+        """For the KV cache."""
         return self.of(KV)
 
     @property
     def fixed(self) -> int:
-        """Bytes of everything but the KV cache."""
+        """Everything but the KV cache."""
         return sum(line.nbytes for line in self.lines if line.part != KV)
 
 
@@ -189,20 +190,22 @@ class ExpertMemory:
     # Experts over all layers, and bytes of one of them in the form the GPU holds.
     count: int = 0
     bytes_each: int = 0
-    ring_bytes: int = 0  # Buffers through which experts of the CPU pass the GPU.
+    # Buffers through which experts of the CPU pass the GPU.
+    ring_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class VisionMemory:
     """Of images in prompts; filled by `assembly.vision`."""
 
-    tower_bytes: int = 0  # The tower's weights.
+    # The tower's weights.
+    tower_bytes: int = 0
     # What comes in service only: encoded images that are kept, and the largest one while it is encoded.
     image_bytes: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of both."""
+        """Both."""
         return self.tower_bytes + self.image_bytes
 
 
@@ -224,7 +227,7 @@ def plan_memory(
     when the parts do not fit the budget, naming the numbers.
     """
     experts, vision = experts or ExpertMemory(), vision or VisionMemory()
-    step, has_resident = StepSize.largest(config.gpu), experts.count > 0
+    step, has_resident = StepSize.largest(config.gpu), experts.count > 0 or experts.ring_bytes > 0
     states = all_states_bytes(config.gpu, shard_config(model_config, parallel))
     lines = (
         MemoryLine(DENSE, parameter_bytes(model)),
@@ -233,7 +236,7 @@ def plan_memory(
         MemoryLine(RESIDENT, experts.count * experts.bytes_each),
         MemoryLine(RING, experts.ring_bytes),
         MemoryLine(STATES, states),
-        MemoryLine(GRAPHS, graph_bytes(model_config, config.gpu, parallel, has_resident)),
+        MemoryLine(GRAPHS, graph_bytes(model_config, config.gpu, parallel, experts.count > 0)),
         MemoryLine(WORKSPACE, workspace_bytes(parallel)),
         MemoryLine(ACTIVATIONS, activation_bytes(model_config, step, parallel, has_resident)),
         MemoryLine(CONTEXT, CUDA_CONTEXT),

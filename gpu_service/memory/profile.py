@@ -15,6 +15,7 @@ from gpu_service.cache.state_cache import ZERO_SLOT, StateCache
 from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.experts.client import ExpertClient, ExpertClientStats, Ticket, add_to
 from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.memory.device_memory import DeviceMemory
 from gpu_service.memory.plan import StepSize
 from moebius.models.geometry import MoeGeometry
@@ -74,14 +75,15 @@ def profile_activations(
     resident: ResidentExperts | None = None,
     states: StateCache | None = None,
     vocab_size: int = 1,
+    streamed: StreamedExperts | None = None,
 ) -> int:
     """Most bytes of tensors alive during one step of `step.tokens` tokens, weights and cache not counted.
 
     The step is a prefill of one request on a cache of its own (`make_cache(pages)`); of latent attention,
     which computes otherwise after earlier tokens, also one after as many as it takes. Experts of servers
-    answer zeros, those in `resident` are computed, `states` are there already, and `sample` is given
-    `step.sequences` rows of logits. Its blocks stay reserved by the allocator, so that steps in service find
-    them. 0 without a `memory`.
+    answer zeros, those in `resident` and `streamed` are computed, `states` are there already, and `sample`
+    is given `step.sequences` rows of logits. Its blocks stay reserved by the allocator, so that steps in
+    service find them. 0 without a `memory`.
     """
     if memory is None:
         return 0
@@ -97,7 +99,9 @@ def profile_activations(
             inputs = profile_inputs(size, cache, vocab_size, earlier)
             if states is not None:
                 inputs = with_dummy_states(inputs, states)
-            context = ForwardContext(inputs, cache, attention, experts, resident=resident, states=states)
+            context = ForwardContext(
+                inputs, cache, attention, experts, resident=resident, streamed=streamed, states=states
+            )
             _run(model, context, sample)
     return max(0, memory.use().peak - before)
 

@@ -45,7 +45,8 @@ class Sizes:
     fp8_columns: int = 200
     fp8_first_column: int = 88
     vocabulary: int = 5000
-    storage: torch.dtype | None = None  # What keys and values are stored as; None: as they come.
+    # What keys and values are stored as; None: as they come.
+    storage: torch.dtype | None = None
 
 
 SMALL = Sizes()

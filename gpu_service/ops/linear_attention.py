@@ -25,7 +25,8 @@ class Neighbours(NamedTuple):
 
     requests: slice
     rows: slice
-    is_single_token: bool  # Whether each request computes one token.
+    # Whether each request computes one token.
+    is_single_token: bool
 
 
 class Sequences(NamedTuple):

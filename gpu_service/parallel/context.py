@@ -61,8 +61,10 @@ class ParallelContext:
     tp_size: int = 1
     stage: int = 0
     num_stages: int = 1
-    tensor_group: Collectives = field(default_factory=SoloCollectives)  # Over the ranks of this stage.
-    world_group: Collectives = field(default_factory=SoloCollectives)  # Over all ranks.
+    # Over the ranks of this stage.
+    tensor_group: Collectives = field(default_factory=SoloCollectives)
+    # Over all ranks.
+    world_group: Collectives = field(default_factory=SoloCollectives)
 
     @property
     def rank(self) -> int:

@@ -65,6 +65,10 @@ class RankGroup(ABC):
         """The smallest of all ranks' values; a barrier, too. All ranks call it with the same `what`."""
 
     @abstractmethod
+    def largest(self, value: int) -> int:
+        """The largest of all ranks' values. All call it at the same places, on the thread of the steps."""
+
+    @abstractmethod
     def fail(self, reason: str) -> None:
         """This rank can not go on: ends the group, and this process."""
 
@@ -91,6 +95,9 @@ class SoloGroup(RankGroup):
         return runner
 
     def minimum(self, what: str, value: int) -> int:
+        return value
+
+    def largest(self, value: int) -> int:
         return value
 
     def fail(self, reason: str) -> None:
@@ -121,7 +128,7 @@ class ProcessRankGroup(RankGroup):
     def experts(self, client: ExpertClient | None, divides_rows: bool) -> ExpertClient | None:
         if client is None:
             return None
-        return RankExperts(client, self.parallel, self._largest, divides_rows)
+        return RankExperts(client, self.parallel, self.largest, divides_rows)
 
     def guard(self, runner: StepRunner) -> StepRunner:
         return GuardedRunner(runner, self.fail)
@@ -137,7 +144,7 @@ class ProcessRankGroup(RankGroup):
         self._control.close()
         dist.destroy_process_group()
 
-    def _largest(self, value: int) -> int:
+    def largest(self, value: int) -> int:
         tensor = torch.tensor([value])
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._agreement)
         return int(tensor)

@@ -39,7 +39,8 @@ class Rendezvous:
     size: int
     address: str
     timeout_s: float
-    fingerprint: str  # Digest of all settings that every rank must share.
+    # Digest of all settings that every rank must share.
+    fingerprint: str
 
     @property
     def host_port(self) -> tuple[str, int]:

@@ -25,17 +25,17 @@ class ShardRange:
 
     @staticmethod
     def whole(total: int) -> ShardRange:
-        """The range of an axis that is not divided."""
+        """All of it."""
         return ShardRange(0, total, total)
 
     @property
     def size(self) -> int:
-        """Elements of the range."""
+        """Elements held."""
         return self.end - self.begin
 
     @property
     def is_whole(self) -> bool:
-        """Whether the range covers its axis."""
+        """Whether nothing is left out."""
         return self.size == self.total
 
     def scaled(self, factor: int) -> ShardRange:
@@ -44,7 +44,7 @@ class ShardRange:
 
     @property
     def slice(self) -> slice:
-        """The range as an index."""
+        """For indexing."""
         return slice(self.begin, self.end)
 
 

@@ -61,7 +61,8 @@ class ProbedLayer:
     probe: Probe
     # The reference's answer, float32 `[T, H]` on the CPU: files may be others by the time it is needed again.
     wanted: torch.Tensor
-    errors: tuple[ExpertError, ...]  # As `Probe.errors` orders them.
+    # As `Probe.errors` orders them.
+    errors: tuple[ExpertError, ...]
 
 
 @dataclass(frozen=True)

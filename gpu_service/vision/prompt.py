@@ -29,9 +29,12 @@ class PreparedImage:
 
     # Negative, equal for equal files only; stands for each of the image's tokens in the prefix tree.
     key: int
-    pixels: npt.NDArray[Any]  # float32 [patches, ...], as the family's image processor makes them.
-    grid: tuple[int, int, int]  # Patches in time, height and width.
-    token_grid: tuple[int, int]  # Height and width in tokens; the image has as many tokens as their product.
+    # float32 [patches, ...], as the family's image processor makes them.
+    pixels: npt.NDArray[Any]
+    # Patches in time, height and width.
+    grid: tuple[int, int, int]
+    # Height and width in tokens; the image has as many tokens as their product.
+    token_grid: tuple[int, int]
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +51,7 @@ class PromptImage:
 
     @property
     def end(self) -> int:
-        """Position after its last token."""
+        """One past its last token."""
         return self.start + self.image.num_tokens
 
 
@@ -57,7 +60,8 @@ class VisionPrompt:
     """What a request with images has besides its tokens; filled by `locate`."""
 
     images: tuple[PromptImage, ...]
-    positions: Positions  # int64 [3, P], positions of the prompt's P tokens in time, height and width.
+    # int64 [3, P], positions of the prompt's P tokens in time, height and width.
+    positions: Positions
     # What is added to the index of a token after the prompt: an image takes fewer positions than tokens.
     offset: int
 

@@ -31,7 +31,8 @@ class ListedModel:
     """One entry of `/v1/models`; filled by `ApiClient.first_model`."""
 
     name: str
-    root: str  # The checkpoint directory on the server's machine; empty when it does not say.
+    # The checkpoint directory on the server's machine; empty when it does not say.
+    root: str
 
     @property
     def local_directory(self) -> Path | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from moebius.models.config import ModelConfig
+from moebius.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,20 +13,24 @@ class MoeGeometry:
 
     model_type: str
     hidden_size: int
-    num_layers: int  # All decoder layers, dense ones included.
+    # All decoder layers, dense ones included.
+    num_layers: int
     # The layers that route to experts, ascending.
     moe_layers: tuple[int, ...]
     num_experts: int
     top_k: int
     moe_intermediate_size: int
-    activation: str  # "silu": experts compute down(silu(gate(x)) * up(x)); others as in kernels/gemm/gemm.h.
-    dtype: str  # "float32" or "bfloat16": what the config says weights and activations are.
+    # "silu": experts compute down(silu(gate(x)) * up(x)); others as in kernels/gemm/gemm.h.
+    activation: str
+    # "float32" or "bfloat16": what the config says weights and activations are.
+    dtype: str
     # Of the activations that have them: the sigmoid's slope, and where gate and up are clamped.
     alpha: float = 1.702
     limit: float = 7.0
     # Where the experts of each decoder layer clamp instead; infinite: they do not; empty: `limit` in all.
     layer_limits: tuple[float, ...] = ()
-    has_bias: bool = False  # Whether experts have biases.
+    # Whether experts have biases.
+    has_bias: bool = False
 
     def limit_of(self, layer: int) -> float:
         """Where the experts of a decoder layer clamp."""

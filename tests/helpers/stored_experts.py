@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gpu_service.experts.client import ExpertClient, ExpertClientStats, Ticket, add_to
 from gpu_service.experts.resident.experts import ResidentExperts, ResidentKernels, TorchResidentKernels
+from gpu_service.experts.streaming.costs import LayerCosts
 from gpu_service.experts.streaming.plan import SHARES, CopyRun, Piece
 from gpu_service.experts.streaming.ring import BufferRing, HostTransfers, TransferDevice
 from gpu_service.experts.streaming.segments import ExpertSegments
@@ -238,6 +239,9 @@ class FixedShare:
 
     def share(self, rows: int) -> int:
         return self.value
+
+    def measured(self, costs: LayerCosts) -> None:
+        """It knows already."""
 
     def observe(self, rows: int, share: int, seconds: float) -> None:
         self.observed.append((rows, share, seconds))

@@ -61,6 +61,40 @@ def test_activations_and_biases(activation: str, bias: bool, few_rows: int) -> N
     assert error(kernels, shape, slots, 2) < tolerances.RESIDENT_FLOAT32
 
 
+@pytest.mark.parametrize("weight_format", ALL_FORMATS)
+def test_unpacked_once(weight_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many 16-bit rows: some experts at a time, some rows at a time; the last of each are fewer."""
+    shape = Shape(has_bias=weight_format in ("fp8_channel", "mxfp4", "bfloat16"))
+    slots = resident_layer(shape, weight_format, (4, 1, 2))
+    kernels = TritonResidentKernels(shape.geometry, MANY)
+    # The interpreter multiplies no bfloat16.
+    hidden_states, ids, weights = routed(shape, 45, dtype=torch.float16)
+    monkeypatch.setattr(launch, "UNPACK_FROM", 0)
+    monkeypatch.setattr(launch, "UNPACKED_BYTES", 3 * launch.unpacked_bytes(slots.kind))
+    monkeypatch.setattr(launch, "PAIRS_BYTES", 20 * 2 * launch.pair_bytes(32, shape.hidden, 2))
+    called: list[int] = []
+    monkeypatch.setattr(kernels, "_unpacked", counted(kernels._unpacked, called))
+    reference = TorchResidentKernels(shape.geometry)
+    for partial in (None, torch.randn(45, shape.hidden)):
+        expected = reference.forward(
+            slots, hidden_states, ids, weights, None if partial is None else partial.clone()
+        )
+        found = kernels.forward(slots, hidden_states, ids, weights, partial)
+        assert (found - expected).abs().max() / expected.abs().max() < tolerances.RESIDENT_BFLOAT16
+    # What bfloat16 does not hold exactly is multiplied as it is stored.
+    assert called == ([] if weight_format in ("float32", "float16") else [0, 3] * 2)
+
+
+def counted(call: Any, firsts: list[int]) -> Any:
+    """The same, noting the first slot of each call."""
+
+    def forward(slots: LayerSlots, first: int, *rest: Any) -> None:
+        firsts.append(first)
+        call(slots, first, *rest)
+
+    return forward
+
+
 def test_a_layer_clamps_where_its_slots_say() -> None:
     """Not where the geometry says for all layers; an infinite limit is none. As expert servers do."""
     answers = []
@@ -112,7 +146,7 @@ def test_pairs_are_grouped_by_slot(rows: int, block: int) -> None:
     shape = Shape(experts=9, top_k=3)
     slots = resident_layer(shape, "int4_g32", (7, 0, 3, 5))
     _, ids, _ = routed(shape, rows, seed=2)
-    pairs, block_slots = align(slots, ids, block)
+    pairs, block_slots = align(slots, ids, block, 0, slots.count)
     map_, flat = slots.slot_of_expert.tolist(), ids.flatten().tolist()
     wanted: dict[int, list[int]] = {}
     for pair, expert in enumerate(flat):

@@ -173,14 +173,11 @@ class CudaLauncher(DoorbellLauncher):
         )
 
     def synchronize(self) -> None:
-        """Returns when the work of the current stream has ended: steps that ask expert servers run there.
-
-        Those of the prefill lane ask none, and are not waited for.
-        """
-        _cuda.current_stream(self._device).synchronize()
+        """Returns when the work of all streams of the device has ended."""
+        _cuda.synchronize(self._device)
 
     def close(self) -> None:
-        _cuda.synchronize(self._device)
+        self.synchronize()
         self._memory.close()
 
     @property

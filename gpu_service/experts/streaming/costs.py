@@ -26,7 +26,7 @@ _log = structlog.get_logger(__name__)
 # 134 GB/s became 104 to 123 while a GPU copied 53 GB/s.
 SHARED_MEMORY = 1.12
 # Streaming, and dividing a layer, have to gain this much: both cost launches that the model does not count.
-_WORTH = 0.9
+_WORTH = 0.8
 # Decode batches below this are left to captured graphs and expert servers.
 _LEAST_DECODE_ROWS = 65
 # What one step may change of a measured time, and the bounds of all changes.

@@ -19,9 +19,7 @@ from gpu_service.parallel.partition import even_shard
 # A split is chosen in steps of so many parts of a layer's experts, so that ranks can agree on a number.
 SHARES = 64
 # A piece is about this large: copies of 32 MiB reach the link's rate, larger ones only delay the products.
-PIECE_BYTES = 160 * 2**20
-# Where memory is short pieces become smaller, down to this.
-_LEAST_PIECE_BYTES = 4 * 2**20
+PIECE_BYTES = 192 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,24 +181,26 @@ class RingLayout:
         return self.num_buffers * self.buffer_bytes
 
 
-def ring_layout(layer_bytes: int, expert_bytes: int, num_servers: int, most_bytes: int) -> RingLayout:
+def ring_layout(
+    layer_bytes: int, expert_bytes: int, num_parts: int, most_bytes: int | None = None
+) -> RingLayout:
     """Two of the largest layer (this rank's part of it), in pieces; less where `most_bytes` says so.
 
-    `layer_bytes` and `expert_bytes` are of all servers together. Raises ValueError when not even two buffers
-    of one expert each fit.
+    `layer_bytes`: of `num_parts` segments together; `expert_bytes`: of the largest part of an expert in one.
+    Raises ValueError when not even two buffers of one expert each fit.
     """
-    parts = max(num_servers, -(-layer_bytes // PIECE_BYTES))
+    count = max(num_parts, -(-layer_bytes // PIECE_BYTES))
     # An expert more than the even part: pieces hold whole ones.
-    part = -(-expert_bytes // num_servers)
-    buffer_bytes = _aligned(-(-layer_bytes // parts) + part)
-    layout = RingLayout(2 * parts, buffer_bytes)
-    if layout.nbytes <= most_bytes:
+    buffer_bytes = _aligned(-(-layer_bytes // count) + expert_bytes)
+    layout = RingLayout(2 * count, buffer_bytes)
+    if most_bytes is None or layout.nbytes <= most_bytes:
         return layout
-    least = _aligned(max(part, min(_LEAST_PIECE_BYTES, layer_bytes)))
+    least = _aligned(expert_bytes)
     if 2 * least > most_bytes:
-        raise ValueError(f"two experts of {part} bytes do not fit {most_bytes} bytes")
-    buffer_bytes = max(least, min(buffer_bytes, _floor(most_bytes // 4)))
-    return RingLayout(max(2, most_bytes // buffer_bytes), buffer_bytes)
+        raise ValueError(f"two experts of {expert_bytes} bytes do not fit {most_bytes} bytes")
+    # Four buffers rather than two, so that a copy need not wait for the very last product.
+    buffer_bytes = max(least, min(buffer_bytes, most_bytes // 4 // _ALIGNMENT * _ALIGNMENT))
+    return RingLayout(most_bytes // buffer_bytes, buffer_bytes)
 
 
 _ALIGNMENT = 4096
@@ -208,7 +208,3 @@ _ALIGNMENT = 4096
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _floor(nbytes: int) -> int:
-    return nbytes // _ALIGNMENT * _ALIGNMENT

@@ -245,27 +245,3 @@ class SegmentSource:
 
 def _gib(nbytes: int) -> float:
     return round(nbytes / 2**30, 2)
-
-
-def measure_link(
-    source: SegmentSource,
-    segments: ExpertSegments,
-    device: TransferDevice,
-    target: torch.Tensor,
-    pieces: list[Piece],
-    seconds: float = 0.05,
-) -> float:
-    """Bytes per second of the pieces' copies to `target` (uint8, large enough), one after another.
-
-    At least all of them, and as many as take `seconds`. Blocks its thread.
-    """
-    done, begin = 0, time.perf_counter()
-    while True:
-        for piece in pieces:
-            for run in piece.runs:
-                source.copy(segments, target[run.target : run.target + run.nbytes], piece, run)
-                done += run.nbytes
-        device.wait(device.record_copied())
-        passed = time.perf_counter() - begin
-        if passed >= seconds:
-            return done / passed

@@ -22,6 +22,8 @@ import torch
 
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.experts import LayerSlots, ResidentExperts, ResidentKernels, Share
+from gpu_service.experts.resident.panels import LayerFormat
+from gpu_service.experts.streaming.costs import LayerCosts
 from gpu_service.experts.streaming.plan import SHARES, CopyRun, Piece, StreamPlan, plan_layer
 from gpu_service.experts.streaming.ring import BufferRing, TransferDevice
 from gpu_service.experts.streaming.segments import ExpertSegments
@@ -59,6 +61,9 @@ class ShareChooser(Protocol):
     def share(self, rows: int) -> int:
         """Of `SHARES`, 0 being none, for a step that may; ranks may differ."""
 
+    def measured(self, costs: LayerCosts) -> None:
+        """What is known before the first step."""
+
     def observe(self, rows: int, share: int, seconds: float) -> None:
         """What a step took."""
 
@@ -85,13 +90,14 @@ class ExpertStreamer:
         `largest` gives all ranks the largest of their numbers; they call it at the same places.
         """
         self.ring = ring
-        self._geometry = geometry
-        self._layers = tuple(layers)
-        self._device = device
-        self._kernels = kernels
-        self._chooser = chooser
+        self.geometry = geometry
+        self.layers = tuple(layers)
+        self.device = device
+        self.kernels = kernels
+        self.chooser = chooser
         self._resident = resident
-        self._parallel = parallel
+        # Of those that share every layer.
+        self.rank, self.num_ranks = parallel.tp_rank, parallel.tp_size
         self._counts = counts or {}
         self._largest = largest
         self._source: ExpertSource | None = None
@@ -114,12 +120,12 @@ class ExpertStreamer:
         """
         if self._source is None or self._whole is not None:
             return None
-        if not self._chooser.may_stream(rows, is_decode):
+        if not self.chooser.may_stream(rows, is_decode):
             return None
         segments = self._usable()
         # One rank that can not stream keeps all from it: nobody else would compute its part.
         refused = SHARES + 1
-        chosen = self._largest(refused if segments is None else self._chooser.share(rows))
+        chosen = self._largest(refused if segments is None else self.chooser.share(rows))
         if chosen in (0, refused) or segments is None:
             return None
         return self._begin(segments, chosen, rows)
@@ -168,9 +174,7 @@ class ExpertStreamer:
 
     def _plan(self, segments: ExpertSegments, share: int) -> StreamPlan:
         """Kept by what it depends on."""
-        resident = tuple(
-            () if self._resident is None else self._resident.experts(layer) for layer in self._layers
-        )
+        resident = tuple(map(self.resident_of, self.layers))
         if self._plans_of is not segments or len(self._plans) > _MOST_PLANS:
             self._plans, self._slots, self._plans_of = {}, {}, segments
         key = (share, resident)
@@ -181,17 +185,21 @@ class ExpertStreamer:
                     plan_layer(
                         segments.stored[layer],
                         held,
-                        self._geometry.num_experts,
+                        self.geometry.num_experts,
                         share,
                         self.ring.buffer_bytes,
-                        self._parallel.tp_rank,
-                        self._parallel.tp_size,
+                        self.rank,
+                        self.num_ranks,
                         self._counts.get(layer, ()),
                     )
-                    for layer, held in zip(self._layers, resident, strict=True)
+                    for layer, held in zip(self.layers, resident, strict=True)
                 ),
             )
         return self._plans[key]
+
+    def resident_of(self, layer: int) -> tuple[int, ...]:
+        """Experts that are on the device anyhow."""
+        return () if self._resident is None else self._resident.experts(layer)
 
     def slots(self, buffer: int, piece: Piece) -> LayerSlots:
         """A piece in a buffer as kernels see it."""
@@ -206,7 +214,7 @@ class ExpertStreamer:
                 weights,
                 self.slot_map(piece.experts),
                 list(piece.experts),
-                self._geometry.limit_of(piece.stored.layer),
+                self.geometry.limit_of(piece.stored.layer),
             )
         return self._slots[key]
 
@@ -215,21 +223,20 @@ class ExpertStreamer:
         if experts not in self._maps:
             if len(self._maps) > _MOST_SLOTS:
                 self._maps = {}
-            slots = torch.full((self._geometry.num_experts,), -1, dtype=torch.int32)
+            slots = torch.full((self.geometry.num_experts,), -1, dtype=torch.int32)
             slots[list(experts)] = torch.arange(len(experts), dtype=torch.int32)
-            self._maps[experts] = self._device.upload(slots)
+            self._maps[experts] = self.device.upload(slots)
         return self._maps[experts]
 
-    def compute(
-        self,
-        slots: LayerSlots,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        partial: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """One piece's products."""
-        return self._kernels.forward(slots, hidden_states, topk_ids, topk_weights, partial)
+    def sample_slots(self, kind: LayerFormat) -> LayerSlots:
+        """The first buffer as experts of a format, whatever is in it: to warm up and to measure with.
+
+        Not while a step streams.
+        """
+        count = min(self.ring.buffer_bytes // kind.expert_bytes, self.geometry.num_experts)
+        weights = self.ring.buffers[0][: count * kind.expert_bytes].view(count, kind.expert_bytes)
+        experts = tuple(range(count))
+        return LayerSlots(kind, weights, self.slot_map(experts), list(experts), self.geometry.limit)
 
     def copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
         """One run, from what the step began with."""
@@ -246,7 +253,7 @@ class ExpertStreamer:
 
     def observe(self, rows: int, share: int, seconds: float) -> None:
         """What a step took."""
-        self._chooser.observe(rows, share, seconds)
+        self.chooser.observe(rows, share, seconds)
 
     def end(self, step: StreamedStep) -> None:
         """The step launches nothing more."""
@@ -258,7 +265,7 @@ class ExpertStreamer:
     @property
     def is_synchronous(self) -> bool:
         """Whether the host is the device."""
-        return self._device.is_synchronous
+        return self.device.is_synchronous
 
     def close(self) -> None:
         """Steps must have ended."""
@@ -306,7 +313,7 @@ class StreamedStep(StreamedExperts):
                 raise RuntimeError(f"layer {layer} streams out of order: layer {piece.stored.layer} is next")
             slots = streamer.slots(buffer, piece)
             try:
-                partial = streamer.compute(slots, hidden_states, topk_ids, topk_weights, partial)
+                partial = streamer.kernels.forward(slots, hidden_states, topk_ids, topk_weights, partial)
             finally:
                 ring.give_back()
         if partial is None:

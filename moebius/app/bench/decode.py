@@ -27,7 +27,8 @@ class StreamTimes:
     first_token: float
     last_token: float
     tokens: int
-    time_to_first_token: float  # From this stream's own request to its first token.
+    # From this stream's own request to its first token.
+    time_to_first_token: float
 
     @property
     def inter_token(self) -> float:

@@ -22,7 +22,8 @@ class Column(Generic[Row]):
     """One column; filled by the bench."""
 
     title: str
-    text: Callable[[Row], str]  # A row's cell; "" where the row has none.
+    # A row's cell; "" where the row has none.
+    text: Callable[[Row], str]
     # Characters of the widest cell; the title may be wider.
     width: int = 0
     left: bool = False

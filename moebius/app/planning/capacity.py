@@ -76,7 +76,8 @@ class Wish:
 
     context: int | None = None
     concurrency: int | None = None
-    streams: tuple[int, ...] = (1, 4, 16, 32)  # Numbers of streams that decode speed is predicted for.
+    # Numbers of streams that decode speed is predicted for.
+    streams: tuple[int, ...] = (1, 4, 16, 32)
 
     @property
     def is_demanded(self) -> bool:
@@ -117,12 +118,14 @@ class CapacityPlan:
     budgets: Mapping[str, int]
     residency: Residency
     kv: KvPool
-    expert_kernels: str  # Where the times of expert kernels are from: MEASURED_HERE or ASSUMED.
+    # Where the times of expert kernels are from: MEASURED_HERE or ASSUMED.
+    expert_kernels: str
     # Tokens of each stream that speeds are predicted for.
     context: int
     decode: tuple[Speed, ...]
     prefill: Speed
-    notes: tuple[str, ...]  # What the reader has to know: what is assumed, what was not read.
+    # What the reader has to know: what is assumed, what was not read.
+    notes: tuple[str, ...]
 
     @property
     def total(self) -> int:
@@ -130,12 +133,12 @@ class CapacityPlan:
         return sum(part.nbytes for part in self.components)
 
     def total_of(self, place: str) -> int:
-        """Bytes of all components in one place."""
+        """Of the components in one place."""
         return total_bytes(self.components, place)
 
     @property
     def places(self) -> tuple[str, ...]:
-        """All places: GPUs by rank, then RAM."""
+        """GPUs by rank, then RAM."""
         return tuple(dict.fromkeys(part.place for part in self.components))
 
     @property

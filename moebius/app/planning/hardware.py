@@ -37,15 +37,18 @@ class Hardware:
     """Filled by `detect.hardware`; bytes, bytes per second, operations per second."""
 
     gpus: int
-    gpu: GpuModel | None  # None: no GPU, the engine computes on the CPU.
-    ram_bytes: int  # What all processes together may take of the host's memory.
+    # None: no GPU, the engine computes on the CPU.
+    gpu: GpuModel | None
+    # What all processes together may take of the host's memory.
+    ram_bytes: int
     # NUMA nodes that expert servers are spread over.
     sockets: int
     cores: int
     # Of all sockets together.
     bandwidth: float
     cpu_flops: float
-    isa: str  # Instruction set of the kernels; a key of ASSUMED_CORE_FLOPS.
+    # Instruction set of the kernels; a key of ASSUMED_CORE_FLOPS.
+    isa: str
     # What expert servers measured here; empty when they did not, or when options describe other processors.
     kernel_times: tuple[PanelTimes, ...] = ()
     # Field -> "given", "detected", "measured", "table" or "assumed".
@@ -66,8 +69,10 @@ class HardwareOptions:
     cores: int | None = None
     bandwidth_gbs: float | None = None
     cpu_tflops: float | None = None
-    isa: str = "auto"  # A key of ASSUMED_CORE_FLOPS; "auto": this host's.
-    measure: bool = False  # Measure bandwidth and peak where they are not given.
+    # A key of ASSUMED_CORE_FLOPS; "auto": this host's.
+    isa: str = "auto"
+    # Measure bandwidth and peak where they are not given.
+    measure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,8 @@ class GpuModel:
     # Bytes per second of its own memory, and of the link to the host in one direction.
     bandwidth: float
     link: float
-    flops: float  # Operations per second, a multiplication and an addition being two.
+    # Operations per second, a multiplication and an addition being two.
+    flops: float
 
 
 def _gpu(name: str, mib: int, gigabytes: float, teraflops: float, link: float) -> GpuModel:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moebius.checkpoint.expert_layouts import EXPERT_TENSOR_LAYOUTS, LAYER_PREFIXES
+from moebius.checkpoint.expert_layouts import LAYER_PREFIXES, LAYOUTS
 from moebius.checkpoint.index import NUMPY_DTYPES, has_weights
 from moebius.checkpoint.matrix_finder import MatrixFinder
 from moebius.checkpoint.quantisation import read_schemes
@@ -37,8 +37,10 @@ class StoredExperts:
     gate_up: str
     down: str
     has_bias: bool
-    group: int  # Intermediate channels may be divided at multiples of this.
-    nbytes: int  # Of one expert, as stored.
+    # Intermediate channels may be divided at multiples of this.
+    group: int
+    # Of one expert, as stored.
+    nbytes: int
 
 
 def stored_experts(directory: str | Path, geometry: MoeGeometry) -> dict[int, StoredExperts]:
@@ -57,7 +59,7 @@ def stored_experts(directory: str | Path, geometry: MoeGeometry) -> dict[int, St
 
 
 def _declared(directory: str | Path, geometry: MoeGeometry, layer: int) -> StoredExperts:
-    layout = EXPERT_TENSOR_LAYOUTS[family_of(geometry.model_type).names.layouts[0]]
+    layout = LAYOUTS[family_of(geometry.model_type).names.layouts[0]]
     finder = MatrixFinder({}, Path(directory), read_schemes(directory))
     gate, down = (
         finder.declared(f"{LAYER_PREFIXES[0]}{layer}.{template.name.format(expert=0)}")
@@ -200,7 +202,8 @@ class Component:
     place: str
     part: str
     nbytes: int
-    node: int = -1  # NUMA node of an expert server where the machine has several; -1: any.
+    # NUMA node of an expert server where the machine has several; -1: any.
+    node: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,17 +302,17 @@ class Residency:
 
     @property
     def count(self) -> int:
-        """Resident experts of all layers."""
+        """Over all layers."""
         return sum(self.by_layer.values())
 
     @property
     def share(self) -> float:
-        """Resident experts over all routed experts, 0 to 1."""
+        """Of all routed experts."""
         return self.count / max(1, self.num_experts * len(self.by_layer))
 
     @property
     def is_everything(self) -> bool:
-        """Whether all experts are resident, so that no expert server is needed."""
+        """No expert server is needed."""
         return all(count == self.num_experts for count in self.by_layer.values())
 
 

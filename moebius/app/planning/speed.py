@@ -77,12 +77,14 @@ class Work:
     dense_bytes: int
     dense_elements: int
     kv_token_bytes: float
-    attention_width: int  # Width of all query heads of a rank, for the operations of attention.
+    # Width of all query heads of a rank, for the operations of attention.
+    attention_width: int
     # Of one expert: in the servers' RAM, on a rank's GPU, and its weights.
     expert_bytes: float
     resident_expert_bytes: float
     expert_weights: int
-    expert_times: ExpertTimes | None  # None: not measured on this host, or planned for another one.
+    # None: not measured on this host, or planned for another one.
+    expert_times: ExpertTimes | None
     # Of all experts; routing is taken to be even.
     resident_share: float
     servers: int
@@ -120,7 +122,7 @@ class StepSeconds:
 
     @property
     def bound_by(self) -> str:
-        """The name of the part that takes longest."""
+        """The largest part."""
         return max(self.parts, key=self.parts.__getitem__)
 
 
@@ -132,7 +134,8 @@ class Speed:
     rows: int
     tokens_per_second: float
     seconds: StepSeconds
-    distinct_experts: float  # Different experts of a layer that a step touches.
+    # Different experts of a layer that a step touches.
+    distinct_experts: float
 
 
 def predict_decode(work: Work, hardware: Hardware, streams: Sequence[int], context: int) -> tuple[Speed, ...]:

@@ -79,7 +79,8 @@ class RandomModelOptions:
     # "random", or "chain": each token has one successor, whatever came before it.
     head: str = "random"
     seed: int = 0
-    threads: int = 0  # 0: one per allowed CPU.
+    # 0: one per allowed CPU.
+    threads: int = 0
 
 
 @dataclass(frozen=True)

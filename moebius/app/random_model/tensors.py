@@ -62,7 +62,8 @@ class TensorGroup:
     """Tensors that are drawn together; one thread's piece of work."""
 
     tensors: tuple[TensorSpec, ...]
-    draw: Callable[[], Sequence[Array]]  # Arrays in the order of `tensors`.
+    # Arrays in the order of `tensors`.
+    draw: Callable[[], Sequence[Array]]
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class ModelDraw:
 
     @property
     def constant(self) -> float:
-        """The value of element 0 of every embedding row: a direction that all tokens share."""
+        """Element 0 of every embedding."""
         return CONSTANT * math.sqrt(self.shape.hidden_size)
 
     def normed_constant(self, layer: int) -> float:

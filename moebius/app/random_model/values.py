@@ -124,7 +124,8 @@ class ExpertFormat:
     parts: Callable[[int, int], list[Part]]
     # Arrays in the order of `parts`: (rng, out, in, deviation, whether row 0 is zero).
     draw: Callable[[np.random.Generator, int, int, float, bool], list[Array]]
-    config: dict[str, Any] | None  # quantization_config of config.json.
+    # quantization_config of config.json.
+    config: dict[str, Any] | None
 
 
 def _bfloat16_parts(rows: int, cols: int) -> list[Part]:

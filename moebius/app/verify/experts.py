@@ -152,7 +152,7 @@ class ReferenceExperts(LocalExpertClient):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, answers of the served format are kept for comparison."""
+        """Answers are kept."""
         self._records = True
         try:
             yield

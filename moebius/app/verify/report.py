@@ -18,7 +18,8 @@ class Thresholds:
 
     max_expert_error: float | None = None
     max_kl: float | None = None
-    min_top1: float | None = None  # Share of tokens with the same most probable next token; None: not judged.
+    # Share of tokens with the same most probable next token; None: not judged.
+    min_top1: float | None = None
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,18 @@ class LayerResult:
     layer: int
     # Packed formats of gate and up, and of down; empty: no experts were compared.
     formats: tuple[str, ...] = ()
-    weight_error: float | None = None  # What rounding cost the weights themselves.
+    # What rounding cost the weights themselves.
+    weight_error: float | None = None
     # Of the experts' weighted sum, given the reference's rows and choices: of servers' experts, of the GPU's.
     cpu_error: float | None = None
     gpu_error: float | None = None
     allowed_error: float | None = None
-    experts: tuple[ExpertError, ...] = ()  # Every expert of the layer alone; empty: none was compared.
+    # Every expert of the layer alone; empty: none was compared.
+    experts: tuple[ExpertError, ...] = ()
     # Share of the reference's chosen experts that ours chose, too, each given its own hidden states.
     routing_agreement: float | None = None
-    hidden_error: float = 0.0  # Of the residual stream after the layer: all that has come together so far.
+    # Of the residual stream after the layer: all that has come together so far.
+    hidden_error: float = 0.0
 
     @property
     def worst_expert(self) -> ExpertError | None:
@@ -156,11 +160,11 @@ class VerifyResult:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed."""
+        """The verdict."""
         return all(check.passed for check in self.checks())
 
     def document(self) -> dict[str, Any]:
-        """The result as the JSON file has it."""
+        """For the JSON file."""
         found = asdict(self)
         for layer, written in zip(self.layers, found["layers"], strict=True):
             worst = layer.worst_expert

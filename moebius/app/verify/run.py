@@ -56,7 +56,8 @@ class Tokens:
     """Filled by `read_tokens`."""
 
     ids: torch.Tensor  # int64 [T]
-    source: str  # "tokenizer", or "bytes": the checkpoint has none, and its perplexity means nothing.
+    # "tokenizer", or "bytes": the checkpoint has none, and its perplexity means nothing.
+    source: str
 
 
 def read_tokens(model: Path, text_file: Path | None, limit: int, vocab_size: int) -> Tokens:
@@ -210,7 +211,7 @@ class Comparison:
         )
 
     def _on_layer(self, layer: int, hidden_states: torch.Tensor) -> None:
-        """Called when our side has computed a layer."""
+        """Our layer is done."""
         error = relative_error(hidden_states, self._sums.pop(layer))
         self.results[layer] = replace(self.results.get(layer, LayerResult(layer)), hidden_error=error)
 

@@ -1,4 +1,9 @@
-"""`ResidentKernels` by Triton: launches only, with shapes known on the host."""
+"""`ResidentKernels` by Triton: launches only, with shapes known on the host.
+
+Which kernels a call takes follows from its rows alone (`launch.py`): a program per pair for few rows, tiles
+that unpack as they multiply for more, and weights unpacked once for many. Of large steps some rows, and of
+their experts some, are computed at a time, so that memory stays bounded.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,20 @@ import functools
 import torch
 
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
-from gpu_service.experts.resident.triton_kernels import gemm, launch, routing
+from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2
 from moebius.models.geometry import MoeGeometry
 
 _IDS_BLOCK = 256
 _COMBINE_BLOCK = 512
-_CHUNK = 1024
+# Pairs that a program of the routing kernels looks at together; more of them where there are many.
+_CHUNK, _LARGE_CHUNK, _MANY_PAIRS = 1024, 4096, 16384
+# Words of each column that are unpacked together, in k.
+_UNPACK_K = 256
 
 
 class TritonResidentKernels(ResidentKernels):
-    """Few rows: three launches. More: six, through blocks of pairs that share an expert."""
+    """Few rows: three launches. More: through blocks of pairs that share an expert."""
 
     captures = True
 
@@ -48,11 +56,33 @@ class TritonResidentKernels(ResidentKernels):
         assert result is not None
         if num_rows == 0:
             return result
-        hidden_states, topk_ids = hidden_states.contiguous(), topk_ids.contiguous()
+        inputs = hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+        pairs, experts = topk_ids.numel(), self._geometry.num_experts
+        if num_rows <= self._few_rows or not launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts):
+            for rows in _row_parts(slots, hidden_states, topk_ids.shape[1]):
+                before = None if partial is None else partial[rows]
+                x, ids, weights = (tensor[rows] for tensor in inputs)
+                self._packed(slots, x, ids, weights, before, result[rows])
+            return result
+        step = launch.experts_at_once(slots.kind)
+        for first in range(0, slots.count, step):
+            before = partial if first == 0 else result
+            self._unpacked(slots, first, min(step, slots.count - first), *inputs, before, result)
+        return result
+
+    def _packed(
+        self,
+        slots: LayerSlots,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        partial: torch.Tensor | None,
+        result: torch.Tensor,
+    ) -> None:
+        """Products with weights as they are stored."""
         pairs = topk_ids.numel()
-        intermediate = hidden_states.new_empty((pairs, slots.kind.intermediate_columns))
-        outputs = hidden_states.new_empty((pairs, hidden), dtype=torch.float32)
-        if num_rows <= self._few_rows:
+        intermediate, outputs = _pair_memory(slots, hidden_states, pairs)
+        if hidden_states.shape[0] <= self._few_rows:
             self._by_rows(slots, hidden_states, topk_ids, intermediate, outputs)
         else:
             tile = launch.tile(pairs, self._geometry.num_experts)
@@ -63,20 +93,36 @@ class TritonResidentKernels(ResidentKernels):
                 launch.with_smaller(tile),
                 functools.partial(self._by_tiles, slots, hidden_states, topk_ids, intermediate, outputs),
             )
-        block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
-        routing.combine[(num_rows, -(-hidden // block))](
-            outputs,
-            result if partial is None else partial,
-            result,
-            topk_ids,
-            slots.slot_of_expert,
-            topk_weights.contiguous(),
-            TOP_K=topk_ids.shape[1],
-            HIDDEN=hidden,
-            HAS_PARTIAL=partial is not None,
-            BLOCK=block,
-        )
-        return result
+        _combine(slots, 0, slots.count, outputs, topk_ids, topk_weights, partial, result)
+
+    def _unpacked(
+        self,
+        slots: LayerSlots,
+        first: int,
+        count: int,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        partial: torch.Tensor | None,
+        result: torch.Tensor,
+    ) -> None:
+        """Of `count` slots from `first`, whose weights are unpacked before all rows meet them."""
+        matrices = _unpack(slots, first, count, hidden_states.dtype)
+        for rows in _row_parts(slots, hidden_states, topk_ids.shape[1]):
+            x, ids = hidden_states[rows], topk_ids[rows]
+            intermediate, outputs = _pair_memory(slots, x, ids.numel())
+            tiles = launch.dense_tiles(ids.numel(), self._geometry.num_experts)
+            launch_fitting(
+                "unpacked experts",
+                (tiles[0], slots.kind, x.dtype),
+                x.device,
+                tiles,
+                functools.partial(
+                    self._by_dense_tiles, slots, first, count, matrices, x, ids, intermediate, outputs
+                ),
+            )
+            before = None if partial is None else partial[rows]
+            _combine(slots, first, count, outputs, ids, topk_weights[rows], before, result[rows])
 
     def warm_up(self, slots: LayerSlots, max_rows: int, dtype: torch.dtype) -> None:
         """A call for each kind of tile, and one for few rows. No id is chosen."""
@@ -147,7 +193,7 @@ class TritonResidentKernels(ResidentKernels):
     ) -> None:
         kind, count = slots.kind, topk_ids.numel()
         gate_up, down = slots.gate_up, slots.down
-        pairs, block_slots = align(slots, topk_ids, tile.rows)
+        pairs, block_slots = align(slots, topk_ids, tile.rows, 0, slots.count)
         type_, precision = launch.multiplies_in(kind.gate_up, hidden_states.dtype)
         gemm.gate_up_tiles[(block_slots.shape[0], -(-kind.intermediate_columns // tile.columns))](
             hidden_states,
@@ -195,21 +241,164 @@ class TritonResidentKernels(ResidentKernels):
             num_warps=tile.warps,
         )
 
+    def _by_dense_tiles(
+        self,
+        slots: LayerSlots,
+        first: int,
+        count: int,
+        matrices: tuple[torch.Tensor, torch.Tensor],
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        intermediate: torch.Tensor,
+        outputs: torch.Tensor,
+        tile: launch.DenseTile,
+    ) -> None:
+        kind, gate_up, down = slots.kind, *matrices
+        pairs, block_slots = align(slots, topk_ids, tile.rows, first, count)
+        blocks, features = block_slots.shape[0], 2 * kind.intermediate_columns
+        dense.gate_up_dense[(-(-features // tile.columns), blocks)](
+            hidden_states,
+            gate_up,
+            slots.gate_up.floats,
+            pairs,
+            block_slots,
+            intermediate,
+            topk_ids.numel(),
+            first,
+            self._geometry.alpha,
+            slots.limit,
+            TOP_K=topk_ids.shape[1],
+            EXPERT_BYTES=kind.expert_bytes,
+            INTERMEDIATE_COLUMNS=kind.intermediate_columns,
+            PANEL=kind.gate_up,
+            ACTIVATION=self._geometry.activation,
+            M=tile.rows,
+            N=tile.columns,
+            CHUNK=tile.chunk,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        dense.down_dense[(-(-kind.hidden_size // tile.columns), blocks)](
+            intermediate,
+            down,
+            slots.down.floats,
+            pairs,
+            block_slots,
+            outputs,
+            topk_ids.numel(),
+            first,
+            EXPERT_BYTES=kind.expert_bytes,
+            DOWN_AT=kind.layout.down_offset,
+            HIDDEN=kind.hidden_size,
+            INTERMEDIATE_COLUMNS=kind.intermediate_columns,
+            PANEL=kind.down,
+            PANELS=kind.layout.down_panels,
+            M=tile.rows,
+            N=tile.columns,
+            CHUNK=tile.chunk,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+
+def _row_parts(slots: LayerSlots, hidden_states: torch.Tensor, top_k: int) -> list[slice]:
+    """Rows that are computed together: all of them, or equal parts of many."""
+    rows, kind = hidden_states.shape[0], slots.kind
+    per_pair = launch.pair_bytes(kind.intermediate_columns, kind.hidden_size, hidden_states.dtype.itemsize)
+    parts = launch.parts_of(rows, top_k * per_pair)
+    return [slice(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]
+
+
+def _pair_memory(
+    slots: LayerSlots, hidden_states: torch.Tensor, pairs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What lies between the two products, and in float32 what comes of them."""
+    intermediate = hidden_states.new_empty((pairs, slots.kind.intermediate_columns))
+    return intermediate, hidden_states.new_empty((pairs, slots.kind.hidden_size), dtype=torch.float32)
+
+
+def _unpack(
+    slots: LayerSlots, first: int, count: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up features in turn `[count, 2 * I, k_padded]`, and down `[count, H, k_padded]`."""
+    kind = slots.kind
+    panels = 2 * kind.layout.intermediate_blocks, kind.layout.down_panels
+    kinds, typed, offsets = (
+        (kind.gate_up, kind.down),
+        (slots.gate_up, slots.down),
+        (0, kind.layout.down_offset),
+    )
+    matrices = []
+    for number in (0, 1):
+        panel = kinds[number]
+        shape = (count, 16 * panels[number], panel.k_padded)
+        matrix = torch.empty(shape, dtype=dtype, device=slots.weights.device)
+        per_word = 32 // panel.bits
+        k = min(_UNPACK_K, panel.k_padded & -panel.k_padded)
+        dense.unpack[(count, panels[number])](
+            typed[number].words,
+            typed[number].scales,
+            typed[number].bytes,
+            matrix,
+            first,
+            EXPERT_BYTES=kind.expert_bytes,
+            AT=offsets[number],
+            GATED=number == 0,
+            PANEL=panel,
+            PANELS=panels[number],
+            LINES=k // per_word,
+            num_warps=4,
+        )
+        matrices.append(matrix)
+    return matrices[0], matrices[1]
+
+
+def _combine(
+    slots: LayerSlots,
+    first: int,
+    count: int,
+    outputs: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    partial: torch.Tensor | None,
+    result: torch.Tensor,
+) -> None:
+    rows, hidden = result.shape
+    block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
+    routing.combine[(rows, -(-hidden // block))](
+        outputs,
+        result if partial is None else partial,
+        result,
+        topk_ids,
+        slots.slot_of_expert,
+        topk_weights,
+        first,
+        first + count,
+        TOP_K=topk_ids.shape[1],
+        HIDDEN=hidden,
+        HAS_PARTIAL=partial is not None,
+        BLOCK=block,
+    )
+
 
 def align(
-    slots: LayerSlots, topk_ids: torch.Tensor, rows_per_block: int
+    slots: LayerSlots, topk_ids: torch.Tensor, rows_per_block: int, first: int, num_slots: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pairs by slot, each slot's padded to whole blocks; int32 `[blocks * rows_per_block]` and `[blocks]`.
 
-    A pair is row * K + choice; padding is their number, a block without a slot -1.
+    Of `num_slots` slots from `first`. A pair is row * K + choice; padding is their number, a block without a
+    slot -1.
     """
     count = topk_ids.numel()
-    blocks = launch.max_blocks(count, slots.count, rows_per_block)
+    blocks = launch.max_blocks(count, num_slots, rows_per_block)
     pairs = topk_ids.new_full((blocks * rows_per_block,), count)
     block_slots = topk_ids.new_full((blocks,), -1)
-    counts = topk_ids.new_empty((slots.count,))
-    grid = (slots.count,)
-    routing.count_pairs[grid](topk_ids, slots.slot_of_expert, counts, count, CHUNK=_CHUNK)
+    counts = topk_ids.new_empty((num_slots,))
+    chunk = _LARGE_CHUNK if count >= _MANY_PAIRS else _CHUNK
+    grid, warps = (num_slots,), chunk // 256
+    routing.count_pairs[grid](
+        topk_ids, slots.slot_of_expert, counts, count, first, CHUNK=chunk, num_warps=warps
+    )
     routing.place_pairs[grid](
         topk_ids,
         slots.slot_of_expert,
@@ -217,9 +406,11 @@ def align(
         pairs,
         block_slots,
         count,
-        slots.count,
+        num_slots,
+        first,
         MAX_SLOTS=next_power_of_2(slots.slot_of_expert.shape[0]),
         BLOCK=rows_per_block,
-        CHUNK=_CHUNK,
+        CHUNK=chunk,
+        num_warps=warps,
     )
     return pairs, block_slots

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from gpu_service.experts.resident.panels import PanelFormat
+from gpu_service.experts.resident.panels import LayerFormat, PanelFormat
 
 # Up to this many token rows, a program per pair reads its expert's panels itself; above, pairs are grouped.
 FEW_ROWS = 8
@@ -69,7 +69,72 @@ def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int)
         rows *= 2
     if max_rows > few_rows:
         largest[tile(max_rows * top_k, num_experts)] = max_rows
-    return [min(few_rows, max_rows), *largest.values()]
+    # Where weights are unpacked, by each kind of tile.
+    unpacked = [-(-pairs * num_experts // top_k) for pairs in (UNPACK_FROM, HIGH_TILE_FROM)]
+    unpacked = [rows for rows in unpacked if few_rows < rows <= max_rows]
+    return [min(few_rows, max_rows), *sorted({*largest.values(), *unpacked})]
+
+
+# From so many pairs an expert on, its weights are unpacked once, instead of by every tile that reads them.
+UNPACK_FROM = 64
+# From so many on, tiles are of 128 pairs.
+HIGH_TILE_FROM = 128
+# Memory that steps of many rows take: unpacked weights of some experts at a time, and what the pairs of some
+# rows at a time leave between the two products and after them. Larger steps are computed in parts.
+UNPACKED_BYTES = 640 * 2**20
+PAIRS_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTile:
+    """Of `dense.py`: pairs and columns of one program, k that it takes at once, warps, loads in advance."""
+
+    rows: int
+    columns: int
+    chunk: int
+    warps: int
+    stages: int
+
+
+# The best first; later ones are for devices with less shared memory.
+_DENSE_TILES = (
+    DenseTile(128, 256, 64, 8, 3),
+    DenseTile(128, 128, 64, 8, 3),
+    DenseTile(64, 128, 64, 4, 3),
+    DenseTile(64, 64, 32, 4, 2),
+)
+
+
+def dense_tiles(pairs: int, num_experts: int) -> tuple[DenseTile, ...]:
+    """To choose from, for so many pairs of all experts; the best that fits first."""
+    return _DENSE_TILES if pairs >= HIGH_TILE_FROM * num_experts else _DENSE_TILES[2:]
+
+
+def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int) -> bool:
+    """Whether a call unpacks weights: only to 16 bits, which rows have and codes are exact in."""
+    codes = {kind.gate_up.code, kind.down.code}
+    return rows.itemsize == 2 and codes <= _EXACT_IN_BFLOAT16 and pairs >= UNPACK_FROM * num_experts
+
+
+def unpacked_bytes(kind: LayerFormat) -> int:
+    """Of one expert, in 16 bits."""
+    gate_up = 2 * kind.intermediate_columns * kind.gate_up.k_padded
+    return 2 * (gate_up + 16 * kind.layout.down_panels * kind.down.k_padded)
+
+
+def experts_at_once(kind: LayerFormat) -> int:
+    """How many experts are unpacked together."""
+    return max(1, UNPACKED_BYTES // unpacked_bytes(kind))
+
+
+def pair_bytes(intermediate_columns: int, hidden_size: int, item: int) -> int:
+    """Of one (row, choice) pair: its activations and, in float32, its output."""
+    return intermediate_columns * item + hidden_size * 4
+
+
+def parts_of(rows: int, bytes_per_row: int) -> int:
+    """In how many equal parts rows are computed."""
+    return max(1, -(-rows * bytes_per_row // PAIRS_BYTES))
 
 
 def max_blocks(pairs: int, slots: int, rows: int) -> int:

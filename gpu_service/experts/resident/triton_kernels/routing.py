@@ -30,23 +30,23 @@ def _slots_of(ids, slot_of_expert, pair, count):  # type: ignore[no-untyped-def]
     return tl.load(slot_of_expert + tl.maximum(expert, 0), mask=held & (expert >= 0), other=-1)
 
 
-@jit_for_any("count")
-def count_pairs(ids, slot_of_expert, counts, count, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Program (slot): int32 counts[slot], its pairs."""
-    slot = tl.program_id(0)
+@jit_for_any("count", "first")
+def count_pairs(ids, slot_of_expert, counts, count, first, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Program (slot - first): int32 counts[slot - first], its pairs."""
+    slot = first + tl.program_id(0)
     total = tl.zeros([CHUNK], tl.int32)
     for begin in range(0, count, CHUNK):
         found = _slots_of(ids, slot_of_expert, begin + tl.arange(0, CHUNK), count)
         total += (found == slot).to(tl.int32)
-    tl.store(counts + slot, tl.sum(total, 0))
+    tl.store(counts + tl.program_id(0), tl.sum(total, 0))
 
 
-@jit_for_any("count", "num_slots")
+@jit_for_any("count", "num_slots", "first")
 def place_pairs(  # type: ignore[no-untyped-def]
-    ids, slot_of_expert, counts, pairs, block_slots, count, num_slots, MAX_SLOTS: tl.constexpr,
+    ids, slot_of_expert, counts, pairs, block_slots, count, num_slots, first, MAX_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program (slot): writes its pairs, in their order, and which slot each of its blocks belongs to.
+    """Program (slot - first): writes its pairs, in their order, and which slot its blocks belong to.
 
     `pairs` must hold `count` (no pair) and `block_slots` -1 (no slot) everywhere.
     """
@@ -56,22 +56,25 @@ def place_pairs(  # type: ignore[no-untyped-def]
     first_block = tl.sum(tl.where(every < slot, blocks, 0), 0)
     own_blocks = tl.sum(tl.where(every == slot, blocks, 0), 0)
     for block in range(own_blocks):
-        tl.store(block_slots + first_block + block, slot)
+        tl.store(block_slots + first_block + block, first + slot)
     done = first_block * BLOCK
     for begin in range(0, count, CHUNK):
         pair = begin + tl.arange(0, CHUNK)
-        chosen = _slots_of(ids, slot_of_expert, pair, count) == slot
+        chosen = _slots_of(ids, slot_of_expert, pair, count) == first + slot
         one = chosen.to(tl.int32)
         tl.store(pairs + done + tl.cumsum(one, 0) - 1, pair, mask=chosen)
         done += tl.sum(one, 0)
 
 
-@jit
+@jit_for_any("first", "end")
 def combine(  # type: ignore[no-untyped-def]
-    outputs, partial, result, ids, slot_of_expert, weights,
+    outputs, partial, result, ids, slot_of_expert, weights, first, end,
     TOP_K: tl.constexpr, HIDDEN: tl.constexpr, HAS_PARTIAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of columns): result = partial + sum over resident choices of weight * output."""
+    """Program (row, block of columns): result = partial + sum of weight * output over the row's choices.
+
+    Those whose slots are `first` to `end` - 1.
+    """
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < HIDDEN
@@ -85,6 +88,7 @@ def combine(  # type: ignore[no-untyped-def]
         slot = slot_of(ids, slot_of_expert, pair)
         weight = tl.load(weights + pair)
         # What was not computed is never read: it may hold anything.
-        output = tl.load(outputs + pair.to(tl.int64) * HIDDEN + column, mask=held & (slot >= 0), other=0.0)
+        is_here = (slot >= first) & (slot < end)
+        output = tl.load(outputs + pair.to(tl.int64) * HIDDEN + column, mask=held & is_here, other=0.0)
         total += weight * output
     tl.store(result + place, total, mask=held)

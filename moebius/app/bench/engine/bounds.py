@@ -31,7 +31,8 @@ class StepTraffic:
     # By the expert servers together, and by resident experts from the GPU's memory.
     cpu_experts: float
     gpu_experts: float
-    dense: float  # Attention, routers, shared experts, head, and the KV of all streams.
+    # Attention, routers, shared experts, head, and the KV of all streams.
+    dense: float
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def facts(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[s
 
 
 def _version(package: str) -> str | None:
-    """A package's version; None where it is not installed."""
+    """None: it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -143,7 +144,8 @@ def _version(package: str) -> str | None:
 class WeightBytes:
     """Bytes as stored in the checkpoint; filled by `of`."""
 
-    dense: int  # Read once per step: attention, norms, routers, shared experts, output projection.
+    # Read once per step: attention, norms, routers, shared experts, output projection.
+    dense: int
     # All routed experts of all layers.
     routed: int
     num_experts: int

@@ -138,11 +138,12 @@ class DecodeWindow:
 
     seconds: float
     tokens: int
-    steps: int  # Steps that gave tokens in it: events of the stream with most of them.
+    # Steps that gave tokens in it: events of the stream with most of them.
+    steps: int
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all streams together, tokens/s."""
+        """Of all streams together."""
         return self.tokens / self.seconds
 
 

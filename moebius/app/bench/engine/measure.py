@@ -36,7 +36,8 @@ class DecodeResult:
     expert_bound_tokens_per_second: float | None
     fraction_of_bound: float
     fraction_of_expert_bound: float | None
-    expert_busy: float  # Share of the time in which the busiest expert server computed.
+    # Share of the time in which the busiest expert server computed.
+    expert_busy: float
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class PrefillResult:
     prompt_len: int
     seconds_to_first_token: float
     tokens_per_second: float
-    expert_busy: float  # Share of that time in which the busiest expert server computed.
+    # Share of that time in which the busiest expert server computed.
+    expert_busy: float
 
 
 @dataclass(frozen=True)

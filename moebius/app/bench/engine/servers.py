@@ -35,7 +35,8 @@ class ServerCounters:
     # Experts with at least one row, summed over calls.
     experts: dict[int, int]
     busy_seconds: float
-    expert_rows: dict[int, tuple[int, ...]]  # Rows that each expert computed, `[num_experts]`.
+    # Rows that each expert computed, `[num_experts]`.
+    expert_rows: dict[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class ServerInfo:
     packed_bytes: int
     num_threads: int
     isa: str
-    num_experts: int  # Experts of every layer that it has at least a slice of.
+    # Experts of every layer that it has at least a slice of.
+    num_experts: int
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,11 @@ class ExpertServers:
         return self.config.experts.expert_addresses
 
     def counters(self) -> list[ServerCounters]:
-        """The present counters of every server."""
+        """Of every server, now."""
         return [self._ask(address, "Stats", _counters) for address in self.addresses]
 
     def info(self) -> list[ServerInfo]:
-        """What every server says of itself."""
+        """Of every server."""
         return [self._ask(address, "Info", _info) for address in self.addresses]
 
     def _ask(self, address: str, method: str, read: Callable[[Any], Any]) -> Any:

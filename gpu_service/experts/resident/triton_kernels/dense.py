@@ -1,0 +1,146 @@
+"""Products of many rows: experts are unpacked to 16 bits once, then multiplied by tiles on tensor cores.
+
+With hundreds of rows an expert the tiles of `gemm.py` would unpack the same weights again for each block of
+rows, and multiply in pieces no longer than a quantisation group. Here group scales (and mins) are part of the
+unpacked weights, rounded once to the rows' type; scales of whole columns and biases are applied in float32 as
+there. Unpacked matrices are `[features, k_padded]`, gate and up features in turn, so that one product of a
+tile has both of the same channel.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from gpu_service.experts.resident.triton_kernels.gemm import (
+    INT4_BASE,
+    INT4_OFFSET,
+    activate,
+    element,
+    element_shift,
+    finish_tile,
+    load_scales,
+    scale_index,
+)
+from gpu_service.ops.triton.jit import jit, jit_for_any
+
+
+@jit_for_any("first")
+def unpack(  # type: ignore[no-untyped-def]
+    words, scales, bytes_, output, first, EXPERT_BYTES: tl.constexpr, AT: tl.constexpr, GATED: tl.constexpr,
+    PANEL: tl.constexpr, PANELS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Program (slot - first, panel of PANELS): 16 features of output [slots, PANELS * 16, PANEL.k_padded].
+
+    GATED: panels alternate between gate and up.
+    """
+    slot, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    panel = (first + slot) * EXPERT_BYTES + AT + index * PANEL.panel_bytes
+    per_word: tl.constexpr = 32 // PANEL.bits
+    column = tl.arange(0, 16)
+    feature = index // 2 * 32 + column * 2 + index % 2 if GATED else index * 16 + column
+    target = output + (slot * (PANELS * 16) + feature) * PANEL.k_padded
+    num_lines: tl.constexpr = PANEL.k_padded // per_word
+    for begin in range(0, num_lines, LINES):
+        line = begin + tl.arange(0, LINES)
+        packed = tl.load(words + panel // 4 + line[:, None] * 16 + column[None, :])
+        shift = element_shift(tl.arange(0, per_word), PANEL)
+        value = element(packed[:, None, :], shift[None, :, None], PANEL)
+        if PANEL.group_size:
+            group = (line * per_word // PANEL.group_size)[:, None]
+            # The last group may end before the padding does.
+            inside = (line * per_word < PANEL.k)[:, None]
+            if not PANEL.panel_scale:
+                inside = inside & (column >= 0)[None, :]
+        if PANEL.zeros:
+            at = panel + PANEL.zeros_offset + group * 16 + column[None, :]
+            zero = tl.load(bytes_ + at, mask=inside, other=0).to(tl.float32) + INT4_BASE
+            value -= zero[:, None, :]
+        elif PANEL.code == "int4":
+            value -= INT4_BASE if PANEL.mins else INT4_OFFSET
+        if PANEL.group_size:
+            at = scale_index(panel + PANEL.scales_offset, group, column[None, :], PANEL)
+            value *= load_scales(scales, at, inside, PANEL)[:, None, :]
+        if PANEL.mins:
+            at = scale_index(panel + PANEL.mins_offset, group, column[None, :], PANEL)
+            value += load_scales(scales, at, inside, PANEL)[:, None, :]
+        k = begin * per_word + tl.arange(0, LINES * per_word)
+        plain = tl.reshape(value, [LINES * per_word, 16])
+        if PANEL.k != PANEL.k_padded:
+            plain = tl.where((k < PANEL.k)[:, None], plain, 0.0)
+        plain = tl.trans(plain).to(output.dtype.element_ty)
+        tl.store(target[:, None] + k[None, :], plain)
+
+
+@jit
+def _product(  # type: ignore[no-untyped-def]
+    rows, features, K: tl.constexpr, K_PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """float32 [M, N]: pointers to M rows of K times pointers to N features of K_PADDED, the rest zeros."""
+    total = tl.zeros([M, N], tl.float32)
+    k = tl.arange(0, CHUNK)
+    for begin in range(0, K_PADDED, CHUNK):
+        if K % CHUNK == 0:
+            x = tl.load(rows[:, None] + (begin + k)[None, :])
+        else:
+            x = tl.load(rows[:, None] + (begin + k)[None, :], mask=(begin + k < K)[None, :], other=0.0)
+        weights = tl.load(features[None, :] + (begin + k)[:, None])
+        total = tl.dot(x, weights, total)
+    return total
+
+
+@jit_for_any("count", "first")
+def gate_up_dense(  # type: ignore[no-untyped-def]
+    x, weights, floats, pairs, block_slots, intermediate, count, first, alpha, limit,
+    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr,
+    ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program (N / 2 channels, block of M pairs): intermediate [pairs, INTERMEDIATE_COLUMNS].
+
+    Neighbours share a block, so that its rows and its expert stay in the cache.
+    """
+    slot = tl.load(block_slots + tl.program_id(1))
+    if slot < 0:
+        return
+    pair = tl.load(pairs + tl.program_id(1) * M + tl.arange(0, M))
+    held = pair < count
+    features: tl.constexpr = 2 * INTERMEDIATE_COLUMNS
+    # Programs past the last feature compute that one again and store nothing.
+    feature = tl.minimum(tl.program_id(0) * N + tl.arange(0, N), features - 1)
+    rows = x + tl.where(held, pair // TOP_K, 0).to(tl.int64) * PANEL.k
+    matrix = weights + (slot - first).to(tl.int64) * (features * PANEL.k_padded)
+    total = _product(rows, matrix + feature * PANEL.k_padded, PANEL.k, PANEL.k_padded, M, N, CHUNK)
+    g, u = tl.split(tl.reshape(total, [M, N // 2, 2]))
+    channel = tl.program_id(0) * (N // 2) + tl.arange(0, N // 2)
+    inside = channel < INTERMEDIATE_COLUMNS
+    block, column = tl.minimum(channel // 16, INTERMEDIATE_COLUMNS // 16 - 1), channel % 16
+    gate = slot.to(tl.int64) * EXPERT_BYTES + block * (2 * PANEL.panel_bytes)
+    g = finish_tile(g, floats, gate, column, PANEL)
+    u = finish_tile(u, floats, gate + PANEL.panel_bytes, column, PANEL)
+    value = activate(g, u, alpha, limit, ACTIVATION)
+    target = intermediate + pair.to(tl.int64)[:, None] * INTERMEDIATE_COLUMNS + channel[None, :]
+    tl.store(target, value.to(intermediate.dtype.element_ty), mask=held[:, None] & inside[None, :])
+
+
+@jit_for_any("count", "first")
+def down_dense(  # type: ignore[no-untyped-def]
+    intermediate, weights, floats, pairs, block_slots, outputs, count, first,
+    EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr,
+    INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr, PANELS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program (N columns, block of M pairs): outputs float32 [pairs, HIDDEN], not yet weighted."""
+    slot = tl.load(block_slots + tl.program_id(1))
+    if slot < 0:
+        return
+    pair = tl.load(pairs + tl.program_id(1) * M + tl.arange(0, M))
+    held = pair < count
+    column = tl.program_id(0) * N + tl.arange(0, N)
+    feature = tl.minimum(column, PANELS * 16 - 1)
+    rows = intermediate + tl.where(held, pair, 0).to(tl.int64) * INTERMEDIATE_COLUMNS
+    matrix = weights + (slot - first).to(tl.int64) * (PANELS * 16 * PANEL.k_padded)
+    total = _product(rows, matrix + feature * PANEL.k_padded, PANEL.k, PANEL.k_padded, M, N, CHUNK)
+    panel = slot.to(tl.int64) * EXPERT_BYTES + DOWN_AT + (feature // 16) * PANEL.panel_bytes
+    total = finish_tile(total, floats, panel, feature % 16, PANEL)
+    target = outputs + pair.to(tl.int64)[:, None] * HIDDEN + column[None, :]
+    tl.store(target, total, mask=held[:, None] & (column < HIDDEN)[None, :])

@@ -1,0 +1,320 @@
+"""From settings to a streamer: whether there is one, how large its ring is, where its experts come from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+import torch
+
+from gpu_service.device.stream import DeviceStream
+from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.resident.experts import ResidentExperts, Share, make_kernels
+from gpu_service.experts.resident.panels import LayerFormat, layer_format
+from gpu_service.experts.streaming.costs import ShareChooser
+from gpu_service.experts.streaming.measure import measure_costs, measure_link
+from gpu_service.experts.streaming.plan import RingLayout, ring_layout
+from gpu_service.experts.streaming.ring import BufferRing, transfer_device
+from gpu_service.experts.streaming.segments import ExpertSegments, SegmentsUnusable, identity_problem
+from gpu_service.experts.streaming.source import SegmentSource, registrar
+from gpu_service.experts.streaming.step import StreamedExperts
+from gpu_service.experts.streaming.streamer import ExpertStreamer
+from gpu_service.parallel.context import ParallelContext
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError, brief
+from moebius.expert_slices import REQUANTISED, SliceRequest, checkpoint_fingerprint, plan_slice
+from moebius.models.checkpoint import ExpertCheckpoint, open_index
+from moebius.models.geometry import MoeGeometry
+from moebius.placement import ExpertStatistics, make_placement
+from moebius.weight_segment import WeightSegment, WeightSegmentError, segment_path
+
+_log = structlog.get_logger(__name__)
+# The ring takes at most this part of a GPU's memory; with less of it pieces are smaller.
+_MOST_OF_DEVICE = 12
+
+
+def streams(config: MoebiusConfig, device_type: str) -> bool:
+    """Whether the settings ask for streaming on such a device ("cuda", "cpu").
+
+    Raises UserError where they ask for what can not be.
+    """
+    mode = config.gpu.prefill_experts
+    if mode == "cpu" or (mode == "auto" and device_type != "cuda"):
+        return False
+    if not config.experts.expert_weights_dir:
+        if mode == "stream":
+            raise UserError(
+                "prefill_experts is 'stream', but expert_weights_dir is empty: expert servers keep their "
+                "weights to themselves; allowed here: auto, cpu"
+            )
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFormats:
+    """How expert servers pack a layer; filled from the checkpoint's headers."""
+
+    gate_up: str
+    down: str
+    has_bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPart:
+    """What one server holds of a layer; filled by `served_parts`."""
+
+    # Without those that are resident.
+    num_experts: int
+    kind: LayerFormat
+
+
+def served_parts(
+    config: MoebiusConfig,
+    geometry: MoeGeometry,
+    stored: Mapping[int, StoredFormats],
+    group: int,
+    resident: Mapping[int, Sequence[int]],
+) -> dict[int, tuple[ServedPart, ...]]:
+    """By layer of `stored`, as the servers divide it. `group`: channels that stay together, over all layers.
+
+    Raises ValueError naming the setting for a division that can not be.
+    """
+    request, count = SliceRequest.from_config(config), config.experts.split_count
+    slices = [plan_slice(geometry, replace(request, split_index=index), group) for index in range(count)]
+    return {
+        layer: tuple(
+            ServedPart(
+                len(part.held(resident.get(layer, ()))),
+                layer_format(
+                    found.gate_up, found.down, geometry.hidden_size, part.intermediate_size, found.has_bias
+                ),
+            )
+            for part in slices
+        )
+        for layer, found in stored.items()
+    }
+
+
+def read_parts(
+    config: MoebiusConfig, geometry: MoeGeometry, layers: Sequence[int]
+) -> dict[int, tuple[ServedPart, ...]]:
+    """Of this rank's layers. Raises CheckpointError, and ValueError as `served_parts`."""
+    checkpoint = ExpertCheckpoint.open(config.model.model, geometry)
+    first = {layer: checkpoint.expert(layer, 0) for layer in geometry.moe_layers}
+    target = REQUANTISED.get(config.experts.expert_dtype)
+    stored = {
+        layer: StoredFormats(*((target, target) if target else first[layer].formats), first[layer].has_bias)
+        for layer in layers
+    }
+    group = math.lcm(*(found.intermediate_multiple for found in first.values()))
+    resident = make_placement(config.placement, geometry).resident
+    return served_parts(config, geometry, stored, group, resident)
+
+
+def ring_of(
+    parts: Mapping[int, Sequence[ServedPart]], ranks: int, device_bytes: int | None
+) -> RingLayout | None:
+    """The ring of one of so many tensor-parallel ranks; None: every expert is resident.
+
+    `device_bytes`: of the GPU's memory; None: no limit. Raises UserError when that is too small.
+    """
+    held = [[part for part in found if part.num_experts] for found in parts.values()]
+    layers = [sum(-(-part.num_experts // ranks) * part.kind.expert_bytes for part in found) for found in held]
+    if not any(layers):
+        return None
+    largest = max(part.kind.expert_bytes for found in held for part in found)
+    most = None if device_bytes is None else device_bytes // _MOST_OF_DEVICE
+    try:
+        return ring_layout(max(layers), largest, max(map(len, held)), most)
+    except ValueError as error:
+        raise UserError(f"prefill_experts: {error}; allowed here: cpu") from error
+
+
+@dataclass(frozen=True)
+class StreamingPlan:
+    """What a rank will stream, known before anything is loaded; filled by `plan_streaming`."""
+
+    layers: tuple[int, ...]
+    parts: Mapping[int, Sequence[ServedPart]]
+    layout: RingLayout
+
+    @property
+    def kinds(self) -> frozenset[LayerFormat]:
+        """Every format that pieces have."""
+        return frozenset(part.kind for found in self.parts.values() for part in found)
+
+    @property
+    def widest(self) -> LayerFormat:
+        """That of the largest experts."""
+        return max(self.kinds, key=lambda kind: kind.expert_bytes)
+
+
+def plan_streaming(
+    config: MoebiusConfig, geometry: MoeGeometry, layers: Sequence[int], device: torch.device
+) -> StreamingPlan | None:
+    """Of this rank; None: it streams nothing. Raises UserError naming a setting, CheckpointError."""
+    if not layers or not streams(config, device.type):
+        return None
+    total = None
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    parts = read_parts(config, geometry, layers)
+    layout = ring_of(parts, config.parallel.tensor_parallel_size, total)
+    return None if layout is None else StreamingPlan(tuple(layers), parts, layout)
+
+
+def make_streamer(
+    config: MoebiusConfig,
+    plan: StreamingPlan,
+    geometry: MoeGeometry,
+    device: torch.device,
+    dtype: torch.dtype,
+    resident: ResidentExperts | None,
+    parallel: ParallelContext,
+    largest: Callable[[int], int],
+) -> ExpertStreamer | None:
+    """With its ring, and kernels that are warmed up; None, with a warning: these do not run here.
+
+    Raises UserError naming a setting.
+    """
+    mode, layout, transfers = config.gpu.prefill_experts, plan.layout, transfer_device(device)
+    assert mode != "cpu"
+    streamer = ExpertStreamer(
+        geometry,
+        plan.layers,
+        BufferRing(transfers, layout.num_buffers, layout.buffer_bytes),
+        transfers,
+        make_kernels(geometry, device),
+        ShareChooser(mode, config.gpu.stream_min_rows, len(plan.layers)),
+        resident=resident,
+        parallel=parallel,
+        counts=_counts(config, geometry),
+        largest=largest,
+    )
+    if not _warm_up(streamer, plan.kinds, config.gpu.max_num_batched_tokens, dtype):
+        return None
+    _log.info(
+        "experts may be streamed to the device",
+        mode=mode,
+        ring_gib=round(layout.nbytes / 2**30, 2),
+        buffers=layout.num_buffers,
+        buffer_mib=round(layout.buffer_bytes / 2**20, 1),
+    )
+    return streamer
+
+
+def _warm_up(
+    streamer: ExpertStreamer, kinds: Collection[LayerFormat], max_rows: int, dtype: torch.dtype
+) -> bool:
+    """Compiles what steps of so many rows need; False: the kernels do not run on this device."""
+    try:
+        with torch.inference_mode():
+            for kind in kinds:
+                streamer.kernels.warm_up(streamer.sample_slots(kind), max_rows, dtype)
+    except Exception as error:  # a compiler, a driver or a kernel may raise anything
+        _log.warning("experts are not streamed: their kernels do not run on this device", error=brief(error))
+        return False
+    return True
+
+
+def _counts(config: MoebiusConfig, geometry: MoeGeometry) -> dict[int, list[int]]:
+    """How often experts were chosen, by layer, where a file says so."""
+    path = config.placement.expert_statistics
+    if not path:
+        return {}
+    statistics = ExpertStatistics.read(path)
+    statistics.check_model(geometry, path)
+    return {
+        layer: [int(count) for count in counts]
+        for layer, counts in zip(statistics.layers, statistics.counts, strict=True)
+    }
+
+
+def open_streamer(
+    config: MoebiusConfig,
+    plan: StreamingPlan | None,
+    streamer: ExpertStreamer | None,
+    experts: ExpertClient | None,
+    stream: DeviceStream,
+    dtype: torch.dtype,
+    undo: ExitStack,
+) -> None:
+    """Begins to open and register the servers' segments, in the background; `undo` closes them again.
+
+    Expert servers are ready, all ranks call it at once, and nothing is captured in a graph any more: what
+    servers and device take is measured first, where the settings leave the choice to that.
+    """
+    if plan is None or streamer is None:
+        return
+    settings, costs = config.experts, None
+    if config.gpu.prefill_experts == "auto" and experts is not None:
+        rows = config.gpu.max_num_batched_tokens
+        costs = measure_costs(streamer, experts, stream, plan.widest, dtype, rows)
+    paths = [segment_path(settings.expert_weights_dir, index) for index in range(settings.split_count)]
+    fingerprint = checkpoint_fingerprint(open_index(config.model.model))
+
+    def on_ready(source: SegmentSource, segments: ExpertSegments) -> None:
+        if costs is not None:
+            measure_link(streamer, source, segments, costs)
+
+    device = streamer.device
+    source = SegmentSource(
+        lambda: _open(paths, plan.layers, fingerprint), device, registrar(device.device), on_ready
+    )
+    streamer.open(source)
+    undo.callback(streamer.close)
+
+
+def _open(paths: Sequence[Path], layers: Sequence[int], fingerprint: str) -> ExpertSegments:
+    """Raises SegmentsUnusable."""
+    with ExitStack() as undo:
+        segments = []
+        for path in paths:
+            try:
+                segment = WeightSegment.open(path)
+            except WeightSegmentError as error:
+                raise SegmentsUnusable(str(error)) from error
+            undo.callback(segment.close)
+            segments.append(segment)
+        opened = ExpertSegments(segments, layers, paths)
+        problem = identity_problem(opened.identity, fingerprint)
+        if problem:
+            raise SegmentsUnusable(f"expert weights {paths[0]}: {problem}")
+        undo.pop_all()
+        return opened
+
+
+def profiled_stream(plan: StreamingPlan | None, streamer: ExpertStreamer | None) -> ProfiledStream | None:
+    """What the largest step is profiled with; None: it streams nothing."""
+    return None if plan is None or streamer is None else ProfiledStream(streamer, plan.widest)
+
+
+class ProfiledStream(StreamedExperts):
+    """For measuring memory: every layer is computed whole from what lies in the ring, which means nothing."""
+
+    def __init__(self, streamer: ExpertStreamer, kind: LayerFormat) -> None:
+        """`kind`: the format that takes most."""
+        self._kernels = streamer.kernels
+        self._slots = streamer.sample_slots(kind)
+        self._layers = frozenset(streamer.layers)
+
+    def share(self, layer: int) -> Share:
+        return Share.ALL if layer in self._layers else Share.NONE
+
+    def cpu_ids(self, layer: int, topk_ids: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(topk_ids, -1)
+
+    def forward(
+        self,
+        layer: int,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self._kernels.forward(self._slots, hidden_states, topk_ids, topk_weights, partial)

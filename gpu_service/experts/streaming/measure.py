@@ -1,0 +1,155 @@
+"""What `costs` needs to know, measured: servers and GPU before serving, the link once it is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from gpu_service.device.stream import DeviceStream
+from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable
+from gpu_service.experts.resident.panels import LayerFormat
+from gpu_service.experts.streaming.costs import CostCurve, LayerCosts
+from gpu_service.experts.streaming.plan import SHARES, plan_layer
+from gpu_service.experts.streaming.segments import ExpertSegments
+from gpu_service.experts.streaming.source import SegmentSource
+from gpu_service.experts.streaming.streamer import ExpertStreamer
+
+_log = structlog.get_logger(__name__)
+# Rows of a layer that are tried; servers are slow with many, and grow evenly by then.
+_SERVER_ROWS, _GPU_ROWS = (16, 64, 256, 1024), (64, 512, 4096)
+_REPEATS = 2
+_LINK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """Seconds of a whole layer; filled by `measure_costs`."""
+
+    cpu: CostCurve
+    gpu: CostCurve
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Random rows, every expert as likely as any other."""
+
+    hidden_states: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+def _random_rows(streamer: ExpertStreamer, rows: int, dtype: torch.dtype) -> _Rows:
+    geometry, generator = streamer.geometry, torch.Generator().manual_seed(rows)
+    hidden_states = torch.randn(rows, geometry.hidden_size, generator=generator).to(dtype)
+    scores = torch.rand(rows, geometry.num_experts, generator=generator)
+    ids = scores.topk(geometry.top_k, dim=1).indices.int()
+    weights = torch.full(ids.shape, 1.0 / geometry.top_k)
+    device = streamer.device.device
+    return _Rows(hidden_states.to(device), ids.to(device), weights.to(device))
+
+
+def measure_costs(
+    streamer: ExpertStreamer,
+    experts: ExpertClient,
+    stream: DeviceStream,
+    kind: LayerFormat,
+    dtype: torch.dtype,
+    max_rows: int,
+) -> MeasuredCosts | None:
+    """All ranks at once, before anything streams; None: a server was lost meanwhile.
+
+    `max_rows`: of the largest step. `kind`: how most of a layer's experts are packed.
+    """
+    layer = streamer.layers[len(streamer.layers) // 2]
+
+    def on_servers(rows: _Rows) -> None:
+        experts.begin_step()
+        ticket = experts.submit(layer, rows.hidden_states, rows.topk_ids, rows.topk_weights)
+        experts.collect(ticket)
+
+    slots = streamer.sample_slots(kind)
+
+    def on_device(rows: _Rows) -> None:
+        streamer.kernels.forward(slots, rows.hidden_states, rows.topk_ids, rows.topk_weights, None)
+
+    try:
+        with stream.active(), torch.inference_mode():
+            cpu = [
+                (rows, _time(stream, on_servers, _random_rows(streamer, rows, dtype)))
+                for rows in _up_to(_SERVER_ROWS, max_rows)
+            ]
+            failure = experts.failure()
+            if failure is not None:
+                raise failure
+            # Of the experts in the buffer to those that a rank streams of a layer.
+            factor = streamer.geometry.num_experts / (slots.count * streamer.num_ranks)
+            gpu = [
+                (rows, factor * _time(stream, on_device, _random_rows(streamer, rows, dtype)))
+                for rows in _up_to(_GPU_ROWS, max_rows)
+            ]
+    except (ExpertUnavailable, ExpertComputeFailed) as error:
+        _log.warning(
+            "how fast expert servers are could not be measured; they compute all", because=str(error)
+        )
+        with stream.active():
+            experts.recover(60.0)
+        return None
+    return MeasuredCosts(CostCurve.of(cpu), CostCurve.of(gpu))
+
+
+def _up_to(sizes: tuple[int, ...], most: int) -> list[int]:
+    return sorted({min(size, most) for size in sizes})
+
+
+def _time(stream: DeviceStream, work: Callable[[_Rows], None], rows: _Rows) -> float:
+    """The best of some, seconds."""
+    best = float("inf")
+    for _ in range(_REPEATS):
+        stream.synchronize()
+        begin = time.perf_counter()
+        work(rows)
+        stream.synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def measure_link(
+    streamer: ExpertStreamer, source: SegmentSource, segments: ExpertSegments, costs: MeasuredCosts
+) -> None:
+    """Copies a layer again and again, and tells the streamer's chooser all. No step may stream yet.
+
+    While servers serve it is as fast as with them.
+    """
+    ring, device = streamer.ring, streamer.device
+    plans = [
+        plan_layer(
+            segments.stored[layer],
+            streamer.resident_of(layer),
+            streamer.geometry.num_experts,
+            SHARES,
+            ring.buffer_bytes,
+            streamer.rank,
+            streamer.num_ranks,
+        )
+        for layer in streamer.layers
+    ]
+    nbytes = sum(piece.nbytes for plan in plans for piece in plan.pieces) / len(plans)
+    pieces = max(plans, key=lambda plan: len(plan.experts)).pieces
+    done, begin, passed = 0, time.perf_counter(), 0.0
+    while pieces and passed < _LINK_S:
+        for number, piece in enumerate(pieces):
+            buffer = ring.buffers[number % len(ring.buffers)]
+            for run in piece.runs:
+                source.copy(segments, buffer[run.target : run.target + run.nbytes], piece, run)
+                done += run.nbytes
+        device.wait(device.record_copied())
+        passed = time.perf_counter() - begin
+    if not done:
+        return
+    rate = done / passed
+    _log.info("link to the device measured", gb_per_s=round(rate / 1e9, 1), layer_mib=round(nbytes / 2**20))
+    streamer.chooser.measured(LayerCosts(nbytes / rate, costs.cpu, costs.gpu))

@@ -1,0 +1,58 @@
+"""DeepSeek-V2 and V2-Lite: latent attention, softmax router, shared experts, dense first layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moebius.checkpoint.gguf.family import MLA_KEYS, Config, GgufFamily, deepseek_yarn, latent
+from moebius.models.config import ModelConfig, RouterConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import ROTARY, TensorNames
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
+from moebius.models.mla import after_dense, read_mla_common, read_moe
+
+_METHODS = ("greedy", "group_limited_greedy")
+
+
+def read_deepseek_v2(hf: HfKeys) -> ModelConfig:
+    """DeepSeek-V2 and V2-Lite: softmax scores, chosen among all or within the groups of the best experts."""
+    hf.refuse("scoring_func", "softmax")
+    hf.refuse("mlp_bias")
+    # Transformers and the published code disagree about what it would do; no checkpoint has it.
+    hf.refuse("norm_topk_prob")
+    method = hf.string("topk_method", default="greedy")
+    if method not in _METHODS:
+        raise hf.error("topk_method", method, ", ".join(_METHODS))
+    hf.skip("n_group", "topk_group")  # mean nothing to the greedy method
+    is_grouped = method == "group_limited_greedy"
+    router = RouterConfig(
+        num_experts=hf.integer("n_routed_experts", "num_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="softmax",
+        num_groups=hf.integer("n_group") if is_grouped else 1,
+        top_groups=hf.integer("topk_group") if is_grouped else 1,
+        group_score="max",
+        scale=hf.number("routed_scaling_factor", default=1.0),
+        float32_gate=True,
+    )
+    common = read_mla_common(hf)
+    moe = read_moe(hf, router, after_dense(hf, common["num_layers"]))
+    return ModelConfig(**common, model_type="deepseek_v2", moe=moe)
+
+
+def _latent_v2(keys: MetadataKeys, config: Config) -> Config:
+    found = latent(keys, config)
+    return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+
+
+FAMILIES = (
+    Family(
+        "deepseek_v2",
+        read_deepseek_v2,
+        TensorNames((ROTARY,), mtp_layers=True),
+        gguf=(GgufFamily("deepseek2", MLA_KEYS, 1, derive=_latent_v2, yarn=deepseek_yarn),),
+    ),
+)

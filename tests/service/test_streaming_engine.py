@@ -1,0 +1,128 @@
+"""Invariant: an engine that streams its experts from running servers' segments says what one without says.
+
+The host is the device here: copies are synchronous; tests/gpu has the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_service.experts.streaming.plan import SHARES
+from gpu_service.request import Request, SamplingParams
+from moebius.config import MoebiusConfig, PlacementConfig
+from tests.helpers.built_engine import RunningEngine, running_engine
+from tests.helpers.expert_cluster import Cluster, running_cluster
+from tests.helpers.tiny_models import make_tiny_model
+
+READY_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint."""
+    found = tmp_path_factory.mktemp("streamed")
+    make_tiny_model("qwen3_moe", found)
+    return found
+
+
+def settings(cluster: Cluster, **gpu: Any) -> MoebiusConfig:
+    """An engine of the cluster's model and servers."""
+    small = {"num_pages": 96, "page_size": 4, "max_num_seqs": 6, "device": "cpu", "gpu_threads": 1}
+    small |= {"prefix_caching": False}
+    document = cluster.config.model_dump()
+    document["gpu"] |= small | {"max_num_batched_tokens": 32} | gpu
+    return MoebiusConfig.model_validate(document)
+
+
+def requests() -> list[Request]:
+    """Prompts of several steps, which decode meanwhile."""
+    return [
+        Request(
+            f"r{i}",
+            [3 + (i * 37 + k * k * 5 + k) % 200 for k in range(4 + 17 * i)],
+            SamplingParams(max_tokens=6 + i, temperature=0.0, ignore_eos=True),
+        )
+        for i in range(4)
+    ]
+
+
+def wait_until_streaming(engine: RunningEngine) -> None:
+    """Segments are opened in the background."""
+    streamer = engine.built.streamer
+    assert streamer is not None
+    deadline = time.monotonic() + READY_S
+    while not streamer.can_stream:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Watched:
+    """Steps that streamed, and what share of each layer."""
+
+    def __init__(self, engine: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shares: list[int] = []
+        streamer = engine.built.streamer
+        assert streamer is not None
+        begin = streamer.begin
+
+        def watched(rows: int, is_decode: bool = False) -> Any:
+            step = begin(rows, is_decode)
+            if step is not None:
+                self.shares.append(step.plan.share)  # type: ignore[attr-defined]
+            return step
+
+        monkeypatch.setattr(streamer, "begin", watched)
+
+
+@pytest.mark.parametrize("split", ["tensor", "expert"])
+def test_streamed_prompts(split: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole layers streamed, and a part of each with the rest on the servers, one expert resident."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    experts = {"split_count": 2, "expert_split": split, "expert_weights_dir": str(memory)}
+    resident = PlacementConfig(gpu_experts=1)
+    servers = running_cluster(model, tmp_path / "servers", dtype="float32", placement=resident, **experts)
+    with servers as cluster:
+        with running_engine(settings(cluster, prefill_experts="cpu")) as engine:
+            assert engine.built.streamer is None
+            wanted = engine.run(requests())
+        with running_engine(settings(cluster, prefill_experts="stream")) as engine:
+            wait_until_streaming(engine)
+            watched = Watched(engine, monkeypatch)
+            assert engine.run(requests()) == wanted
+            assert set(watched.shares) == {SHARES}
+            streamer = engine.built.streamer
+            assert streamer is not None
+            monkeypatch.setattr(streamer.chooser, "share", lambda rows: 20)
+            assert engine.run([*requests()]) == wanted
+            assert 20 in watched.shares
+
+
+def test_servers_that_load_again_are_streamed_from_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed server's segment is streamed while it is away; what is loaded anew is opened anew."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    servers = running_cluster(model, tmp_path / "servers", dtype="float32", expert_weights_dir=str(memory))
+    with (
+        servers as cluster,
+        running_engine(settings(cluster, prefill_experts="stream", stream_min_rows=1)) as engine,
+    ):
+        wait_until_streaming(engine)
+        wanted = engine.run(requests())
+        cluster.processes[0].kill()
+        cluster.processes[0].wait()
+        # No step needs a server.
+        assert engine.run(requests()) == wanted
+        (memory / "expert-0.weights").unlink()
+        cluster.start(0)
+        assert engine.run(requests()) == wanted
+        wait_until_streaming(engine)
+        watched = Watched(engine, monkeypatch)
+        assert engine.run(requests()) == wanted
+        assert watched.shares
