@@ -37,6 +37,7 @@ from moebius.kernels import ExpertEngine, FloatArray, SegmentSettings, float32_i
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
 from moebius.placement import make_placement
+from moebius.progress import phase
 from moebius.topology import Topology, pin_thread
 from moebius.weight_segment import segment_path
 
@@ -287,7 +288,8 @@ class ExpertHost:
         model = read_geometry(request.model_path, request.top_k)
         if not model.moe_layers:
             raise ValueError(f"{request.model_path} has no mixture-of-experts layers")
-        plan = plan_load(model, request.model_path, request.weight_dtype)
+        with phase("reading headers"):
+            plan = plan_load(model, request.model_path, request.weight_dtype)
         for rounding in plan.roundings:
             log.warning("packing rounds", what=rounding, exact="--expert-dtype float32, at 32 bits a weight")
         part = plan_slice(model, request, plan.group)
@@ -330,7 +332,7 @@ class ExpertHost:
 
     def _accept(self, done: LoadedLayer, engine: ExpertEngine, plan: LoadPlan) -> bool:
         """Log the layer. Raises RequantiseError when its weights were changed too much; NaN is too much."""
-        log.info(
+        log.debug(
             "layer packed",
             layer=done.layer,
             of=plan.model.num_layers,
@@ -359,9 +361,8 @@ class ExpertHost:
             self._calibrate(engine, part.intermediate_size)
 
     def _calibrate(self, engine: ExpertEngine, intermediate_size: int) -> None:
-        begin = time.monotonic()
-        engine.calibrate()
-        log.info("kernels calibrated", seconds=round(time.monotonic() - begin, 3))
+        with phase("measuring kernels"):
+            engine.calibrate()
         plan = engine.plan()
         on = this_host(engine.num_threads, engine.isa)
         try:

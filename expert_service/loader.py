@@ -20,6 +20,7 @@ from moebius.kernels import ExpertEngine, LoadError
 from moebius.kernels_source import SourceMatrix
 from moebius.models.checkpoint import ExpertCheckpoint, ExpertMatrices
 from moebius.models.geometry import MoeGeometry
+from moebius.progress import Progress, phase
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ class _Progress:
     running: int
     # Called, without a lock, for each expert that is packed.
     on_packed: Callable[[], None]
+    # Counts bytes of the checkpoint.
+    read: Progress
     changed: threading.Condition = field(default_factory=threading.Condition)
     error: BaseException | None = None
     stopped: bool = False
@@ -175,6 +178,7 @@ class _Progress:
             total.source_bytes += source_bytes
             total.add(error)
             self.changed.notify_all()
+        self.read.advance(source_bytes)
         self.on_packed()
 
     def finish(self, error: BaseException | None) -> None:
@@ -230,26 +234,22 @@ def load_experts(
             totals[layer].add(packed)
     # More threads than a layer has experts would hold sources of several layers.
     count = max(1, min(num_threads, part.num_experts))
-    progress = _Progress(
-        cancelled,
-        iter(missing),
-        totals,
-        count,
-        on_packed,
-    )
-    threads = [
-        threading.Thread(target=_load, args=(engine, plan, part, progress), name=f"load-{number}")
-        for number in range(count)
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        for layer in layers:
-            yield progress.wait(layer)
-    finally:
-        progress.stop()
+    source_bytes = sum(_source_bytes(plan.experts[item], part, plan) for item in missing)
+    with phase("packing experts", source_bytes, "GB") as read:
+        progress = _Progress(cancelled, iter(missing), totals, count, on_packed, read)
+        threads = [
+            threading.Thread(target=_load, args=(engine, plan, part, progress), name=f"load-{number}")
+            for number in range(count)
+        ]
         for thread in threads:
-            thread.join()
+            thread.start()
+        try:
+            for layer in layers:
+                yield progress.wait(layer)
+        finally:
+            progress.stop()
+            for thread in threads:
+                thread.join()
 
 
 def _load(engine: ExpertEngine, plan: LoadPlan, part: ExpertSlice, progress: _Progress) -> None:

@@ -26,6 +26,7 @@ from moebius.grpc_refusal import RefuseUndecodable
 from moebius.mailbox import IdentityMismatch, MailboxError
 from moebius.mailbox_plan import grpc_message_bytes
 from moebius.models.read import read_geometry
+from moebius.progress import note_imports, take_phases
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
 from protos import expert_pb2, expert_pb2_grpc
 
@@ -108,6 +109,7 @@ class ExpertProcess:
         metrics = start_metrics_server(experts.expert_metrics_port, make_registry(self._host), host)
         self._listen(experts.expert_address)
         try:
+            note_imports()
             if self._config.model.model:
                 self._host.load(SliceRequest.from_config(self._config))
             self._serve()
@@ -143,6 +145,7 @@ class ExpertProcess:
                 format=loaded.weight_format,
                 packed_bytes=loaded.engine.packed_bytes,
                 seconds=round(loaded.seconds, 3),
+                phases=take_phases(),
                 isa=loaded.engine.isa,
                 threads=loaded.engine.num_threads,
             )

@@ -53,6 +53,7 @@ from gpu_service.scheduler.scheduler import Scheduler
 from moebius.config import MoebiusConfig
 from moebius.models.config import ModelConfig, ModelOverrides
 from moebius.models.read import read_model_config
+from moebius.progress import phase
 
 __all__ = ["Built", "WarmUpGate", "build_engine", "model_info"]
 
@@ -73,7 +74,8 @@ def build_engine(
     model_config = read_model_config(chosen.model, overrides)
     group = join_group(config, device)
     sizes = sizes_of(shard_config(model_config, group.parallel), STORAGE_DTYPES[config.gpu.kv_cache_dtype])
-    backends.install(device, config.gpu.attention_backend, TORCH_DTYPES[model_config.dtype], sizes)
+    shape = cache_shape(config.gpu, shard_config(model_config, group.parallel), device)
+    backends.install(device, config.gpu.attention_backend, shape.dtype, sizes, shape.attention_modules)
     stream = device_stream(device)
     with stream.active(), ExitStack() as undo:
         built = _assemble(config, model_config, group, stream, observer, on_output, undo)
@@ -105,7 +107,8 @@ def _assemble(
     wanted = memory.num_pages(model, geometry, resident, states, profiled)
     num_pages = group.minimum("num_pages", wanted)
     limits = scheduler_limits(gpu, model_config, num_pages)
-    kv_cache = shape.make(num_pages)
+    with phase("allocating the KV pool"):
+        kv_cache = shape.make(num_pages)
     memory.reached(KV)
     experts = connect_experts(config, moe, group, undo)
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)

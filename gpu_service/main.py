@@ -31,6 +31,7 @@ from moebius.config import MoebiusConfig
 from moebius.errors import USER_ERROR_EXIT, UserError, report_failure
 from moebius.grpc_refusal import RefuseUndecodableAsync
 from moebius.mailbox import MailboxError
+from moebius.progress import note_imports, phase, take_phases
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
 from protos import engine_pb2_grpc
 
@@ -165,7 +166,8 @@ async def _serve(config: MoebiusConfig) -> tuple[int, bool]:
     readiness = Readiness(report, built.engine, built.experts)
     built.engine.on_lost = lambda reason: _set_from_thread(loop, readiness.lost)
     watching = asyncio.create_task(readiness.watch())
-    _log.info("ready", address=config.gpu.gpu_address, model=info.served_model_name)
+    phases = take_phases()
+    _log.info("ready", address=config.gpu.gpu_address, model=info.served_model_name, phases=phases)
     losing = asyncio.create_task(readiness.lost.wait())
     await asyncio.wait((stopping, losing), return_when=asyncio.FIRST_COMPLETED)
     await drain(servicer, readiness, config.supervisor.stop_timeout_s, signals.hurry)
@@ -243,6 +245,7 @@ def _load(config: MoebiusConfig) -> tuple[Built, WarmUpGate, EngineTelemetry]:
     metrics = EngineMetrics(name)
     telemetry = EngineTelemetry(metrics, config.telemetry.expert_span_ratio)
     gate = WarmUpGate()
+    note_imports()
     built = build_engine(config, telemetry, gate.on_output)
     try:
         _warm_up(config, built, gate, metrics, name)
@@ -264,7 +267,8 @@ def _warm_up(
         metrics.describe_self_test(built.self_test.worst_by_layer)
     built.engine.start()
     timeout_s = config.supervisor.ready_timeout_s
-    gate.run(built.engine, built.model_config.vocab_size, timeout_s, built.warm_up_tokens)
+    with phase("running the first steps"):
+        gate.run(built.engine, built.model_config.vocab_size, timeout_s, built.warm_up_tokens)
     if built.recorder is not None and config.placement.expert_recorder != "off":
         # What the warm-up chose is no request's.
         built.recorder.start(config.placement.expert_recorder)
@@ -281,6 +285,7 @@ def run_follower(config: MoebiusConfig) -> int:
     A group that is lost ends the process from within (`parallel.join.end_process`).
     """
     rank = config.parallel.rank
+    note_imports()
     built = build_engine(config, NullObserver(), lambda deltas: None)
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -290,7 +295,7 @@ def run_follower(config: MoebiusConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     built.engine.start()
-    _log.info("ready", rank=rank)
+    _log.info("ready", rank=rank, phases=take_phases())
     # Returns when rank 0 has sent the end.
     built.engine.join()
     built.close()

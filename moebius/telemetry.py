@@ -48,7 +48,16 @@ __all__ = [
 
 
 # Libraries whose "info" is a debug trace to an operator.
-QUIET_LOGGERS = ("httpx", "httpcore", "urllib3", "asyncio", "grpc", "uvicorn.access", "filelock")
+QUIET_LOGGERS = (
+    "httpx",
+    "httpcore",
+    "urllib3",
+    "asyncio",
+    "grpc",
+    "uvicorn.access",
+    "uvicorn.error",
+    "filelock",
+)
 
 
 def configure_logging(settings: TelemetryConfig, process: str) -> None:

@@ -26,6 +26,7 @@ from moebius.models.config import ModelConfig
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
 from moebius.placement import make_placement
+from moebius.progress import phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ def connect_experts(
     assert shared is not None
     experts = CheckedExperts(shared)
     undo.callback(experts.close)
-    experts.wait_ready(config.supervisor.ready_timeout_s)
+    with phase("waiting for expert servers"):
+        experts.wait_ready(config.supervisor.ready_timeout_s)
     return experts
 
 
@@ -132,7 +134,8 @@ def check_experts(
     if moe is None:
         return None
     tested = ExpertsUnderTest(moe.geometry, moe.layers, experts, resident, stream, dtype, group.parallel)
-    report = run_self_test(config, tested)
+    with phase("testing experts"):
+        report = run_self_test(config, tested)
     if experts is not None:
         experts.check_with(None if report is None else partial(check_again, tested, report))
     return report

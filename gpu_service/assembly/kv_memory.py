@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 import torch
@@ -25,6 +26,7 @@ from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
 from moebius.models.geometry import MoeGeometry
+from moebius.progress import phase
 
 _log = structlog.get_logger(__name__)
 # A CPU shares its memory with the expert servers, so the pool does not take what is left.
@@ -47,6 +49,12 @@ class CacheShape:
     def page_bytes(self) -> int:
         """One page over all layers."""
         return page_bytes(self.config, self.page_size, self.storage_dtype)
+
+    def attention_modules(self) -> list[Any]:
+        """What FlashInfer has to compile for attention over such pages. Imports FlashInfer."""
+        from gpu_service.attention.flashinfer_plan import attention_modules
+
+        return attention_modules(self.config, self.dtype, self.storage_dtype)
 
     def make(self, num_pages: int) -> PagedCache:
         """A cache of so many pages."""
@@ -134,19 +142,20 @@ class DeviceKvMemory(KvMemory):
         config, shape = self._config, self._shape
         memory = make_device_memory(shape.device)
         assert memory is not None
-        measured = profile_activations(
-            model,
-            shape.make,
-            lambda cache: make_attention(shape.config, cache, shape.device, config.gpu.attention_backend),
-            geometry,
-            StepSize.largest(config.gpu),
-            shape.page_size,
-            memory,
-            resident=resident,
-            states=states,
-            vocab_size=model.config.vocab_size,
-            streamed=streamed,
-        )
+        with phase("profiling the largest step"):
+            measured = profile_activations(
+                model,
+                shape.make,
+                lambda cache: make_attention(shape.config, cache, shape.device, config.gpu.attention_backend),
+                geometry,
+                StepSize.largest(config.gpu),
+                shape.page_size,
+                memory,
+                resident=resident,
+                states=states,
+                vocab_size=model.config.vocab_size,
+                streamed=streamed,
+            )
         self.ledger.activations(measured)
         return size_kv_pool(self.ledger.plan, config, model.config, memory.use())
 

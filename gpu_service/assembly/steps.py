@@ -18,6 +18,7 @@ from gpu_service.parallel.context import ParallelContext
 from gpu_service.scheduler.limits import SchedulerLimits
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.models.config import ModelConfig
+from moebius.progress import phase
 
 _log = structlog.get_logger(__name__)
 
@@ -69,7 +70,8 @@ def attention_that_runs(
     """
 
     def try_out(attention: Attention) -> None:
-        warm_up_attention(attention, limits.context_limit)
+        with phase("trying attention kernels"):
+            warm_up_attention(attention, limits.context_limit)
 
     return make_attention(rank_config, cache, cache.device, gpu.attention_backend, try_out)
 

@@ -20,6 +20,9 @@ import torch
 
 from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer, check_step
 from gpu_service.attention.flashinfer_plan import (
+    CHUNK_KERNELS,
+    DECODE_KERNELS,
+    SCALAR_GROUPS,
     PageBounds,
     PlanStaging,
     captured_bytes,
@@ -34,13 +37,6 @@ from gpu_service.attention.flashinfer_plan import (
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.engine.step import ForwardInputs
 from moebius.models.config import ModelConfig
-
-# FlashInfer's kernels for Ampere serve decode, paged and ragged steps from one compiled module; those for
-# Hopper ("fa3", chunks only) are another minute of compiling, and pay only where long prompts dominate.
-DECODE_KERNELS = "fa2"
-CHUNK_KERNELS = "fa2"
-# Query heads per KV head from which decode is faster on tensor cores; other sizes have no kernel without.
-_SCALAR_GROUPS = (1, 2, 3)
 
 
 class FlashInferAttention(AttentionBackend):
@@ -97,7 +93,7 @@ class FlashInferAttention(AttentionBackend):
 
     @property
     def _tensor_cores(self) -> bool:
-        return self._group not in _SCALAR_GROUPS
+        return self._group not in SCALAR_GROUPS
 
     def plan(self, inputs: ForwardInputs) -> None:
         check_step(inputs, self.kv_cache.page_size)

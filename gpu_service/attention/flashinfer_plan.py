@@ -38,6 +38,14 @@ def missing_compiler() -> str:
     return ""
 
 
+# FlashInfer's kernels for Ampere serve decode, paged and ragged steps from one compiled module; those for
+# Hopper ("fa3", chunks only) are another minute of compiling, and pay only where long prompts dominate.
+DECODE_KERNELS = "fa2"
+CHUNK_KERNELS = "fa2"
+# Query heads per KV head from which decode is faster on tensor cores; other sizes have no kernel without.
+SCALAR_GROUPS = (1, 2, 3)
+
+
 def unsupported_types(dtype: torch.dtype, head_dim: int) -> str:
     """Why FlashInfer has no kernel for these activations; empty: it has."""
     if dtype not in HALF_TYPES:
@@ -65,6 +73,27 @@ def unsupported_device(device: torch.device) -> str:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"FlashInfer needs compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
     return missing_compiler()
+
+
+def attention_modules(config: ModelConfig, dtype: torch.dtype, storage_dtype: torch.dtype) -> list[Any]:
+    """What the wrappers of grouped-query attention will compile (`JitSpec`s), so that it can be done before.
+
+    Of a rank's own configuration; empty where FlashInfer is not used, and for latents, whose wrappers compile
+    at their first plan.
+    """
+    if config.mla is not None or unsupported_layers(config) or unsupported_types(dtype, config.head_dim):
+        return []
+    from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
+
+    types = dtype, storage_dtype, dtype, torch.int32
+    # No rotation in the kernel, no window, no soft cap.
+    sizes = config.head_dim, config.head_dim, 0, False, False
+    modules = [gen_batch_prefill_module(CHUNK_KERNELS, *types, *sizes, False)]
+    if config.num_heads // config.num_kv_heads in SCALAR_GROUPS:
+        modules.append(gen_batch_decode_module(*types, *sizes))
+    elif DECODE_KERNELS != CHUNK_KERNELS:
+        modules.append(gen_batch_prefill_module(DECODE_KERNELS, *types, *sizes, False))
+    return modules
 
 
 MIB = 2**20

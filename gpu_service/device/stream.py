@@ -10,7 +10,7 @@ would block the host until the device has done all earlier work.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -120,6 +120,14 @@ class CudaDeviceStream(DeviceStream):
 
     def synchronize(self) -> None:
         self.stream.synchronize()
+
+
+def stream_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the caller's current stream another thread's: memory that is filled belongs to one stream."""
+    if device.type != "cuda":
+        return nullcontext
+    stream = torch.cuda.current_stream(device)
+    return lambda: torch.cuda.stream(stream)
 
 
 def device_stream(device: torch.device) -> DeviceStream:

@@ -19,6 +19,7 @@ from gpu_service.device.stream import Uploader, packed_offsets
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.results import Sampled
 from gpu_service.engine.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows
+from moebius.progress import counted
 
 _log = structlog.get_logger(__name__)
 # Runs before a capture: the first compiles and loads, the second finds everything in place.
@@ -98,7 +99,7 @@ class DecodeGraphs:
 
         Raises RuntimeError naming the size that can not be captured.
         """
-        for size in reversed(self._sizes):
+        for size in counted(reversed(self._sizes), "capturing decode graphs", len(self._sizes)):
             try:
                 self._graphs[size] = self._capture(size)
             except Exception as error:

@@ -8,13 +8,16 @@ together. Towers stay in floating point in every published checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from gpu_service.device.stream import stream_of
 from gpu_service.loader.names import Target, expected_names, wanted_name
 from gpu_service.loader.sources import (
     LoadContext,
@@ -40,7 +43,10 @@ from moebius.models.checkpoint import check_mtp_layers, open_index
 from moebius.models.config import ModelConfig
 from moebius.models.registry import vision_family
 from moebius.models.tied_head import is_stored_as_head
+from moebius.progress import Progress, phase
 
+# Memory takes no more, and each holds a tensor.
+_MAX_THREADS = 16
 # How many names an error lists before it only counts the rest.
 _MAX_LISTED = 20
 
@@ -218,13 +224,45 @@ def load_weights(model: CausalLM, directory: str | Path, *, keep_fp8: bool = Fal
     model is unusable after an error.
     """
     expected, sources = _find(model, directory, keep_fp8)
-    threads = torch.get_num_threads()
-    with SliceReader() as reader, ThreadPoolExecutor(threads) as workers:
-        context = LoadContext(reader, workers, threads)
-        for name, target in expected.items():
-            sources[name].fill(target, context, model.device)
+    weights = sum(target.rows.size * _row_bytes(target) for target in expected.values())
+    with phase("loading dense weights", weights, "GB") as progress:
+        _fill_all([(target, sources[name]) for name, target in expected.items()], model.device, progress)
     _check_no_meta(model)
     model.pack()
+
+
+def _row_bytes(target: Target) -> int:
+    """Of the parameter, the part that this process has of a row."""
+    return target.module.get_parameter(target.parameter)[:1].nbytes
+
+
+def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device, progress: Progress) -> None:
+    """Largest first, a tensor per thread: they decode and round. Raises what a thread raises."""
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    left = iter(sorted(work, key=lambda pair: -pair[0].rows.size * _row_bytes(pair[0])))
+    lock, active = threading.Lock(), stream_of(device)
+
+    def fill_some(workers: ThreadPoolExecutor) -> None:
+        with active(), SliceReader() as reader:
+            context = LoadContext(reader, workers, threads)
+            while True:
+                with lock:
+                    item = next(left, None)
+                if item is None:
+                    return
+                target, source = item
+                try:
+                    source.fill(target, context, device)
+                except BaseException:
+                    with lock:  # the other threads need not read the rest
+                        list(left)
+                    raise
+                progress.advance(target.rows.size * _row_bytes(target))
+
+    # Two pools: a thread that fills waits for those that dequantise blocks of one matrix for it.
+    with ThreadPoolExecutor(threads, "dense") as fillers, ThreadPoolExecutor(threads, "blocks") as workers:
+        for done in [fillers.submit(fill_some, workers) for _ in range(threads)]:
+            done.result()
 
 
 def shape_weights(model: CausalLM, chosen: ModelConfigSection) -> None:

@@ -8,6 +8,7 @@ layers may stay in the fp8 they are stored in: codes as they are, scales repeate
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -65,15 +66,20 @@ def as_torch(array: Array, dtype: str) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+# Several targets fill one parameter.
+_making = threading.Lock()
+
+
 def target_rows(target: Target, parameter: str, device: torch.device) -> torch.Tensor:
-    """The rows that a target fills of a parameter of its module."""
-    found = target.module.get_parameter(parameter)
-    if found.is_meta:
-        # Rows that no tensor fills (a padded vocabulary) must be finite.
-        make = torch.empty if target.rows.size == found.shape[0] else torch.zeros
-        memory = make(found.shape, dtype=found.dtype, device=device)
-        found = nn.Parameter(memory, requires_grad=False)
-        setattr(target.module, parameter, found)
+    """The rows that a target fills of a parameter of its module; any thread may be the first to ask."""
+    with _making:
+        found = target.module.get_parameter(parameter)
+        if found.is_meta:
+            # Rows that no tensor fills (a padded vocabulary) must be finite.
+            make = torch.empty if target.rows.size == found.shape[0] else torch.zeros
+            memory = make(found.shape, dtype=found.dtype, device=device)
+            found = nn.Parameter(memory, requires_grad=False)
+            setattr(target.module, parameter, found)
     return found.data.narrow(0, target.begin, target.rows.size)
 
 

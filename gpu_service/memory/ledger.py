@@ -63,7 +63,7 @@ class MemoryLedger:
         self.measured[part] = self.measured.get(part, 0) + now.allocated - self._last.allocated
         self._last = now
         planned = self.plan.of(part)
-        _log.info(
+        _log.debug(
             "GPU memory",
             part=part,
             gib=round(self.measured[part] / GIB, 3),

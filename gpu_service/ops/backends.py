@@ -26,6 +26,7 @@ from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.router import route
 from gpu_service.ops.sampling import argmax_and_finite, truncate_probabilities
 from moebius.errors import brief
+from moebius.progress import counted
 
 _log = structlog.get_logger(__name__)
 
@@ -72,8 +73,11 @@ def install(
     backend: str = "auto",
     dtype: torch.dtype = torch.bfloat16,
     sizes: Sequence[Sizes] = (SMALL,),
+    attention_modules: Callable[[], Sequence[Any]] = tuple,
 ) -> dict[str, str]:
     """Choose for a device and for activations of a dtype; afterwards every op dispatches there.
+
+    `attention_modules`: what FlashInfer has to compile for attention as well, at the same time.
 
     Every implementation is called once with arguments of each of `sizes`, a model's own (which also compiles
     it, and shows whether it fits on the device): one that fails, or a library that is missing, costs a
@@ -83,7 +87,7 @@ def install(
     """
     if device.type != "cuda":
         return {}
-    return install_tables(device, load_tables(BACKENDS[backend]), dtype, sizes)
+    return install_tables(device, load_tables(BACKENDS[backend], attention_modules), dtype, sizes)
 
 
 def install_tables(
@@ -91,7 +95,7 @@ def install_tables(
 ) -> dict[str, str]:
     """The same from tables already loaded, in order of preference, and for a device of any type."""
     chosen, failures = {}, _Failures()
-    for op in OPS:
+    for op in counted(OPS, "trying GPU kernels", len(OPS)):
         op.use(device.type, None)
         chain = _usable(op, tables, _TryOut(device, dtype, sizes), failures)
         if chain:
@@ -110,14 +114,16 @@ def uninstall(device_type: str) -> None:
         op.use(device_type, None)
 
 
-def load_tables(names: Sequence[str]) -> dict[str, Mapping[str, Implementation]]:
+def load_tables(
+    names: Sequence[str], attention_modules: Callable[[], Sequence[Any]] = tuple
+) -> dict[str, Mapping[str, Implementation]]:
     """Import libraries and let them compile; one warning for each that can not be used here."""
     tables: dict[str, Mapping[str, Implementation]] = {}
     for name in names:
         try:
             table = import_module(_TABLES[name])
             if hasattr(table, "prepare"):
-                table.prepare()
+                table.prepare(attention_modules())
             tables[name] = table.IMPLEMENTATIONS
         # Libraries check versions, compilers and drivers, each with exceptions of its own.
         except Exception as error:

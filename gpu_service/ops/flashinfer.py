@@ -8,7 +8,7 @@ family has it and it would be compiled for nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from flashinfer.jit.sampling import gen_sampling_module
 from gpu_service.ops import rope
 from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import RopeTable
+from moebius.progress import counted
 
 
 def can_append_kv(
@@ -203,8 +204,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def prepare() -> None:
-    """Compiles side by side what the chosen ops need; one after the other would take the sum of the times.
+def prepare(attention: Sequence[Any] = ()) -> None:
+    """Compiles side by side what the chosen ops need, and modules of `attention`: each takes up to a minute.
 
     What was compiled before is only checked. Raises what FlashInfer raises without a CUDA compiler.
     """
@@ -212,7 +213,7 @@ def prepare() -> None:
     # With its Python compiler installed the norms come from there, each in a second.
     if getattr(norm, "_USE_CUDA_NORM", True):
         specs.append(gen_norm_module())
-    compile_modules(specs)
+    compile_modules([*specs, *attention])
 
 
 def compile_modules(specs: Sequence[Any]) -> None:
@@ -222,7 +223,8 @@ def compile_modules(specs: Sequence[Any]) -> None:
     other's outputs stale, and every start compiles everything twice.
     """
     with ThreadPoolExecutor(len(specs), "flashinfer-jit") as pool:
-        for built in [pool.submit(spec.build, verbose=False) for spec in specs]:
+        building = [pool.submit(spec.build, verbose=False) for spec in specs]
+        for built in counted(as_completed(building), "compiling FlashInfer modules", len(specs)):
             built.result()
 
 

@@ -138,6 +138,40 @@ def gen_act_and_mul_module(act_func_name: str) -> FakeSpec:
     return FakeSpec(act_func_name)
 
 
+def gen_batch_prefill_module(
+    backend: str,
+    dtype_q: torch.dtype,
+    dtype_kv: torch.dtype,
+    dtype_o: torch.dtype,
+    dtype_idx: torch.dtype,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    pos_encoding_mode: int,
+    use_sliding_window: bool,
+    use_logits_soft_cap: bool,
+    use_fp16_qk_reduction: bool,
+) -> FakeSpec:
+    assert dtype_q == dtype_o
+    assert [use_sliding_window, use_logits_soft_cap, use_fp16_qk_reduction, pos_encoding_mode] == [0] * 4
+    return FakeSpec(f"prefill {backend} {dtype_kv} {dtype_idx} {head_dim_qk} {head_dim_vo}")
+
+
+def gen_batch_decode_module(
+    dtype_q: torch.dtype,
+    dtype_kv: torch.dtype,
+    dtype_o: torch.dtype,
+    dtype_idx: torch.dtype,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    pos_encoding_mode: int,
+    use_sliding_window: bool,
+    use_logits_soft_cap: bool,
+) -> FakeSpec:
+    assert dtype_q == dtype_o
+    assert [use_sliding_window, use_logits_soft_cap, pos_encoding_mode] == [0] * 3
+    return FakeSpec(f"decode {dtype_kv} {dtype_idx} {head_dim_qk} {head_dim_vo}")
+
+
 BUILT: list[str] = []
 
 
@@ -147,7 +181,7 @@ _MODULES = {
     "rope": (apply_rope_with_cos_sin_cache_inplace,),
     "page": (append_paged_kv_cache,),
     "sampling": (top_k_renorm_probs, top_p_renorm_probs),
-    "jit": (),
+    "jit": (gen_batch_prefill_module, gen_batch_decode_module),
     "jit.norm": (gen_norm_module,),
     "jit.activation": (gen_act_and_mul_module,),
     "jit.sampling": (gen_sampling_module,),

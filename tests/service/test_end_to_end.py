@@ -43,6 +43,18 @@ def test_openai_client(stack: Stack, check: Callable[[str, str], None]) -> None:
     check(stack.base_url, MODEL)
 
 
+def test_a_quiet_start_fits_a_screen(stack: Stack) -> None:
+    """What is printed until the system is ready can be read at a glance; every process says what took how
+    long, and whatever took longer is what the supervisor waited for."""
+    before = stack.log.read_text().partition("\nReady: ")[0].splitlines()
+    quick = [line for line in before if "waiting for" not in line and "finished: " not in line]
+    assert len(quick) <= 26, "\n".join(quick)
+    summaries = [line for line in before if "phases=" in line]
+    assert len(summaries) == 3
+    assert sum("packing experts" in line for line in summaries) == 2
+    assert sum("loading dense weights" in line for line in summaries) == 1
+
+
 def test_answer_is_coherent(stack: Stack) -> None:
     """A real question gets the real answer through template, engine, mailbox and detokeniser."""
     answer = client_of(stack).chat.completions.create(

@@ -14,12 +14,15 @@ import torch
 from structlog.testing import capture_logs
 
 import tests.helpers.triton_interpreter  # noqa: F401
+from gpu_service.attention.flashinfer_plan import attention_modules
+from gpu_service.cache.fp8 import E4M3
 from gpu_service.ops import backends, examples
 from gpu_service.ops.activation import silu_and_mul
 from gpu_service.ops.backends import OPS, install, install_tables, load_tables, uninstall
 from gpu_service.ops.kv import append_kv
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.registry import Implementation
+from tests.helpers.attention_cases import Geometry
 from tests.helpers.compile_cases import published
 from tests.helpers.fake_flashinfer import BUILT, install_fake_flashinfer
 from tests.helpers.ops import assert_same_op, example
@@ -84,6 +87,29 @@ def test_flashinfer_adapters_pass_what_flashinfer_documents(
     assert sorted(BUILT) == ["norm", "sampling", "silu"], "compiled together, and before the first call"
     for op in OPS:
         assert_same_op(op, op, example(op, CPU, torch.float16), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("heads", "storage", "modules"),
+    [
+        (8, torch.float16, ["prefill fa2 torch.float16 torch.int32 64 64"]),
+        (8, E4M3, ["prefill fa2 torch.float8_e4m3fn torch.int32 64 64"]),
+        (
+            4,
+            torch.float16,
+            ["decode torch.float16 torch.int32 64 64", "prefill fa2 torch.float16 torch.int32 64 64"],
+        ),
+    ],
+)
+def test_attention_is_compiled_beside_the_ops(
+    monkeypatch: pytest.MonkeyPatch, heads: int, storage: torch.dtype, modules: list[str]
+) -> None:
+    """What the model's attention calls is compiled at the same time, not at the first step."""
+    install_fake_flashinfer(monkeypatch)
+    config = Geometry(num_heads=heads, num_kv_heads=2, head_dim=64).config()
+    load_tables(["flashinfer"], lambda: attention_modules(config, torch.float16, storage))
+    assert sorted(BUILT) == sorted([*modules, "norm", "sampling", "silu"])
+    assert attention_modules(config, torch.float32, torch.float32) == []
 
 
 def test_arguments_beyond_a_library_go_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

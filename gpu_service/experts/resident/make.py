@@ -6,14 +6,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import structlog
 import torch
 
+from gpu_service.device.stream import stream_of
 from gpu_service.experts.resident.experts import (
     LayerSlots,
     ResidentExperts,
@@ -29,6 +28,7 @@ from moebius.config import MoebiusConfig
 from moebius.errors import UserError, brief
 from moebius.models.geometry import MoeGeometry
 from moebius.placement import Placement, make_placement
+from moebius.progress import phase
 
 _log = structlog.get_logger(__name__)
 _MAX_THREADS = 16
@@ -136,7 +136,7 @@ def _load(
     )
     errors: dict[int, list[float]] = {layer: [0.0, 0.0] for layer in chosen}
     lock = threading.Lock()
-    active = _stream_of(next(iter(slots.values())).weights.device)
+    active = stream_of(next(iter(slots.values())).weights.device)
 
     def load_some() -> None:
         with active(), MappedReader() as reader:
@@ -154,12 +154,16 @@ def _load(
                     with lock:  # the other threads need not read the rest
                         list(work)
                     raise
+                progress.advance(found.packed.nbytes)
                 with lock:
                     errors[layer][0] += found.squared_error
                     errors[layer][1] += found.squared_reference
 
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads, "resident") as pool:
+    with (
+        phase("loading resident experts", sum(s.weights.nbytes for s in slots.values()), "GB") as progress,
+        ThreadPoolExecutor(threads, "resident") as pool,
+    ):
         for done in [pool.submit(load_some) for _ in range(threads)]:
             done.result()
     _check_errors(errors, max_error)
@@ -172,14 +176,6 @@ def _load(
         gib=round(sum(s.weights.nbytes for s in slots.values()) / 2**30, 3),
         seconds=round(time.monotonic() - started, 2),
     )
-
-
-def _stream_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes the caller's current stream another thread's: slots are filled in the order they were made."""
-    if device.type != "cuda":
-        return nullcontext
-    stream = torch.cuda.current_stream(device)
-    return lambda: torch.cuda.stream(stream)
 
 
 def _check_errors(errors: dict[int, list[float]], max_error: float) -> None:

@@ -5,10 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from moebius.app.supervisor.plan import ServePlan, process_names
-from moebius.app.supervisor.supervisor import EventCallback, State, Supervisor
+from moebius.app.supervisor.supervisor import State, Supervisor
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+# Seconds between two lines about what is waited for: when there is a new phase, and when there is none.
+NEW_PHASE_S, SAME_PHASES_S = 2.0, 10.0
 
 
 @contextlib.contextmanager
@@ -17,8 +25,10 @@ def running(serve_plan: ServePlan) -> Iterator[Supervisor]:
 
     When a signal came first, the supervisor that is yielded is already `stopping`.
     """
-    with _readiness(serve_plan) as on_event:
-        supervisor = Supervisor(serve_plan.plan, serve_plan.timing, on_event)
+    with _start_view(serve_plan) as view:
+        # JSON lines stay what the processes log.
+        on_waiting = None if serve_plan.plan.json_logs else view.on_waiting
+        supervisor = Supervisor(serve_plan.plan, serve_plan.timing, view.on_event, on_waiting)
         with contextlib.ExitStack() as stack:
             stack.enter_context(supervisor)
             supervisor.wait_ready()
@@ -28,27 +38,64 @@ def running(serve_plan: ServePlan) -> Iterator[Supervisor]:
         yield supervisor
 
 
+class StartView(ABC):
+    """Shows a start-up to people."""
+
+    @abstractmethod
+    def on_event(self, name: str, state: State) -> None:
+        """A process is in another state."""
+
+    @abstractmethod
+    def on_waiting(self, waiting: Mapping[str, str]) -> None:
+        """Which processes are not ready yet, and what they do; called several times a second."""
+
+
+class LineView(StartView):
+    """A line per event, and one now and then that says what is waited for; `clock` is in seconds."""
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._write, self._clock = write, clock
+        self._begin = self._written_at = clock()
+        self._phases: set[str] = set()
+
+    def on_event(self, name: str, state: State) -> None:
+        self._write(f"{name}: {state} after {self._clock() - self._begin:.1f} s")
+
+    def on_waiting(self, waiting: Mapping[str, str]) -> None:
+        now = self._clock()
+        phases = {f"{name} {text.partition(',')[0]}" for name, text in waiting.items() if text}
+        pause_s = NEW_PHASE_S if phases - self._phases else SAME_PHASES_S
+        if now - self._written_at < pause_s:
+            return
+        self._written_at, self._phases = now, phases
+        listed = ", ".join(f"{name} ({text})" if text else name for name, text in waiting.items())
+        self._write(f"waiting for {listed}; {now - self._begin:.0f} s since the start")
+
+
+class BarView(StartView):
+    """A moving line per process, on a terminal."""
+
+    def __init__(self, display: Progress, names: Sequence[str]) -> None:
+        self._display = display
+        self._tasks = {name: display.add_task(f"{name:<9} waiting", total=1) for name in names}
+
+    def on_event(self, name: str, state: State) -> None:
+        description = f"{name:<9} {state}"
+        self._display.update(self._tasks[name], description=description, completed=int(state == "ready"))
+
+    def on_waiting(self, waiting: Mapping[str, str]) -> None:
+        for name, text in waiting.items():
+            self._display.update(self._tasks[name], description=f"{name:<9} {text or 'starting'}")
+
+
 @contextlib.contextmanager
-def _readiness(serve_plan: ServePlan) -> Iterator[EventCallback]:
-    """A callback that shows states: moving bars on a terminal, a line per event elsewhere."""
-    begin = time.monotonic()
+def _start_view(serve_plan: ServePlan) -> Iterator[StartView]:
     if not sys.stderr.isatty():
-
-        def print_event(name: str, state: State) -> None:
-            print(f"{name}: {state} after {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
-
-        yield print_event
+        yield LineView(lambda line: print(line, file=sys.stderr, flush=True))
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as display:
-        tasks = {
-            name: display.add_task(f"{name:<9} waiting", total=1) for name in process_names(serve_plan.plan)
-        }
-
-        def show_event(name: str, state: State) -> None:
-            display.update(tasks[name], description=f"{name:<9} {state}", completed=int(state == "ready"))
-
-        yield show_event
+        yield BarView(display, process_names(serve_plan.plan))

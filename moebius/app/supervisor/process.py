@@ -17,6 +17,7 @@ from typing import IO
 
 from moebius.app.supervisor.health import Hang, ProcessSpec, Timing, Watch
 from moebius.errors import FAILURE_MARK, USER_ERROR_EXIT, WRONG_IDENTITY_EXIT
+from moebius.progress import is_end_of_phase, text_of_line
 
 CHILD_PROGRAM = str(Path(__file__).with_name("child.py"))
 # A process that was ready for this long starts its next series of restarts with the shortest pause.
@@ -61,6 +62,10 @@ class ManagedProcess:
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         # Why it could not start, as it said itself; empty: it did, or said nothing.
         self.cause = ""
+        # What it is doing and how far that is, by its last word of it; empty: nothing that takes long.
+        self.progress = ""
+        # Lines about that are not forwarded: whoever reads `progress` shows it.
+        self.withholds_progress = False
 
     @property
     def pid(self) -> int | None:
@@ -105,7 +110,7 @@ class ManagedProcess:
         """Starts the program in its own process group, with its output forwarded to our stderr."""
         cpus = ",".join(map(str, self.spec.cpus)) or "-"
         wrapper = [sys.executable, "-I", "-S", CHILD_PROGRAM, str(os.getpid()), cpus]
-        self.cause = ""
+        self.cause = self.progress = ""
         self._popen = subprocess.Popen(
             [*wrapper, *self.spec.command],
             stdin=subprocess.DEVNULL,
@@ -219,6 +224,12 @@ class ManagedProcess:
                     self.cause = text.removeprefix(FAILURE_MARK)
                     continue
                 self._tail.append(text)
+                if (found := text_of_line(text)) is not None:
+                    self.progress = found
+                    if self.withholds_progress:
+                        continue
+                elif is_end_of_phase(text):
+                    self.progress = ""
                 with contextlib.suppress(OSError, ValueError):  # our own stderr may be closed already
                     sys.stderr.buffer.write(self._prefix + line.rstrip(b"\n") + b"\n")
                     sys.stderr.buffer.flush()

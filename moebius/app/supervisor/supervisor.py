@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Literal
 
@@ -66,6 +66,8 @@ HURRY_AFTER_S = 0.5
 State = Literal["starting", "ready", "died", "stopped"]
 EventCallback = Callable[[str, State], None]
 """Called as `callback(process_name, state)` from the main thread."""
+WaitingCallback = Callable[[Mapping[str, str]], None]
+"""Called often from the main thread during a start: what processes that are not ready do; "": not said."""
 
 log = structlog.get_logger(__name__)
 
@@ -77,9 +79,17 @@ class Supervisor:
     ignored before, as under nohup, stays ignored, here and in the processes.
     """
 
-    def __init__(self, plan: Plan, timing: Timing, on_event: EventCallback | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        timing: Timing,
+        on_event: EventCallback | None = None,
+        on_waiting: WaitingCallback | None = None,
+    ) -> None:
+        """With `on_waiting`, what processes say of their progress is shown there and not forwarded."""
         self._plan, self._timing = plan, timing
         self._on_event = on_event or (lambda name, state: None)
+        self._on_waiting = on_waiting
         self._directory = RunDirectory(plan.directory)
         self._segments: list[object] = []
         self._weights: WeightFiles | None = None
@@ -120,8 +130,11 @@ class Supervisor:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def silence_events(self) -> None:
-        """Stops calling `on_event`: whoever shows the start-up has seen its end."""
+        """Stops calling `on_event` and `on_waiting`: whoever shows the start-up has seen its end."""
         self._on_event = lambda name, state: None
+        self._on_waiting = None
+        for process in self.processes:
+            process.withholds_progress = False
 
     def wait_ready(self) -> bool:
         """Blocks until every process is ready; False when a signal came first.
@@ -138,6 +151,10 @@ class Supervisor:
                     self._on_event(process.spec.name, "ready")
             if all(process.ready for process in self.processes):
                 return True
+            if self._on_waiting is not None:
+                self._on_waiting(
+                    {process.spec.name: process.progress for process in self.processes if not process.ready}
+                )
             if time.monotonic() > end:
                 late = ", ".join(process.spec.name for process in self.processes if not process.ready)
                 limit = f"{self._timing.ready_timeout_s:g} s (ready_timeout_s)"
@@ -165,6 +182,7 @@ class Supervisor:
         self._segments = [segment.create() for segment in self._plan.segments]
         self._weights = WeightFiles(self._plan.weights)
         for process in self.processes:
+            process.withholds_progress = self._on_waiting is not None
             process.start()
             self._record()
             self._on_event(process.spec.name, "starting")

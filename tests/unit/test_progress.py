@@ -1,0 +1,155 @@
+"""Guards what people see of a start: nothing of quick phases, how far long ones are, what is waited for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from moebius.app.commands.running import LineView
+from moebius.app.supervisor.supervisor import Supervisor
+from moebius.config import TelemetryConfig
+from moebius.progress import (
+    counted,
+    is_end_of_phase,
+    note_imports,
+    phase,
+    take_phases,
+    text_of_line,
+)
+from moebius.telemetry import configure_logging
+from tests.helpers.fake_programs import OBEDIENT, QUICK, plan, spec
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """Puts the test process's own logging set-up back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()
+
+
+def wait_for(logs: list[structlog.typing.EventDict], count: int) -> None:
+    end = time.monotonic() + 30
+    while len(logs) < count and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+def test_a_quick_phase_says_nothing() -> None:
+    """Neither while it runs nor at its end; its time is kept for the summary."""
+    take_phases()
+    with capture_logs() as logs:
+        assert list(counted("ab", "reading", 2)) == ["a", "b"]
+        with phase("reading"):
+            pass
+    assert logs == []
+    assert list(take_phases()) == ["reading"]
+    assert take_phases() == {}
+
+
+def test_a_long_phase_says_how_far_it_is_while_its_work_blocks() -> None:
+    """Lines come from another thread: the work may be one call that returns at the end."""
+    with capture_logs() as logs:
+        with phase("loading", 17_000_000_000, "GB", first_s=0.01) as progress:
+            threads = [threading.Thread(target=progress.advance, args=(1_300_000_000,)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            wait_for(logs, 1)
+            before = len(logs)
+            wait_for(logs, before + 1)
+        events = [line["event"] for line in logs]
+    assert text_of_line(events[before]) == "loading, 5.2 of 17.0 GB, 0 s"
+    assert events[-1] == "finished: loading, 5.2 of 17.0 GB, 0 s"
+
+
+def test_a_phase_that_fails_ends() -> None:
+    """An error passes through, and nothing is said of the phase afterwards."""
+
+    def fail(logs: list[structlog.typing.EventDict]) -> None:
+        with phase("loading", first_s=0.01):
+            wait_for(logs, 1)
+            raise ValueError("damaged")
+
+    with capture_logs() as logs:
+        with pytest.raises(ValueError, match="damaged"):
+            fail(logs)
+        count = len(logs)
+        time.sleep(0.05)
+        assert len(logs) == count
+
+
+@pytest.mark.usefixtures("restored_logging")
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_lines_are_found_in_a_process_output(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rendered as any process does, progress is found as its text alone, and other lines are not."""
+    configure_logging(TelemetryConfig(log_format=log_format), "gpu")  # type: ignore[arg-type]
+    with phase("compiling modules", 4, first_s=0.01) as progress:
+        progress.advance(3)
+        time.sleep(0.1)
+    structlog.get_logger("moebius.test").info("kernels calibrated", seconds=3)
+    lines = capsys.readouterr().err.splitlines()
+    assert text_of_line(lines[0]) == "compiling modules, 3 of 4, 0 s"
+    assert [text_of_line(line) for line in lines[-2:]] == [None, None]
+    assert [is_end_of_phase(line) for line in lines[-2:]] == [True, False]
+
+
+def test_imports_count_from_the_process_start() -> None:
+    """The interpreter and its imports are part of a start, though no code of ours runs yet."""
+    take_phases()
+    note_imports()
+    assert 0 < take_phases()["starting Python"] < 100_000
+
+
+def test_waiting_is_shown_at_new_phases_and_now_and_then() -> None:
+    """A line when somebody begins a phase, else one every ten seconds; the text says since when."""
+    now, lines = [100.0], list[str]()
+    view = LineView(lines.append, clock=lambda: now[0])
+    for seconds, text in ((1, ""), (3, "loading, 1 of 4, 2 s"), (5, "loading, 2 of 4, 4 s")):
+        now[0] = 100.0 + seconds
+        view.on_waiting({"gpu": text, "gateway": ""})
+    assert lines == ["waiting for gpu (loading, 1 of 4, 2 s), gateway; 3 s since the start"]
+    now[0] = 106.0
+    view.on_waiting({"gpu": "compiling, 2 s"})
+    now[0] = 107.0
+    view.on_waiting({"gpu": "capturing, 2 s"})
+    now[0] = 117.0
+    view.on_waiting({"gpu": "capturing, 12 s"})
+    assert [line.partition(" s)")[0] for line in lines[1:]] == [
+        "waiting for gpu (compiling, 2",
+        "waiting for gpu (capturing, 12",
+    ]
+
+
+SLOW = """
+import time, sys
+print("12:00:00 [info     ] in progress: packing experts, 1.0 of 2.0 GB, 3 s [moebius.progress]", flush=True)
+print("12:00:00 [info     ] something else [x]", flush=True)
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_supervisor_shows_what_a_process_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], shown: bool
+) -> None:
+    """Where somebody shows progress its lines are not repeated; where nobody does they are forwarded."""
+    seen: list[dict[str, str]] = []
+    on_waiting = (lambda waiting: seen.append(dict(waiting))) if shown else None
+    one = plan(tmp_path, spec("expert", SLOW + OBEDIENT, tmp_path, stop_stage=0))
+    with Supervisor(one, QUICK, on_waiting=on_waiting) as supervisor:
+        assert supervisor.wait_ready()
+    output = capfd.readouterr().err
+    assert ("packing experts" in output) is not shown
+    assert "something else" in output
+    if shown:
+        assert {"expert": "packing experts, 1.0 of 2.0 GB, 3 s"} in seen
