@@ -62,7 +62,7 @@ def serving(
                 words = log.read_text(errors="replace")[-1000:]
                 raise UserError(f"{' '.join(command)}: {why}; {log} ends with:\n{words}")
             time.sleep(_POLL_S)
-        client = ApiClient(base_url)
+        client = ApiClient(base_url, keep_alive=False)
         yield RunningServer(client, time.monotonic() - begin, body)
         client.close()
     finally:

@@ -43,11 +43,12 @@ class ListedModel:
 class ApiClient:
     """Talks to one server. Every error is a UserError that names the address and what it answered."""
 
-    def __init__(self, base_url: str, api_key: str = "") -> None:
+    def __init__(self, base_url: str, api_key: str = "", keep_alive: bool = True) -> None:
+        """Without `keep_alive` every request has a connection of its own: some servers end them unasked."""
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None if keep_alive else 0)
         try:
             self._http = httpx.Client(
                 base_url=self._base_url, headers=headers, timeout=timeout, limits=limits, trust_env=False

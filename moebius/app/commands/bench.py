@@ -1,4 +1,4 @@
-"""`moebius bench mailbox|decode|kernels|quota|load`, and `engine|placement|steps` of an engine run here."""
+"""`moebius bench mailbox|decode|kernels|quota|load|start`, and `engine|placement|steps` of an engine here."""
 
 from __future__ import annotations
 
@@ -270,6 +270,15 @@ def steps(
 
     _quiet()
     run(with_checkpoint(config), StepsOptions(streams, count, prompt_len, temperature, trace), json_file)
+
+
+@app.command()
+@with_settings()
+def start(config: MoebiusConfig, json_file: JsonFile = None) -> None:
+    """Seconds until a model is served: cold, warm, and after the death of an expert server."""
+    from moebius.app.bench.start import run
+
+    run(with_checkpoint(config), json_file)
 
 
 def _torch_first() -> None:
