@@ -53,7 +53,6 @@ from gpu_service.scheduler.scheduler import Scheduler
 from moebius.config import MoebiusConfig
 from moebius.models.config import ModelConfig, ModelOverrides
 from moebius.models.read import read_model_config
-from moebius.progress import phase
 
 __all__ = ["Built", "WarmUpGate", "build_engine", "model_info"]
 
@@ -107,8 +106,7 @@ def _assemble(
     wanted = memory.num_pages(model, geometry, resident, states, profiled)
     num_pages = group.minimum("num_pages", wanted)
     limits = scheduler_limits(gpu, model_config, num_pages)
-    with phase("allocating the KV pool"):
-        kv_cache = shape.make(num_pages)
+    kv_cache = shape.make_pool(num_pages)
     memory.reached(KV)
     experts = connect_experts(config, moe, group, undo)
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)

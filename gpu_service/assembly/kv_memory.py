@@ -60,6 +60,11 @@ class CacheShape:
         """A cache of so many pages."""
         return make_cache(self.config, num_pages, self.page_size, self.dtype, self.device, self.storage_dtype)
 
+    def make_pool(self, num_pages: int) -> PagedCache:
+        """The same for the service: a phase of the start."""
+        with phase("allocating the KV pool"):
+            return self.make(num_pages)
+
 
 def cache_shape(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> CacheShape:
     """What the settings ask for."""
