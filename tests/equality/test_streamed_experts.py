@@ -121,7 +121,6 @@ def test_a_step_that_lost_its_experts_is_run_again() -> None:
     with pytest.raises(ExpertUnavailable, match="loaded its experts anew while a step streamed them"):
         streamed.launched()
     assert found.streamer.begin(9) is None
-    assert found.source.refreshed == 1
     again = found.streamer.begin(9)
     assert again is not None
     assert_equal(forward(found.client, again), forward(MadeExperts(found.client.servers), None))
@@ -137,7 +136,6 @@ def test_incomplete_segments_leave_all_to_servers() -> None:
     assert found.streamer.begin_whole() is None
     assert not found.streamer.can_stream
     found.source.made[1].is_complete = True
-    found.source.refresh()
     assert found.streamer.can_stream
 
 

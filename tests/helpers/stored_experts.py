@@ -202,7 +202,6 @@ class MadeSource:
         self, segments: Sequence[MadeSegment], layers: Sequence[int], device: TransferDevice
     ) -> None:
         self.made = segments
-        self.refreshed = 0
         self.copied_bytes = 0
         self._layers = layers
         self._device = device
@@ -210,13 +209,11 @@ class MadeSource:
 
     def segments(self) -> ExpertSegments | None:
         if self._opened is not None and self._opened.problem():
+            self._opened.close()
             self._opened = None
-        return self._opened
-
-    def refresh(self) -> None:
-        self.refreshed += 1
-        if all(segment.is_complete for segment in self.made):
+        elif self._opened is None and all(segment.is_complete for segment in self.made):
             self._opened = ExpertSegments(self.made, self._layers)
+        return self._opened
 
     def copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
         data = segments.data[piece.stored.segment]

@@ -20,6 +20,9 @@ from gpu_service.experts.streaming.plan import CopyRun, Piece
 
 # torch leaves these untyped.
 _cuda: Any = torch.cuda
+# The largest single copy. Others (a decode step's inputs, answers of expert servers) have their turns between
+# two, and a link loses nothing by it: 53 GB/s in copies of 3 MiB, 55 in those of 32.
+_COPY_BYTES = 8 * 2**20
 
 
 class TransferDevice(ABC):
@@ -113,7 +116,9 @@ class CudaTransfers(TransferDevice):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with _cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            for begin in range(0, source.shape[0], _COPY_BYTES):
+                end = begin + _COPY_BYTES
+                target[begin:end].copy_(source[begin:end], non_blocking=True)
 
     def record_copied(self) -> Any:
         return self._record(self._stream)

@@ -122,10 +122,9 @@ class ExpertSegments:
         return ""
 
     def close(self) -> None:
-        """Unmaps; copies must have ended."""
+        """Nothing is watched any more. What a step still copies from stays mapped until it lets go."""
         with self._lock:
             self._closed = True
-            self.data = ()
             for segment in self._segments:
                 segment.close()
 

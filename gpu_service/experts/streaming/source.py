@@ -9,6 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import structlog
@@ -36,6 +37,10 @@ class Registrar(ABC):
     def unregister(self, address: int) -> None:
         """Takes it back; copies from it must have ended."""
 
+    def active(self) -> AbstractContextManager[Any]:
+        """In which the thread that opens segments works."""
+        return nullcontext()
+
 
 class NullRegistrar(Registrar):
     """Of a device that reads any memory."""
@@ -59,13 +64,15 @@ class CudaRegistrar(Registrar):
         self._runtime = cuda.cudart()
 
     def register(self, address: int, nbytes: int) -> str:
-        with torch.cuda.device(self._device):
-            status = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        status = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE)
         return "" if int(status) == 0 else str(self._runtime.cudaGetErrorString(status))
 
     def unregister(self, address: int) -> None:
-        with torch.cuda.device(self._device):
-            self._runtime.cudaHostUnregister(address)
+        self._runtime.cudaHostUnregister(address)
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Or the thread would make a context on the first GPU, whose memory it takes."""
+        return torch.cuda.device(self._device)
 
 
 def registrar(device: torch.device) -> Registrar:
@@ -111,13 +118,10 @@ class SegmentSource:
         if not problem:
             return found
         _log.warning("experts are not streamed until they can be opened anew", because=problem)
+        # Steps that were begun may go on copying from what is mapped, to no avail.
         self._ready = None
+        self._wanted.set()
         return None
-
-    def refresh(self) -> None:
-        """Opens anew what `segments` has given up. No step that was begun may launch copies any more."""
-        if self._ready is None and not self._wanted.is_set():
-            self._wanted.set()
 
     def copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
         stored = piece.stored
@@ -156,6 +160,14 @@ class SegmentSource:
         self._staging.append((buffer, self._device.record_copied()))
 
     def _run(self) -> None:
+        try:
+            with self._registrar.active():
+                self._serve()
+        except Exception:  # a driver may raise anything; serving goes on without streaming
+            _log.exception("experts are not streamed: their segments could not be opened")
+            self._ready = None
+
+    def _serve(self) -> None:
         while not self._stopping.is_set():
             self._wanted.wait()
             self._release()

@@ -40,10 +40,10 @@ class ExpertSource(Protocol):
     """Where experts are copied from; `SegmentSource` is the real one."""
 
     def segments(self) -> ExpertSegments | None:
-        """What may be copied now; None: nothing, until it was opened anew."""
+        """What may be copied now; None: nothing, until it was opened anew, which goes on by itself.
 
-    def refresh(self) -> None:
-        """Opens anew where that is needed, in the background. No step may launch copies any more."""
+        Any thread may ask.
+        """
 
     def copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
         """Launches a run's copy to device memory."""
@@ -142,14 +142,8 @@ class ExpertStreamer:
         return self._whole
 
     def _usable(self) -> ExpertSegments | None:
-        """What a step that begins now may copy; every earlier one has launched its copies, or never will."""
-        self._drop_current()
-        if self._source is None:
-            return None
-        segments = self._source.segments()
-        if segments is None:
-            self._source.refresh()
-        return segments
+        """What a step that begins now may copy."""
+        return None if self._source is None else self._source.segments()
 
     def _drop_current(self) -> None:
         if self._current is not None:
@@ -168,8 +162,11 @@ class ExpertStreamer:
 
     @property
     def can_stream(self) -> bool:
-        """Whether `begin_whole` would have something to give, were the ring free. Cheap: for schedulers."""
-        segments = None if self._source is None else self._source.segments()
+        """Whether `begin_whole` would have something to give, were the ring free. Cheap: for schedulers.
+
+        Only by the thread that launches steps, or while it does not.
+        """
+        segments = self._usable()
         return segments is not None and self._plan(segments, SHARES).is_whole
 
     def _plan(self, segments: ExpertSegments, share: int) -> StreamPlan:
