@@ -13,7 +13,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Literal
+from typing import Any, Literal
 
 import h11
 import structlog
@@ -88,8 +88,37 @@ class ConnectionTable:
         return next(iter(self.asking), None) or next(iter(self.sending_body), None)
 
 
+# A client that was answered in the middle of its body may go on for so long, and pause for so long, seconds.
+_LINGER_S, _LINGER_PAUSE_S = 30.0, 5.0
+
+
+class LingeringTransport:
+    """A transport whose `close` leaves it to the connection when that is."""
+
+    def __init__(self, transport: asyncio.Transport, connection: HttpConnection) -> None:
+        self._transport = transport
+        self._connection = connection
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Nothing more is to be written."""
+        return self._connection.lingers or self._transport.is_closing()
+
+    def close(self) -> None:
+        """At once, unless the client is still sending what it was answered about."""
+        if not self._connection.linger(self._transport):
+            self._transport.close()
+
+
 class HttpConnection(H11Protocol):
-    """One connection, with a deadline while it waits for its client. `protocol_for` binds the table."""
+    """One connection, with a deadline while it waits for its client. `protocol_for` binds the table.
+
+    Closing a socket whose input is not read resets the connection, and takes away from the client the answer
+    that it has not read yet: 413 in the middle of a body is such an answer. So the rest is read and dropped
+    for a while (RFC 9112, 9.6).
+    """
 
     table: ConnectionTable
 
@@ -98,10 +127,12 @@ class HttpConnection(H11Protocol):
     _received = 0  # bytes since then
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
+    lingers = False  # answered and closed for writing; what still arrives is dropped
+    _is_lost = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes a place: a free one, that of who has waited longest, or none (503)."""
-        super().connection_made(transport)
+        super().connection_made(LingeringTransport(transport, self))  # type: ignore[arg-type]
         if len(self.connections) > self.table.limits.max_connections:
             displaced = self.table.longest_waiting()
             if displaced is None:
@@ -114,14 +145,49 @@ class HttpConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Gives the place back."""
+        self._is_lost = True
         self._leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Counts the bytes that arrive, and keeps track of which part of a request they are."""
         self._received += len(data)
+        if self.lingers:
+            return
         super().data_received(data)
         self._note_phase()
+
+    def linger(self, transport: asyncio.Transport) -> bool:
+        """Instead of closing: whether the client still sends a body, and is given time to read its answer."""
+        if self.lingers or self._is_lost or transport.is_closing():
+            return self.lingers and not self._is_lost
+        was_answered = self.cycle is not None and self.cycle.response_complete
+        if self.conn.their_state is not h11.SEND_BODY or not was_answered or not transport.can_write_eof():
+            return False
+        self._leave()
+        self.lingers = True
+        self.table.asking[self] = None  # the first to give way
+        transport.write_eof()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
+        self._since, self._received = self.loop.time(), 0
+        self._deadline = self.loop.call_later(_LINGER_PAUSE_S, self._linger_on, self._received)
+        return True
+
+    def _linger_on(self, received: int) -> None:
+        """While more arrives."""
+        if self._received == received or self.loop.time() - self._since > _LINGER_S:
+            self._leave()
+            self.transport.abort()
+            return
+        self._deadline = self.loop.call_later(_LINGER_PAUSE_S, self._linger_on, self._received)
+
+    def shutdown(self) -> None:
+        """The process ends."""
+        if self.lingers:
+            self.transport.abort()
+        else:
+            super().shutdown()
 
     def on_response_complete(self) -> None:
         """The next request may begin; uvicorn closes the connection when it does not in `idle_timeout_s`."""
@@ -159,6 +225,8 @@ class HttpConnection(H11Protocol):
 
     def _note_phase(self) -> None:
         """Starts the clock of a new phase. Of pipelined requests each has its own."""
+        if self.lingers:
+            return
         phase = self._where()
         if (phase, self.cycle) == self._phase:
             return

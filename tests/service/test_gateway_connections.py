@@ -280,3 +280,45 @@ def test_pages_of_allowed_origins_may_ask(engine: tuple[FakeEngine, str]) -> Non
         assert allowed not in httpx.get(f"{url}/v1/models", headers={**other, **key}).headers
     with gateway(engine) as (url, _):
         assert allowed not in httpx.get(f"{url}/v1/models", headers=page).headers
+
+
+def test_an_answer_in_the_middle_of_a_body_reaches_a_client_that_sends_all_of_it(
+    engine: tuple[FakeEngine, str],
+) -> None:
+    """Closed with unread input, a socket takes the 413 away from a client that reads after it has sent."""
+    with gateway(engine, max_body_mib=0.5) as (_, port), dial(port) as connection:
+        body = b" " * (24 << 20)
+        connection.sendall(head_for(body))
+        time.sleep(0.3)  # the answer is there, and the server has closed if it does not linger
+        for begin in range(0, len(body), 1 << 20):
+            connection.sendall(body[begin : begin + (1 << 20)])
+        connection.shutdown(socket.SHUT_WR)
+        received = b""
+        while data := connection.recv(65536):
+            received += data
+    assert received.startswith(b"HTTP/1.1 413 ")
+    assert b'"error"' in received
+
+
+def test_a_client_that_was_answered_and_sends_no_more_is_closed(
+    engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of a body is waited for as long as it comes, not for good."""
+    monkeypatch.setattr("gateway.connections._LINGER_PAUSE_S", 0.2)
+    with gateway(engine, max_body_mib=0.5) as (_, port), dial(port) as connection:
+        connection.sendall(head_for(b" " * (1 << 20)) + b" " * 1000)
+        connection.settimeout(20)
+        assert answer_on(connection).startswith(b"HTTP/1.1 413 ")
+        assert wait_until_reset(connection) < 20
+
+
+def wait_until_reset(connection: socket.socket) -> float:
+    """Seconds for which a byte now and then was still taken; fails when it is for ever."""
+    began = time.monotonic()
+    while time.monotonic() - began < 25:
+        try:
+            connection.sendall(b" ")
+        except OSError:
+            break
+        time.sleep(0.5)
+    return time.monotonic() - began
