@@ -73,5 +73,5 @@ clean:
 -include kernels/build.mk
 -include tests/numa/numa.mk
 -include tests/newcomer/newcomer.mk
--include kernels/fuzz/fuzz.mk
+-include tests/kernels/fuzz/fuzz.mk
 -include tests/drills/drills.mk

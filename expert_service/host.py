@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
 import structlog
 
-from expert_service.loader import LoadedLayer, LoadPlan, load_experts, plan_load
+from expert_service.errors import AlreadyLoaded, NotServing, RequantiseError
 from expert_service.segment import (
     LoadRecord,
     SegmentWatch,
@@ -32,14 +32,15 @@ from moebius.expert_slices import (
     identity_part,
     plan_slice,
 )
-from moebius.kernel_times import panel_times, this_host, times_file, write_times
 from moebius.kernels import ExpertEngine, FloatArray, SegmentSettings, float32_isa
 from moebius.models.geometry import MoeGeometry
-from moebius.models.read import read_geometry
 from moebius.placement import make_placement
 from moebius.progress import phase
 from moebius.topology import Topology, pin_thread
 from moebius.weight_segment import segment_path
+
+if TYPE_CHECKING:
+    from expert_service.loader import LoadedLayer, LoadPlan
 
 log = structlog.get_logger(__name__)
 
@@ -90,18 +91,6 @@ def _own_cpus(cpus: Sequence[int], threads: int) -> tuple[int, ...]:
     Threads that spin are not moved apart for milliseconds when two of them meet on a CPU.
     """
     return tuple(cpus[:threads]) if len(cpus) - SPARED <= threads <= len(cpus) and threads > SPARED else ()
-
-
-class NotServing(RuntimeError):
-    """Nothing is loaded yet, or the server is draining."""
-
-
-class AlreadyLoaded(RuntimeError):
-    """A process holds one slice for its whole life."""
-
-
-class RequantiseError(ValueError):
-    """Requantising changed the weights of a layer by more than the configuration allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,13 +272,17 @@ class ExpertHost:
 
     def _read(self, request: SliceRequest, path: Path | None, begin: float) -> LoadedSlice:
         """Pack from the checkpoint what no predecessor has packed in the segment."""
+        # Here, because a process that uses what a predecessor has packed is waited for, and needs none of it.
+        from expert_service import loader
+        from moebius.models.read import read_geometry
+
         # Before any of it is read: what is written meanwhile is not what was looked at.
         signature = checkpoint_signature(request.model_path) if path is not None else ""
         model = read_geometry(request.model_path, request.top_k)
         if not model.moe_layers:
             raise ValueError(f"{request.model_path} has no mixture-of-experts layers")
         with phase("reading headers"):
-            plan = plan_load(model, request.model_path, request.weight_dtype)
+            plan = loader.plan_load(model, request.model_path, request.weight_dtype)
         for rounding in plan.roundings:
             log.warning("packing rounds", what=rounding, exact="--expert-dtype float32, at 32 bits a weight")
         part = plan_slice(model, request, plan.group)
@@ -298,7 +291,7 @@ class ExpertHost:
         engine, held = self._make_engine(plan, part, request, identity, path)
         self._on_engine(engine, model, request, identity)
         kept = packed_already(engine, held)
-        layers = load_experts(
+        layers = loader.load_experts(
             engine, plan, part, lambda: self._cancelled, self.placement.num_threads, held, self._on_progress
         )
         errors = {done.layer: done.relative_error for done in layers if self._accept(done, engine, plan)}
@@ -361,6 +354,8 @@ class ExpertHost:
             self._calibrate(engine, part.intermediate_size)
 
     def _calibrate(self, engine: ExpertEngine, intermediate_size: int) -> None:
+        from moebius.kernel_times import panel_times, this_host, times_file, write_times
+
         with phase("measuring kernels"):
             engine.calibrate()
         plan = engine.plan()

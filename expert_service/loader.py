@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from expert_service.errors import LoadCancelled
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.expert_layouts import is_routed_expert
 from moebius.checkpoint.mapped_reader import MappedReader
@@ -112,10 +113,6 @@ def _check_unused(checkpoint: ExpertCheckpoint, used: set[str]) -> None:
                 f"tensor {name!r} is an expert's, but the configuration has {model.num_experts} experts "
                 f"in layers {list(model.moe_layers)}: it would be left unused"
             )
-
-
-class LoadCancelled(Exception):
-    """The process was asked to stop while it loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from expert_service.errors import LoadCancelled
 from expert_service.host import ExpertHost, LoadSettings, place_process
-from expert_service.loader import LoadCancelled
 from expert_service.mailbox_service import MailboxService
-from expert_service.metrics import make_registry
+from expert_service.segment import find_load_record
 from expert_service.servicer import ExpertServicer
 from expert_service.spans import SpanRecorder
 from moebius.config import MoebiusConfig
@@ -25,9 +25,10 @@ from moebius.expert_slices import SliceRequest
 from moebius.grpc_refusal import RefuseUndecodable
 from moebius.mailbox import IdentityMismatch, MailboxError
 from moebius.mailbox_plan import grpc_message_bytes
-from moebius.models.read import read_geometry
+from moebius.models.geometry import MoeGeometry
 from moebius.progress import note_imports, take_phases
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
+from moebius.weight_segment import segment_path
 from protos import expert_pb2, expert_pb2_grpc
 
 SERVICE = expert_pb2.DESCRIPTOR.services_by_name["Expert"].full_name
@@ -84,9 +85,7 @@ class ExpertProcess:
 
     def _make_server(self) -> grpc.Server:
         """Health says that the process lives, and that it does not serve yet."""
-        settings = self._config.model
-        model = read_geometry(settings.model, settings.top_k) if settings.model else None
-        limit = grpc_message_bytes(model)
+        limit = grpc_message_bytes(self._geometry())
         bounds = [("grpc.max_receive_message_length", limit), ("grpc.max_send_message_length", limit)]
         threads = futures.ThreadPoolExecutor(GRPC_THREADS)
         server = grpc.server(threads, options=bounds, interceptors=[RefuseUndecodable()])
@@ -100,13 +99,33 @@ class ExpertProcess:
         self._health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         return server
 
+    def _geometry(self) -> MoeGeometry | None:
+        """As a predecessor noted it, or the model's configuration says; None: the model comes with `Load`."""
+        settings, experts = self._config.model, self._config.experts
+        if not settings.model:
+            return None
+        if experts.expert_weights_dir:
+            path = segment_path(experts.expert_weights_dir, experts.split_index)
+            request = SliceRequest.from_config(self._config)
+            record = find_load_record(path, request, experts.batch_invariant_experts)
+            if record is not None:
+                return record.model
+        # Here, because it takes a while to import, and a process that is started again is waited for.
+        from moebius.models.read import read_geometry
+
+        return read_geometry(settings.model, settings.top_k)
+
     def run(self) -> int:
         """Until SIGTERM, SIGINT or the mailbox's shutdown; the process's exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         experts = self._config.experts
         host = self._config.telemetry.metrics_host
-        metrics = start_metrics_server(experts.expert_metrics_port, make_registry(self._host), host)
+        metrics = None
+        if experts.expert_metrics_port:
+            from expert_service.metrics import make_registry
+
+            metrics = start_metrics_server(experts.expert_metrics_port, make_registry(self._host), host)
         self._listen(experts.expert_address)
         try:
             note_imports()

@@ -14,16 +14,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from expert_service.loader import LoadPlan
 from moebius.checkpoint.gguf.files import companion_directory
 from moebius.expert_slices import CHECKPOINT, SliceRequest, expert_identity, identity_part
 from moebius.kernels import ExpertEngine
 from moebius.models.geometry import MoeGeometry
 from moebius.weight_segment import WeightSegment, WeightSegmentError
+
+if TYPE_CHECKING:
+    from expert_service.loader import LoadPlan
 
 log = structlog.get_logger(__name__)
 
@@ -145,8 +147,12 @@ def find_load_record(path: Path, request: SliceRequest, exact: bool) -> LoadReco
         return None
     if record is None or record.requested_top_k != request.top_k:
         return None
-    if record.signature != checkpoint_signature(request.model_path):
-        log.info("files of the checkpoint were written since; they are looked at anew", path=str(path))
+    try:
+        signature = checkpoint_signature(request.model_path)
+    except OSError:  # whoever reads the checkpoint says what is wrong
+        return None
+    if record.signature != signature:
+        log.debug("files of the checkpoint were written since; they are looked at anew", path=str(path))
         return None
     wanted = expert_identity(request, record.model, identity_part(identity, CHECKPOINT), exact)
     return record if wanted == identity == record.identity else None

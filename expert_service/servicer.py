@@ -12,8 +12,8 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from expert_service.host import AlreadyLoaded, ExpertHost, LoadedSlice, NotServing
-from expert_service.loader import LoadCancelled
+from expert_service.errors import AlreadyLoaded, LoadCancelled, NotServing
+from expert_service.host import ExpertHost, LoadedSlice
 from expert_service.spans import Call, SpanRecorder, sampled_parent
 from moebius import __version__, _kernels
 from moebius.errors import StartupError

@@ -39,7 +39,7 @@ class Admission:
         self.in_flight += 1
 
     def leave(self) -> None:
-        """Gives the place back."""
+        """Frees this request's place for the next one in the queue."""
         self.in_flight -= 1
 
 

@@ -144,7 +144,7 @@ class HttpConnection(H11Protocol):
         self._note_phase()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Gives the place back."""
+        """Frees the connection's place."""
         self._is_lost = True
         self._leave()
         super().connection_lost(exc)
@@ -241,7 +241,7 @@ class HttpConnection(H11Protocol):
             self._deadline = self.loop.call_later(seconds, self._late)
 
     def _leave(self) -> None:
-        """No longer waits."""
+        """Ends the wait for the rest of a request."""
         self._phase = (None, None)
         self.table.asking.pop(self, None)
         self.table.sending_body.pop(self, None)

@@ -50,7 +50,7 @@ class ResponseFormat(ABC):
         """The choice that opens output `index` in a stream; None when the API has no such thing."""
 
     @abstractmethod
-    def news(self, delta: Delta) -> dict[str, Any]:
+    def delta_choice(self, delta: Delta) -> dict[str, Any]:
         """The choice for new text and log-probabilities; says nothing of the end."""
 
     @abstractmethod
@@ -85,8 +85,8 @@ class ChatFormat(ResponseFormat):
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def news(self, delta: Delta) -> dict[str, Any]:
-        """New content."""
+    def delta_choice(self, delta: Delta) -> dict[str, Any]:
+        """The delta of a chunk: what was decoded since the last one."""
         return {
             "index": delta.index,
             "delta": {"content": delta.text},
@@ -130,8 +130,8 @@ class CompletionFormat(ResponseFormat):
         """Text completions open with their first text."""
         return None
 
-    def news(self, delta: Delta) -> dict[str, Any]:
-        """New text."""
+    def delta_choice(self, delta: Delta) -> dict[str, Any]:
+        """The text of a chunk: what was decoded since the last one."""
         return self._choice(delta.index, delta.text, delta.logprobs, None)
 
     def closing(self, index: int, finish: Finish) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class PromptJob:
     async def run(
         self, engine: EngineClient, tokenizer: Tokenizer, context: Any
     ) -> AsyncGenerator[Delta, None]:
-        """The outputs' news as the engine sends it.
+        """The outputs' new content as the engine sends it.
 
         Ends when all outputs have finished; cancels the call when one of them did so at a stop string,
         which the engine does not know of.

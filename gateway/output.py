@@ -107,7 +107,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Delta:
-    """News of one output; filled by `OutputState`."""
+    """New content of one output; filled by `OutputState`."""
 
     index: int
     text: str

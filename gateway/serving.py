@@ -131,7 +131,7 @@ class RequestRun:
             first.result()
 
     def _deltas(self) -> AsyncGenerator[Delta, None]:
-        """News of all outputs of all prompts."""
+        """New content of all outputs of all prompts."""
         client, tokenizer = self._gateway.engine, self._model.tokenizer
         return merge([job.run(client, tokenizer, self._context) for job in self._jobs])
 
@@ -176,14 +176,14 @@ class RequestRun:
         yield DONE
 
     def _choices(self, delta: Delta, opened: set[int]) -> list[dict[str, Any]]:
-        """The choices one delta gives, in the order clients rely on: opening, news, closing."""
+        """The choices one delta gives, in the order clients rely on: opening, content, closing."""
         choices: list[dict[str, Any]] = []
         if delta.index not in opened:
             opened.add(delta.index)
             opening = self._format.opening(delta.index)
             choices += [opening] if opening is not None else []
         if delta.text or delta.logprobs:
-            choices.append(self._format.news(delta))
+            choices.append(self._format.delta_choice(delta))
         if delta.finish is not None:
             choices.append(self._format.closing(delta.index, delta.finish))
         return choices

@@ -45,7 +45,7 @@ class _Buffers:
     row_ids: torch.Tensor | None = None  # int16 [max_rows, L, K], this step's choices
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that a start clears."""
+        """Every counter, for a start that clears them."""
         found = (self.scratch, self.counts, self.distinct, self.steps, self.tokens)
         return [*found, *(t for t in (self.passes, self.token_ids, self.row_ids) if t is not None)]
 

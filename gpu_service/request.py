@@ -85,8 +85,7 @@ class Request:
     cache_namespace: str = ""
     arrival: int = 0
     trace_context: dict[str, str] = field(default_factory=dict)
-    # None: there is no image in the prompt.
-    vision: VisionPrompt | None = None
+    vision: VisionPrompt | None = None  # None: there is no image in the prompt.
 
     # Filled by the scheduler. The slot is fixed from admission to the end or the next preemption.
     slot: int = -1
@@ -96,6 +95,8 @@ class Request:
     inflight_tokens: int = 0
     num_preemptions: int = 0
     last_step: int = -1
+    # It is in the open step of the prefill lane: no other step has it until that one has ended.
+    in_lane: bool = False
     # Tokens to compute by what was in the prefix tree when somebody first asked, while it waits; -1: nobody.
     expected_len: int = -1
 
@@ -123,8 +124,7 @@ class Request:
     bias_entries: Entries | None = None
     stop_entries: Entries | None = None
 
-    # Filled by the engine: output tokens handed to whoever asked for them.
-    reported_len: int = 0
+    reported_len: int = 0  # Filled by the engine: output tokens handed to whoever asked for them.
 
     @property
     def key(self) -> str:

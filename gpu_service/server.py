@@ -110,6 +110,7 @@ class Readiness:
         return problem
 
 
+_Context = grpc.aio.ServicerContext[Any, Any]
 _GenerateContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 
@@ -123,10 +124,8 @@ class Service:
     bounds: Bounds
     info: pb.GetModelInfoResponse
     page_size: int
-    # None: the model has no MoE layers.
-    recorder: ExpertRecorder | None = None
-    # None: the model is text-only.
-    preparer: ImagePreparer | None = None
+    recorder: ExpertRecorder | None = None  # None: the model has no MoE layers.
+    preparer: ImagePreparer | None = None  # None: the model is text-only.
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
@@ -184,9 +183,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                 service.engine.abort(request.request_id)
             _end_span(span, outputs, cancelled=not finished)
 
-    async def Abort(
-        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
-    ) -> pb.AbortResponse:
+    async def Abort(self, request: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
         """Ends all outputs of each id."""
         service = await self._ready(context)
         for request_id in request.request_ids:
@@ -197,18 +194,12 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return pb.AbortResponse()
 
     async def GetModelInfo(
-        self,
-        request: pb.GetModelInfoRequest,
-        context: grpc.aio.ServicerContext[pb.GetModelInfoRequest, pb.GetModelInfoResponse],
+        self, request: pb.GetModelInfoRequest, context: _Context
     ) -> pb.GetModelInfoResponse:
         """Static facts."""
         return (await self._ready(context)).info
 
-    async def GetLoad(
-        self,
-        request: pb.GetLoadRequest,
-        context: grpc.aio.ServicerContext[pb.GetLoadRequest, pb.GetLoadResponse],
-    ) -> pb.GetLoadResponse:
+    async def GetLoad(self, request: pb.GetLoadRequest, context: _Context) -> pb.GetLoadResponse:
         """The engine thread's last snapshot."""
         service = await self._ready(context)
         load, page_size = service.engine.load, service.page_size
@@ -228,20 +219,14 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             num_cached_tokens=load.cached_pages * page_size,
         )
 
-    async def FlushCache(
-        self,
-        request: pb.FlushCacheRequest,
-        context: grpc.aio.ServicerContext[pb.FlushCacheRequest, pb.FlushCacheResponse],
-    ) -> pb.FlushCacheResponse:
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: _Context) -> pb.FlushCacheResponse:
         """Runs in the engine thread, between two steps."""
         service = await self._ready(context)
         pages = await asyncio.wrap_future(service.engine.flush())
         return pb.FlushCacheResponse(success=True, freed_tokens=pages * service.page_size)
 
     async def StartExpertRecorder(
-        self,
-        request: pb.StartExpertRecorderRequest,
-        context: grpc.aio.ServicerContext[pb.StartExpertRecorderRequest, pb.StartExpertRecorderResponse],
+        self, request: pb.StartExpertRecorderRequest, context: _Context
     ) -> pb.StartExpertRecorderResponse:
         """Counts from the next step on."""
         await self._recorder(context)
@@ -250,9 +235,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return pb.StartExpertRecorderResponse()
 
     async def StopExpertRecorder(
-        self,
-        request: pb.StopExpertRecorderRequest,
-        context: grpc.aio.ServicerContext[pb.StopExpertRecorderRequest, pb.StopExpertRecorderResponse],
+        self, request: pb.StopExpertRecorderRequest, context: _Context
     ) -> pb.StopExpertRecorderResponse:
         """Later steps do not count."""
         await self._recorder(context)
@@ -260,9 +243,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return pb.StopExpertRecorderResponse()
 
     async def DumpExpertRecorder(
-        self,
-        request: pb.DumpExpertRecorderRequest,
-        context: grpc.aio.ServicerContext[pb.DumpExpertRecorderRequest, pb.DumpExpertRecorderResponse],
+        self, request: pb.DumpExpertRecorderRequest, context: _Context
     ) -> pb.DumpExpertRecorderResponse:
         """Waits for the device, in a thread."""
         recorder = await self._recorder(context)
@@ -270,13 +251,11 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             return await asyncio.to_thread(dumped, recorder, request.file_format)
         raise AssertionError("abort returned")
 
-    async def _call(
-        self, context: grpc.aio.ServicerContext[Any, Any], operation: str, argument: str = ""
-    ) -> None:
+    async def _call(self, context: _Context, operation: str, argument: str = "") -> None:
         """Runs an operation of the engine on all ranks; returns when it has ended here. Raises its error."""
         await asyncio.wrap_future((await self._ready(context)).engine.call(operation, argument))
 
-    async def _recorder(self, context: grpc.aio.ServicerContext[Any, Any]) -> ExpertRecorder:
+    async def _recorder(self, context: _Context) -> ExpertRecorder:
         recorder = (await self._ready(context)).recorder
         if recorder is None:
             reason = "this model has no experts to record"
@@ -284,7 +263,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             raise AssertionError("abort returned")
         return recorder
 
-    async def _ready(self, context: grpc.aio.ServicerContext[Any, Any]) -> Service:
+    async def _ready(self, context: _Context) -> Service:
         if self.service is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
             raise AssertionError("abort returned")

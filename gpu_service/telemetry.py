@@ -135,7 +135,7 @@ class EngineTelemetry:
     def committed(self, batch: Batch, result: StepResult | None, deltas: list[OutputDelta]) -> None:
         """Counts a step's tokens and the requests it ended."""
         for delta in deltas:
-            self._tokens_told(delta)
+            self._tokens_emitted(delta)
         self.ended(deltas)
         if not self.enabled:
             return
@@ -175,7 +175,7 @@ class EngineTelemetry:
         """Counts it: an alert belongs on this."""
         self.metrics.integrity_failures.inc()
 
-    def _tokens_told(self, delta: OutputDelta) -> None:
+    def _tokens_emitted(self, delta: OutputDelta) -> None:
         times = self._times.get(delta.request.key)
         if times is None or times.first_token or not delta.token_ids:
             return

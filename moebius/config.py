@@ -343,7 +343,7 @@ class SupervisorConfig(Section):
     restart_backoff_s: float = Field(
         default=0.5,
         gt=0,
-        description="First pause before a restart; doubles each time until the process has served",
+        description="First pause before a restart, none after long service; doubles each time without any",
     )
     restart_backoff_max_s: float = Field(default=30.0, gt=0, description="Longest pause before a restart")
     stop_timeout_s: float = Field(

@@ -37,8 +37,7 @@ class Leaf:
     optional: bool
     default: Any
     description: str
-    # Range limits of numbers, as annotated_types objects.
-    limits: tuple[Any, ...]
+    limits: tuple[Any, ...]  # Range limits of numbers, as annotated_types objects.
 
     @property
     def flag(self) -> str:

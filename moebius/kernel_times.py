@@ -28,14 +28,10 @@ if TYPE_CHECKING:
 class MeasuredOn:
     """What times hold for; filled by `this_host`."""
 
-    # As /proc/cpuinfo names the processor.
-    cpu: str
-    # Compute threads of one expert server.
-    threads: int
-    # Instruction-set level of its kernels.
-    isa: str
-    # Digest of the extension module: a rebuilt kernel may be faster.
-    kernels: str
+    cpu: str  # As /proc/cpuinfo names the processor.
+    threads: int  # Compute threads of one expert server.
+    isa: str  # Instruction-set level of its kernels.
+    kernels: str  # Digest of the extension module: a rebuilt kernel may be faster.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +42,7 @@ class PanelTimes:
     # Packed format, and "bfloat16" or "float32": what the rows of requests are.
     weight_format: str
     row_type: str
-    # Input features of the matrix.
-    k: int
+    k: int  # Input features of the matrix.
     # (rows of an expert, nanoseconds per panel with all threads at work), by ascending rows.
     points: tuple[tuple[int, float], ...]
 

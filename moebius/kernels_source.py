@@ -43,27 +43,22 @@ class SourceMatrix:
     # [ceil((rows + scale_row_begin) / scale_rows), ceil(cols / group_size)]; awq_int4 and gptq_int4: as
     # stored, [groups, rows].
     scales: NDArray[Any] | None = None
-    # Needed for uint8 scales (e8m0, e4m3); elsewhere the dtype tells.
-    scale_type: ScaleType | None = None
-    # Columns that share a scale: 16, 32, 64, 128; 0 without group scales.
-    group_size: int = 0
+    scale_type: ScaleType | None = None  # Needed for uint8 scales (e8m0, e4m3); elsewhere the dtype tells.
+    group_size: int = 0  # Columns that share a scale: 16, 32, 64, 128; 0 without group scales.
     # Rows that share a scale (128 for blocks of fp8), and how far into such a block row 0 lies.
     scale_rows: int = 1
     scale_row_begin: int = 0
     # Zero points as the layout stores them: plain uint8 [rows, groups], compressed_int4 int32
     # [rows / 8, groups], awq_int4 and gptq_int4 int32 [groups, rows / 8]. None: symmetric, zero point 8.
     zeros: NDArray[Any] | None = None
-    # Added to stored zero points, modulo 16: 1 for GPTQ checkpoints of version 1.
-    zeros_offset: int = 0
+    zeros_offset: int = 0  # Added to stored zero points, modulo 16: 1 for GPTQ checkpoints of version 1.
     # What code 0 means, for int4 (whose codes then are 0 to 15) and int8; shape, dtype and place in memory
     # are those of `scales`. None: no mins.
     mins: NDArray[Any] | None = None
-    # float32 [rows]: per-channel scales.
-    column_scale: NDArray[np.float32] | None = None
+    column_scale: NDArray[np.float32] | None = None  # float32 [rows]: per-channel scales.
     # Per-tensor or global scale, as a factor (reciprocals are resolved by the reader).
     tensor_scale: float = 1.0
-    # float32 [rows].
-    bias: NDArray[np.float32] | None = None
+    bias: NDArray[np.float32] | None = None  # float32 [rows].
 
     def take_rows(self, begin: int, end: int) -> SourceMatrix:
         """Rows [begin, end) as views; `begin` must be a multiple of 8 where words hold codes or zeros."""

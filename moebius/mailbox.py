@@ -108,8 +108,7 @@ class Regions:
     hidden_states: int
     topk_ids: int
     topk_weights: int
-    # From a ResponseHeader.
-    output: int
+    output: int  # From a ResponseHeader.
     # From slot to slot, and from (slot, server) to the next server.
     request_stride: int
     response_stride: int

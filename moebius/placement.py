@@ -121,8 +121,7 @@ class ExpertStatistics:
     # Forward passes, and token rows in them, that were recorded; those without room for details included.
     steps: int
     tokens: int
-    # int64 [layers, experts]: rows that chose the expert.
-    counts: NDArray[np.int64]
+    counts: NDArray[np.int64]  # int64 [layers, experts]: rows that chose the expert.
     # int64 [layers]: summed over steps, how many different experts the step's rows chose.
     distinct: NDArray[np.int64]
     # Mode per_pass: int32 [steps, layers, experts]. Mode per_token: int16 [tokens, layers, top_k].

@@ -20,8 +20,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-from wsgiref.simple_server import WSGIServer
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
@@ -30,12 +29,16 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler, TraceIdRatioBased
-from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from moebius import __version__
 from moebius.config import TelemetryConfig
 from moebius.errors import UserError
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+    from prometheus_client import CollectorRegistry
 
 __all__ = [
     "MetricsServer",
@@ -225,16 +228,19 @@ class MetricsServer:
 
 
 def start_metrics_server(
-    port: int, registry: CollectorRegistry = REGISTRY, host: str = "127.0.0.1"
+    port: int, registry: CollectorRegistry | None = None, host: str = "127.0.0.1"
 ) -> MetricsServer | None:
     """Serves `GET /metrics` on `host` from a thread; port 0 means none (returns None).
 
-    Raises UserError when host or port can not be bound.
+    Without `registry` the library's own is served. Raises UserError when host or port can not be bound.
     """
     if port == 0:
         return None
+    # Here, because it takes a while to import, and a process that is started again is waited for.
+    from prometheus_client import REGISTRY, start_http_server
+
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
+        server, thread = start_http_server(port, addr=host, registry=registry or REGISTRY)
     except OSError as error:
         raise UserError(f"cannot serve metrics on {host}:{port} (metrics_host): {error.strerror}") from None
     return MetricsServer(server, thread)

@@ -41,8 +41,7 @@ class WeightFormat:
 
     name: str
     code: Code
-    # Of one code.
-    bits: int
+    bits: int  # Of one code.
     # None: no group scales; group_size is 0 then.
     scale: ScaleType | None
     group_size: int
@@ -51,8 +50,7 @@ class WeightFormat:
     zeros: bool
     mins: bool
     column_scale: bool
-    # Rows are quantised to int8 before they are multiplied (W8A8).
-    quantised_rows: bool
+    quantised_rows: bool  # Rows are quantised to int8 before they are multiplied (W8A8).
 
 
 WEIGHT_FORMATS = {name: WeightFormat(name, **fields) for name, fields in _kernels.weight_formats().items()}
@@ -92,13 +90,11 @@ class PackedExpertLayout:
     Without a gate the up panels stand alone. Filled by `expert_layout`; offsets and sizes in bytes.
     """
 
-    # k is the hidden size.
-    gate_up: PanelLayout
+    gate_up: PanelLayout  # k is the hidden size.
     # k is the intermediate size.
     down: PanelLayout
     gated: bool
-    # 2; without a gate 1.
-    panels_per_column_block: int
+    panels_per_column_block: int  # 2; without a gate 1.
     # Blocks of 16 intermediate channels.
     intermediate_blocks: int
     down_panels: int

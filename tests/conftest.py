@@ -31,12 +31,10 @@ ONE_AT_A_TIME = Path(__file__).parent / "service"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """See `selection`."""
     selection.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """See `selection`."""
     config.pluginmanager.register(selection.Selection(config), "selection")
 
 

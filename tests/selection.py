@@ -93,8 +93,8 @@ class Selection:
             marked = (where for mark, where in ELSEWHERE.items() if mark in report.keywords)
             left[next(marked, "skipped for another reason (-rs)")] += 1
         if left:
-            told = ", ".join(f"{count} {where}" for where, count in sorted(left.items()))
-            terminalreporter.write_line(f"Tests that run elsewhere: {told}.")
+            listed = ", ".join(f"{count} {where}" for where, count in sorted(left.items()))
+            terminalreporter.write_line(f"Tests that run elsewhere: {listed}.")
 
 
 def _spared(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:

@@ -21,10 +21,10 @@ OP_FLOAT32 = 2e-6
 # the ratio is 0.96 on average; a router that turns on one rounding has moved one model's to 1.53.
 BFLOAT16_ERROR_RATIO = 1.75
 
-# Products of float32 rows against the unpacked weights in float64; the norm of the difference over the norm.
+# GEMMs of float32 rows against the unpacked weights in float64; the norm of the difference over the norm.
 GEMM_FLOAT32 = 1e-5
 
-# W8A8 products, whose sums are exact, against float64; the largest difference over the largest value.
+# W8A8 GEMMs, whose sums are exact, against float64; the largest difference over the largest value.
 GEMM_INT8 = 3e-7
 
 # Activations in float32 against float64, relative to each value.
@@ -43,7 +43,7 @@ EXPERTS_BFLOAT16_FEW_ROWS = 3.9e-3
 EXPERTS_W8A8 = 3e-2
 EXPERTS_W8A8_STEPS = 2e-3
 
-# Products of bfloat16 rows against the same rows and exact weights in float64; the norm of the difference
+# GEMMs of bfloat16 rows against the same rows and exact weights in float64; the norm of the difference
 # over the norm. Only float32 sums round (and vdpbf16ps flushes what is subnormal).
 GEMM_BFLOAT16 = 5e-6
 # The same where each 32 values of a row are integers of 15 bits: one below 1/128 of the largest is rounded
@@ -70,14 +70,14 @@ ATTENTION_FLOAT16 = 4e-3
 # Log-probabilities of the same float32 model on one rank and on several, whose partial sums are added.
 LOGITS_FLOAT32_RANKS = 5e-5
 
-# Latent attention in float32 against plain attention in float64; latents pass two more products.
+# Latent attention in float32 against plain attention in float64; latents pass two more GEMMs.
 MLA_FLOAT32 = 5e-5
 
 # Resident experts by Triton kernels in float32 against the torch reference, over the largest magnitude.
 RESIDENT_FLOAT32 = 2e-6
 
 # The same with bfloat16 rows on a GPU, against the reference in float32 on the same rows: the root mean
-# square of the error over that of the wanted values. Neurons are rounded to bfloat16 once.
+# square of the error over that of the wanted values. Intermediate channels are rounded to bfloat16 once.
 RESIDENT_BFLOAT16 = 5e-3
 
 # Attention of random normal inputs over 8-bit keys and values against exact ones, in float64 (the largest
@@ -92,7 +92,7 @@ LOGITS_FP8_KV_KL = 0.15
 # are rounded once more than plain queries and values.
 MLA_BFLOAT16 = 4e-2
 
-# Log-probabilities on one GPU and on several in float32: products may round to TF32 inside.
+# Log-probabilities on one GPU and on several in float32: GEMMs may round to TF32 inside.
 LOGPROBS_FLOAT32_RANKS_GPU = 5e-3
 
 # Resident experts in float32 on a GPU against the reference: tensor cores are not used, only sums differ.
@@ -111,8 +111,8 @@ INDEX_SCORES_BFLOAT16 = 1e-2
 # Perplexity of a float32 model against transformers' own, relative.
 VERIFY_PERPLEXITY = 1e-4
 
-# GGUF types that no packed format holds are rounded to bfloat16 at rest, 8 bits: relative, of the weights and
-# of what experts compute with them.
+# GGUF types that no packed format holds are rounded to bfloat16 when packed, 8 bits: relative, of the weights
+# and of what experts compute with them.
 EXPERTS_GGUF_BFLOAT16 = 5e-3
 # Scales and mins of Q4_K, Q5_K and Q6_K in float16, their codes as they are: relative, of the weights and
 # of what experts compute with them. Both summands of a weight, larger than itself, are off by up to 2^-11.
@@ -123,15 +123,15 @@ PLANNED_BYTES = 0.03
 # Parameters of published shapes against the rounded numbers their makers state, relative.
 STATED_PARAMETERS = 0.015
 
-# Products with fp8 weights scaled group by group against dequantised and rounded ones, per root of the
+# GEMMs with fp8 weights scaled group by group against dequantised and rounded ones, per root of the
 # columns; values are of order 1 (float16 rounds weights and results once each).
 FP8_LINEAR = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 # Families on a GPU, log-probabilities of their answers (tests/helpers/family_answers.py). Float32: the median
 # difference to the CPU's; 4e-6 was seen between two ways on a CPU.
 FAMILY_FLOAT32_LOGPROBS = 3e-4
-# Bfloat16: error against the float32 oracle over that of the CPU's own bfloat16 path on the same tokens. With
-# weights shaken by their rounding, which turns routers elsewhere, medians reached 1.7 and means 2.3.
+# Bfloat16: error against the float32 reference over that of the CPU's own bfloat16 path on the same tokens.
+# With weights shaken by their rounding, which turns routers elsewhere, medians reached 1.7 and means 2.3.
 FAMILY_BFLOAT16_MEDIAN_RATIO = 2.5
 FAMILY_BFLOAT16_MEAN_RATIO = 5.0
 # On several ranks in bfloat16 against one, median difference of log-probabilities; 0.026 was seen on a CPU.

@@ -292,7 +292,7 @@ def _template_source(directory: Path, settings: dict[str, Any], template_file: s
 
 
 def _compiled(source: str, named_tokens: dict[str, str], file: str) -> ChatTemplate | None:
-    """None: there is no template."""
+    """The compiled template; None where the checkpoint has none."""
     try:
         return ChatTemplate(source, named_tokens) if source else None
     except ChatTemplateError as error:

@@ -33,12 +33,10 @@ class Built:
     model_config: ModelConfig
     num_pages: int
     context_limit: int
-    # Length of the warm-up's longest prompt.
-    warm_up_tokens: int
+    warm_up_tokens: int  # Length of the warm-up's longest prompt.
     # What was measured of this rank's experts before anything was served; None: switched off, or no experts.
     self_test: SelfTestReport | None = None
-    # None: the model is text-only, or is served without its tower.
-    vision: Vision | None = None
+    vision: Vision | None = None  # None: the model is text-only, or is served without its tower.
     # None: no step streams experts.
     streamer: ExpertStreamer | None = None
 

@@ -51,12 +51,11 @@ class RankForecast:
     # Elements of the latter: a token costs two operations for each.
     read_elements: int
     largest_tensor_bytes: int
-    # One page of the KV cache over this rank's layers.
-    page_bytes: int
+    page_bytes: int  # One page of the KV cache over this rank's layers.
     # Of linear attention, all requests' and prefixes'.
     state_bytes: int
     moe_layers: tuple[int, ...]
-    # Beside the parameters on a CPU: the packed copy of an embedding that is the head as well.
+    # In addition to the parameters on a CPU: the packed copy of an embedding that is the head as well.
     packed_head_bytes: int
     activation_bytes: int
 

@@ -47,7 +47,7 @@ class CacheShape:
 
     @property
     def page_bytes(self) -> int:
-        """One page over all layers."""
+        """Bytes of one page over all layers."""
         return page_bytes(self.config, self.page_size, self.storage_dtype)
 
     def attention_modules(self) -> list[Any]:
@@ -57,7 +57,7 @@ class CacheShape:
         return attention_modules(self.config, self.dtype, self.storage_dtype)
 
     def make(self, num_pages: int) -> PagedCache:
-        """A cache of so many pages."""
+        """Allocates a cache of so many pages."""
         return make_cache(self.config, num_pages, self.page_size, self.dtype, self.device, self.storage_dtype)
 
     def make_pool(self, num_pages: int) -> PagedCache:
@@ -67,7 +67,7 @@ class CacheShape:
 
 
 def cache_shape(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) -> CacheShape:
-    """What the settings ask for."""
+    """The cache's shape by the settings."""
     dtype = TORCH_DTYPES[rank_config.dtype]
     storage = E4M3 if gpu.kv_cache_dtype == "fp8_e4m3" else dtype
     return CacheShape(rank_config, gpu.page_size, dtype, storage, device)
@@ -76,11 +76,10 @@ def cache_shape(gpu: GpuConfig, rank_config: ModelConfig, device: torch.device) 
 class KvMemory(ABC):
     """Accompanies loading; `num_pages` is asked once everything else that lives for ever is loaded."""
 
-    # None where memory is not ours to divide.
-    ledger: MemoryLedger | None = None
+    ledger: MemoryLedger | None = None  # None where memory is not ours to divide.
 
     def reached(self, part: str) -> None:
-        """A phase of loading has ended."""
+        """Called when a phase of loading has ended."""
         if self.ledger is not None:
             self.ledger.reached(part)
 
@@ -143,7 +142,7 @@ class DeviceKvMemory(KvMemory):
         states: StateCache | None = None,
         streamed: StreamedExperts | None = None,
     ) -> int:
-        """Runs the largest step."""
+        """Pages that fit after a run of the largest step."""
         config, shape = self._config, self._shape
         memory = make_device_memory(shape.device)
         assert memory is not None
@@ -188,7 +187,7 @@ def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> Sche
 def scored_token_cost(model: ModelConfig) -> int:
     """Tokens without log-probabilities that take about as long as a prompt token with them; 2 to 8.
 
-    The head's product, and about as much again for reading its logits four times (normaliser, chosen, best
+    The head's GEMM, and about as much again for reading its logits four times (normaliser, chosen, best
     ones, their conversion), against the weights that a token meets in the layers.
     """
     hidden, moe = model.hidden_size, model.moe

@@ -85,7 +85,7 @@ def smallest_change(config: MoebiusConfig, num_experts: int, longest: int, fits:
 
 
 def _smallest(trial: Trial, longest: int, fits: Fits) -> list[str] | None:
-    """As options."""
+    """The mildest change of settings that fits, as command-line options; None: no change does."""
     settings = [setting for setting in _settings(trial, longest) if setting.values]
     for setting in settings:
         index = setting.mildest(trial, fits)

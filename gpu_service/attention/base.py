@@ -49,8 +49,7 @@ class PlannedAttention(ABC):
 class AttentionLayer(NamedTuple):
     """What layers of one model may differ in; filled by the layer, the same in every step."""
 
-    # Latest positions that a query sees, its own included; None: all of them.
-    window: int | None = None
+    window: int | None = None  # Latest positions that a query sees, its own included; None: all of them.
     # [num_heads], a learned logit per query head that joins the softmax's sum and has no value; None: none.
     sinks: torch.Tensor | None = None
 

@@ -17,7 +17,7 @@ import torch
 
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend, MlaDimensions
-from gpu_service.cache.kv_cache import KVCache, MlaCache, PagedCache
+from gpu_service.cache.kv_cache import MlaCache, PagedCache
 from moebius.errors import UserError, brief
 from moebius.models.config import ModelConfig
 
@@ -79,24 +79,6 @@ ATTENTION_BACKENDS: dict[str, BackendEntry] = {
 }
 
 
-def make_gqa_attention(
-    config: ModelConfig,
-    kv_cache: KVCache,
-    device: torch.device | str,
-    name: str = "auto",
-    try_out: TryOut | None = None,
-) -> AttentionBackend:
-    """The backend for a device; `name` is `attention_backend` of the configuration.
-
-    `try_out` runs a candidate as the service will; one that it raises for is not taken. Raises UserError when
-    a backend asked for by name is missing or can not serve this model.
-    """
-    chosen: AttentionBackend = choose_backend(
-        ATTENTION_BACKENDS, config, kv_cache, torch.device(device), name, try_out
-    )
-    return chosen
-
-
 def check_attention_backend(name: str, device: torch.device | str) -> None:
     """Before a model is loaded: raises UserError when what is asked for by name can not be there."""
     if name == "auto":
@@ -111,7 +93,7 @@ def choose_backend(
     config: Any,
     cache: Any,
     device: torch.device,
-    name: str,
+    name: str = "auto",
     try_out: TryOut | None = None,
 ) -> Any:
     """The backend to use. With `auto`, better ones that fell out on a GPU are named in one log line."""
@@ -205,20 +187,6 @@ def mla_dimensions(config: ModelConfig) -> MlaDimensions:
     )
 
 
-def make_mla_attention(
-    dimensions: MlaDimensions,
-    cache: MlaCache,
-    device: torch.device | str,
-    name: str = "auto",
-    try_out: TryOut | None = None,
-) -> MlaAttentionBackend:
-    """The latent backend for a rank's sizes and its cache; arguments and errors as `make_attention`."""
-    chosen: MlaAttentionBackend = choose_backend(
-        MLA_BACKENDS, dimensions, cache, torch.device(device), name, try_out
-    )
-    return chosen
-
-
 Attention = AttentionBackend | MlaAttentionBackend
 
 
@@ -229,7 +197,15 @@ def make_attention(
     name: str = "auto",
     try_out: TryOut | None = None,
 ) -> Attention:
-    """The backend for a rank's own configuration and its cache; the rest is as in `registry`."""
-    if isinstance(cache, MlaCache):
-        return make_mla_attention(mla_dimensions(config), cache, device, name, try_out)
-    return make_gqa_attention(config, cache, device, name, try_out)
+    """The backend for a rank's own configuration and its cache; `name` is `attention_backend`.
+
+    `try_out` runs a candidate as the service will; one that it raises for is not taken. Raises UserError when
+    a backend asked for by name is missing or can not serve this model.
+    """
+    entries, sizes = (
+        (MLA_BACKENDS, mla_dimensions(config))
+        if isinstance(cache, MlaCache)
+        else (ATTENTION_BACKENDS, config)
+    )
+    chosen: Attention = choose_backend(entries, sizes, cache, torch.device(device), name, try_out)
+    return chosen

@@ -28,7 +28,7 @@ class Tile:
     keys: int
     width: int  # head_dim, padded
     num_warps: int
-    precision: str  # of float32 products: "ieee", or Triton's default for narrower types
+    precision: str  # of float32 GEMMs: "ieee", or Triton's default for narrower types
     # Of the loop over keys: Triton gives half of them to page numbers, so 5 keep two tiles in flight.
     num_stages: int = 5
 

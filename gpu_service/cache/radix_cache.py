@@ -50,8 +50,7 @@ class InsertResult:
 
     already_cached: int
     handle: PrefixHandle
-    # Whether the tree keeps the state that came with the run.
-    takes_state: bool = False
+    takes_state: bool = False  # Whether the tree keeps the state that came with the run.
 
 
 class RadixCache:

@@ -39,7 +39,7 @@ class StatePool:
 
     @property
     def available(self) -> int:
-        """Slots that nobody holds."""
+        """Slots that no request holds."""
         return len(self._free)
 
     def alloc(self) -> int:

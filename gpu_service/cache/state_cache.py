@@ -47,11 +47,11 @@ class StateCache:
         return sum(tensor.nbytes for tensor in (*self._conv, *self._recurrent))
 
     def conv(self, layer: int) -> torch.Tensor:
-        """Of the layer's convolution; `layer` counts the linear-attention layers."""
+        """Inputs of the layer's convolution, all slots; `layer` counts the linear-attention layers."""
         return self._conv[layer]
 
     def recurrent(self, layer: int) -> torch.Tensor:
-        """Of the layer's recurrence."""
+        """States of the layer's recurrence (the delta rule), all slots."""
         return self._recurrent[layer]
 
 

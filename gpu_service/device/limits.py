@@ -1,4 +1,4 @@
-"""What one GPU lends a kernel: the one place that tiles and number formats are chosen by."""
+"""What one GPU gives a kernel: the one place that tiles and number formats are chosen by."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 class DeviceLimits:
     """Filled by `device_limits`; a key of what was found to fit on such a device."""
 
-    # Compute capability without its point: 86 is 8.6.
-    architecture: int
+    architecture: int  # Compute capability without its point: 86 is 8.6.
     # Bytes of shared memory that one program may have.
     shared_bytes: int
     num_sms: int

@@ -46,6 +46,10 @@ class DeviceStream(ABC):
         """The end of what was launched so far."""
 
     @abstractmethod
+    def wait_for(self, event: DeviceEvent) -> None:
+        """What is launched from now on runs after an event of another stream; the host does not wait."""
+
+    @abstractmethod
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """uint8 `[nbytes]` on the host which copies to and from the device do not block on."""
 
@@ -74,6 +78,9 @@ class HostDeviceStream(DeviceStream):
     def record(self) -> DeviceEvent:
         return _Ended()
 
+    def wait_for(self, event: DeviceEvent) -> None:
+        """Every event has ended."""
+
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -92,13 +99,18 @@ class _CudaEvent(DeviceEvent):
     def wait(self) -> None:
         self._event.synchronize()
 
+    def hold(self, stream: Any) -> None:
+        """A stream's further work waits for the event."""
+        stream.wait_event(self._event)
+
 
 class CudaDeviceStream(DeviceStream):
     """A stream of its own on one GPU, not torch's default stream: that one can not be captured."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_urgent: bool = False) -> None:
+        """`is_urgent`: its kernels take free multiprocessors before those of other streams."""
         self.device = device
-        self.stream = _cuda.Stream(device)
+        self.stream = _cuda.Stream(device, priority=-1 if is_urgent else 0)
         # What was loaded so far was launched on the default stream.
         self.stream.wait_stream(torch.cuda.default_stream(device))
 
@@ -113,6 +125,10 @@ class CudaDeviceStream(DeviceStream):
 
     def record(self) -> DeviceEvent:
         return _CudaEvent(self.stream)
+
+    def wait_for(self, event: DeviceEvent) -> None:
+        assert isinstance(event, _CudaEvent), "both streams are of one device"
+        event.hold(self.stream)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Page-locked memory."""
@@ -131,8 +147,8 @@ def stream_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]
 
 
 def device_stream(device: torch.device) -> DeviceStream:
-    """The stream an engine computes on."""
-    return CudaDeviceStream(device) if device.type == "cuda" else HostDeviceStream()
+    """The stream an engine computes on; next to a prefill lane it goes first."""
+    return CudaDeviceStream(device, is_urgent=True) if device.type == "cuda" else HostDeviceStream()
 
 
 # Starts of packed tensors: what vectorised loads of any kernel may assume.

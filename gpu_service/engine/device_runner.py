@@ -2,17 +2,21 @@
 
 host    | stage, launch N+1 | wait for N's event, read its results | ...
 device  |------ step N ------|------ step N+1 ------|
+
+`DeviceLane` has another such runner for the prefill lane.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
-from gpu_service.device.stream import DeviceStream, Download, HostBuffers, Uploader
+from gpu_service.device.stream import DeviceEvent, DeviceStream, Download, HostBuffers, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
 from gpu_service.engine.model_runner import ModelRunner, launching
+from gpu_service.engine.prefill_lane import LaneRunner
 from gpu_service.engine.results import StepOutputs, StepResult, to_result
 from gpu_service.engine.step import StepPlan, tensors_of, with_tensors
 from gpu_service.engine.step_runner import DeviceLost, Pending, StepRunner, StepsInFlight
@@ -30,6 +34,12 @@ class LaunchedStep:
         self._outputs = outputs
         self._started = started
         self._download = Download(runner.stream, runner.results, tensors_of(outputs))
+
+    def query(self) -> bool:
+        try:
+            return self._download.event.query()
+        except RuntimeError:  # a lost device: `finish` says so
+            return True
 
     def finish(self) -> StepResult:
         try:
@@ -144,3 +154,72 @@ class DeviceRunner(StepRunner):
     def _zero_pages(self, pages: list[int]) -> None:
         with self.stream.active(), torch.inference_mode():
             self._runner.zero_pages(pages)
+
+
+class LaneStep(Pending[StepResult]):
+    """A step of the lane: it has ended when all that its launch queued has, however far that came."""
+
+    def __init__(self, inner: Pending[StepResult], end: DeviceEvent, on_end: Callable[[], None]) -> None:
+        """`on_end` is called once, by `wait`."""
+        self._inner = inner
+        self._end = end
+        self._on_end = on_end
+
+    def query(self) -> bool:
+        try:
+            return self._end.query()
+        except RuntimeError:  # a lost device: `wait` says so
+            return True
+
+    def wait(self) -> StepResult:
+        try:
+            self._end.wait()
+        except RuntimeError as error:
+            raise DeviceLost(str(error)) from error
+        finally:
+            self._on_end()
+        return self._inner.wait()
+
+
+class DeviceLane(LaneRunner):
+    """The prefill lane of a GPU: the model with a stream, a plan of attention and buffers of its own."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        stream: DeviceStream,
+        main: DeviceStream,
+        *,
+        is_ready: Callable[[], bool],
+        min_tokens: int,
+    ) -> None:
+        """`runner`: with an attention backend and a sampler that the main lane does not use, and no client of
+        expert servers; `main`: the main lane's stream; `is_ready`: whether all experts can be streamed.
+        """
+        self.min_tokens = min_tokens
+        self._runner = runner
+        self._stream, self._main = stream, main
+        self._is_ready = is_ready
+        self._steps = DeviceRunner(runner, stream)
+        runner.between_layers = lambda: self.between_layers()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._is_ready()
+
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        # Pages that the main lane has given up may still be cleared by it.
+        self._stream.wait_for(self._main.record())
+        self._hold_residents(True)
+        launched = self._steps.launch(plan)
+        return LaneStep(launched, self._stream.record(), lambda: self._hold_residents(False))
+
+    def mark(self) -> DeviceEvent:
+        return self._stream.record()
+
+    def close(self) -> None:
+        self._steps.close()
+
+    def _hold_residents(self, are_held: bool) -> None:
+        if self._runner.resident is not None:
+            self._runner.resident.is_held = are_held

@@ -1,26 +1,32 @@
 """The engine: inbox in, token deltas out, one thread in between.
 
-Knows no text, no gRPC and no kernels. The two loops at the end are the two orders in which it can do the
-same steps:
+Knows no text, no gRPC and no kernels. With overlapping, step N+1 is scheduled and launched before the tokens
+of step N are known to the host:
 
 host    | receive, schedule N+1, launch N+1 | wait N, commit N, emit | receive, schedule N+2 ...
 device  |---------- step N ----------|---------- step N+1 (ids from the token pool) ----------|
 
-Invariants of overlapping (`overlap_loop`), with step N+1 launched before step N is committed:
+Without it a step is committed before the next one is scheduled: what overlapping must be equal to, and
+simpler to debug. Where there is a prefill lane (`prefill_lane.py`), long prompts are computed by a second
+step in flight, and all said here of steps is said of those of the main lane.
+
+Invariants, with step N+1 launched before step N is committed:
 (a) a request that ends by a stop token in step N also ran in N+1; that token is dropped;
 (b) pages and slots freed by commit(N) may still be read and written by N+1; whoever gets them next is
     computed by N+2 or later, and the runner runs steps in order;
 (c) a launched step reads its own `StepPlan` and never a request;
 (d) only committed tokens enter the prefix tree, so a failed step leaves no bad page behind;
-(e) integrity is checked when nothing is in flight.
+(e) integrity is checked when nothing is in flight;
+(f) a step of the lane is planned and launched when nothing is in flight; it is never run again, and what it
+    read and wrote is given up by its commit, after its end on the device.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import structlog
 
@@ -39,9 +45,10 @@ from gpu_service.engine.interface import (
     Stop,
     delta_of,
 )
+from gpu_service.engine.prefill_lane import POLL_S, PrefillLane
 from gpu_service.engine.results import StepResult
-from gpu_service.engine.step import Batch
-from gpu_service.engine.step_runner import DeviceLost, Pending, StepRunner
+from gpu_service.engine.step import Batch, StepPlan
+from gpu_service.engine.step_runner import DeviceLost, Step, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.request import FinishReason, Request
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused, refuse_impossible
@@ -50,16 +57,8 @@ from gpu_service.scheduler.scheduler import Scheduler
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A launched step: the plan's host side, and what carries its result."""
-
-    batch: Batch
-    pending: Pending[StepResult]
-
-
 class Engine:
-    """`submit`, `abort`, `flush`, `load` may be called from any thread; the rest by the loops only."""
+    """`submit`, `abort`, `flush`, `load` may be called from any thread; the rest by the engine's only."""
 
     def __init__(
         self,
@@ -73,8 +72,9 @@ class Engine:
         max_waiting: int = 1024,
         inbox: Inbox | None = None,
         operations: Mapping[str, Callable[[str], None]] | None = None,
+        lane: PrefillLane | None = None,
     ) -> None:
-        """`operations`: what `call` may run, by name; the same on every rank."""
+        """`operations`: what `call` may run, by name; the same on every rank. `lane`: of one rank only."""
         self.scheduler = scheduler
         self.load = EngineLoad(usable_pages=scheduler.cache.pool.usable)
         self._builder = builder
@@ -87,9 +87,15 @@ class Engine:
         self._stopping = False
         # Called once, by the engine thread, when every request has ended because no step can be computed.
         self.on_lost: Callable[[str], None] = lambda reason: None
-        self._in_flight = 0
-        loop = overlap_loop if overlap else synchronous_loop
-        self._thread = threading.Thread(target=self._run, args=(loop,), name="engine", daemon=True)
+        # Launched steps of the main lane, the oldest first, and how many of them there may be.
+        self._in_flight: deque[Step] = deque()
+        self._depth = 2 if overlap else 1
+        self._lane = lane
+        # An error of the loop itself, raised while the lane's layers were launched.
+        self._defect: Exception | None = None
+        if lane is not None:
+            lane.attend(self._give_turn, self._inbox.wait)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Starts the engine thread."""
@@ -103,6 +109,8 @@ class Engine:
         self._runner.interrupt()
         if not self.join(timeout_s):
             return False
+        if self._lane is not None:
+            self._lane.runner.close()
         self._runner.close()
         return True
 
@@ -161,19 +169,21 @@ class Engine:
         self._inbox.post(Call(operation, argument, done))
         return done
 
-    # ---- used by the loops, in the engine thread ----
+    # ---- the engine thread ----
 
-    def _run(self, loop: Callable[[Engine], None]) -> None:
+    def _run(self) -> None:
         """A defect of the loop itself ends the engine: whoever waits gets the error."""
         try:
-            loop(self)
+            while self.receive(wait=True):
+                self.turn()
+            self.finish()
         except Exception as error:
             _log.exception("the engine thread ended by an error")
             self._lose(f"the engine thread ended: {error!r}")
 
     def receive(self, wait: bool) -> bool:
         """Applies all messages; blocks for one if `wait` and there is no work. False: end the loop."""
-        idle = wait and not self.scheduler.has_work
+        idle = wait and not (self._in_flight or self.scheduler.has_work or self._lane_is_open)
         if idle:
             self._check_integrity()
         for message in self._inbox.drain(idle):
@@ -182,38 +192,117 @@ class Engine:
             self._end_all(FinishReason.ABORT, "the engine is shutting down")
         return not self._stopping
 
-    def launch_next(self) -> Step | None:
-        """Schedules a step and launches it; None when there is nothing to do before a commit."""
+    def turn(self) -> None:
+        """Launches a step and waits for the one before it; with nothing to launch, for the latest."""
+        if self._lane is not None:
+            self._tend(self._lane)
+        launched = len(self._in_flight) < self._depth and self.launch_next()
+        if self._in_flight and (not launched or len(self._in_flight) == self._depth):
+            self._commit_oldest()
+        elif self._lane is not None and not launched:
+            self._lane.pace.idled()
+            if self._lane_is_open:
+                self._inbox.wait(POLL_S)
+
+    def finish(self) -> None:
+        """Commits what is in flight."""
+        while self._in_flight:
+            self._commit_oldest()
+        if self._lane is not None and self._lane.step is not None:
+            self.commit(self._lane.take())
+
+    def launch_next(self) -> bool:
+        """Schedules a step and launches it; False when there is nothing to do before a commit."""
+        planned = self._plan(self._schedule)
+        if planned is None:
+            return False
+        self._in_flight.append(Step(planned[0], self._runner.launch(planned[1])))
+        return True
+
+    def _schedule(self) -> Batch | None:
+        batch = self.scheduler.schedule()
+        waits = self._in_flight or self._lane_is_open
+        if batch is None and self.scheduler.has_work and not waits:
+            raise RuntimeError("requests are unfinished, but none can be scheduled")
+        return batch
+
+    @property
+    def _lane_is_open(self) -> bool:
+        return self.scheduler.lane.batch is not None
+
+    def _tend(self, lane: PrefillLane) -> None:
+        """Commits the lane's step if it has ended, and opens the next one if there is something to compute.
+
+        Nothing of the main lane is in flight then: a step that was run again for lost experts would write to
+        pages that were freed since it was launched, and the lane's may have got them.
+        """
+        if lane.step is not None and lane.step.pending.query():
+            self.commit(lane.take())
+        books = self.scheduler.lane
+        books.is_ready, books.min_tokens = lane.runner.is_ready, lane.runner.min_tokens
+        if not self.scheduler.wants_lane():
+            return
+        while self._in_flight:
+            self._commit_oldest()
+        if not self.scheduler.wants_lane():
+            return
+        planned = self._plan(self.scheduler.schedule_lane)
+        if planned is not None:
+            lane.launch(*planned)
+        if self._defect is not None:
+            raise self._defect
+
+    def _give_turn(self) -> bool:
+        """A turn of the main lane that waits for nothing, between two layers of the lane."""
+        if self._defect is not None:
+            return False
         try:
-            batch = self.scheduler.schedule()
+            if not self.receive(wait=False):
+                return False
+            has_ended = bool(self._in_flight) and self._in_flight[0].pending.query()
+            if has_ended:
+                self._commit_oldest()
+            launched = len(self._in_flight) < self._depth and self.launch_next()
+            return has_ended or launched
+        except Exception as error:  # raised again once the lane's step is launched
+            self._defect = error
+            return False
+
+    def _plan(self, schedule: Callable[[], Batch | None]) -> tuple[Batch, StepPlan] | None:
+        """A batch and its inputs; None when there is none, or when it failed."""
+        try:
+            batch = schedule()
             if batch is None:
-                if self.scheduler.has_work and self._in_flight == 0:
-                    raise RuntimeError("requests are unfinished, but none can be scheduled")
                 return None
         except Exception as error:
             _log.exception("scheduling failed")
             self._end_all(FinishReason.ERROR, f"scheduling failed: {error!r}")
             return None
         try:
-            plan = self._builder.build(batch, self._observer.launched(batch))
+            return batch, self._builder.build(batch, self._observer.launched(batch))
         except Exception as error:
             _log.exception("building the step's inputs failed", step=batch.step)
             self._fail(batch, f"building the step's inputs failed: {error!r}")
             return None
-        self._in_flight += 1
-        return Step(batch, self._runner.launch(plan))
+
+    def _commit_oldest(self) -> None:
+        step = self._in_flight.popleft()
+        self.commit(step)
+        if self._lane is not None:
+            self._lane.pace.committed(step.batch, self._lane_is_open)
 
     def commit(self, step: Step) -> None:
         """Waits for a step's tokens and applies them."""
         try:
             result = step.pending.wait()
-            self._in_flight -= 1
         except DeviceLost as error:
-            self._in_flight -= 1
             self._lose(f"the device is lost: {error}")
+            self.scheduler.ended(step.batch)
             return
         except Exception as error:
-            self._in_flight -= 1
+            if isinstance(error, ExpertUnavailable) and step.batch is self.scheduler.lane.batch:
+                self._compute_again(step.batch, error)
+                return
             # Of another process: a traceback would show this one's way to it.
             is_ours = not isinstance(error, (ExpertUnavailable, ExpertComputeFailed))
             requests = len(step.batch.requests)
@@ -227,6 +316,7 @@ class Engine:
         except Exception as error:
             _log.exception("applying a step's results failed", step=step.batch.step)
             self._end_all(FinishReason.ERROR, f"applying a step's results failed: {error!r}")
+            self.scheduler.ended(step.batch)
 
     def _apply_result(self, step: Step, result: StepResult) -> None:
         poisoned = [
@@ -264,6 +354,13 @@ class Engine:
             ended.set_exception(error)
         else:
             ended.set_result(None)
+
+    def _compute_again(self, batch: Batch, error: ExpertUnavailable) -> None:
+        """The lane's step lost the experts that it streamed: its requests wait anew, for either lane."""
+        _log.warning("experts changed during a prefill step, which is computed again", error=str(error))
+        self.scheduler.give_up(batch)
+        self._observer.committed(batch, None, [])
+        self._emit([])
 
     def _fail(self, batch: Batch, message: str) -> None:
         """Ends the unfinished requests of a failed step; none of their uncommitted pages is kept."""
@@ -324,23 +421,3 @@ class Engine:
         except AssertionError as error:
             _log.error("integrity check failed at idle", error=str(error))
             self._observer.corrupted(error)
-
-
-def overlap_loop(engine: Engine) -> None:
-    """Step N+1 is scheduled and launched before the tokens of step N are known to the host."""
-    previous: Step | None = None
-    while engine.receive(wait=previous is None):
-        current = engine.launch_next()
-        if previous is not None:
-            engine.commit(previous)
-        previous = current
-    if previous is not None:
-        engine.commit(previous)
-
-
-def synchronous_loop(engine: Engine) -> None:
-    """Without overlap: what the overlap loop must be equal to, and simpler to debug."""
-    while engine.receive(wait=True):
-        current = engine.launch_next()
-        if current is not None:
-            engine.commit(current)

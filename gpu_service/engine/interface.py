@@ -69,6 +69,12 @@ class Inbox:
                 self.num_added += len(message.requests)
             self._condition.notify()
 
+    def wait(self, timeout_s: float) -> None:
+        """Blocks until there is a message, at most so long."""
+        with self._condition:
+            if not self._messages:
+                self._condition.wait(timeout_s)
+
     def drain(self, wait: bool) -> list[Message]:
         """All messages so far; with `wait`, blocks until there is one."""
         with self._condition:

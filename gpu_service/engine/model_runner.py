@@ -6,7 +6,7 @@ know is read from the returned tensors once the step has ended (`results.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -113,6 +113,8 @@ class ModelRunner:
         self.has_mrope = has_mrope
         # None: the model has no linear attention.
         self.states = states
+        # As `ForwardContext` says; set by who launches the steps.
+        self.between_layers: Callable[[], None] | None = None
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -170,6 +172,7 @@ class ModelRunner:
             streamed=streamed,
             recorder=self.recorder,
             states=self.states,
+            between_layers=self.between_layers,
         )
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:

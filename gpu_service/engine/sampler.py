@@ -7,6 +7,9 @@ which rows are treated how is in the plan.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import torch
 
 from gpu_service.engine.results import Logprobs, Sampled
@@ -79,6 +82,16 @@ class Sampler:
 
     def __init__(self, vocab_size: int, device: torch.device, num_slots: int = 0) -> None:
         self.penalties = PenaltyCounts(vocab_size, device, num_slots)
+        self._truncate: Callable[..., torch.Tensor] = truncate_probabilities
+
+    def for_another_stream(self) -> Sampler:
+        """One with the same counts that runs next to this one, for other slots.
+
+        FlashInfer's kernel of top-k works in memory that it keeps for the whole device.
+        """
+        other = copy.copy(self)
+        other._truncate = truncate_probabilities.reference
+        return other
 
     def greedy(self, logits: torch.Tensor) -> Sampled:
         """The likeliest token of each row of float32 `[R, V]` logits; may be captured in a graph."""
@@ -127,7 +140,7 @@ class Sampler:
         probabilities = torch.where(probabilities >= floor, probabilities, 0.0)
         cut = plan.truncated
         if cut.numel():
-            kept = truncate_probabilities(probabilities[cut], plan.top_k[cut], plan.top_p[cut])
+            kept = self._truncate(probabilities[cut], plan.top_k[cut], plan.top_p[cut])
             probabilities[cut] = kept
         return _inverse_cdf(probabilities, plan.uniform)
 

@@ -404,3 +404,5 @@ class ForwardContext:
     recorder: ExpertRecorder | None = None
     # None: the model has no linear attention.
     states: StateCache | None = None
+    # Called between layers, and wherever a layer's launch takes long: who launches the step has other work.
+    between_layers: Callable[[], None] | None = None

@@ -13,12 +13,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import structlog
 
 from gpu_service.engine.results import StepResult
-from gpu_service.engine.step import StepPlan
+from gpu_service.engine.step import Batch, StepPlan
 from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable
 
 Result = TypeVar("Result")
@@ -34,6 +35,18 @@ class Pending(ABC, Generic[Result]):
     @abstractmethod
     def wait(self) -> Result:
         """Blocks until it has ended; returns its result or raises its exception."""
+
+    @abstractmethod
+    def query(self) -> bool:
+        """Whether `wait` would not block. False after a loss of experts, whose recovery takes its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A launched step: the plan's host side, and what carries its result."""
+
+    batch: Batch
+    pending: Pending[StepResult]
 
 
 class StepRunner(ABC):
@@ -74,6 +87,9 @@ ExpertFailure = ExpertUnavailable | ExpertComputeFailed
 class Launched(Protocol):
     """One run of a plan on the device."""
 
+    def query(self) -> bool:
+        """Whether it has ended."""
+
     def finish(self) -> StepResult:
         """Blocks until it has ended; the host values, which mean nothing if experts failed meanwhile."""
 
@@ -100,6 +116,9 @@ class StepInFlight(Pending[StepResult]):
             raise self.error
         assert self.result is not None
         return self.result
+
+    def query(self) -> bool:
+        return self._owner.query(self)
 
     def end(self) -> None:
         """Blocks until the run has ended and keeps what came of it."""
@@ -152,6 +171,15 @@ class StepsInFlight:
         if self._steps:
             self._steps[-1].followers.append(work)
 
+    def query(self, step: StepInFlight) -> bool:
+        """Whether `settle` would not block: neither for the device nor for servers to return."""
+        if step.settled:
+            return True
+        if step is not self._steps[0] or isinstance(step.error, ExpertUnavailable):
+            return False
+        has_ended = step.launched is None or step.error is not None or step.launched.query()
+        return has_ended and self._failure_of(step) is None
+
     def settle(self, step: StepInFlight) -> None:
         """Blocks until the step's outcome is final."""
         while not step.settled:
@@ -181,9 +209,11 @@ class StepsInFlight:
 
     def _failure_of(self, step: StepInFlight) -> ExpertFailure | None:
         """What makes a step that has ended worthless; a later step's failure may show here already."""
+        if self._experts is None:
+            return None
         if isinstance(step.error, ExpertUnavailable):
             return step.error
-        if self._experts is None or not self._experts.is_device_driven:
+        if not self._experts.is_device_driven:
             return None
         return self._experts.failure()
 

@@ -28,10 +28,8 @@ class CheckpointPart:
     sibling: str
     parameter: str
     rows: ShardRange
-    # None: all columns, or a tensor of one dimension.
-    cols: ShardRange | None
-    # First row of the parameter that it fills.
-    begin: int = 0
+    cols: ShardRange | None  # None: all columns, or a tensor of one dimension.
+    begin: int = 0  # First row of the parameter that it fills.
     # Dimensions after rows and columns, of which nothing is left out (a convolution's).
     rest: tuple[int, ...] = ()
 

@@ -25,11 +25,12 @@ _KEY_EPS = 1e-6
 
 
 class StepSelection:
-    """What layers of one model share within a step: the latest choice, and the indexer's rotary table."""
+    """What layers of one model share within a step: the indexer's rotary table.
+
+    The latest choice is the attention backend's: layers of two steps may be launched in turn.
+    """
 
     def __init__(self) -> None:
-        # int32 [T, top_k] as `MlaAttentionBackend` says, None: all tokens; filled by layers with an indexer.
-        self.tokens: torch.Tensor | None = None
         self._halves: tuple[RopeTable, RopeTable] | None = None
 
     def half_split(self, rope: RopeTable) -> RopeTable:
@@ -68,7 +69,7 @@ class Indexer(nn.Module):
         rope: RopeTable,
         context: ForwardContext,
     ) -> None:
-        """Leaves the choice for each row in the `StepSelection`, and the step's keys in the cache.
+        """Leaves the choice for each row with the attention backend, and the step's keys in the cache.
 
         hidden_states `[T, H]` after the layer's norm; query_latent `[T, q_lora_rank]`, normed; rope: that of
         the layers.
@@ -82,12 +83,12 @@ class Indexer(nn.Module):
         index_keys = backend.cache.index_keys
         assert index_keys is not None, "the cache of this model holds the indexer's keys"
         index_keys.append(self._index_layer, keys, context.inputs.slot_mapping)
-        self._selection.tokens = None
+        backend.selection = None
         if backend.selects:
             query = self.wq_b(query_latent).view(-1, sizes.num_heads, sizes.head_dim)
             apply_rope(query, rope)
             weights = self.weights_proj(hidden_states.float()) * self._score_scale
-            self._selection.tokens = backend.select(query, weights, self._index_layer)
+            backend.selection = backend.select(query, weights, self._index_layer)
 
 
 # Of the norms of latents, whatever `rms_norm_eps` says about those of layers: so were all families trained.
@@ -178,7 +179,7 @@ class MLAttention(nn.Module):
         else:
             key_weight, value_weight = weight[:, : mla.qk_nope_head_dim], weight[:, mla.qk_nope_head_dim :]
             query_latent = absorb_query(query_nope, key_weight)
-            chosen = None if self._selection is None else self._selection.tokens
+            chosen = None if self._selection is None else backend.selection
             latents = backend.forward(query_latent, query_rope, latent, key_rope, layer_id, chosen)
             attended = project_values(latents, value_weight)
         output: torch.Tensor = self.o_proj(attended.flatten(1))

@@ -91,8 +91,7 @@ class _Search:
     # Filled by `locate`.
     sources: dict[str, WeightSource] = field(default_factory=dict)
     problems: dict[str, list[str]] = field(default_factory=_no_problems)
-    # The checkpoint's own names of tensors that a source reads.
-    used: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)  # The checkpoint's own names of tensors that a source reads.
 
     def locate(self, name: str, target: Target) -> None:
         """Find the source of one expected name, or note what is wrong with it."""

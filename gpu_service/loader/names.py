@@ -27,13 +27,11 @@ class Target:
 
     module: nn.Module
     parameter: str
-    # Of the checkpoint's tensor.
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # Of the checkpoint's tensor.
     # The part of it that is read; None: all columns, or a tensor of one dimension.
     rows: ShardRange
     cols: ShardRange | None
-    # Rows of the parameter that it fills: [begin, begin + rows.size).
-    begin: int
+    begin: int  # Rows of the parameter that it fills: [begin, begin + rows.size).
 
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")

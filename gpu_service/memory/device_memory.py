@@ -13,7 +13,7 @@ _cuda: Any = torch.cuda
 
 
 def gib(nbytes: int) -> str:
-    """For messages and tables."""
+    """Bytes as GiB with two decimals, for messages and tables."""
     return f"{nbytes / 2**30:.2f}"
 
 
@@ -27,10 +27,8 @@ class MemoryUse:
     # Of this process: in living tensors, and the most there was since `reset_peak`.
     allocated: int
     peak: int
-    # Held by torch's allocator for tensors, living or to come.
-    reserved: int
-    # Times the allocator asked the driver for memory since the start.
-    device_allocations: int
+    reserved: int  # Held by torch's allocator for tensors, living or to come.
+    device_allocations: int  # Times the allocator asked the driver for memory since the start.
 
     @property
     def outside(self) -> int:
@@ -51,7 +49,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """`peak` counts from here."""
+        """Makes `peak` count from now on."""
 
     @abstractmethod
     def release_cache(self) -> None:

@@ -165,8 +165,7 @@ class MemoryPlan:
     # gpu_memory_utilization of `total`, or what other processes leave of it.
     budget: int
     lines: tuple[MemoryLine, ...]
-    # One page over all layers of this rank.
-    page_bytes: int
+    page_bytes: int  # One page over all layers of this rank.
 
     def of(self, part: str) -> int:
         """Bytes of a part; 0 for one that the plan does not name."""
@@ -174,12 +173,12 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """For the KV cache."""
+        """Bytes of the KV cache."""
         return self.of(KV)
 
     @property
     def fixed(self) -> int:
-        """Everything but the KV cache."""
+        """Bytes of everything but the KV cache."""
         return sum(line.nbytes for line in self.lines if line.part != KV)
 
 
@@ -190,22 +189,20 @@ class ExpertMemory:
     # Experts over all layers, and bytes of one of them in the form the GPU holds.
     count: int = 0
     bytes_each: int = 0
-    # Buffers through which experts of the CPU pass the GPU.
-    ring_bytes: int = 0
+    ring_bytes: int = 0  # Buffers through which experts of the CPU pass the GPU.
 
 
 @dataclass(frozen=True, slots=True)
 class VisionMemory:
     """Of images in prompts; filled by `assembly.vision`."""
 
-    # The tower's weights.
-    tower_bytes: int = 0
+    tower_bytes: int = 0  # The tower's weights.
     # What comes in service only: encoded images that are kept, and the largest one while it is encoded.
     image_bytes: int = 0
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Bytes of both."""
         return self.tower_bytes + self.image_bytes
 
 

@@ -74,6 +74,8 @@ class Backbone(nn.Module):
             stream = layer(stream, ropes[self._rotary_of[index]], context)
             if images is not None and images.reaches(index):
                 images.add_after(index, stream.sum())
+            if context.between_layers is not None:
+                context.between_layers()
         if self.norm is None:
             hidden_states = stream.sum()
             self._parallel.send_to_next_stage(hidden_states)

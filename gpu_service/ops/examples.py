@@ -45,8 +45,7 @@ class Sizes:
     fp8_columns: int = 200
     fp8_first_column: int = 88
     vocabulary: int = 5000
-    # What keys and values are stored as; None: as they come.
-    storage: torch.dtype | None = None
+    storage: torch.dtype | None = None  # What keys and values are stored as; None: as they come.
 
 
 SMALL = Sizes()

@@ -25,8 +25,7 @@ class Neighbours(NamedTuple):
 
     requests: slice
     rows: slice
-    # Whether each request computes one token.
-    is_single_token: bool
+    is_single_token: bool  # Whether each request computes one token.
 
 
 class Sequences(NamedTuple):

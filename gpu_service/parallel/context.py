@@ -61,10 +61,8 @@ class ParallelContext:
     tp_size: int = 1
     stage: int = 0
     num_stages: int = 1
-    # Over the ranks of this stage.
-    tensor_group: Collectives = field(default_factory=SoloCollectives)
-    # Over all ranks.
-    world_group: Collectives = field(default_factory=SoloCollectives)
+    tensor_group: Collectives = field(default_factory=SoloCollectives)  # Over the ranks of this stage.
+    world_group: Collectives = field(default_factory=SoloCollectives)  # Over all ranks.
 
     @property
     def rank(self) -> int:

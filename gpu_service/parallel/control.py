@@ -57,7 +57,7 @@ class RankConnection:
             self._socket.setsockopt(socket.SOL_SOCKET, option, value)
 
     def send(self, frame: ranks_pb2.Frame) -> None:
-        """Raises ConnectionLost."""
+        """Sends one frame. Raises ConnectionLost."""
         try:
             with self._sending:
                 self._frames.send_bytes(frame.SerializeToString())

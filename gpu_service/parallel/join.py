@@ -39,8 +39,7 @@ class Rendezvous:
     size: int
     address: str
     timeout_s: float
-    # Digest of all settings that every rank must share.
-    fingerprint: str
+    fingerprint: str  # Digest of all settings that every rank must share.
 
     @property
     def host_port(self) -> tuple[str, int]:

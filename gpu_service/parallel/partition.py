@@ -25,17 +25,17 @@ class ShardRange:
 
     @staticmethod
     def whole(total: int) -> ShardRange:
-        """All of it."""
+        """The range of an axis that is not divided."""
         return ShardRange(0, total, total)
 
     @property
     def size(self) -> int:
-        """Elements held."""
+        """Elements of the range."""
         return self.end - self.begin
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left out."""
+        """Whether the range covers its axis."""
         return self.size == self.total
 
     def scaled(self, factor: int) -> ShardRange:
@@ -44,7 +44,7 @@ class ShardRange:
 
     @property
     def slice(self) -> slice:
-        """For indexing."""
+        """The range as an index."""
         return slice(self.begin, self.end)
 
 

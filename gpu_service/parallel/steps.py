@@ -143,6 +143,9 @@ class _GuardedPending(Pending[StepResult]):
         self._inner = inner
         self._judge = judge
 
+    def query(self) -> bool:
+        return self._inner.query()
+
     def wait(self) -> StepResult:
         try:
             return self._inner.wait()

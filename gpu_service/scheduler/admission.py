@@ -5,7 +5,7 @@ Decides numbers only; allocating pages and moving requests between queues is the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpu_service.cache.radix_cache import PrefixHandle
@@ -68,6 +68,8 @@ def divide_budget(
     limits: SchedulerLimits,
     page_size: int,
     splits: bool = False,
+    excluded: Callable[[Request, int], bool] = lambda request, need: False,
+    budget: int | None = None,
 ) -> Division:
     """Who computes how much in the next step.
 
@@ -76,13 +78,16 @@ def divide_budget(
     half for itself; the other half goes to the shortest prompts first, whether they run already or wait
     (`newcomers`). So a short prompt starts at once however long the others are, and a long one is held up by
     at most as many tokens as it computes itself. Of prompts of one length the older is done first: sharing
-    evenly would delay the older and hasten nobody. `splits` as in `chunk_size`.
+    evenly would delay the older and hasten nobody. `splits` as in `chunk_size`; `excluded` says, of a running
+    request and the tokens that it needs, whether it is another step's; `budget` other than the usual one.
     """
-    division = Division({}, [], limits.max_num_batched_tokens)
+    division = Division({}, [], limits.max_num_batched_tokens if budget is None else budget)
     needs = {
-        index: request.planned_len - request.scheduled_len
+        index: need
         for index, request in enumerate(running)
-        if request.planned_len > request.scheduled_len and not _waits_for_end(request, limits)
+        if (need := request.planned_len - request.scheduled_len) > 0
+        and not _waits_for_end(request, limits)
+        and not excluded(request, need)
     }
     for index in sorted((i for i in needs if needs[i] == 1), key=lambda i: (running[i].last_step, i)):
         if division.left > 0:
@@ -90,14 +95,16 @@ def divide_budget(
             division.left -= 1
     prompts = [Prompt(running[index], need, index) for index, need in needs.items() if need > 1]
     prompts += newcomers
-    if prompts and division.left > 0:
-        _divide_among_prompts(division, prompts, limits, page_size, splits)
+    divide_among_prompts(division, prompts, limits, page_size, splits)
     return division
 
 
-def _divide_among_prompts(
+def divide_among_prompts(
     division: Division, prompts: Sequence[Prompt], limits: SchedulerLimits, page_size: int, splits: bool
 ) -> None:
+    """What is left of the budget, as `divide_budget` says."""
+    if not prompts or division.left <= 0:
+        return
     oldest = min(prompts, key=lambda prompt: seniority(prompt.request))
     reserved = (division.left + 1) // 2
     budget = division.left - reserved

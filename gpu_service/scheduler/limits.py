@@ -32,6 +32,8 @@ class SchedulerLimits:
     eos_token_ids: frozenset[int] = frozenset()
     # What a prompt token whose log-probability is asked for takes of the budget of tokens.
     scored_token_cost: int = 1
+    # Most tokens of a step that streams its experts: the prefill lane's, or one in which no request decodes.
+    prefill_chunk_max: int = 0
 
 
 def refuse_impossible(prompt_len: int, max_tokens: int, limits: SchedulerLimits) -> None:

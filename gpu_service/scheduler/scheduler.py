@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpu_service.cache.radix_cache import PrefixHandle
@@ -20,12 +20,14 @@ from gpu_service.scheduler.admission import (
     Prompt,
     admissible,
     chunk_size,
+    divide_among_prompts,
     divide_budget,
     fits,
     seniority,
     token_cost,
     turn,
 )
+from gpu_service.scheduler.lane import LaneBooks
 from gpu_service.scheduler.limits import SchedulerLimits, mark_finish, refuse_impossible
 
 
@@ -51,6 +53,9 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.lane = LaneBooks()
+        # Filled by the engine where there is no lane: whether steps of prompts alone stream their experts.
+        self.streams_prompts = False
         self._free_slots = list(range(limits.max_num_seqs))
         self._arrivals = 0
         self._step = 0
@@ -78,21 +83,53 @@ class Scheduler:
         """Ends a request now: its pages go to the tree (if `keep`) or back to the pool, its slot is free.
 
         Steps in flight may still read and write those pages and that slot. That is safe because whoever
-        gets them next is computed by a later step of the same device stream.
+        gets them next is computed by a later step of the same device stream. The prefill lane has another
+        one: what it computes gives them up when its step has ended.
         """
         request.finish_reason = reason
         request.error_message = error
         queue = self.running if request.slot >= 0 else self.waiting
         queue.remove(request)
-        self._leave(request, keep)
+        if request.in_lane:
+            self.lane.leaving.append((request, keep))
+        else:
+            self._leave(request, keep)
 
     def schedule(self) -> Batch | None:
         """The next step's batch, or None when nothing can be computed before an earlier step's commit."""
-        batch = Batch([], [], [], [], step=self._step)
-        cache = self.cache
+        lane, cache = self.lane, self.cache
+        lane.lacks_pages = None
         division = divide_budget(
-            self.running, self._newcomers(), self.limits, cache.page_size, cache.keeps_states
+            self.running,
+            self._newcomers(lambda prompts: [p for p in prompts if not lane.is_due(p.request, p.need)]),
+            self.limits,
+            cache.page_size,
+            cache.keeps_states,
+            excluded=lane.excludes,
+            budget=self._budget(),
         )
+        return self._plan(division)
+
+    def wants_lane(self) -> bool:
+        """Whether a step of the prefill lane would have something to compute."""
+        return self.lane.may_open and bool(self._lane_prompts())
+
+    def schedule_lane(self) -> Batch | None:
+        """The batch of the prefill lane's next step, which is open from now on until it is committed.
+
+        Prompts only, divided as among the main lane's. Call it where `wants_lane`, with no step in flight.
+        """
+        assert self.lane.may_open, "the lane has an open step, or is not ready"
+        division = Division({}, [], self.limits.prefill_chunk_max)
+        prompts, cache = self._lane_prompts(), self.cache
+        divide_among_prompts(division, prompts, self.limits, cache.page_size, cache.keeps_states)
+        batch = self._plan(division)
+        if batch is not None:
+            self.lane.open(batch)
+        return batch
+
+    def _plan(self, division: Division) -> Batch | None:
+        batch = Batch([], [], [], [], step=self._step)
         preempted = self._schedule_running(batch, division.counts)
         # Admitting right after a preemption would take the pages that were just made free.
         if not preempted:
@@ -135,11 +172,26 @@ class Scheduler:
         """The step will not be run again, whether it came to anything; `commit` calls it."""
         if self.cache.states is not None:
             self.cache.states.committed(batch)
+        if batch is self.lane.batch:
+            for request, keep in self.lane.close():
+                self._leave(request, keep)
+
+    def give_up(self, batch: Batch) -> None:
+        """The lane's step came to nothing by no fault of its requests, which are computed again."""
+        left = [
+            (r, samples) for r, samples in zip(batch.requests, batch.samples, strict=True) if not r.finished
+        ]
+        self.ended(batch)
+        for request, samples in left:
+            request.inflight_tokens -= samples
+            self._preempt(request)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when queues, slots, lengths or pages contradict one another."""
-        self.cache.check_integrity(self.running)
-        slots = sorted([*self._free_slots, *(r.slot for r in self.running)])
+        self.lane.check_integrity(self.running)
+        holders = [*self.running, *(request for request, _ in self.lane.leaving)]
+        self.cache.check_integrity(holders)
+        slots = sorted([*self._free_slots, *(r.slot for r in holders)])
         assert slots == list(range(self.limits.max_num_seqs)), f"slots lost or doubled: {slots}"
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=seniority), "queue out of order"
@@ -160,29 +212,60 @@ class Scheduler:
             count = counts.get(index, 0)
             if request.slot < 0 or count == 0:
                 continue
-            while not self.cache.grow(request, request.scheduled_len + count):
-                preempted = True
-                # Victims come from the young end, and the batch is filled from the old end, so a victim is
-                # never in this batch.
-                victim = self.running[-1]
-                self._preempt(victim)
-                if victim is request:
+            has_room = self.cache.grow(request, request.scheduled_len + count)
+            while not has_room and request.slot >= 0:
+                victim = self._victim(request)
+                if victim is None:
+                    self.lane.lacks_pages = request
                     break
-            if request.slot >= 0 and self.cache.has_free_state:
+                preempted = True
+                self._preempt(victim)
+                has_room = victim is not request and self.cache.grow(request, request.scheduled_len + count)
+            if has_room and self.cache.has_free_state:
                 self._append_row(batch, request, count)
         return preempted
 
-    def _newcomers(self) -> list[Prompt]:
+    def _victim(self, request: Request) -> Request | None:
+        """Who gives up pages for a request: the youngest. None: only the open step of the lane has younger.
+
+        Victims come from the young end, and a batch is filled from the old end, so none is in the batch.
+        """
+        if not self.running[-1].in_lane:
+            return self.running[-1]
+        victim = next(other for other in reversed(self.running) if not other.in_lane)
+        return None if victim is request else victim
+
+    def _budget(self) -> int | None:
+        """Of a step in the main lane; None: the usual one.
+
+        Where it streams experts, a longer step costs hardly more time, but those who decode would wait.
+        """
+        decodes = any(request.scheduled_len >= request.prompt_len for request in self.running)
+        return self.limits.prefill_chunk_max if self.streams_prompts and not decodes else None
+
+    def _lane_prompts(self) -> list[Prompt]:
+        needs = [request.planned_len - request.scheduled_len for request in self.running]
+        prompts = [Prompt(self.running[index], need, index) for index, need in enumerate(needs) if need > 1]
+
+        def choose(waiting: list[Prompt]) -> list[Prompt]:
+            return [prompt for prompt in self.lane.choose(prompts + waiting) if prompt.index < 0]
+
+        return self.lane.choose(prompts + self._newcomers(choose))
+
+    def _newcomers(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
         """Waiting requests that may start now: the oldest, then the shortest; none while the oldest can not.
 
-        As long as the oldest one lacks pages nobody overtakes it, or it could wait for ever.
+        As long as the oldest one lacks pages nobody overtakes it, or it could wait for ever. `choose`: which
+        of them the step takes, in the same order.
         """
         if not (self._free_slots and self.waiting and self.cache.has_free_state):
             return []
         candidates = list(admissible(self.waiting, self.running, self.cache))
         if not candidates or not self._fits(candidates[0], self.cache.probe(candidates[0])):
             return []
-        prompts = [Prompt(request, self._expected(request)) for request in candidates]
+        prompts = choose([Prompt(request, self._expected(request)) for request in candidates])
+        if not prompts:
+            return []
         return [prompts[0], *heapq.nsmallest(len(self._free_slots) - 1, prompts[1:], key=turn)]
 
     def _expected(self, request: Request) -> int:

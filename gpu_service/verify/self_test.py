@@ -61,8 +61,7 @@ class ProbedLayer:
     probe: Probe
     # The reference's answer, float32 `[T, H]` on the CPU: files may be others by the time it is needed again.
     wanted: torch.Tensor
-    # As `Probe.errors` orders them.
-    errors: tuple[ExpertError, ...]
+    errors: tuple[ExpertError, ...]  # As `Probe.errors` orders them.
 
 
 @dataclass(frozen=True)

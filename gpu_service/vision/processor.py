@@ -146,10 +146,8 @@ def _low_kimi(processor: Any) -> Preprocess:
 class FamilyProcessor:
     """One row of the table."""
 
-    # From the checkpoint's settings.
-    build: Callable[[Mapping[str, Any]], Any]
-    # What prepares images of little detail.
-    low_detail: Callable[[Any], Preprocess]
+    build: Callable[[Mapping[str, Any]], Any]  # From the checkpoint's settings.
+    low_detail: Callable[[Any], Preprocess]  # What prepares images of little detail.
 
 
 # By `VisionFamily.processor`.

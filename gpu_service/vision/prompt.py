@@ -29,12 +29,9 @@ class PreparedImage:
 
     # Negative, equal for equal files only; stands for each of the image's tokens in the prefix tree.
     key: int
-    # float32 [patches, ...], as the family's image processor makes them.
-    pixels: npt.NDArray[Any]
-    # Patches in time, height and width.
-    grid: tuple[int, int, int]
-    # Height and width in tokens; the image has as many tokens as their product.
-    token_grid: tuple[int, int]
+    pixels: npt.NDArray[Any]  # float32 [patches, ...], as the family's image processor makes them.
+    grid: tuple[int, int, int]  # Patches in time, height and width.
+    token_grid: tuple[int, int]  # Height and width in tokens; the image has as many tokens as their product.
 
     @property
     def num_tokens(self) -> int:
@@ -51,7 +48,7 @@ class PromptImage:
 
     @property
     def end(self) -> int:
-        """One past its last token."""
+        """Position after its last token."""
         return self.start + self.image.num_tokens
 
 
@@ -60,8 +57,7 @@ class VisionPrompt:
     """What a request with images has besides its tokens; filled by `locate`."""
 
     images: tuple[PromptImage, ...]
-    # int64 [3, P], positions of the prompt's P tokens in time, height and width.
-    positions: Positions
+    positions: Positions  # int64 [3, P], positions of the prompt's P tokens in time, height and width.
     # What is added to the index of a token after the prompt: an image takes fewer positions than tokens.
     offset: int
 

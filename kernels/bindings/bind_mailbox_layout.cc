@@ -159,7 +159,8 @@ py::array_t<uint8_t> map_shared(const std::string& path, size_t bytes) {
   };
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) raise_os_error(path);
-  const size_t reserved_bytes = bytes + kHugePage;
+  // Of reserved pages the system maps whole ones, whatever is asked for.
+  const size_t reserved_bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage + kHugePage;
   void* reserved = mmap(nullptr, reserved_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   void* mapped = MAP_FAILED;
   if (reserved != MAP_FAILED) {

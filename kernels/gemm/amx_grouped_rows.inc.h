@@ -45,10 +45,10 @@ struct ScaledBlock {
   const std::byte* rows;
   const std::byte* panels[2];
 
-  // sums[kGroups][4][16][16] of this block, while those before are added to their totals and `beside.step()` does
+  // sums[kGroups][4][16][16] of this block, while those before are added to their totals and `interleaved.step()` does
   // other vector work.
-  template <int kStep = 0, class Beside>
-  MOEBIUS_INLINE void run(float* sums, const PendingSums& before, Beside& beside) const {
+  template <int kStep = 0, class Interleaved>
+  MOEBIUS_INLINE void run(float* sums, const PendingSums& before, Interleaved& interleaved) const {
     if constexpr (kStep % kGroupSteps == 0) zero_sums();
     Tiles::load<4>(rows + kStep * kTileBytes, 64);
     Tiles::load<6>(panels[0] + kStep * kTileBytes, 64);
@@ -63,9 +63,9 @@ struct ScaledBlock {
       if constexpr (kRowTiles == 2) Tiles::dot_bfloat16<3, 5, 7>();
     }
     before.template add<kGroups, 64 * kStep / kSteps, 64 / kSteps>();
-    beside.step();
+    interleaved.step();
     if constexpr (kStep % kGroupSteps == kGroupSteps - 1) store(sums + kStep / kGroupSteps * kBlockFloats);
-    if constexpr (kStep + 1 < kSteps) run<kStep + 1>(sums, before, beside);
+    if constexpr (kStep + 1 < kSteps) run<kStep + 1>(sums, before, interleaved);
   }
 
  private:
@@ -132,7 +132,7 @@ class GroupedRows {
     finish();
   }
 
-  // Beside the products of a step: tiles of the next chunk, evenly spread, and the next rows.
+  // Interleaved with the GEMM of a step: tiles of the next chunk, evenly spread, and the next rows.
   MOEBIUS_INLINE void step() {
     credit_ += tiles_due_;
     while (credit_ >= steps_due_) {

@@ -24,15 +24,96 @@ struct Integers {
   // Bytes 0 and 2, 1 and 3 of each word as two int16.
   Integers even_bytes() const { return {_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8)}; }
   Integers odd_bytes() const { return {_mm256_srai_epi16(v, 8)}; }
+  // Byte j of each word, with its sign.
+  template <int j>
+  Vec signed_byte() const {
+    const __m256i top = j == 3 ? v : _mm256_slli_epi32(v, 24 - 8 * j);
+    return Vec::from_integers(_mm256_srai_epi32(top, 24));
+  }
+  // Half j of each word, which is a bfloat16.
+  template <int j>
+  Vec bfloat16_half() const {
+    if constexpr (j == 0) return Vec::from_bits(_mm256_slli_epi32(v, 16));
+    return Vec::from_bits(_mm256_and_si256(v, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  // See Float8Decoder; of every second byte.
+  Integers even_float8_as_bfloat16() const { return as_bfloat16(_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 4)); }
+  Integers odd_float8_as_bfloat16() const { return as_bfloat16(_mm256_srai_epi16(v, 4)); }
+  static Integers as_bfloat16(__m256i shifted) {
+    const __m256i kept = _mm256_and_si256(shifted, _mm256_set1_epi16(static_cast<short>(0x87f0)));
+    return {_mm256_or_si256(kept, _mm256_set1_epi16(0x3800))};
+  }
+  // 2 * code - 16 (mod 256) is 0 to 236 for normal codes, 238 for NaN and 240 to 254 for subnormal ones.
+  Integers float8_key() const { return {_mm256_add_epi8(_mm256_add_epi8(v, v), _mm256_set1_epi8(-16))}; }
+  static Integers max_bytes(Integers a, Integers b) { return {_mm256_max_epu8(a.v, b.v)}; }
+  bool any_byte_above_237() const {
+    const __m256i above = _mm256_subs_epu8(v, _mm256_set1_epi8(static_cast<char>(237)));
+    return _mm256_testz_si256(above, above) == 0;
+  }
   Vec to_float() const { return Vec::from_integers(v); }
 };
+
+// Sums of lanes 0 and 1, 2 and 3, ... of `low`, then of `high`.
+Vec add_neighbours(Vec low, Vec high) {
+  // Columns 0 1 4 5 | 2 3 6 7, put in order at the end.
+  const __m256 even = _mm256_shuffle_ps(low.v, high.v, _MM_SHUFFLE(2, 0, 2, 0));
+  const __m256 odd = _mm256_shuffle_ps(low.v, high.v, _MM_SHUFFLE(3, 1, 3, 1));
+  const __m256d sum = _mm256_castps_pd(_mm256_add_ps(even, odd));
+  return {_mm256_castpd_ps(_mm256_permute4x64_pd(sum, _MM_SHUFFLE(3, 1, 2, 0)))};
+}
 
 constexpr int kMaxRows = 6;  // two chains each: 12 of 16 registers
 // Two strips, a whole panel, while registers last.
 constexpr int strips_together(int rows, int unit_registers) { return 2 * rows + unit_registers <= 6 ? 2 : 1; }
 
 #include "kernels/gemm/group_scales.inc.h"
-#include "kernels/gemm/decode_float32_avx2.inc.h"
+#include "kernels/gemm/decode_float32.inc.h"
+
+// Nibbles become bytes by one table look-up for 32 of them: twice the value for e2m1, halved again by finish().
+template <bool kZeros, bool kFloat>
+struct NibbleDecoder : PlainRow {
+  static constexpr uint32_t kUnitBytes = 64;
+  static constexpr uint32_t kUnitK = 8;
+  static constexpr int kUnitRegisters = 2;
+  explicit NibbleDecoder(const WeightFormat& format) {
+    const __m128i codes = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m128i bytes = kFloat ? _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+                                 : _mm_sub_epi8(codes, _mm_set1_epi8(format.mins ? 0 : 8));
+    table = _mm256_broadcastsi128_si256(bytes);
+  }
+
+  // Bytes 0..3 of `low` are k, k+4, k+1, k+5; of `high` k+2, k+6, k+3, k+7.
+  struct Unit {
+    Integers low;
+    Integers high;
+  };
+  Unit load(const std::byte* at, Vec zero) const {
+    const __m256i words = Integers::load(at).v;
+    const __m256i mask = _mm256_set1_epi8(15);
+    const __m256i low = _mm256_and_si256(words, mask);
+    const __m256i high = _mm256_and_si256(_mm256_srli_epi16(words, 4), mask);
+    if constexpr (kZeros) {
+      const __m256i whole = _mm256_mullo_epi32(_mm256_cvtps_epi32(zero.v), _mm256_set1_epi32(0x01010101));
+      return {{_mm256_sub_epi8(low, whole)}, {_mm256_sub_epi8(high, whole)}};
+    }
+    return {{_mm256_shuffle_epi8(table, low)}, {_mm256_shuffle_epi8(table, high)}};
+  }
+  template <int j>
+  Vec value(const Unit& unit) const {
+    return (j / 2 % 2 == 0 ? unit.low : unit.high).template signed_byte<j / 4 + j % 2 * 2>();
+  }
+  static Vec finish(Vec even, Vec odd) {
+    const Vec sum = Vec::add(even, odd);
+    return kFloat ? Vec::mul(sum, Vec::broadcast(0.5f)) : sum;
+  }
+
+  __m256i table;
+};
+
+using Int4Decoder = NibbleDecoder<false, false>;
+using Int4ZerosDecoder = NibbleDecoder<true, false>;
+using Float4Decoder = NibbleDecoder<false, true>;
+
 #include "kernels/gemm/float32_gemm.inc.h"
 #include "kernels/gemm/int8_gemm.inc.h"
 

@@ -141,7 +141,7 @@ std::byte* ExpertStore::claim(uint32_t layer_index, uint32_t expert, ThreadPool&
   const size_t expert_bytes = layout(layer_index).expert_bytes;
   if (layer.slots[expert] == kNoSlot && layer.used == layer.capacity) {
     throw std::invalid_argument("layer " + std::to_string(layer_index) + ": local expert " + std::to_string(expert) +
-                                " has no room beside the " + std::to_string(layer.capacity) + " that were reserved");
+                                " has no room next to the " + std::to_string(layer.capacity) + " that were reserved");
   }
   if (layer.memory.data == nullptr) take_memory(layer_index, pool);
   if (layer.slots[expert] == kNoSlot) layer.slots[expert] = layer.used++;

@@ -49,8 +49,8 @@ MatrixPlan::MatrixPlan(const PlanOptions& options, const WeightFormat& format, R
 
 const GemmKernel& MatrixPlan::kernel(uint32_t rows) const {
   if (forced_ != nullptr && does_rows(*forced_, rows)) return *forced_;
-  const auto behind = std::upper_bound(kRowRanges.begin(), kRowRanges.end(), rows);
-  return *choices_[static_cast<size_t>(behind - kRowRanges.begin()) - 1].kernel;
+  const auto first_beyond = std::upper_bound(kRowRanges.begin(), kRowRanges.end(), rows);
+  return *choices_[static_cast<size_t>(first_beyond - kRowRanges.begin()) - 1].kernel;
 }
 
 std::vector<const GemmKernel*> MatrixPlan::candidates(size_t range) const {

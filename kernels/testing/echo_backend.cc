@@ -19,7 +19,7 @@ float bfloat16_value(uint16_t bits) {
 
 void EchoBackend::forward(const ExpertRequest& request, float* output) {
   if (int64_t(request.layer) == options_.fail_layer) {
-    throw std::invalid_argument("echo backend was told to fail at layer " + std::to_string(request.layer));
+    throw std::invalid_argument("echo backend is set to fail at layer " + std::to_string(request.layer));
   }
   delay();
   const size_t width = options_.hidden_size;

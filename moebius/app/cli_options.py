@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +23,14 @@ from moebius.config_loader import Leaf, leaves, load_config, printable_config
 PrintConfig = Annotated[
     bool, typer.Option("--print-config", help="Print the effective configuration, all settings, at start-up")
 ]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the results there as JSON, too")
+]
+# Of clients of a running server.
+BaseUrl = Annotated[str, typer.Option(help="Running server")]
+ModelName = Annotated[str, typer.Option("--model", help="Model name [default: the server's first]")]
+ApiKey = Annotated[str, typer.Option(help="Bearer token (shows in `ps`)")]
+ApiKeyFile = Annotated[str, typer.Option(help="File whose first key is the bearer token", metavar="FILE")]
 # The first argument of most commands, not an option.
 MODEL_LEAF = "model"
 
@@ -29,6 +38,14 @@ MODEL_LEAF = "model"
 def print_configuration(config: MoebiusConfig) -> None:
     """Every setting with its value on stderr, as YAML that `--config` reads."""
     print(printable_config(config), file=sys.stderr, flush=True)
+
+
+def log_warnings_only(process: str) -> None:
+    """The command's own output is what is asked for."""
+    from moebius.config import TelemetryConfig
+    from moebius.telemetry import configure_logging
+
+    configure_logging(TelemetryConfig(log_level="warning"), process)
 
 
 def with_settings(

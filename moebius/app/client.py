@@ -31,8 +31,7 @@ class ListedModel:
     """One entry of `/v1/models`; filled by `ApiClient.first_model`."""
 
     name: str
-    # The checkpoint directory on the server's machine; empty when it does not say.
-    root: str
+    root: str  # The checkpoint directory on the server's machine; empty when it does not say.
 
     @property
     def local_directory(self) -> Path | None:

@@ -32,15 +32,12 @@ LAYER_PREFIXES = (
 class MatrixTemplate:
     """Where one of the three matrices lies in a layout."""
 
-    # Name below `<prefix><layer>.`; "{expert}" is replaced where each expert has its own tensor.
-    name: str
+    name: str  # Name below `<prefix><layer>.`; "{expert}" is replaced where each expert has its own tensor.
     # Of the `interleave` matrices that share the stored rows, which one this is.
     part: int = 0
     parts: int = 1
-    # Parts alternate row by row instead of following one another.
-    interleaved: bool = False
-    # Stored as [in, out].
-    transposed: bool = False
+    interleaved: bool = False  # Parts alternate row by row instead of following one another.
+    transposed: bool = False  # Stored as [in, out].
 
     @property
     def stacked(self) -> bool:
@@ -49,15 +46,14 @@ class MatrixTemplate:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertLayout:
-    """One way of storing routed experts; `LAYOUTS` has them all."""
+class ExpertTensorLayout:
+    """One way of storing routed experts; `EXPERT_TENSOR_LAYOUTS` has them all."""
 
     name: str
     gate: MatrixTemplate
     up: MatrixTemplate
     down: MatrixTemplate
-    # A tensor name as published checkpoints have it.
-    example: str
+    example: str  # A tensor name as published checkpoints have it.
 
     def template(self, matrix: str) -> MatrixTemplate:
         """The template of "gate", "up" or "down"."""
@@ -65,9 +61,9 @@ class ExpertLayout:
         return templates[matrix]
 
 
-def _fused(interleaved: bool, transposed: bool, name: str, example: str) -> ExpertLayout:
+def _fused(interleaved: bool, transposed: bool, name: str, example: str) -> ExpertTensorLayout:
     gate_up = "mlp.experts.gate_up_proj"
-    return ExpertLayout(
+    return ExpertTensorLayout(
         name,
         MatrixTemplate(gate_up, 0, 2, interleaved, transposed),
         MatrixTemplate(gate_up, 1, 2, interleaved, transposed),
@@ -76,8 +72,8 @@ def _fused(interleaved: bool, transposed: bool, name: str, example: str) -> Expe
     )
 
 
-def _separate(name: str, stem: str, gate: str, up: str, down: str, example: str) -> ExpertLayout:
-    return ExpertLayout(
+def _separate(name: str, stem: str, gate: str, up: str, down: str, example: str) -> ExpertTensorLayout:
+    return ExpertTensorLayout(
         name,
         MatrixTemplate(f"{stem}.{gate}.weight"),
         MatrixTemplate(f"{stem}.{up}.weight"),
@@ -89,7 +85,7 @@ def _separate(name: str, stem: str, gate: str, up: str, down: str, example: str)
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _PER_EXPERT = "model.layers.3.mlp.experts.7.gate_proj.weight"
 _FUSED = "model.language_model.layers.3.mlp.experts.gate_up_proj"
-LAYOUTS: Mapping[str, ExpertLayout] = {
+EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
     layout.name: layout
     for layout in (
         _separate("per_expert", "mlp.experts.{expert}", *_PROJECTIONS, _PER_EXPERT),
@@ -105,7 +101,7 @@ LAYOUTS: Mapping[str, ExpertLayout] = {
         _fused(False, True, "fused_transposed", _FUSED),  # [E, H, 2I] and [E, I, H]
         _fused(True, True, "fused_interleaved", "model.layers.3.mlp.experts.gate_up_proj"),
         # What GGUF files have, under canonical names; gate and up in one where their converter was asked to.
-        ExpertLayout(
+        ExpertTensorLayout(
             "stacked_gate_up",
             MatrixTemplate("mlp.experts.gate_up_proj.weight", 0, 2),
             MatrixTemplate("mlp.experts.gate_up_proj.weight", 1, 2),
@@ -149,8 +145,7 @@ class MatrixSource:
     """One expert's logical `[out, in]` matrix inside a stored tensor; filled by `LocatedLayout.source`."""
 
     tensor: TensorInfo
-    # Index of the expert on the first axis of a stacked tensor.
-    plane: int | None
+    expert_index: int | None  # Index of the expert on the first axis of a stacked tensor.
     # The stored positions of the logical rows (on the second axis when transposed).
     out: range
     transposed: bool
@@ -166,8 +161,8 @@ class MatrixSource:
         picked = self.out[rows] if rows is not None else self.out
         out = slice(picked.start, min(picked.stop, self.out.stop), picked.step)
         if not self.transposed:
-            return reader.read_slice(self.tensor, out, cols, self.plane)
-        return np.ascontiguousarray(reader.read_slice(self.tensor, cols, out, self.plane).T)
+            return reader.read_slice(self.tensor, out, cols, self.expert_index)
+        return np.ascontiguousarray(reader.read_slice(self.tensor, cols, out, self.expert_index).T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +179,7 @@ class LocatedLayout:
     """A layout together with the checkpoint it was found in; filled by `models.checkpoint.find_layout`."""
 
     index: CheckpointIndex
-    layout: ExpertLayout
+    layout: ExpertTensorLayout
     prefix: str
 
     def name(self, layer: int, expert: int, matrix: str) -> str:

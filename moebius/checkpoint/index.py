@@ -85,7 +85,7 @@ class CheckpointIndex:
     # Of a GGUF model this may be a file.
     directory: Path
     tensors: Mapping[str, TensorInfo]
-    # Keys of `expert_layouts.LAYOUTS` where the kind of file decides; empty: the family does.
+    # Keys of `expert_layouts.EXPERT_TENSOR_LAYOUTS` where the kind of file decides; empty: the family does.
     layouts: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> TensorInfo:

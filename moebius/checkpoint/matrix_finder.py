@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.expert_layouts import MatrixTemplate
 from moebius.checkpoint.index import TensorInfo
-from moebius.checkpoint.scheme_targets import SchemeTargets
 from moebius.checkpoint.stored_arrays import StoredArray, locate_array
 from moebius.checkpoint.stored_matrix import StoredMatrix
 from moebius.checkpoint.weight_schemes import (
@@ -34,8 +34,7 @@ class MatrixFinder:
 
     # By the names that matrices are asked for; the infos have the checkpoint's own.
     tensors: Mapping[str, TensorInfo]
-    # For messages.
-    directory: Path
+    directory: Path  # For messages.
     # What quantised matrices may look like; those in plain floats need no entry.
     schemes: tuple[WeightScheme, ...]
 
@@ -74,7 +73,7 @@ class MatrixFinder:
         return locate_array(info, stored, template, expert, shape, scheme)
 
     def _scheme(self, name: str, template: MatrixTemplate) -> WeightScheme:
-        """What the tensors beside one another tell; the first scheme whose codes and scale fit."""
+        """What the tensors next to one another tell; the first scheme whose codes and scale fit."""
         plain = self.tensors.get(name)
         if plain is not None and plain.dtype in FLOATS:
             return PLAIN
@@ -128,7 +127,7 @@ class MatrixFinder:
 
 
 def side_name(name: str, suffix: str) -> str:
-    """The tensor beside `name` of that suffix: `x.weight` has `x.scales`, `x` has `x_scales`."""
+    """The tensor next to `name` of that suffix: `x.weight` has `x.scales`, `x` has `x_scales`."""
     if name.endswith(".weight"):
         return f"{name.removesuffix('.weight')}.{suffix}"
     return name if suffix == "weight" else f"{name}_{suffix.removeprefix('weight_')}"
@@ -160,3 +159,47 @@ def _scalar(
         )
     position = expert if count > 1 else 0
     return StoredArray(stored, replace(info, shape=(count,)), None, range(position, position + 1), 1)
+
+
+_PATTERN = "re:"
+# Every matrix here is one; compressed-tensors' targets may be names of classes.
+_CLASS = "Linear"
+
+
+@dataclass(frozen=True)
+class SchemeTargets:
+    """Look-up by module name; made by `of`. There may be a scheme for each of thousands of modules."""
+
+    # By module name, or the end of one after a dot.
+    names: Mapping[str, WeightScheme]
+    patterns: tuple[tuple[re.Pattern[str], WeightScheme], ...]
+    others: tuple[WeightScheme, ...]  # Of the class, then of all modules.
+
+    @staticmethod
+    def of(schemes: tuple[WeightScheme, ...]) -> SchemeTargets:
+        """The earlier of two schemes wins where both are as specific."""
+        names: dict[str, WeightScheme] = {}
+        patterns: list[tuple[re.Pattern[str], WeightScheme]] = []
+        for scheme in schemes:
+            for target in scheme.targets:
+                if target.startswith(_PATTERN):
+                    patterns.append((re.compile(target.removeprefix(_PATTERN)), scheme))
+                elif target != _CLASS:
+                    names.setdefault(target, scheme)
+        of_class = (scheme for scheme in schemes if _CLASS in scheme.targets)
+        of_all = (scheme for scheme in schemes if not scheme.targets)
+        return SchemeTargets(names, tuple(patterns), (*of_class, *of_all))
+
+    def applying(self, module: str) -> list[WeightScheme]:
+        """The schemes that apply to a module, most specific first."""
+        # By identity: hashing a scheme costs more than all else here.
+        return list({id(scheme): scheme for scheme in self._applying(module)}.values())
+
+    def _applying(self, module: str) -> Iterator[WeightScheme]:
+        ending = module if self.names else ""
+        while ending:
+            if ending in self.names:
+                yield self.names[ending]
+            ending = ending.partition(".")[2]
+        yield from (scheme for pattern, scheme in self.patterns if pattern.match(module))
+        yield from self.others

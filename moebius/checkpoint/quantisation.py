@@ -1,25 +1,54 @@
 """`quantization_config` of a checkpoint, turned into the schemes its tensors may follow.
 
 What is stored decides: a matrix whose plain tensor holds floats is unquantised whatever the configuration
-says about it, so lists of modules that were left alone need not be understood.
+says about it, so lists of modules that were left alone need not be understood. What is not known is refused
+by key and value.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from moebius.checkpoint import weight_schemes as schemes
-from moebius.checkpoint.compressed_tensors import read_groups
 from moebius.checkpoint.config_file import read_config_file
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.checkpoint.gguf.schemes import GGUF_SCHEMES
-from moebius.checkpoint.integer_methods import auto_round, awq, gptq
-from moebius.checkpoint.quantisation_keys import BLOCK, Config, require, require_object, unsupported
 from moebius.checkpoint.weight_schemes import StoredRole, WeightScheme
+
+Config = Mapping[str, Any]
+# Weights that share a scale, along a row.
+GROUP_SIZES = (32, 64, 128)
+# Rows and columns that share a scale of fp8 blocks.
+BLOCK = [128, 128]
+
+
+def unsupported(key: str, value: object, allowed: str) -> CheckpointError:
+    """The error for a value that is not known."""
+    return CheckpointError(f"config.json: quantization_config: {key} is {value!r}; allowed: {allowed}")
+
+
+def require(config: Config, key: str, allowed: tuple[object, ...], default: object = None) -> Any:
+    """The value of a key. Raises CheckpointError naming key, value and what is allowed."""
+    value = config.get(key, default)
+    if value not in allowed:
+        raise unsupported(key, value, ", ".join(map(str, allowed)))
+    return value
+
+
+def require_object(config: Config, key: str, default: Config | None = None) -> Config:
+    """The value of a key that is an object. Raises CheckpointError naming key and value."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, dict):
+        raise unsupported(key, value, "an object")
+    return value
+
 
 # Where configurations keep it: text models, and the text part of multimodal ones.
 _KEYS = ("quantization_config", "compression_config")
@@ -65,7 +94,7 @@ def _own_file(path: Path, read: Callable[[Config], Config]) -> Config:
         raise CheckpointError(f"{path} is no configuration of its quantiser: {error}") from error
 
 
-# Files that quantisers wrote beside config.json before they wrote into it.
+# Files that quantisers wrote next to config.json before they wrote into it.
 _OWN_FILES: Mapping[str, Callable[[Config], Config]] = {
     "hf_quant_config.json": lambda content: {"quant_method": "modelopt", **content["quantization"]},
     "quantize_config.json": lambda content: {"quant_method": "gptq", **content},
@@ -149,6 +178,173 @@ def _quark_scheme(layer: Config) -> WeightScheme:
     if strategy == "per_block" and weight.get("block_size") != BLOCK:
         raise unsupported("block_size", weight.get("block_size"), str(BLOCK))
     return schemes.fp8("quark fp8_e4m3", strategy.removeprefix("per_"), "weight_scale")
+
+
+def read_groups(config: Config) -> tuple[WeightScheme, ...]:
+    """compressed-tensors, keys as its QuantizationArgs has them: one scheme per group, limited to its
+    targets.
+    """
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise unsupported("config_groups", groups, "an object with at least one group")
+    return tuple(_compressed_group(config, group) for group in groups.values())
+
+
+def _compressed_group(config: Config, group: Config) -> WeightScheme:
+    if not isinstance(group, dict):
+        raise unsupported("config_groups", group, "objects")
+    weights = require_object(group, "weights")
+    kind = (weights.get("type", "int"), weights.get("num_bits", 8))
+    stored = str(group.get("format") or config.get("format"))
+    build = _COMPRESSED.get((*kind, stored))
+    if build is None:
+        known = ", ".join(f"{name} ({bits}-bit {of})" for of, bits, name in sorted(_COMPRESSED))
+        raise unsupported("format", f"{stored} ({kind[1]}-bit {kind[0]})", known)
+    if weights.get("actorder") in ("group", "dynamic", True):
+        raise unsupported("actorder", weights.get("actorder"), "null, weight, static")
+    return schemes.for_targets(build(group, weights), tuple(map(str, group.get("targets") or ())))
+
+
+def _compressed_fp8(group: Config, weights: Config) -> WeightScheme:
+    strategy = require(weights, "strategy", ("block", "channel", "tensor"))
+    if strategy == "block" and list(weights.get("block_structure") or ()) != BLOCK:
+        raise unsupported("block_structure", weights.get("block_structure"), str(BLOCK))
+    return schemes.fp8("compressed-tensors float-quantized", strategy, "weight_scale")
+
+
+def _compressed_int8(group: Config, weights: Config) -> WeightScheme:
+    strategy, size = _integer_strategy(weights, ("channel", "tensor", "group"))
+    activations = group.get("input_activations")
+    if activations is not None:
+        require(activations, "num_bits", (8,), 8)
+        require(activations, "dynamic", (True,), False)
+    return schemes.int8("compressed-tensors int-quantized", strategy, activations is not None, size)
+
+
+def _compressed_words_int8(group: Config, weights: Config) -> WeightScheme:
+    strategy, size = _integer_strategy(weights, ("channel", "group"))
+    return schemes.packed_int8("compressed-tensors pack-quantized of 8 bits", strategy, size)
+
+
+def _integer_strategy(weights: Config, allowed: tuple[str, ...]) -> tuple[str, int]:
+    """How scales are shared by symmetric integers: strategy, and group size where it is "group"."""
+    require(weights, "symmetric", (True,), True)
+    strategy = str(require(weights, "strategy", allowed))
+    return strategy, require(weights, "group_size", GROUP_SIZES) if strategy == "group" else 0
+
+
+def _compressed_int4(group: Config, weights: Config) -> WeightScheme:
+    strategy = require(weights, "strategy", ("group", "channel"))
+    size = require(weights, "group_size", GROUP_SIZES) if strategy == "group" else 0
+    symmetric = require(weights, "symmetric", (True, False), True)
+    return schemes.compressed_int4("compressed-tensors pack-quantized", size, symmetric)
+
+
+def _compressed_nvfp4(group: Config, weights: Config) -> WeightScheme:
+    scale = StoredRole("tensor_reciprocal", "weight_global_scale", ("F32",))
+    return schemes.nvfp4("compressed-tensors nvfp4-pack-quantized", "weight_packed", scale)
+
+
+def _compressed_mxfp4(group: Config, weights: Config) -> WeightScheme:
+    return schemes.mxfp4("compressed-tensors mxfp4-pack-quantized", "weight_packed", "weight_scale")
+
+
+# By type, bits and format.
+_COMPRESSED: Mapping[tuple[str, int, str], Callable[[Config, Config], WeightScheme]] = {
+    ("float", 8, "float-quantized"): _compressed_fp8,
+    ("float", 8, "naive-quantized"): _compressed_fp8,
+    ("int", 8, "int-quantized"): _compressed_int8,
+    ("int", 8, "naive-quantized"): _compressed_int8,
+    ("int", 8, "pack-quantized"): _compressed_words_int8,
+    ("int", 4, "pack-quantized"): _compressed_int4,
+    ("float", 4, "nvfp4-pack-quantized"): _compressed_nvfp4,
+    ("float", 4, "mxfp4-pack-quantized"): _compressed_mxfp4,
+}
+
+
+# -1: a scale per row.
+_SIZES = (*GROUP_SIZES, -1)
+# Version 1 stores zero points less one.
+_ZEROS_OFFSETS: Mapping[str, int] = {"gptq": 1, "gptq_v2": 0}
+_FLOAT_BITS = 16
+
+
+def awq(config: Config) -> tuple[WeightScheme, ...]:
+    """AutoAWQ. Raises CheckpointError."""
+    require(config, "bits" if "bits" in config else "w_bit", (4,))
+    require({"version": str(config.get("version", "gemm")).lower()}, "version", ("gemm",))
+    size = require(config, "group_size" if "group_size" in config else "q_group_size", _SIZES)
+    return (schemes.awq(max(size, 0), bool(config.get("zero_point", True))),)
+
+
+def gptq(config: Config) -> tuple[WeightScheme, ...]:
+    """AutoGPTQ, and GPTQModel with its rules for single modules (`dynamic`). Raises CheckpointError."""
+    return tuple(_gptq_rules(config))
+
+
+def _gptq_rules(config: Config) -> Iterator[WeightScheme]:
+    for pattern, changes in require_object(config, "dynamic", {}).items():
+        # "-:": modules that were left alone, which are plain tensors.
+        if not pattern.startswith("-:"):
+            yield _for_pattern(pattern.removeprefix("+:"), _gptq({**config, **changes}))
+    yield _gptq(config)
+
+
+def _gptq(config: Config) -> WeightScheme:
+    bits = require(config, "bits", (4, 8))
+    size = require(config, "group_size", _SIZES)
+    # Rows in the order of activations: their groups are scattered over the whole row.
+    require(config, "desc_act", (False,), False)
+    offset = _ZEROS_OFFSETS[require(config, "checkpoint_format", tuple(_ZEROS_OFFSETS), "gptq")]
+    # Zero points of 8 bits are not known to kernels.
+    symmetric = require(config, "sym", (True, False) if bits == 4 else (True,), True)
+    return (
+        schemes.gptq(max(size, 0), symmetric, offset)
+        if bits == 4
+        else schemes.gptq_int8(max(size, 0), offset)
+    )
+
+
+def _for_pattern(pattern: str, scheme: WeightScheme) -> WeightScheme:
+    return schemes.for_targets(scheme, (f"re:{pattern}",))
+
+
+def auto_round(config: Config) -> tuple[WeightScheme, ...]:
+    """AutoRound's own configuration of the tensors of AutoGPTQ or AutoAWQ. Raises CheckpointError."""
+    require(config, "data_type", ("int",), "int")
+    packing = require(config, "packing_format", tuple(_PACKINGS), "auto_round:auto_gptq")
+    return tuple(_auto_round_rules(config, _PACKINGS[packing]))
+
+
+def _auto_round_rules(config: Config, gptq_like: bool) -> Iterator[WeightScheme]:
+    """Modules that differ first: those of equal settings share a scheme."""
+    alike: dict[tuple[tuple[str, Any], ...], list[str]] = {}
+    for module, changes in require_object(config, "extra_config", {}).items():
+        if not isinstance(changes, dict):
+            raise unsupported("extra_config", {module: changes}, "an object per module")
+        changed = {key: changes[key] for key in ("bits", "group_size", "sym") if changes.get(key) is not None}
+        # Modules of 16 bits were left alone.
+        if changed.get("bits", 0) < _FLOAT_BITS:
+            alike.setdefault(tuple(sorted(changed.items())), []).append(module)
+    for settings, modules in alike.items():
+        scheme = _auto_round_scheme({**config, **dict(settings)}, gptq_like)
+        yield schemes.for_targets(scheme, tuple(map(_as_target, modules)))
+    yield _auto_round_scheme(config, gptq_like)
+
+
+def _auto_round_scheme(config: Config, gptq_like: bool) -> WeightScheme:
+    if gptq_like:
+        return _gptq({key: config[key] for key in ("bits", "group_size", "sym") if key in config})
+    return awq({"bits": config.get("bits"), "group_size": config.get("group_size")})[0]
+
+
+def _as_target(module: str) -> str:
+    """AutoRound searches patterns anywhere in a name; plain names are whole ones."""
+    return f"re:.*(?:{module})" if re.search(r"[*+?^$()\[\]{}|\\]", module) else module
+
+
+# Whether tensors are AutoGPTQ's; else AutoAWQ's.
+_PACKINGS: Mapping[str, bool] = {"auto_round:auto_gptq": True, "auto_round:auto_awq": False}
 
 
 _METHODS: Mapping[str, Callable[[Config], tuple[WeightScheme, ...]]] = {

@@ -54,15 +54,15 @@ class SliceReader:
         info: TensorInfo,
         rows: slice | None = None,
         cols: slice | None = None,
-        plane: int | None = None,
+        stack_index: int | None = None,
     ) -> Array:
-        """`tensor[rows, cols]` of a matrix, or `tensor[plane][rows, cols]` of a stack of matrices.
+        """`tensor[rows, cols]` of a matrix, or `tensor[stack_index][rows, cols]` of a stack of matrices.
 
         A 1-d tensor is a matrix of one column per row (`cols` must stay None; the result is 1-d). Returns
         a new contiguous array in the tensor's own dtype (bfloat16 as uint16). Slices follow numpy's rules,
         with positive steps only. Raises CheckpointError naming the tensor.
         """
-        base, shape = _select_plane(info, plane)
+        base, shape = _select_matrix(info, stack_index)
         num_rows, num_cols = shape[0], math.prod(shape[1:])
         row_range = _bounded(info, rows, num_rows)
         if cols is not None and len(shape) != 2:
@@ -71,7 +71,7 @@ class SliceReader:
         if info.derived is None:
             picked = self._read_rows(info, base, row_range, num_cols, col_range)
         else:
-            picked = info.derived.read(self, plane or 0, row_range, col_range)
+            picked = info.derived.read(self, stack_index or 0, row_range, col_range)
         return picked if cols is not None else picked.reshape(len(row_range), *shape[1:])
 
     def _read_rows(self, info: TensorInfo, base: int, rows: range, width: int, cols: range) -> Array:
@@ -114,22 +114,22 @@ class SliceReader:
 
 
 def read_slice(
-    info: TensorInfo, rows: slice | None = None, cols: slice | None = None, plane: int | None = None
+    info: TensorInfo, rows: slice | None = None, cols: slice | None = None, stack_index: int | None = None
 ) -> Array:
     """`SliceReader.read_slice` for a single read: opens and closes the file."""
     with SliceReader() as reader:
-        return reader.read_slice(info, rows, cols, plane)
+        return reader.read_slice(info, rows, cols, stack_index)
 
 
-def _select_plane(info: TensorInfo, plane: int | None) -> tuple[int, tuple[int, ...]]:
+def _select_matrix(info: TensorInfo, stack_index: int | None) -> tuple[int, tuple[int, ...]]:
     """First element and shape of the wanted matrix."""
-    if plane is None:
+    if stack_index is None:
         if not info.shape:
             raise CheckpointError(f"tensor {info.name!r} is a scalar: nothing to slice")
         return 0, info.shape
-    if len(info.shape) != 3 or not 0 <= plane < info.shape[0]:
-        raise CheckpointError(f"tensor {info.name!r} of shape {list(info.shape)} has no matrix {plane}")
-    return plane * info.shape[1] * info.shape[2], info.shape[1:]
+    if len(info.shape) != 3 or not 0 <= stack_index < info.shape[0]:
+        raise CheckpointError(f"tensor {info.name!r} of shape {list(info.shape)} has no matrix {stack_index}")
+    return stack_index * info.shape[1] * info.shape[2], info.shape[1:]
 
 
 def _bounded(info: TensorInfo, wanted: slice | None, size: int) -> range:

@@ -25,7 +25,7 @@ def split_bounds(size: int, shares: Sequence[int], multiple: int = 1) -> list[tu
         passed += share
         smallest = (ends[-1] if ends else 0) + 1
         largest = units - (len(shares) - position - 1)
-        # Round half up; then every server before and behind keeps at least one unit.
+        # Round half up; then every server before and after keeps at least one unit.
         ends.append(min(max((2 * units * passed + total) // (2 * total), smallest), largest))
     bounds = [0, *(end * multiple for end in ends[:-1]), size]
     return list(itertools.pairwise(bounds))

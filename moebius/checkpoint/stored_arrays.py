@@ -18,11 +18,9 @@ class StoredArray:
     role: StoredRole
     # Of two axes, or of three with the expert first.
     tensor: TensorInfo
-    plane: int | None
-    # The elements' positions along out.
-    out: range
-    # Their number along in.
-    in_size: int
+    expert_index: int | None
+    out: range  # The elements' positions along out.
+    in_size: int  # Their number along in.
     # Weights of the first element that belong to another matrix: blocks may begin before this one does.
     skipped: int = 0
 
@@ -35,9 +33,9 @@ class StoredArray:
         begin, end = _elements(cols, self.role.in_step, self.in_size)
         inner = slice(begin, end) if end - begin < self.in_size else None
         if not self.role.transposed:
-            return reader.read_slice(self.tensor, out, inner, self.plane)
+            return reader.read_slice(self.tensor, out, inner, self.expert_index)
         whole = len(picked) == self.tensor.shape[-1]
-        return reader.read_slice(self.tensor, slice(begin, end), None if whole else out, self.plane)
+        return reader.read_slice(self.tensor, slice(begin, end), None if whole else out, self.expert_index)
 
 
 def as_slice(picked: range) -> slice:
@@ -76,18 +74,18 @@ def locate_array(
     out_weights, in_weights = shape[0] * template.parts, shape[1]
     out, inner = count_elements(out_weights, role.out_step), count_elements(in_weights, role.in_step)
     expected = (inner, out) if role.transposed else (out, inner)
-    tensor, plane = _select_expert(tensor, template, expert, scheme)
+    tensor, expert_index = _select_expert(tensor, template, expert, scheme)
     if role.role in ("channel", "group_index"):
         tensor = _as_columns(tensor, template.stacked)
         expected = (in_weights, 1) if role.role == "group_index" else (out, 1)
     if tensor.shape[-2:] != expected:
         raise CheckpointError(
             f"tensor {tensor.name!r} of shape {list(tensor.shape)} does not fit {scheme}: "
-            f"a matrix {list(shape)}{' beside another' if template.parts > 1 else ''} "
+            f"a matrix {list(shape)}{' next to another' if template.parts > 1 else ''} "
             f"calls for {list(expected)}"
         )
     part, skipped = _part(tensor, template, role, shape[0], scheme)
-    return StoredArray(role, tensor, plane, part, inner, skipped)
+    return StoredArray(role, tensor, expert_index, part, inner, skipped)
 
 
 def _select_expert(
@@ -114,7 +112,7 @@ def _part(
 ) -> tuple[range, int]:
     """The elements that cover a matrix of so many rows, and how far into the first of them it begins."""
     step, first, last = role.out_step, template.part * rows, (template.part + 1) * rows
-    # Blocks may be cut (kernels are told how far into one a matrix begins), words may not.
+    # Blocks may be cut (kernels receive how far into one a matrix begins), words may not.
     if (template.interleaved and step != 1) or (first % step and role.role != "scales"):
         raise CheckpointError(
             f"tensor {tensor.name!r} of shape {list(tensor.shape)} can not hold gate and up as {scheme}"

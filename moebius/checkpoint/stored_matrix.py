@@ -90,7 +90,7 @@ class StoredMatrix:
     @property
     def row_multiple(self) -> int:
         """Rows can be cut at multiples of this."""
-        # Blocks of fp8 may be cut inside: kernels are told how far into a block the first row lies.
+        # Blocks of fp8 may be cut inside: kernels receive how far into a block the first row lies.
         steps = [array.role.out_step for array in self.arrays if array.role.out_step not in (0, 128)]
         return math.lcm(*steps)
 
@@ -165,7 +165,7 @@ class StoredMatrix:
 
     @property
     def _widens_scales(self) -> bool:
-        """Blocks of fp8 have float32 scales at rest, whatever type is stored."""
+        """Blocks of fp8 are packed with float32 scales, whatever type is stored."""
         return self.scheme.code == "float8"
 
     def _mins(self, reader: SliceReader, rows: range, cols: range) -> Array | None:
@@ -209,7 +209,7 @@ class StoredMatrix:
         if array is None:
             return None
         picked = array.out[rows.start : rows.stop]
-        found = reader.read_slice(array.tensor, as_slice(picked), None, array.plane)
+        found = reader.read_slice(array.tensor, as_slice(picked), None, array.expert_index)
         check_finite(found, array.tensor.dtype, array.tensor.name)
         return as_float32(found, array.tensor.dtype).reshape(-1)
 

@@ -2,7 +2,7 @@
 
 A line of the file is a token's bytes in base64 and its rank, which is its id. Text is cut as the family's
 code says (tokenization_kimi.py); a piece that is a token is taken whole, else its bytes are joined by rank.
-Behind the ranks come special tokens, named in tokenizer_config.json or reserved.
+After the ranks come special tokens, named in tokenizer_config.json or reserved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moebius.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 FILE = "tiktoken.model"
 # By model_type: a row of `PRE_TOKENIZERS`.
 _CUTS: Mapping[str, str] = {"kimi_k2": "kimi-k2", "kimi_k25": "kimi-k2"}
-# Special tokens behind the ranks, whether they have names or not; the family's code counts two more than its
+# Special tokens after the ranks, whether they have names or not; the family's code counts two more than its
 # models have rows for.
 _NUM_SPECIAL = 258
 
@@ -46,7 +46,7 @@ def read_vocabulary(directory: Path) -> Tokenizer:
     if model_type not in _CUTS:
         raise CheckpointError(
             f"{directory / FILE}: how model_type {model_type!r} cuts text is not known (allowed: "
-            f"{', '.join(_CUTS)}); put a tokenizer.json beside it"
+            f"{', '.join(_CUTS)}); put a tokenizer.json next to it"
         )
     ranks = _read_ranks(directory / FILE)
     pieces = {bytes_to_piece(token): rank for token, rank in ranks.items()}

@@ -48,10 +48,9 @@ class StoredRole:
     """One tensor of a scheme."""
 
     role: Role
-    # Behind the matrix's stem: `<stem>.<suffix>`, or `<stem>_<suffix>` for stems without ".weight".
+    # After the matrix's stem: `<stem>.<suffix>`, or `<stem>_<suffix>` for stems without ".weight".
     suffix: str
-    # As safetensors headers spell them.
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # As safetensors headers spell them.
     # Weights that one element stands for, along out and in.
     out_step: int = 1
     in_step: int = 1
@@ -72,15 +71,12 @@ class WeightScheme:
     zeros_offset: int = 0
     # Zero points are stored, but all of them are the middle of the codes: each word of them must be this.
     symmetric_zeros: int | None = None
-    # Codes are int8 + 128, four of them to a word along in.
-    bytes_in_words: bool = False
+    bytes_in_words: bool = False  # Codes are int8 + 128, four of them to a word along in.
     # Name of the packed format that holds it exactly; "{scale}" becomes "" for bfloat16 group scales and
     # "_f16" for float16 ones. Empty: there is none.
     packed_format: str = ""
-    # The packed format has scales in float16, which is less than these have.
-    rounds_scales: bool = False
-    # compressed-tensors: modules the scheme applies to; empty: all.
-    targets: tuple[str, ...] = ()
+    rounds_scales: bool = False  # The packed format has scales in float16, which is less than these have.
+    targets: tuple[str, ...] = ()  # compressed-tensors: modules the scheme applies to; empty: all.
 
     @property
     def codes(self) -> StoredRole:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_layouts import LAYER_PREFIXES, LAYOUTS, MATRICES, LocatedLayout
+from moebius.checkpoint.expert_layouts import EXPERT_TENSOR_LAYOUTS, LAYER_PREFIXES, MATRICES, LocatedLayout
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo, open_safetensors
 from moebius.checkpoint.matrix_finder import MatrixFinder
@@ -80,7 +80,7 @@ def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
         first = first or found
     if first is not None:
         return first
-    examples = ", ".join(LAYOUTS[name].example for name in layouts)
+    examples = ", ".join(EXPERT_TENSOR_LAYOUTS[name].example for name in layouts)
     raise CheckpointError(
         f"{index.directory} has no routed experts of {model_type}; expected names like {examples}"
     )
@@ -90,7 +90,7 @@ def _named_layouts(
     index: CheckpointIndex, layouts: tuple[str, ...]
 ) -> Iterator[tuple[LocatedLayout, TensorInfo]]:
     """Those of which there is a gate, with one."""
-    for layout in (LAYOUTS[name] for name in layouts):
+    for layout in (EXPERT_TENSOR_LAYOUTS[name] for name in layouts):
         below = _gate_pattern(layout.gate.name)
         for prefix in LAYER_PREFIXES:
             pattern = re.compile(re.escape(prefix) + r"\d+\." + below)
@@ -100,7 +100,7 @@ def _named_layouts(
 
 
 def _is_shaped(found: LocatedLayout, gate: TensorInfo) -> bool:
-    """Whether fused gate and up beside down have the sizes that the layout calls for.
+    """Whether fused gate and up with down have the sizes that the layout calls for.
 
     Shapes of one tensor alone may fit both ways round, those of the two never do: gate and up have twice as
     many outputs as down has inputs, and as many inputs as it has outputs.

@@ -34,10 +34,8 @@ class RopeConfig:
     """Rotary position embedding; filled by `rope.read_rope`."""
 
     theta: float
-    # Leading elements of each head that are rotated; the rest pass through.
-    rotary_dim: int
-    # False: element j pairs with j + rotary_dim/2. True: pairs are (2j, 2j+1).
-    interleaved: bool = False
+    rotary_dim: int  # Leading elements of each head that are rotated; the rest pass through.
+    interleaved: bool = False  # False: element j pairs with j + rotary_dim/2. True: pairs are (2j, 2j+1).
     # A key of `rope.ROPE_SCALINGS`, and the numbers that kind needs.
     scaling_kind: str = "default"
     scaling: tuple[tuple[str, float], ...] = ()
@@ -68,10 +66,8 @@ class RouterConfig:
     # Added to the sum before dividing by it (GLM and DeepSeek: 1e-20).
     renormalize_epsilon: float = 0.0
     scale: float = 1.0
-    # Whether the gate matmul runs in float32 whatever the model's dtype.
-    float32_gate: bool = False
-    # Whether the gate adds a bias to its logits.
-    gate_bias: bool = False
+    float32_gate: bool = False  # Whether the gate matmul runs in float32 whatever the model's dtype.
+    gate_bias: bool = False  # Whether the gate adds a bias to its logits.
     # Whether the checkpoint stores the correction bias as one row of a matrix.
     correction_bias_is_row: bool = False
 
@@ -84,8 +80,7 @@ class MoeConfig:
     intermediate_size: int
     # Width of the always-active experts taken together; 0 when the family has none.
     shared_intermediate_size: int
-    # Indices of the layers that are MoE; all others have a dense MLP.
-    layers: frozenset[int]
+    layers: frozenset[int]  # Indices of the layers that are MoE; all others have a dense MLP.
     # Whether the always-active experts' sum is multiplied by the sigmoid of a gate, per token.
     shared_gate: bool = False
     # What routed experts compute between their matrices: an activation of kernels/gemm/gemm.h, and, of
@@ -96,22 +91,17 @@ class MoeConfig:
     # Where the routed experts of each decoder layer clamp instead; infinite: they do not; empty:
     # `expert_limit` in all.
     expert_limits: tuple[float, ...] = ()
-    # Whether routed experts' projections have biases.
-    expert_bias: bool = False
+    expert_bias: bool = False  # Whether routed experts' projections have biases.
 
 
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:
     """DeepSeek Sparse Attention: how a token chooses the ones it attends to."""
 
-    # Of the small attention that only scores; its keys have one head.
-    num_heads: int
-    # Elements of its queries and keys; the first `qk_rope_head_dim` of them are rotated.
-    head_dim: int
-    # A token attends to at most so many, itself included.
-    top_k: int
-    # As `RopeConfig.interleaved`, of these queries and keys.
-    interleaved: bool
+    num_heads: int  # Of the small attention that only scores; its keys have one head.
+    head_dim: int  # Elements of its queries and keys; the first `qk_rope_head_dim` of them are rotated.
+    top_k: int  # A token attends to at most so many, itself included.
+    interleaved: bool  # As `RopeConfig.interleaved`, of these queries and keys.
     # Layers that choose for themselves; any other takes what the nearest of these before it chose.
     layers: frozenset[int]
 
@@ -120,18 +110,14 @@ class IndexerConfig:
 class MlaConfig:
     """Multi-head latent attention; filled by `mla.read_mla_common`. Names as in config.json."""
 
-    # Rank of the queries' projection; None: they are projected directly.
-    q_lora_rank: int | None
-    # Elements of a token's latent, from which all heads' keys and values are projected.
-    kv_lora_rank: int
+    q_lora_rank: int | None  # Rank of the queries' projection; None: they are projected directly.
+    kv_lora_rank: int  # Elements of a token's latent, from which all heads' keys and values are projected.
     # A query or key of a head: what carries no position, then what is rotated.
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    # Factor of the scores: that of the head's size, times what rotary scaling adds.
-    softmax_scale: float
-    # None: a token attends to all earlier ones.
-    indexer: IndexerConfig | None = None
+    softmax_scale: float  # Factor of the scores: that of the head's size, times what rotary scaling adds.
+    indexer: IndexerConfig | None = None  # None: a token attends to all earlier ones.
 
     @property
     def qk_head_dim(self) -> int:
@@ -153,10 +139,8 @@ class LinearAttentionConfig:
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
-    # Tokens that the causal convolution before the recurrence sees, the newest included.
-    conv_width: int
-    # Indices of these layers; all others attend.
-    layers: frozenset[int]
+    conv_width: int  # Tokens that the causal convolution before the recurrence sees, the newest included.
+    layers: frozenset[int]  # Indices of these layers; all others attend.
     # Whether one matrix makes queries, keys, values and gates, its rows grouped by key head.
     interleaved: bool = False
 
@@ -183,12 +167,9 @@ class VisionConfig:
     The tower itself is composed from `vision_config` by `gpu_service.models.vision`.
     """
 
-    # The token that stands for images in a prompt.
-    image_token_id: int
-    # Patches along each side of what becomes one token.
-    merge_size: int
-    # Height and width of a patch, pixels.
-    patch_size: int
+    image_token_id: int  # The token that stands for images in a prompt.
+    merge_size: int  # Patches along each side of what becomes one token.
+    patch_size: int  # Height and width of a patch, pixels.
     # Widths of the tower: its residual stream and the intermediate size of its MLPs.
     hidden_size: int
     intermediate_size: int
@@ -201,8 +182,7 @@ class ModelOverrides:
     top_k: int | None = None
     max_model_len: int | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # Whether a vision tower is left out.
-    language_model_only: bool = False
+    language_model_only: bool = False  # Whether a vision tower is left out.
 
 
 @dataclass(frozen=True)
@@ -223,8 +203,7 @@ class ModelConfig:
     rope: RopeConfig
     moe: MoeConfig
     dtype: DTypeName
-    # Longest prompt + output: the checkpoint's, or the smaller override.
-    max_model_len: int
+    max_model_len: int  # Longest prompt + output: the checkpoint's, or the smaller override.
     # Whether queries and keys are normed: each head by itself, or all heads together with
     # `qk_norm_full_width`; before they are rotated, or after with `qk_norm_after_rope`.
     qk_norm: bool = False
@@ -257,10 +236,8 @@ class ModelConfig:
     num_mtp_layers: int = 0
     # None: grouped-query attention. Else `num_kv_heads` is `num_heads`, and `head_dim` a query's.
     mla: MlaConfig | None = None
-    # None: the model does not see, or is served without its tower.
-    vision: VisionConfig | None = None
-    # None: every layer attends.
-    linear: LinearAttentionConfig | None = None
+    vision: VisionConfig | None = None  # None: the model is text-only, or is served without its tower.
+    linear: LinearAttentionConfig | None = None  # None: every layer attends.
     # Keys of config.json that nothing here reads; logged, so that nothing is ignored in silence.
     unread_keys: tuple[str, ...] = field(default=(), compare=False)
 

@@ -16,15 +16,12 @@ from moebius.models.names import RenameRule, TensorNames
 class VisionFamily:
     """The vision tower of a multimodal family."""
 
-    # Of config.json and of its `vision_config`.
-    read: Callable[[HfKeys, HfKeys], VisionConfig]
+    read: Callable[[HfKeys, HfKeys], VisionConfig]  # Of config.json and of its `vision_config`.
     # From checkpoint names to those of transformers' modules, below `visual`, `vision_tower`, `mm_projector`;
     # tried in order, and what none matches is no part of the tower.
     renames: tuple[RenameRule, ...]
-    # How transformers' classes of the tower begin.
-    tower: str
-    # A key of `gpu_service.vision.processor.PROCESSORS`.
-    processor: Literal["glm", "kimi", "qwen"]
+    tower: str  # How transformers' classes of the tower begin.
+    processor: Literal["glm", "kimi", "qwen"]  # A key of `gpu_service.vision.processor.PROCESSORS`.
 
     def tower_name(self, name: str) -> str | None:
         """The name in the tower's module; None: the tensor is no part of the tower."""
@@ -43,7 +40,5 @@ class Family:
     # Raises ModelConfigError naming key, value and what is allowed.
     read: Callable[[HfKeys], ModelConfig]
     names: TensorNames
-    # None: text only.
-    vision: VisionFamily | None = None
-    # GGUF architectures whose files are read as this family.
-    gguf: tuple[GgufFamily, ...] = ()
+    vision: VisionFamily | None = None  # None: text only.
+    gguf: tuple[GgufFamily, ...] = ()  # GGUF architectures whose files are read as this family.

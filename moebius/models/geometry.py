@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from moebius.models.config import ModelConfig
+if TYPE_CHECKING:
+    from moebius.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,24 +15,20 @@ class MoeGeometry:
 
     model_type: str
     hidden_size: int
-    # All decoder layers, dense ones included.
-    num_layers: int
+    num_layers: int  # All decoder layers, dense ones included.
     # The layers that route to experts, ascending.
     moe_layers: tuple[int, ...]
     num_experts: int
     top_k: int
     moe_intermediate_size: int
-    # "silu": experts compute down(silu(gate(x)) * up(x)); others as in kernels/gemm/gemm.h.
-    activation: str
-    # "float32" or "bfloat16": what the config says weights and activations are.
-    dtype: str
+    activation: str  # "silu": experts compute down(silu(gate(x)) * up(x)); others as in kernels/gemm/gemm.h.
+    dtype: str  # "float32" or "bfloat16": what the config says weights and activations are.
     # Of the activations that have them: the sigmoid's slope, and where gate and up are clamped.
     alpha: float = 1.702
     limit: float = 7.0
     # Where the experts of each decoder layer clamp instead; infinite: they do not; empty: `limit` in all.
     layer_limits: tuple[float, ...] = ()
-    # Whether experts have biases.
-    has_bias: bool = False
+    has_bias: bool = False  # Whether experts have biases.
 
     def limit_of(self, layer: int) -> float:
         """Where the experts of a decoder layer clamp."""

@@ -8,25 +8,33 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True, slots=True)
 class RenameRule:
     """What some names of a family become; made by `rename` and `drop`."""
 
-    # Matched against the whole name.
-    pattern: str
-    # `re` replacement template; None: the name is nobody's (left out on purpose).
-    replacement: str | None
-    # A published name that the rule applies to, and what becomes of it.
-    example: tuple[str, str | None]
+    stored: str  # Published names; `*` is a layer's number, `**` whatever else belongs to them.
+    canonical: str | None  # The same names here, with as many stars; None: left out on purpose.
 
     def apply(self, name: str) -> tuple[bool, str | None]:
         """Whether the rule matches, and the new name."""
-        match = re.fullmatch(self.pattern, name)
-        if match is None:
-            return False, None
-        return True, None if self.replacement is None else match.expand(self.replacement)
+        match = re.fullmatch(_pattern(self.stored), name)
+        if match is None or self.canonical is None:
+            return match is not None, None
+        found = iter(match.groups())
+        return True, _STARS.sub(lambda _: next(found), self.canonical)
+
+
+_STARS = re.compile(r"\*\*|\*")
+
+
+@cache
+def _pattern(stored: str) -> re.Pattern[str]:
+    """Stars are the groups."""
+    escaped = re.escape(stored)
+    return re.compile(escaped.replace(r"\*\*", "(.*)").replace(r"\*", r"(\d+)"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,7 @@ class TensorNames:
     """How one `model_type` names its tensors: rules, tried in order (the first that matches applies)."""
 
     renames: tuple[RenameRule, ...] = ()
-    # Keys of `expert_layouts.LAYOUTS`, most likely first. Quantisers take fused experts apart.
+    # Keys of `expert_layouts.EXPERT_TENSOR_LAYOUTS`, most likely first. Quantisers take fused experts apart.
     layouts: tuple[str, ...] = ("per_expert",)
     # Layers numbered after the last decoder layer are multi-token prediction, not the model.
     mtp_layers: bool = False
@@ -54,53 +62,30 @@ class TensorNames:
         return name
 
 
-def drop(pattern: str, example: str) -> RenameRule:
-    """Names that are nobody's."""
-    return RenameRule(pattern, None, (example, None))
+def drop(stored: str) -> RenameRule:
+    """Marks names that belong to nothing we load."""
+    return RenameRule(stored, None)
 
 
-def rename(pattern: str, replacement: str, before: str, after: str) -> RenameRule:
-    """`before` and `after` are the example."""
-    return RenameRule(pattern, replacement, (before, after))
+def rename(stored: str, canonical: str) -> RenameRule:
+    """`rename("model.layers.*.mlp.shared_mlp.**", "model.layers.*.mlp.shared_experts.**")`; see the class."""
+    return RenameRule(stored, canonical)
 
 
 # Some checkpoints carry rotary frequencies. Everybody computes them from config.json, as transformers does,
 # and leaves the stored ones aside: they need not even be of the right number (Kimi-K2's are of another head).
-ROTARY = drop(r".*\.rotary_emb\.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq")
+ROTARY = drop("**.rotary_emb.inv_freq")
 # Multi-token prediction proposes tokens and changes none of the model's own: not served, here or in
 # transformers.
-MTP = drop(r"mtp\..*", "mtp.layers.0.self_attn.q_proj.weight")
-SHARED = rename(
-    r"(model\.layers\.\d+\.mlp\.)shared_expert\.(.*)",
-    r"\1shared_experts.\2",
-    "model.layers.0.mlp.shared_expert.up_proj.weight",
-    "model.layers.0.mlp.shared_experts.up_proj.weight",
-)
+MTP = drop("mtp.**")
+SHARED = rename("model.layers.*.mlp.shared_expert.**", "model.layers.*.mlp.shared_experts.**")
 # Of multimodal models, whose towers are loaded by rules of their own.
-VISION = drop(r"model\.visual\..*", "model.visual.patch_embed.proj.weight")
+VISION = drop("model.visual.**")
 TEXT_SHARED = rename(
-    r"model\.language_model\.(layers\.\d+\.mlp\.)shared_expert\.(.*)",
-    r"model.\1shared_experts.\2",
-    "model.language_model.layers.0.mlp.shared_expert.up_proj.weight",
-    "model.layers.0.mlp.shared_experts.up_proj.weight",
+    "model.language_model.layers.*.mlp.shared_expert.**", "model.layers.*.mlp.shared_experts.**"
 )
-TEXT = rename(
-    r"model\.language_model\.(.*)",
-    r"model.\1",
-    "model.language_model.norm.weight",
-    "model.norm.weight",
-)
+TEXT = rename("model.language_model.**", "model.**")
 # Mixtral's and MiniMax-M2's.
-MINIMAX_GATE = rename(
-    r"(model\.layers\.\d+\.)block_sparse_moe\.gate\.weight",
-    r"\1mlp.gate.weight",
-    "model.layers.0.block_sparse_moe.gate.weight",
-    "model.layers.0.mlp.gate.weight",
-)
+MINIMAX_GATE = rename("model.layers.*.block_sparse_moe.gate.weight", "model.layers.*.mlp.gate.weight")
 # Of towers whose module is called `visual`.
-VISUAL = rename(
-    r"model\.(visual\..*)",
-    r"\1",
-    "model.visual.patch_embed.proj.weight",
-    "visual.patch_embed.proj.weight",
-)
+VISUAL = rename("model.visual.**", "visual.**")

@@ -96,8 +96,7 @@ ROPE_SCALINGS: Mapping[str, RopeScaling] = {
 class SectionDefaults:
     """What a family with mRoPE has where its checkpoint does not say."""
 
-    # Pairs that turn by time, height and width.
-    sections: tuple[int, ...]
+    sections: tuple[int, ...]  # Pairs that turn by time, height and width.
     # Whether they alternate: part of the family's code, which a checkpoint can only confirm.
     interleaved: bool
 

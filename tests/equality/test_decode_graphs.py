@@ -111,7 +111,7 @@ def test_latent_attention(tmp_path: Path, name: str, num_experts: int) -> None:
     ("name", "params"), [("qwen3_moe", GREEDY), ("qwen3_moe", SAMPLED), ("qwen3_next", SAMPLED)]
 )
 def test_experts_lost_during_replays_do_not_show(tmp_path: Path, name: str, params: dict[str, Any]) -> None:
-    """Replayed steps, and those launched behind them, are undone and replayed again; so are their states."""
+    """Replayed steps, and those launched after them, are undone and replayed again; so are their states."""
     make_tiny_model(name, tmp_path)
     model, experts = tiny_model(tmp_path, HOST), DoomedDenseExperts(tmp_path, 7)
     setup = Setup(largest_graph=4)

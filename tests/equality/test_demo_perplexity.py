@@ -1,7 +1,7 @@
 """With all 16 experts chosen the demo model is the dense original, however its experts are divided.
 
-Guards the whole path of weights: a neuron lost, doubled or misplaced by loader, split, packing or kernels
-changes the perplexity by far more than the tolerance.
+Guards the whole path of weights: an intermediate channel lost, doubled or misplaced by loader, split, packing
+or kernels changes the perplexity by far more than the tolerance.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_an_assembled_device_says_what_a_cpu_says(
 def test_resident_experts_are_assembled_too(
     directory: Path, expected: list[list[int]], placement: dict[str, Any]
 ) -> None:
-    """Without any expert server when all experts are on the device; else beside one."""
+    """Without any expert server when all experts are on the device; else next to one."""
     assert tokens(directory, {}, placement) == expected
 
 

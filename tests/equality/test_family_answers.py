@@ -1,6 +1,6 @@
-"""Guards the comparison that families on a GPU are held to: another path of the CPU passes, no other model.
+"""Guards the comparison that families on a GPU have to pass: another path of the CPU passes, no other model.
 
-The engine compared here has its experts resident and computes prompts in chunks beside decode steps.
+The engine compared here has its experts resident and computes prompts in chunks with decode steps.
 """
 
 from __future__ import annotations

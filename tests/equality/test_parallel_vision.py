@@ -1,7 +1,8 @@
-"""Guards that dividing a model that sees never shows: four ranks in two stages answer as one does.
+"""Guards that dividing a model with vision never shows: four ranks in two stages answer as one does.
 
 The stage that embeds puts features into the stream, DeepStack's second addition is the other stage's. The
-tower is a stand-in that every rank has; towers themselves are held to transformers' in `test_vision.py`.
+tower is a stand-in that every rank has; towers themselves are compared with transformers' in
+`test_vision.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ class StandIn(VisionTower):
         self.weight = torch.nn.Parameter(weight)
 
     def encode(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return pixels.view(1, -1, 24) @ self.weight
 
 

@@ -1,6 +1,6 @@
 """Guards image prompts on the device's runner: a replayed decode step gives the tokens of the eager one.
 
-Behind an image positions are not indices: graphs read them from the step's inputs. A step with image tokens
+After an image positions are not indices: graphs read them from the step's inputs. A step with image tokens
 is never replayed.
 """
 
@@ -42,7 +42,7 @@ PROMPTS: list[tuple[list[int], list[bytes]]] = [
 
 @dataclass
 class Tiny:
-    """A model that sees, and its experts."""
+    """A model with vision, and its experts."""
 
     directory: Path
     model: CausalLM
@@ -96,4 +96,4 @@ def test_replayed_equals_eager(tiny: Tiny, budget: int, monkeypatch: pytest.Monk
     assert tiny.run(Setup(largest_graph=4, budget=budget)) == eager
     assert all(plan.images is None for plan in replayed)
     shifted = [plan for plan in replayed if (plan.mrope_positions != plan.positions).any()]
-    assert len(shifted) > 4, "positions behind images are not indices"
+    assert len(shifted) > 4, "positions after images are not indices"

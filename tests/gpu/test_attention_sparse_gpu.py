@@ -9,7 +9,7 @@ import torch
 
 from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, project_values
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
-from gpu_service.attention.registry import MLA_BACKENDS, make_mla_attention
+from gpu_service.attention.registry import MLA_BACKENDS, choose_backend
 from tests.helpers.attention_cases import Shape, as_capturable, refill
 from tests.helpers.gpu_capture import capture
 from tests.helpers.mla_cases import (
@@ -63,7 +63,7 @@ def test_attention_to_the_chosen_tokens(shape: str, name: str) -> None:
 
 
 def test_many_heads_of_a_row_share_what_they_read() -> None:
-    """Rows enough for programs of 64 heads, behind earlier tokens and from the first on."""
+    """Rows enough for programs of 64 heads, after earlier tokens and from the first on."""
     sizes = replace(DEEPSEEK_SPARSE, num_heads=128)
     case = make_mla_case(sizes, [(1000, 150), (0, 300)], 64, torch.bfloat16, None, "cuda")
     backend = TritonMlaAttention(sizes, case.cache)
@@ -76,7 +76,7 @@ def test_many_heads_of_a_row_share_what_they_read() -> None:
 def test_equal_scores_go_to_the_earliest_tokens() -> None:
     case = make([(3000, 1)])
     case.index_query.zero_()
-    backend = make_mla_attention(case.dimensions, case.cache, "cuda")
+    backend = choose_backend(MLA_BACKENDS, case.dimensions, case.cache, torch.device("cuda"))
     assert isinstance(backend, TritonMlaAttention)
     backend.plan(case.inputs)
     assert backend.select(case.index_query, case.head_weights, 0)[0].tolist() == list(range(TOP_K))

@@ -33,7 +33,7 @@ def stream() -> Iterator[CudaDeviceStream]:
 
 
 def test_upload_and_download_do_not_wait(stream: CudaDeviceStream) -> None:
-    """Behind a held-up device both return at once; afterwards every value has made the round trip."""
+    """On a held-up device both return at once; afterwards every value has made the round trip."""
     uploader, results = Uploader(stream), HostBuffers(stream)
     sources = [torch.arange(1000), torch.rand(7, 3), torch.tensor([True, False]), torch.empty(0)]
     expected = [source.clone() for source in sources]
@@ -98,7 +98,7 @@ def test_a_capture_that_fails_leaves_the_stream_usable(stream: CudaDeviceStream)
 
 
 def test_the_sampler_says_what_it_says_on_a_cpu(stream: CudaDeviceStream) -> None:
-    """Every parameter at once, in float32, behind a held-up device: no call waits."""
+    """Every parameter at once, in float32, on a held-up device: no call waits."""
     vocab, count = 1000, 6
     limits = SchedulerLimits(8, 64, 128, 0, frozenset({7}))
     params: dict[str, Any] = {"presence_penalty": 0.5, "repetition_penalty": 1.3, "frequency_penalty": 0.2}

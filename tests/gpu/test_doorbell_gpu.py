@@ -201,7 +201,7 @@ def test_compute_failure_in_a_graph(signal: Signal) -> None:
         torch.cuda.synchronize()
         failure = client.failure()
         assert isinstance(failure, ExpertComputeFailed)
-        assert "told to fail at layer 4" in str(failure)
+        assert "set to fail at layer 4" in str(failure)
         client.recover(5)
         step.replay(5)
         assert client.failure() is None
@@ -275,7 +275,7 @@ def test_memory_is_given_back() -> None:
 
 
 def test_bench_measures_every_signal(tmp_path: Path) -> None:
-    """A short run of the bench, answers checked, with its limit beside it."""
+    """A short run of the bench, answers checked, with its limit next to it."""
     from moebius.app.bench.mailbox_device import DeviceOptions, run
 
     options = DeviceOptions(("doorbell", "memops", "host"), (1,), (1, 8), 4, 10, None, "")

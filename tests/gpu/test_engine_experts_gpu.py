@@ -67,7 +67,7 @@ def expected(cluster: Cluster) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("gpu", [{}, {"cuda_graphs": False}, {"overlap_scheduling": False}], ids=str)
-def test_expert_servers_behind_doorbells(
+def test_expert_servers_over_doorbells(
     cluster: Cluster, expected: list[list[int]], gpu: dict[str, Any]
 ) -> None:
     """Captured and eager, overlapped and not, and twice in a row."""
@@ -83,7 +83,7 @@ def test_expert_servers_behind_doorbells(
     [{"gpu_experts_ratio": 1.0}, {"gpu_experts_ratio": 0.4}, {"gpu_layers": "1"}, {"gpu_experts": 3}],
     ids=str,
 )
-def test_resident_experts_beside_servers(
+def test_resident_experts_with_servers(
     cluster: Cluster, expected: list[list[int]], placement: dict[str, Any]
 ) -> None:
     """Any placement gives the same tokens; with all experts on the device no client is needed."""

@@ -1,7 +1,8 @@
 """Invariant: on a GPU the engine says what it says on a CPU, however it launches its steps.
 
-The CPU path is the oracle. In float32 tokens are compared, because tiny random models have clear winners; in
-bfloat16 the oracle scores what the GPU says, and may differ as much as from the CPU's own bfloat16 path.
+The CPU path is the reference. In float32 tokens are compared, because tiny random models have clear winners;
+in bfloat16 the reference scores what the GPU says, and may differ as much as from the CPU's own bfloat16
+path.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(autouse=True)
 def no_reduced_precision() -> None:
-    """float32 products are float32 here, as torch has it unless told otherwise."""
+    """float32 GEMMs are float32 here, as torch's default is."""
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
@@ -114,7 +115,7 @@ def on_gpu(directory: Path, setup: Setup, wanted: list[Request], **kind: str) ->
 
 
 def on_cpu(directory: Path, wanted: list[Request]) -> list[list[int]]:
-    """All tokens of the requests, by the oracle in float32."""
+    """All tokens of the requests, by the reference in float32."""
     device = torch.device("cpu")
     experts = DenseExperts(directory, NUM_EXPERTS)
     with tiny_engine(
@@ -142,7 +143,7 @@ def scored_on_cpu(directory: Path, answered: list[Request], dtype: str) -> list[
 @pytest.mark.parametrize("attention", ["flashinfer", "triton"])
 @pytest.mark.parametrize("largest_graph", [0, 6], ids=["eager", "graphs"])
 def test_bfloat16_is_as_close_as_the_cpu_s_own(directory: Path, attention: str, largest_graph: int) -> None:
-    """Log-probabilities of what the GPU says, against float32, beside those of the CPU in bfloat16."""
+    """Log-probabilities of what the GPU says, against float32, next to those of the CPU in bfloat16."""
     found = requests(5, GREEDY | {"logprobs": 1})
     on_gpu(directory, Setup(largest_graph=largest_graph), found, dtype="bfloat16", attention=attention)
     exact = scored_on_cpu(directory, found, "float32")

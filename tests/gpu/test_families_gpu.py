@@ -1,6 +1,6 @@
 """Invariant: every family on a GPU, under CUDA graphs, is its own float32 model on the CPU.
 
-Float32: the same greedy tokens. Bfloat16: log-probabilities no further from the oracle's than those of the
+Float32: the same greedy tokens. Bfloat16: log-probabilities no further from the reference's than those of the
 CPU's own bfloat16 path on the same tokens. Tests are independent of one another and mostly wait for
 compilers, so several workers may share a GPU (`--numprocesses 8 --dist load`).
 """
@@ -38,7 +38,7 @@ REPLAYED = {(1, 1), (2, 2), (3, 4), (4, 4)}
 
 @pytest.fixture(autouse=True)
 def no_reduced_precision() -> None:
-    """float32 products are float32 here, as torch has it unless told otherwise."""
+    """float32 GEMMs are float32 here, as torch's default is."""
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
@@ -62,7 +62,7 @@ def test_all_on_the_device(name: str, dtype: str, tmp_path: Path) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen3_next", "step3p5"])
-def test_experts_behind_doorbells(name: str, dtype: str, tmp_path: Path) -> None:
+def test_experts_over_doorbells(name: str, dtype: str, tmp_path: Path) -> None:
     """All routed experts by one server on the CPU: plain, biased and clamped ones."""
     make_tiny_model(name, tmp_path / name)
     with running_cluster(tmp_path / name, tmp_path, dtype=dtype, expert_dtype=dtype) as cluster:
@@ -72,7 +72,7 @@ def test_experts_behind_doorbells(name: str, dtype: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
 def test_8_bit_kv_pages(name: str, tmp_path: Path) -> None:
-    """Latents, and keys and values of heads, beside the CPU's own 8-bit pages."""
+    """Latents, and keys and values of heads, next to the CPU's own 8-bit pages."""
     make_tiny_model(name, tmp_path)
     config = family_config(tmp_path, "cuda", "bfloat16", kv_cache_dtype="fp8_e4m3")
     check_under_graphs(tmp_path, "bfloat16", config)

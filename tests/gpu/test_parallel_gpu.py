@@ -1,6 +1,6 @@
 """Guards ranks on GPUs: NCCL inside graphs, two GPUs equal one, and a lost rank that hangs no GPU.
 
-The same engine as in `tests/equality/test_parallel_ranks.py`, with every expert on the GPUs or behind
+The same engine as in `tests/equality/test_parallel_ranks.py`, with every expert on the GPUs or served over
 doorbells, so that decode steps are captured whole.
 """
 
@@ -201,13 +201,13 @@ def _collectives(
     context, _ = make_process_groups(ParallelContext(tp_rank=rank, tp_size=2), store, device, 30.0, one_shot)
     group = context.world_group
     summed, own = torch.zeros(3, 8, device=device), torch.zeros(3, 4, device=device)
-    told, passed = torch.zeros(5, device=device), torch.zeros(6, device=device)
+    sent, passed = torch.zeros(5, device=device), torch.zeros(6, device=device)
     gathered = torch.zeros(3, 8, device=device)
 
     def step() -> None:
         context.tensor_group.all_reduce(summed)
         gathered.copy_(group.all_gather(own))
-        group.broadcast(told, 1)
+        group.broadcast(sent, 1)
         if rank == 0:
             group.send(passed, 1)
         else:
@@ -221,11 +221,11 @@ def _collectives(
             step()
         seen = []
         for value in (1.0, 10.0):
-            for tensor in (summed, own, told, passed):
+            for tensor in (summed, own, sent, passed):
                 tensor.fill_(value * (rank + 1))
             graph.replay()
             stream.synchronize()
-            seen.append([t.flatten()[[0, -1]].tolist() for t in (summed, gathered, told, passed)])
+            seen.append([t.flatten()[[0, -1]].tolist() for t in (summed, gathered, sent, passed)])
     graph.reset()
     torch.distributed.destroy_process_group()
     results.send((rank, seen))

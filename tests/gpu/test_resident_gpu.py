@@ -49,7 +49,9 @@ def error(shape: Shape, slots: LayerSlots, rows: int, dtype: torch.dtype) -> flo
 @pytest.mark.parametrize("weight_format", ALL_FORMATS)
 @pytest.mark.parametrize("shape", [Shape(), REAL], ids=["odd", "real"])
 def test_bfloat16_rows(shape: Shape, weight_format: str) -> None:
-    """Both ways of computing, every format; weights are decoded exactly, neurons rounded once."""
+    """Both ways of computing, every format; weights are decoded exactly, intermediate channels rounded
+    once.
+    """
     slots = resident_layer(shape, weight_format, (4, 1, 2, 3), "cuda")
     for rows in ROWS:
         assert error(shape, slots, rows, torch.bfloat16) < tolerances.RESIDENT_BFLOAT16, rows

@@ -19,7 +19,7 @@ SMALL = {"page_size": 4, "num_pages": 128, "max_num_batched_tokens": 16, "max_nu
 @pytest.mark.parametrize("name", sorted(VISION_MODELS))
 def test_a_gpu_sees_what_a_cpu_sees(name: str, tmp_path: Path) -> None:
     """All experts are the device's, so that nothing of a decode step is the host's."""
-    assert not torch.backends.cuda.matmul.allow_tf32, "float32 products are float32 here"
+    assert not torch.backends.cuda.matmul.allow_tf32, "float32 GEMMs are float32 here"
     write_vision_model(name, tmp_path)
     answers = []
     for device in ("cpu", "cuda"):

@@ -29,7 +29,7 @@ STEPS: dict[str, Shape] = {
     "64 decodes at 4 k": [(4095, 1)] * 64,
     "chunk of 512, first": [(0, 512)],
     "chunk of 512 at 8 k": [(8192, 512)],
-    "chunk of 448 beside 64 decodes at 1 k": [(0, 448)] + [(1023, 1)] * 64,
+    "chunk of  with 64 decodes at 1 k": [(0, 448)] + [(1023, 1)] * 64,
     "chunk of 4096, first": [(0, 4096)],
 }
 

@@ -26,7 +26,7 @@ STEPS: dict[str, Shape] = {
     "32 decodes at 8 k": [(8191, 1)] * 32,
     "chunk of 1024 at 8 k": [(8192, 1024)],
     "chunk of 4096, first": [(0, 4096)],
-    "chunk of 512 beside 64 decodes at 4 k": [(4096, 512)] + [(4095, 1)] * 64,
+    "chunk of  with 64 decodes at 4 k": [(4096, 512)] + [(4095, 1)] * 64,
 }
 
 

@@ -137,7 +137,7 @@ def make_case(geometry: Geometry, shape: Shape, seed: int = 0) -> Case:
 
 
 def make_inputs(shape: Shape, table: torch.Tensor, slots: torch.Tensor) -> ForwardInputs:
-    """The step's tensors beside its lists."""
+    """The step's tensors next to its lists."""
     starts = [0]
     for _, new in shape:
         starts.append(starts[-1] + new)

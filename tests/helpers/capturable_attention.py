@@ -16,12 +16,10 @@ class CapturableAttention(TorchReferenceAttention):
     _captured: ForwardInputs | None = None
 
     def plan(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
         self._captured = None
         super().plan(inputs)
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
         self._captured = inputs
 
     def plan_replay(self, inputs: ForwardInputs) -> None:
@@ -38,7 +36,6 @@ class CapturableAttention(TorchReferenceAttention):
         layer_id: int,
         layer: AttentionLayer = PLAIN,
     ) -> torch.Tensor:
-        """See the base class."""
         inputs = self._captured
         if inputs is None:
             return super().forward(query, key, value, layer_id, layer)

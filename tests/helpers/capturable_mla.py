@@ -19,12 +19,10 @@ class CapturableMlaAttention(TorchMlaAttention):
     _captured: ForwardInputs | None = None
 
     def plan(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
         self._captured = None
         super().plan(inputs)
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
-        """See the base class."""
         self._captured, self.non_absorbed = inputs, False
         self.selects = self._may_select(inputs.block_table.shape[1] * self.cache.page_size)
 
@@ -41,7 +39,6 @@ class CapturableMlaAttention(TorchMlaAttention):
         layer_id: int,
         selection: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See the base class."""
         inputs = self._captured
         if inputs is None:
             return super().forward(query_latent, query_rope, latent, key_rope, layer_id, selection)
@@ -59,7 +56,6 @@ class CapturableMlaAttention(TorchMlaAttention):
         return torch.einsum("rht,rtd->rhd", weights, keys[..., : self.dimensions.latent_dim])
 
     def select(self, query: torch.Tensor, head_weights: torch.Tensor, index_layer: int) -> torch.Tensor:
-        """See the base class."""
         inputs, index, index_keys = self._captured, self.dimensions.index, self.cache.index_keys
         if inputs is None:
             return super().select(query, head_weights, index_layer)

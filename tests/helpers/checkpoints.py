@@ -116,8 +116,8 @@ class TinyMoe:
                     tensors[f"{below}.experts.{expert}.{name}.weight"] = matrix(inner, hidden)
                 tensors[f"{below}.experts.{expert}.down_proj.weight"] = matrix(hidden, inner)
         if self.family == "glm4_moe":
-            behind = f"model.layers.{self.num_layers}.mlp.experts.0"
-            tensors[f"{behind}.gate_proj.weight"] = matrix(inner, hidden)
+            after_last = f"model.layers.{self.num_layers}.mlp.experts.0"
+            tensors[f"{after_last}.gate_proj.weight"] = matrix(inner, hidden)
             tensors["model.layers.1.mlp.shared_experts.up_proj.weight"] = matrix(inner, hidden)
         return tensors
 

@@ -62,7 +62,6 @@ def table(found: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """See the module."""
     if arguments[0] == "--table":
         lines = [line for name in arguments[1:] for line in Path(name).read_text().splitlines()]
         print("\n".join(table([json.loads(line) for line in lines])))

@@ -43,7 +43,7 @@ _OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
 
 
 def limits_of(architecture: int) -> limits.DeviceLimits:
-    """What the code under test is told of the device."""
+    """What the code under test sees of the device."""
     shared_kib, num_sms = ARCHITECTURES[architecture]
     return limits.DeviceLimits(architecture, shared_kib * 1024, num_sms)
 
@@ -104,7 +104,7 @@ def launches_compile(architecture: int = 90) -> Iterator[list[Any]]:
     """
     compiled: list[Any] = []
     known: dict[Any, Any] = {}
-    lent = limits_of(architecture)
+    known_limits = limits_of(architecture)
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in _OPTIONS & set(kwargs)}
@@ -112,12 +112,12 @@ def launches_compile(architecture: int = 90) -> Iterator[list[Any]]:
         key = source.hash(), tuple(sorted(options.items()))
         if key not in known:
             known[key] = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-            if known[key].metadata.shared <= lent.shared_bytes:
+            if known[key].metadata.shared <= known_limits.shared_bytes:
                 compiled.append(known[key])
-        _check_resources(known[key], lent.shared_bytes)
+        _check_resources(known[key], known_limits.shared_bytes)
 
     original, without_gpu = JITFunction.run, limits.WITHOUT_GPU
-    JITFunction.run, limits.WITHOUT_GPU = compile_only, lent
+    JITFunction.run, limits.WITHOUT_GPU = compile_only, known_limits
     try:
         yield compiled
     finally:

@@ -56,7 +56,7 @@ def demo_checkpoint() -> Path:
 
 @functools.cache
 def demo_gguf() -> Path:
-    """Return the dense original's GGUF, kept beside the demo checkpoint after its first download."""
+    """Return the dense original's GGUF, kept next to the demo checkpoint after its first download."""
     directory = default_directory().parent / "downloads"
     directory.mkdir(parents=True, exist_ok=True)
     return fetch_gguf(directory, silent)

@@ -29,25 +29,27 @@ class Share:
     """What one engine holds; filled by `shares_of`. Both are [begin, end)."""
 
     experts: tuple[int, int]
-    neurons: tuple[int, int]
+    channels: tuple[int, int]
 
 
 def shares_of(geometry: MoeGeometry, split: Split, weights: Sequence[int]) -> list[Share]:
-    """Divide every expert's neurons ("tensor") or the list of experts ("expert") by `weights`."""
+    """Divide every expert's intermediate channels ("tensor") or the list of experts ("expert") by
+    `weights`.
+    """
     all_experts = (0, geometry.num_experts)
-    all_neurons = (0, geometry.moe_intermediate_size)
+    all_channels = (0, geometry.moe_intermediate_size)
     if split == "tensor":
-        return [Share(all_experts, bounds) for bounds in split_bounds(all_neurons[1], weights)]
-    return [Share(bounds, all_neurons) for bounds in split_bounds(all_experts[1], weights)]
+        return [Share(all_experts, bounds) for bounds in split_bounds(all_channels[1], weights)]
+    return [Share(bounds, all_channels) for bounds in split_bounds(all_experts[1], weights)]
 
 
 def load_share(share: Share, geometry: MoeGeometry, weight_dtype: WeightDtype) -> ExpertEngine:
     """Return an engine with the share's weights, read from the demo checkpoint."""
     begin, end = share.experts
-    neurons = slice(*share.neurons)
+    channels = slice(*share.channels)
     engine = ExpertEngine(
         geometry.hidden_size,
-        neurons.stop - neurons.start,
+        channels.stop - channels.start,
         end - begin,
         geometry.num_layers,
         expert_begin=begin,
@@ -59,8 +61,8 @@ def load_share(share: Share, geometry: MoeGeometry, weight_dtype: WeightDtype) -
         for layer in geometry.moe_layers:
             for expert in range(begin, end):
                 sources = layout.tensors(layer, expert)
-                gate, up = (source.read(reader, rows=neurons) for source in (sources.gate, sources.up))
-                engine.load_expert(layer, expert, gate, up, sources.down.read(reader, cols=neurons))
+                gate, up = (source.read(reader, rows=channels) for source in (sources.gate, sources.up))
+                engine.load_expert(layer, expert, gate, up, sources.down.read(reader, cols=channels))
     return engine
 
 
@@ -68,7 +70,7 @@ class KernelExperts:
     """Computes a layer's routed experts by summing the engines' partial outputs."""
 
     def __init__(self, engines: Sequence[ExpertEngine]) -> None:
-        """`engines` together hold every neuron of every expert exactly once."""
+        """`engines` together hold every intermediate channel of every expert exactly once."""
         self.engines = tuple(engines)
 
     def submit(

@@ -58,7 +58,6 @@ class DoomedModel(FakeModel):
         self.experts = experts
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """See `FakeModel.forward`."""
         hidden_states = super().forward(context)
         return hidden_states if self.experts.failure() is None else hidden_states.flip(1) + 12345
 
@@ -107,7 +106,6 @@ class DenseExperts(ExpertClient):
         return Ticket(layer, hidden_states, topk_ids, topk_weights)
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """See `ExpertClient.collect`."""
         gate, up, down = self._layer(ticket.layer)
         x = ticket.hidden_states.float()
         inner = functional.silu(torch.einsum("th,eih->tei", x, gate)) * torch.einsum("th,eih->tei", x, up)
@@ -161,7 +159,6 @@ class DoomedDenseExperts(DenseExperts):
         self._lost.fill_(False)
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """See the base class."""
         answer = super().collect(ticket)
         answer = torch.where(self._lost, answer.flip(1) * 3 + 1, answer)
         return answer if partial is None else partial.add_(answer)

@@ -85,13 +85,11 @@ class HostLauncher(DoorbellLauncher):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
     ) -> None:
-        """See the base class."""
         parts = PACK_HIDDEN | PACK_RING | (PACK_CLEAR if self._is_memops else 0)
         numbers = [slot, layer, rows, begin, hidden_states.shape[0], parts]
         self._run(lambda: _pack(self.state, hidden_states, topk_ids, topk_weights, numbers))
 
     def add(self, slot: int, layer: int, begin: int, partial: torch.Tensor) -> None:
-        """See the base class."""
         numbers = [slot, layer, begin, partial.shape[0], WAIT_ANSWERS | WAIT_ADD]
         self._run(lambda: _add(self.state, partial, numbers))
 
@@ -116,7 +114,6 @@ class HostLauncher(DoorbellLauncher):
             launch()
 
     def set_words(self, first: int, values: Sequence[int]) -> None:
-        """See the base class."""
         words = (ctypes.c_int64 * len(values))(*(_signed(value) for value in values))
         # Not by torch: a word set while something is captured is no part of it.
         ctypes.memmove(self.state.data_ptr() + 8 * first, words, 8 * len(values))

@@ -132,14 +132,15 @@ class Harness:
         return bool(emitted) and emitted[-1].finish_reason is not None
 
 
-def build_scheduler(knobs: Knobs) -> Scheduler:
-    """A scheduler with its own pool and tree."""
+def build_scheduler(knobs: Knobs, prefill_chunk_max: int = 0) -> Scheduler:
+    """A scheduler with its own pool and tree; a lane's is told when it may open."""
     limits = SchedulerLimits(
         max_num_seqs=knobs.max_num_seqs,
         max_num_batched_tokens=knobs.budget,
         context_limit=min(knobs.context_limit, (knobs.num_pages - 1) * knobs.page_size),
         watermark_pages=1,
         eos_token_ids=frozenset({0}),
+        prefill_chunk_max=prefill_chunk_max,
     )
     pool, tree = PagePool(knobs.num_pages), RadixCache(knobs.page_size)
     return Scheduler(limits, RequestCache(pool, tree, knobs.prefix_caching))

@@ -156,7 +156,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     def plan(self, indptr: Any, indices: Any, last_page_len: Any, num_qo_heads: int, num_kv_heads: int,
              head_dim: int, page_size: int, *, q_data_type: torch.dtype, kv_data_type: torch.dtype,
              sm_scale: float, disable_split_kv: bool = False) -> None:  # fmt: skip
-        """See FlashInfer."""
         group = num_qo_heads // num_kv_heads
         assert self.options["use_tensor_cores"] or group in (1, 2, 3, 4, 8), "no kernel for this group"
         self.set_pages(indptr, indices, last_page_len)
@@ -165,7 +164,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
     def run(self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor,
             k_scale: float | None = None, v_scale: float | None = None) -> torch.Tensor:  # fmt: skip
-        """See FlashInfer."""
         starts = list(range(len(self._paged_kv_last_page_len_buf) + 1))
         assert q.shape[0] == starts[-1]
         return self.attend(q, paged_kv_cache, starts, out, k_scale, v_scale)
@@ -178,7 +176,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
              num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *, causal: bool,
              q_data_type: torch.dtype, kv_data_type: torch.dtype, sm_scale: float,
              disable_split_kv: bool = False) -> None:  # fmt: skip
-        """See FlashInfer."""
         assert causal
         self.set_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self.starts = host(qo_indptr).tolist()
@@ -187,7 +184,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
     def run(self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor,
             k_scale: float | None = None, v_scale: float | None = None) -> torch.Tensor:  # fmt: skip
-        """See FlashInfer."""
         return self.attend(q, paged_kv_cache, self.starts, out, k_scale, v_scale)
 
 
@@ -197,14 +193,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlanningWrapper):
     def plan(self, qo_indptr: Any, kv_indptr: Any, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
              head_dim_vo: int | None = None, *, causal: bool, q_data_type: torch.dtype,
              kv_data_type: torch.dtype, sm_scale: float, disable_split_kv: bool = False) -> None:  # fmt: skip
-        """See FlashInfer."""
         assert causal
         assert torch.equal(host(qo_indptr), host(kv_indptr))
         self.starts, self.scale = qo_indptr.tolist(), sm_scale
         self.write_plan()
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """See FlashInfer."""
         self.check_ready()
         for begin, end in zip(self.starts[:-1], self.starts[1:], strict=True):
             rows = slice(begin, end)
@@ -223,7 +217,6 @@ class BatchMLAPagedAttentionWrapper(PlanningWrapper):
     def plan(self, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_len_arr: Any, num_heads: int,
              head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float,
              q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:  # fmt: skip
-        """See FlashInfer."""
         if self.graph:
             assert len(qo_indptr) == len(self.options["qo_indptr"]), "the batch size is frozen"
             self._kv_indices_buf[: len(kv_indices)].copy_(kv_indices)
@@ -236,7 +229,6 @@ class BatchMLAPagedAttentionWrapper(PlanningWrapper):
 
     def run(self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor,
             *, out: torch.Tensor) -> torch.Tensor:  # fmt: skip
-        """See FlashInfer."""
         self.check_ready()
         query = torch.cat((q_nope, q_pe), dim=-1)
         for request, length in enumerate(self.lengths):

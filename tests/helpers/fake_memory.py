@@ -29,18 +29,14 @@ class FakeMemory(DeviceMemory):
         self.allocated -= nbytes
 
     def use(self) -> MemoryUse:
-        """See the base class."""
         free = self.total - self.context - self.reserved
         return MemoryUse(self.total, free, self.allocated, self.peak, self.reserved, self.asked)
 
     def device_allocations(self) -> int:
-        """See the base class."""
         return self.asked
 
     def reset_peak(self) -> None:
-        """See the base class."""
         self.peak = self.allocated
 
     def release_cache(self) -> None:
-        """See the base class."""
         self.reserved = self.allocated

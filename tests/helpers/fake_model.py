@@ -72,14 +72,22 @@ class FakeModel:
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """Stores (token, position) at the new slots, then hashes each row's whole history: [T, 2] float64."""
         self.gate.wait(30)
-        inputs, cache = context.inputs, context.kv_cache
-        slots = cache.slots(0)
-        slots[inputs.slot_mapping, 0, 0] = (inputs.input_ids + 1).float()
-        slots[inputs.slot_mapping, 1, 0] = inputs.positions.float()
+        self.store(context, slice(None))
         self.calls += 1
         self.before_forward(self.calls)
-        self.batch_sizes.append(len(inputs.seq_lens))
-        rows = []
+        self.batch_sizes.append(len(context.inputs.seq_lens))
+        return self.read(context)
+
+    def store(self, context: ForwardContext, rows: slice) -> None:
+        """Some of the step's rows into the cache."""
+        inputs, slots = context.inputs, context.kv_cache.slots(0)
+        slots[inputs.slot_mapping[rows], 0, 0] = (inputs.input_ids[rows] + 1).float()
+        slots[inputs.slot_mapping[rows], 1, 0] = inputs.positions[rows].float()
+
+    def read(self, context: ForwardContext) -> torch.Tensor:
+        """The hashes; all rows are stored."""
+        inputs, cache = context.inputs, context.kv_cache
+        slots, rows = cache.slots(0), []
         for index, seq_len in enumerate(inputs.seq_lens):
             pages = inputs.block_table[index, : -(-seq_len // cache.page_size)].long()
             history = cache.pages(0)[pages].reshape(-1, 2, 2)[:seq_len]

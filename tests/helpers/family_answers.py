@@ -29,7 +29,7 @@ from tests.tolerances import (
 
 # Tokens that no prompt with its answer exceeds.
 LONGEST = 96
-# Two prompts are longer than this and are computed in chunks, beside decode steps of the others.
+# Two prompts are longer than this and are computed in chunks, together with decode steps of the others.
 TOKEN_BUDGET = 32
 LARGEST_GRAPH = 4
 IN_PROCESS = {"expert_transport": "local"}
@@ -52,7 +52,7 @@ def family_config(
     )
 
 
-def oracle_config(directory: Path, dtype: str = "float32", **gpu: Any) -> MoebiusConfig:
+def reference_config(directory: Path, dtype: str = "float32", **gpu: Any) -> MoebiusConfig:
     """The CPU path, at parity with transformers, its experts by the reference in process."""
     return family_config(directory, "cpu", dtype, IN_PROCESS, **gpu)
 
@@ -150,7 +150,7 @@ def errors(found: Sequence[Sequence[float]], exact: Sequence[Sequence[float]]) -
 
 def check_float32(directory: Path, config: MoebiusConfig) -> None:
     """Asserts the reference's tokens, from both ways of choosing them, and its log-probabilities."""
-    reference, found = answers(oracle_config(directory)), answers(config)
+    reference, found = answers(reference_config(directory)), answers(config)
     for kind, tokens in (("scored", found.tokens), ("plain", found.plain)):
         difference = first_difference(reference, tokens)
         assert not difference, f"{kind} requests: {difference}"
@@ -180,8 +180,8 @@ def check_bfloat16(directory: Path, config: MoebiusConfig) -> None:
     That path scores the same tokens, with the same kind of KV cache.
     """
     found = answers(config)
-    exact = scores(oracle_config(directory), found)
-    half = scores(oracle_config(directory, "bfloat16", kv_cache_dtype=config.gpu.kv_cache_dtype), found)
+    exact = scores(reference_config(directory), found)
+    half = scores(reference_config(directory, "bfloat16", kv_cache_dtype=config.gpu.kv_cache_dtype), found)
     ours, theirs = errors(found.logprobs, exact), errors(half, exact)
     print(f"{directory.name}, {config.gpu.device}:")
     assert_as_close(ours, theirs)

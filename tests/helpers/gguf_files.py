@@ -174,7 +174,7 @@ def gguf_tensors(
 
 
 def _fused(tensors: dict[str, tuple[NDArray[Any], str]]) -> dict[str, tuple[NDArray[Any], str]]:
-    """Gate and up of all experts one behind the other, as the converter writes them when asked to."""
+    """Gate and up of all experts one after the other, as the converter writes them when asked to."""
     found = dict(tensors)
     for name in [name for name in tensors if ".ffn_gate_exps." in name]:
         gate, kind = found.pop(name)

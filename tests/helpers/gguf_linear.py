@@ -42,7 +42,7 @@ def _tiled(config: Any, places: torch.Tensor, axis: int = 0) -> torch.Tensor:
     return parts.transpose(axis, axis + 1).reshape(shape)
 
 
-def _behind_keys(config: Any, places: torch.Tensor) -> torch.Tensor:
+def _after_keys(config: Any, places: torch.Tensor) -> torch.Tensor:
     before = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     return torch.cat((places[:before], _tiled(config, places[before:])))
 
@@ -74,14 +74,14 @@ def linear_tensors(config: Any, name: str, shape: torch.Size, split: bool) -> It
         yield Converted(f"{stem}linear_attn.dt_proj.bias", _tiled(config, places) if tiled else places)
     elif last == "conv1d.weight":
         squeezed = places.squeeze(1)
-        yield Converted(name, _behind_keys(config, squeezed) if tiled else squeezed)
+        yield Converted(name, _after_keys(config, squeezed) if tiled else squeezed)
     elif last == "in_proj_qkvz.weight" and split:
         block = f"blk.{name.split('.')[2]}"
         mixed, gates = _by_kind(config, places)
         yield Converted(f"{block}.attn_qkv.weight", mixed, gguf=True)
         yield Converted(f"{block}.attn_gate.weight", gates, gguf=True)
     elif last == "in_proj_qkv.weight":
-        yield Converted(name, _behind_keys(config, places))
+        yield Converted(name, _after_keys(config, places))
     elif last in ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight"):
         yield Converted(name, _tiled(config, places))
     elif last == "out_proj.weight" and tiled:

@@ -289,7 +289,7 @@ class GgufFile:
     # The same model's config.json lies here; its weights are those before they were quantised.
     published: Path
     # Transformers' model with the weights that the file says.
-    oracle: Any
+    reference: Any
 
 
 def make_gguf(name: str, root: Path) -> GgufFile:
@@ -297,10 +297,10 @@ def make_gguf(name: str, root: Path) -> GgufFile:
     case, published, directory = CASES[name], root / f"{name}-published", root / name
     directory.mkdir(parents=True)
     tiny = TinyModel(case.model_type, case.changes)
-    oracle = write_tiny_model(tiny, published, seed=sum(name.encode()))
+    reference = write_tiny_model(tiny, published, seed=sum(name.encode()))
     path = directory / f"{name}.gguf"
     write_gguf(
-        oracle,
+        reference,
         path,
         case.types,
         latent_split=case.latent_split,
@@ -309,7 +309,7 @@ def make_gguf(name: str, root: Path) -> GgufFile:
         architecture=case.architecture,
         fused=case.fused,
     )
-    return GgufFile(min(directory.iterdir()), published, oracle)
+    return GgufFile(min(directory.iterdir()), published, reference)
 
 
 def cached_gguf_files(root: Path) -> Callable[[str], GgufFile]:
@@ -318,7 +318,7 @@ def cached_gguf_files(root: Path) -> Callable[[str], GgufFile]:
 
 
 @torch.inference_mode()
-def oracle_logits(oracle: Any, tokens: list[int]) -> torch.Tensor:
+def reference_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
     """float32 `[tokens, vocabulary]`."""
-    logits: torch.Tensor = oracle(torch.tensor([tokens])).logits[0]
+    logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
     return logits

@@ -53,7 +53,7 @@ def write_byte_level(path: Path, tokenizer: Tokenizer, pre: str, **values: Any) 
 
 
 def add_byte_level(writer: GGUFWriter, tokenizer: Tokenizer, pre: str, vocab_size: int) -> None:
-    """The same beside a model's other metadata, which names the special tokens; unused ones fill up."""
+    """The same with a model's other metadata, which names the special tokens; unused ones fill up."""
     tokens, types, merges = _byte_level(tokenizer)
     unused = [f"[PAD{number}]" for number in range(len(tokens), vocab_size)]
     types += [TokenType.UNUSED] * len(unused)

@@ -1,6 +1,6 @@
 """Every way a whole checkpoint may be quantised, dense layers and experts alike, with its configuration.
 
-Those of `quantised_checkpoints`, and those that experts can not keep at rest or spell otherwise.
+Those of `quantised_checkpoints`, and those that experts can not keep packed or spell otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.helpers.quantised_sources import (
     per_element,
 )
 
-# Tensors by the suffix behind the module's name, and the weights they mean.
+# Tensors by the suffix after the module's name, and the weights they mean.
 Encoded = tuple[Mapping[str, Array], Floats]
 
 

@@ -28,7 +28,7 @@ _NUM_STATES = 1024
 class Decoding:
     """One request: its tokens, its pages in order, and how many tokens have their KV.
 
-    `states`: of linear attention, slots of the states behind so many tokens, where a step ended.
+    `states`: of linear attention, slots of the states after so many tokens, where a step ended.
     """
 
     tokens: list[int]
@@ -37,7 +37,7 @@ class Decoding:
     states: dict[int, int] = field(default_factory=lambda: {0: 0})
 
     def shared(self, tokens: list[int], computed: int, page_size: int) -> Decoding:
-        """Another request that starts from this one's first `computed` tokens, behind which a step ended."""
+        """Another request that starts from this one's first `computed` tokens, after which a step ended."""
         return Decoding(tokens, self.pages[: computed // page_size], computed, dict(self.states))
 
 
@@ -127,7 +127,7 @@ class PagedRunner:
 def load_runner(
     directory: Path, *, overrides: ModelOverrides | None = None, experts: Any = None, page_size: int = 4
 ) -> PagedRunner:
-    """A runner on a checkpoint; its experts are the torch oracle's unless a client is given."""
+    """A runner on a checkpoint; its experts are the torch reference's unless a client is given."""
     model = build_model(read_model_config(directory, overrides))
     load_weights(model, directory)
     return PagedRunner(model, experts or TorchExperts(directory), page_size=page_size)

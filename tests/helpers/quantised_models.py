@@ -68,7 +68,7 @@ class PlainModel:
     """Written once, quantised many times; made by `write_plain`."""
 
     directory: Path
-    oracle: Any
+    reference: Any
     weights: dict[str, torch.Tensor]
     state: dict[str, torch.Tensor]
     # Of `PROMPT`.
@@ -80,16 +80,16 @@ Models = Callable[[str], PlainModel]
 
 def write_plain(name: str, directory: Path) -> PlainModel:
     """The float32 checkpoint that is quantised, and transformers' model of it."""
-    oracle = write_tiny_model(QUANTISED_MODELS[name], directory, seed=len(name))
-    state = copy.deepcopy(oracle.state_dict())
+    reference = write_tiny_model(QUANTISED_MODELS[name], directory, seed=len(name))
+    state = copy.deepcopy(reference.state_dict())
     weights = load_file(directory / "model.safetensors")
-    return PlainModel(directory, oracle, weights, state, oracle_logits(oracle))
+    return PlainModel(directory, reference, weights, state, reference_logits(reference))
 
 
 @torch.inference_mode()
-def oracle_logits(oracle: Any) -> torch.Tensor:
+def reference_logits(reference: Any) -> torch.Tensor:
     """`[len(PROMPT), V]`."""
-    logits: torch.Tensor = oracle(torch.tensor([PROMPT])).logits[0]
+    logits: torch.Tensor = reference(torch.tensor([PROMPT])).logits[0]
     return logits
 
 
@@ -166,24 +166,24 @@ def quantise(plain: PlainModel, choose: Choose, config: dict[str, Any] | None) -
 
 @torch.no_grad()
 def write_quantised(plain: PlainModel, directory: Path, choose: Choose, config: dict[str, Any] | None) -> Any:
-    """Write the checkpoint with matrices stored as chosen; the oracle, holding what they mean."""
+    """Write the checkpoint with matrices stored as chosen; the reference, holding what they mean."""
     model = quantise(plain, choose, config)
     model.write(directory)
-    plain.oracle.load_state_dict(plain.state)
+    plain.reference.load_state_dict(plain.state)
     for name, meant in model.meant.items():
-        _parameter(plain.oracle, name).copy_(torch.from_numpy(meant))
-    return plain.oracle
+        _parameter(plain.reference, name).copy_(torch.from_numpy(meant))
+    return plain.reference
 
 
-def _parameter(oracle: Any, name: str) -> torch.Tensor:
+def _parameter(reference: Any, name: str) -> torch.Tensor:
     """The part of transformers' parameters that a checkpoint's matrix is: experts are fused there."""
     expert = _EXPERT.fullmatch(name)
     if expert is None:
-        found: torch.Tensor = oracle.get_parameter(name).data
+        found: torch.Tensor = reference.get_parameter(name).data
         return found
     stem, index, which = expert[1], int(expert[2]), expert[3]
     if which == "down":
-        down: torch.Tensor = oracle.get_parameter(f"{stem}.down_proj").data[index]
+        down: torch.Tensor = reference.get_parameter(f"{stem}.down_proj").data[index]
         return down
-    both: torch.Tensor = oracle.get_parameter(f"{stem}.gate_up_proj").data[index]
+    both: torch.Tensor = reference.get_parameter(f"{stem}.gate_up_proj").data[index]
     return both.chunk(2)[0 if which == "gate" else 1]

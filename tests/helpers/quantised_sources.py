@@ -1,7 +1,7 @@
 """Encoders of the checkpoint formats in numpy and torch, with the weights that each one means.
 
 Written from the formats' own definitions (see kernels/format/source_access.h), apart from the C++ code that
-reads them: what they return is the oracle for packing, dequantising and loading.
+reads them: what they return is the reference for packing, dequantising and loading.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ class _Recording(host_graphs._Recording):
     """Waits for what it sends and receives, as a stream does."""
 
     def replay(self) -> None:
-        """See the base class."""
         for func, args, kwargs, outputs in self._calls:
             result = func(*args, **kwargs)
             if func.namespace == "c10d":
@@ -55,7 +54,6 @@ class RankRecordings(GraphBackend):
     """Records collectives, too."""
 
     def capture(self, work: Callable[[], None]) -> CapturedGraph:
-        """See the base class."""
         recorder = _Recorder()
         with recorder:
             work()

@@ -91,7 +91,7 @@ class Script:
         gate = WarmUpGate()
         telemetry = EngineTelemetry(EngineMetrics("ranks", CollectorRegistry()))
         self._changed = threading.Condition()
-        self._told: dict[str, int] = {}
+        self._emitted: dict[str, int] = {}
         self._ended: set[str] = set()
         self.built: Built = build_engine(config, telemetry, gate.on_output)
         self.vocab_size = self.built.model_config.vocab_size
@@ -102,7 +102,7 @@ class Script:
     def _on_output(self, deltas: list[OutputDelta]) -> None:
         with self._changed:
             for delta in deltas:
-                self._told[delta.request.key] = delta.num_output_tokens
+                self._emitted[delta.request.key] = delta.num_output_tokens
                 if delta.finish_reason is not None:
                     self._ended.add(delta.request.key)
             self._changed.notify_all()
@@ -117,11 +117,11 @@ class Script:
         return request
 
     def wait(self, requests: list[Request], tokens: int | None = None) -> list[Outcome]:
-        """Until each has ended, or told so many tokens."""
+        """Until each has ended, or emitted so many tokens."""
 
         def done() -> bool:
             keys = [request.key for request in requests]
-            return all(key in self._ended or (tokens and self._told.get(key, 0) >= tokens) for key in keys)
+            return all(key in self._ended or (tokens and self._emitted.get(key, 0) >= tokens) for key in keys)
 
         with self._changed:
             assert self._changed.wait_for(done, WAIT_S), "requests did not end"
@@ -143,11 +143,11 @@ class Script:
         scored = [self.submit(f"d{i}", p, logprobs=2, prompt_logprobs=1) for i, p in enumerate(prompts[:2])]
         cases["scored"] = self.wait(scored)
         long = self.submit("long", prompts[0], max_tokens=200, ignore_eos=True)
-        beside = self.submit("beside", prompts[3], ignore_eos=True)
+        concurrent = self.submit("concurrent", prompts[3], ignore_eos=True)
         self.wait([long], tokens=3)
         self.built.engine.abort("long")
         aborted = self.wait([long])[0]
-        cases["aborted"] = [Outcome([], aborted.finish_reason, 0), *self.wait([beside])]
+        cases["aborted"] = [Outcome([], aborted.finish_reason, 0), *self.wait([concurrent])]
         assert self.built.engine.flush().result(WAIT_S) > 0
         recorder = self.built.recorder
         if recorder is not None:  # the first stage may have dense layers only

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, written by transformers: the oracle that needs no download.
+"""Tiny random checkpoints of every family, written by transformers: the reference that needs no download.
 
 All dimensions differ from one another so that a transposition can not pass unseen; weights are drawn large
 enough that greedy choices have clear winners; the router's correction bias is random, because
@@ -178,12 +178,12 @@ def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
 
 
 def _randomize(model: Any, seed: int) -> None:
-    centered = model.config.model_type in ONE_PLUS_WEIGHT_NORMS
+    adds_one = model.config.model_type in ONE_PLUS_WEIGHT_NORMS
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
         if name.endswith("norm.weight"):
-            tensor.copy_((0 if centered and ".linear_attn." not in name else 1) + 0.2 * noise)
+            tensor.copy_((0 if adds_one and ".linear_attn." not in name else 1) + 0.2 * noise)
         elif name.endswith("bias"):
             tensor.copy_(0.5 * noise)
         else:

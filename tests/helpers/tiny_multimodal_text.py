@@ -261,7 +261,7 @@ MULTIMODAL_MODELS: dict[str, dict[str, Any]] = {
         },
         "shard_bytes": 60_000,
     },
-    # Lists as published, with entries for prediction layers that are not there.
+    # Lists as published, with entries for MTP layers that are not there.
     "step3p5": {
         "model_type": "step3p5",
         "changes": {

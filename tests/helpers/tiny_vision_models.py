@@ -1,6 +1,6 @@
 """Tiny random checkpoints that see: a language model of `tiny_multimodal_text` and a tower of 2 or 3 layers.
 
-The oracle's inputs are made by transformers' own image processors. Patches are 4 pixels wide and four of
+The reference's inputs are made by transformers' own image processors. Patches are 4 pixels wide and four of
 them make a token, so that an image of 24 x 16 pixels is 6 tokens.
 """
 
@@ -160,7 +160,7 @@ def noise(seed: int, width: int, height: int) -> bytes:
     return buffer.getvalue()
 
 
-def oracle_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, torch.Tensor]:
+def reference_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, torch.Tensor]:
     """What transformers' model is given for a prompt with one placeholder for each file."""
     made = [_processed(name, file) for file in files]
     grids = torch.cat([grid for _, grid in made])

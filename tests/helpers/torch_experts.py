@@ -1,4 +1,4 @@
-"""Routed experts in plain torch, read with safetensors: an oracle that shares no code with ours."""
+"""Routed experts in plain torch, read with safetensors: a reference that shares no code with ours."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class TorchExperts:
             self.weights[stem + name][expert]
             for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
         )
-        neurons = x @ gate_up + gate_up_bias
-        gate, up = neurons[::2].clamp(max=limit), neurons[1::2].clamp(-limit, limit)
+        intermediate = x @ gate_up + gate_up_bias
+        gate, up = intermediate[::2].clamp(max=limit), intermediate[1::2].clamp(-limit, limit)
         return (gate / (1 + torch.exp(-alpha * gate)) * (up + 1)) @ down + down_bias
 
     def interrupt(self) -> None:

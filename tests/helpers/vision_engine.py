@@ -1,4 +1,4 @@
-"""A whole engine on a tiny checkpoint that sees: prompts with image files in, tokens out."""
+"""A whole engine on a tiny checkpoint with vision: prompts with image files in, tokens out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Prompt = tuple[list[int], list[bytes]]
 
 
 class SeeingEngine:
-    """A running engine on a checkpoint that sees."""
+    """A running engine on a checkpoint with vision."""
 
     def __init__(self, built: Built, ended: threading.Semaphore) -> None:
         self.built = built

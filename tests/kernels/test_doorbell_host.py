@@ -134,7 +134,7 @@ def test_compute_failure_carries_the_servers_text() -> None:
         failure = client.failure()
         assert isinstance(failure, ExpertComputeFailed)
         assert "layer 2" in str(failure)
-        assert "told to fail at layer 2" in str(failure)
+        assert "set to fail at layer 2" in str(failure)
         client.recover(5)
         layer = Layer(3, layer=1)
         assert torch.equal(layer.run(client), layer.expected(2))

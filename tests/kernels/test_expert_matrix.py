@@ -74,7 +74,7 @@ def route(rng: np.random.Generator, rows: int, shape: Shape) -> Routed:
 def requests_of(encoder: str, activation: str) -> list[tuple[Routed, Golden, Golden]]:
     """Requests with their goldens from float32 rows and from rows rounded to bfloat16.
 
-    Over all formats and activations every row count in the list below comes up, and random ones beside it.
+    Over all formats and activations every row count in the list below comes up, and random ones as well.
     """
     rng = np.random.default_rng(zlib.crc32(f"{encoder} {activation}".encode()))
     some = [1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33]

@@ -1,6 +1,6 @@
 """No read or write outside of memory, no undefined behaviour and no data race: random engines, formats and
-routings under sanitizers, each held to a golden. `make test` takes a third of the cases that `make test-fuzz`
-takes; `make fuzz` goes on from a new seed.
+routings under sanitizers, each compared with a golden. `make test` takes a third of the cases that `make
+test-fuzz` takes; `make fuzz` goes on from a new seed.
 
 Built from the sources of the tree; the first build takes a minute or two, later ones only what changed.
 """

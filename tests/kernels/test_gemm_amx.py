@@ -1,5 +1,6 @@
-"""Tile products: the loops over rows, panels, chunks of k and groups are held to float64 on tiles kept in
-memory, which run in CI; on machines with AMX the same on real tiles, whose bits equal the emulated ones."""
+"""GEMMs in tiles: the loops over rows, panels, chunks of k and groups are compared with float64 on tiles kept
+in memory, which run in CI; on machines with AMX the same on real tiles, whose bits equal the emulated
+ones."""
 
 from __future__ import annotations
 

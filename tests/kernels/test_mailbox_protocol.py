@@ -78,7 +78,7 @@ def test_server_exception_reaches_the_client_and_the_server_survives() -> None:
     """The error word carries server, layer and text; the next request is served."""
     with served_mailbox(geometry(), fail_layer=2) as box:
         call = Call(box, 1, layer=2)
-        with pytest.raises(ExpertComputeError, match="told to fail at layer 2") as caught:
+        with pytest.raises(ExpertComputeError, match="set to fail at layer 2") as caught:
             call.collect(call.submit())
         assert (caught.value.server_index, caught.value.layer) == (0, 2)
         call.layer = 1
@@ -108,7 +108,7 @@ def test_states_from_absent_to_absent() -> None:
 
 
 def test_shut_down_releases_everybody() -> None:
-    """Servers leave, clients are told."""
+    """Servers leave, clients are notified."""
     with served_mailbox(geometry()) as box:
         call = Call(box, 1)
         call.collect(call.submit())

@@ -200,7 +200,7 @@ def test_a_layer_takes_memory_for_what_was_reserved() -> None:
     rows, ids = rng.standard_normal((3, HIDDEN), F32), np.array([[7], [31], [7]], np.int32)
     weights = np.ones(ids.shape, F32)
     assert np.array_equal(part.forward(0, rows, ids, weights), whole.forward(0, rows, ids, weights))
-    with pytest.raises(ValueError, match="local expert 3 has no room beside the 2 that were reserved"):
+    with pytest.raises(ValueError, match="local expert 3 has no room next to the 2 that were reserved"):
         part.load_expert(0, 3, *experts[3])
     with pytest.raises(ValueError, match="expert 3 is not loaded"):
         part.forward(0, rows, np.full_like(ids, 3), weights)

@@ -58,7 +58,7 @@ def test_any_number_of_rows(rows: int, hidden: int) -> None:
 
 
 def placed(values: np.ndarray, offset: int) -> np.ndarray:
-    """A copy that begins `offset` bytes behind a 64-byte boundary."""
+    """A copy that begins `offset` bytes after a 64-byte boundary."""
     raw = np.empty(values.nbytes + 128, np.uint8)
     begin = -raw.ctypes.data % 64 + offset
     copy = raw[begin : begin + values.nbytes].view(values.dtype).reshape(values.shape)

@@ -1,6 +1,6 @@
 """Every instruction set computes routed experts right, for every shape: <= 1e-5 of a float64 reference.
 
-bfloat16 weights are held to the same bound against the rounded weights; the rounding itself, which no kernel
+bfloat16 weights keep the same bound against the rounded weights; the rounding itself, which no kernel
 can undo, costs about 3e-3 of random weights' result and is bounded too."""
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def test_wide_layer(isa: Isa) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("source", ["float32", "bfloat16"])
 def test_bfloat16_weights(isa: Isa, source: str) -> None:
-    """bfloat16 at rest costs only the rounding of the weights, done to nearest even, whatever was loaded."""
+    """Packing as bfloat16 costs only the rounding of the weights, done to nearest even, whatever was
+    loaded.
+    """
     rng = np.random.default_rng(2)
     exact = {e: random_expert(rng, 100, 52) for e in range(4)}
     rounded = {e: tuple(from_bfloat16(to_bfloat16(m)) for m in ms) for e, ms in exact.items()}

@@ -102,7 +102,7 @@ def test_concurrent_callers_are_serialised() -> None:
     assert engine.stats().calls == 600
 
 
-def test_beside_busy_processes() -> None:
+def test_next_to_busy_processes() -> None:
     """Threads = cores with every core taken by others: all loops finish."""
     cores = len(os.sched_getaffinity(0))
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]

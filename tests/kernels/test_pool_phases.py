@@ -20,7 +20,7 @@ def expected_tasks(runs: int, throw_every: int) -> int:
 
 
 def run(threads: int, runs: int, spin_us: int, throw_every: int = 0, pause_every: int = 0) -> None:
-    """One stress of the pool, held to the number of tasks and exceptions it must report."""
+    """One stress of the pool, which reports the number of tasks and exceptions it must report."""
     tasks, exceptions, _ = testing.pool_stress(
         threads=threads,
         runs=runs,

@@ -164,7 +164,7 @@ def test_every_source_can_be_requantised(encoder: str) -> None:
 
 
 def test_biases_are_kept() -> None:
-    """In float32, beside whatever the weights became."""
+    """In float32, whatever the weights became."""
     bias = np.arange(24, dtype=np.float32) / 7
     packed, _, _ = _kernels.requantise_matrix("int4_g32", SourceMatrix(normal(24, 64), bias=bias))
     np.testing.assert_array_equal(_kernels.unpack_bias("int4_g32", packed, 24, 64), bias)

@@ -210,7 +210,7 @@ def test_cpu_lists() -> None:
 
 
 def test_this_machine_and_pinning() -> None:
-    """The real trees agree with the scheduler, and a pinned thread runs where it was told."""
+    """The real trees agree with the scheduler, and a pinned thread runs where it was pinned."""
     found = Topology.detect()
     assert set(found.allowed_cpus) <= os.sched_getaffinity(0)
     seen: list[set[int]] = []

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius import _kernels, weight_segment
+from moebius.app.supervisor.weight_files import free_reserved_bytes
 from moebius.kernels import ExpertEngine, SegmentSettings
 from moebius.weight_segment import WeightSegment, WeightSegmentError, segment_path
 from tests.helpers.moe_golden import random_expert
@@ -228,6 +229,26 @@ def test_who_packs_nothing_replaces_nothing(path: Path) -> None:
     segment = WeightSegment.open(path)
     assert (segment.identity, segment.generation, segment.is_complete) == (IDENTITY, 1, True)
     assert outputs(make(path)) == expected
+
+
+@pytest.mark.skipif(free_reserved_bytes() < 8 * MIB2, reason="no reserved 2 MiB pages (vm.nr_hugepages)")
+def test_reserved_pages_are_used_like_any_others() -> None:
+    """A file on hugetlbfs: all of it in 2 MiB pages, used again, replaced, and read without harm."""
+    descriptor = os.memfd_create("segment", os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+    try:
+        path = Path(f"/proc/self/fd/{descriptor}")
+        expected = finished(path)
+        for _ in range(50):
+            assert WeightSegment.open(path).is_complete
+        engine = make(path)
+        assert engine.segment_state == "complete"
+        assert outputs(engine) == expected
+        assert engine.huge_page_bytes() == engine.packed_bytes == 2 * MIB2
+        del engine
+        assert finished(path, identity="checkpoint=4567\n") == expected
+        assert WeightSegment.open(path).generation == 2
+    finally:
+        os.close(descriptor)
 
 
 def test_what_is_no_segment_is_left_alone(path: Path) -> None:

@@ -35,13 +35,13 @@ REWRITTEN = sorted(
 @pytest.mark.parametrize("name", REWRITTEN)
 def test_a_saved_text_model_is_transformers_model(name: str, tmp_path: Path) -> None:
     """Every tensor has its place, experts and dense layers, and logits agree."""
-    oracle = make_tiny_model(name, tmp_path, publish=False)
+    reference = make_tiny_model(name, tmp_path, publish=False)
     geometry = read_geometry(tmp_path)
     plan_load(geometry, str(tmp_path))
     runner = load_runner(tmp_path, experts=LocalExpertClient(str(tmp_path), geometry, torch.float32))
     _, logits = runner.prefill(PROMPT)
     with torch.inference_mode():
-        expected = oracle(torch.tensor([PROMPT])).logits[0]
+        expected = reference(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
 
 

@@ -1,7 +1,7 @@
 """The demo checkpoint, read by transformers, is the dense original re-ordered: nothing was lost in the split.
 
-Guards the whole conversion (dequantisation, rotary order, neuron order, router scaling, tokenizer), and that
-the golden values used by the engine's tests are what transformers gives.
+Guards the whole conversion (dequantisation, rotary order, intermediate channel order, router scaling,
+tokenizer), and that the golden values used by the engine's tests are what transformers gives.
 """
 
 from __future__ import annotations

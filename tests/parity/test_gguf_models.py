@@ -20,7 +20,7 @@ from gpu_service.models.compose import build_model
 from gpu_service.parallel.context import ParallelContext
 from moebius.models.read import read_geometry, read_model_config
 from moebius.models.registry import GGUF_ARCHITECTURES
-from tests.helpers.gguf_models import CASES, GgufFile, cached_gguf_files, oracle_logits
+from tests.helpers.gguf_models import CASES, GgufFile, cached_gguf_files, reference_logits
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import greedy_answer
 from tests.tolerances import LOGITS_FLOAT32_VS_TRANSFORMERS
@@ -35,12 +35,14 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_logits_are_those_of_the_dequantised_weights(name: str, gguf: Callable[[str], GgufFile]) -> None:
-    """Dense weights through the loader, experts through the reference that the expert servers are held to."""
+    """Dense weights through the loader, experts through the reference that the expert servers are compared
+    with.
+    """
     file = gguf(name)
     geometry = read_geometry(file.path)
     experts = LocalExpertClient(str(file.path), geometry, torch.float32)
     _, logits = load_runner(file.path, experts=experts).prefill(PROMPT)
-    expected = oracle_logits(file.oracle, PROMPT)
+    expected = reference_logits(file.reference, PROMPT)
     assert expected.std() > 0.3, "flat logits would hide errors"
     torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
 
@@ -75,7 +77,7 @@ def test_greedy_answers_are_those_of_transformers(name: str, gguf: Callable[[str
     runner = load_runner(file.path, experts=experts)
     decoding, logits = runner.prefill(PROMPT, chunk=8)
     (answer,) = runner.greedy([decoding], logits[-1:], 12)
-    assert answer == greedy_answer(file.oracle, PROMPT, 12)
+    assert answer == greedy_answer(file.reference, PROMPT, 12)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -85,7 +87,7 @@ def test_ranks_hold_what_they_read_of_safetensors(
 ) -> None:
     """Parts of rearranged tensors, after all that becomes of them, are those of the published layout."""
     file = gguf(name)
-    file.oracle.save_pretrained(tmp_path)
+    file.reference.save_pretrained(tmp_path)
     loaded: list[dict[str, torch.Tensor]] = []
     for path in (file.path, tmp_path):
         model = build_model(read_model_config(path), parallel=ParallelContext(tp_rank=rank, tp_size=2))

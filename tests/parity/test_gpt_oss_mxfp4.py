@@ -27,8 +27,8 @@ PROMPT = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2, 110, 77, 31]
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
-def _quantise(directory: Path, oracle: Any) -> None:
-    """Replaces the experts' matrices on disk by blocks and scales, and in the oracle by what they mean."""
+def _quantise(directory: Path, reference: Any) -> None:
+    """Replaces the experts' matrices on disk by blocks and scales, and in the reference by what they mean."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -39,7 +39,7 @@ def _quantise(directory: Path, oracle: Any) -> None:
         blocks = blocks.view(*scales.shape, 16)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         decoded = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-        oracle.get_parameter(name).data.copy_(decoded)
+        reference.get_parameter(name).data.copy_(decoded)
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
@@ -49,12 +49,12 @@ def _quantise(directory: Path, oracle: Any) -> None:
 @pytest.mark.parametrize("base", ["gpt_oss", "gpt_oss_no_bias_tied"])
 def test_logits_match_transformers_with_decoded_experts(base: str, tmp_path: Path) -> None:
     tiny = TinyModel("gpt_oss", TINY_MODELS[base].changes | SIZES)
-    oracle = write_tiny_model(tiny, tmp_path, seed=5)
+    reference = write_tiny_model(tiny, tmp_path, seed=5)
     with torch.inference_mode():
-        unquantised = oracle(torch.tensor([PROMPT])).logits[0]
-    _quantise(tmp_path, oracle)
+        unquantised = reference(torch.tensor([PROMPT])).logits[0]
+    _quantise(tmp_path, reference)
     with torch.inference_mode():
-        expected = oracle(torch.tensor([PROMPT])).logits[0]
+        expected = reference(torch.tensor([PROMPT])).logits[0]
     assert (expected - unquantised).abs().max() > 0.1, "the codes must matter"
     geometry = read_geometry(tmp_path)
     runner = load_runner(tmp_path, experts=LocalExpertClient(str(tmp_path), geometry, torch.float32))

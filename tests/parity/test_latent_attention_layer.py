@@ -80,7 +80,7 @@ def test_ranks_add_up_and_hold_the_same_latents(name: str, tmp_path: Path) -> No
 
 
 def test_a_model_does_not_see_that_triton_attends(tmp_path: Path) -> None:
-    """A first chunk and a second one behind it; in float32 by Triton's interpreter."""
+    """A first chunk and a second one after it; in float32 by Triton's interpreter."""
     make_tiny_model("deepseek_v3", tmp_path)
     expected, ours = load_runner(tmp_path), load_runner(tmp_path)
     assert isinstance(ours.kv_cache, MlaCache)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moebius.models.config import ModelOverrides
-from tests.helpers.gguf_models import oracle_logits
+from tests.helpers.gguf_models import reference_logits
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_VS_TRANSFORMERS
@@ -45,9 +45,9 @@ def test_logits_are_those_of_transformers(
     checkpoint: tuple[Path, Any], longest: int | None, length: int
 ) -> None:
     """For prompts on the side of the limit that the server is on, in chunks that begin below it."""
-    directory, oracle = checkpoint
+    directory, reference = checkpoint
     logits = _logits(directory, PROMPT[:length], longest)
-    expected = oracle_logits(oracle, PROMPT[:length])
+    expected = reference_logits(reference, PROMPT[:length])
     torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
 
 

@@ -1,7 +1,7 @@
 """Invariant: matrices of one checkpoint may be stored in several formats; each is read as its own.
 
-Groups whose tensors look alike (int4 of two group sizes, 4 and 8 bits) are told apart by the configuration:
-by module, by pattern, by class, in that order; modules left alone are plain tensors.
+Groups whose tensors look alike (int4 of two group sizes, 4 and 8 bits) are distinguished by the
+configuration: by module, by pattern, by class, in that order; modules left alone are plain tensors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.helpers.quantised_models import (
     QUANTISED_MODELS,
     Models,
     cached_plain_models,
-    oracle_logits,
     our_logits,
+    reference_logits,
     write_quantised,
 )
 from tests.tolerances import LOGITS_FLOAT32_VS_TRANSFORMERS
@@ -150,7 +150,7 @@ MIXTURES: dict[str, Mixture] = {
 @pytest.mark.parametrize("name", list(MIXTURES))
 def test_every_matrix_has_its_own_format(name: str, model: str, models: Models, tmp_path: Path) -> None:
     mixture, plain = MIXTURES[name], models(model)
-    oracle = write_quantised(plain, tmp_path, mixture.choose, mixture.config)
-    expected = oracle_logits(oracle)
+    reference = write_quantised(plain, tmp_path, mixture.choose, mixture.config)
+    expected = reference_logits(reference)
     assert (expected - plain.logits).abs().max() > 1e-3, "the formats must matter"
     torch.testing.assert_close(our_logits(tmp_path), expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)

@@ -37,7 +37,7 @@ def rewrite(directory: Path, **changes: object) -> None:
 
 @pytest.mark.parametrize("name", DSA_MODELS)
 def test_choices_matter_and_are_clear(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows behind few tokens are those of dense attention, later ones are not; no score is a near tie."""
+    """Rows after few tokens are those of dense attention, later ones are not; no score is a near tie."""
     gaps: list[float] = []
     select = torch_reference.select_tokens
 
@@ -61,7 +61,7 @@ def test_choices_matter_and_are_clear(name: str, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("name", ["deepseek_v32_listed_layers_biased_tied", SHARED])
 def test_a_model_does_not_see_that_triton_chooses_and_attends(name: str, tmp_path: Path) -> None:
-    """A first chunk that attends to everything and two tokens behind it that do not."""
+    """A first chunk that attends to everything and two tokens after it that do not."""
     make_tiny_model(name, tmp_path)
     expected, ours = load_runner(tmp_path), load_runner(tmp_path)
     assert isinstance(ours.kv_cache, MlaCache)

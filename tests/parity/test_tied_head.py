@@ -72,9 +72,9 @@ def test_a_stored_head_is_used_as_transformers_uses_it(case: str, checkpoint: Pa
     edit, is_one = CASES[case]
     directory = change(checkpoint, True, edit)
     assert read_model_config(directory).tie_word_embeddings is is_one
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     with torch.inference_mode():
-        expected = oracle(torch.tensor([PROMPT])).logits[0]
+        expected = reference(torch.tensor([PROMPT])).logits[0]
     _, logits = load_runner(directory).prefill(PROMPT)
     torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
 

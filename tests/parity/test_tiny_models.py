@@ -47,7 +47,7 @@ def runner(name: str, tiny: Callable[[str], tuple[Path, Any]]) -> PagedRunner:
 
 
 @torch.inference_mode()
-def _oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+def _reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
     return logits
 
@@ -56,7 +56,7 @@ def test_prefill_logits_match_transformers(
     name: str, runner: PagedRunner, tiny: Callable[[str], tuple[Path, Any]]
 ) -> None:
     for prompt in PROMPTS:
-        expected = _oracle_logits(tiny(name)[1], prompt)
+        expected = _reference_logits(tiny(name)[1], prompt)
         _, logits = runner.prefill(prompt)
         assert expected.std() > 0.5, "flat logits would hide errors"
         torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
@@ -76,11 +76,11 @@ def test_64_greedy_tokens_match_transformers(
 def test_the_in_process_expert_client_completes_the_same_model(
     name: str, tiny: Callable[[str], tuple[Path, Any]]
 ) -> None:
-    directory, oracle = tiny(name)
+    directory, reference = tiny(name)
     geometry = read_geometry(directory)
     runner = load_runner(directory, experts=LocalExpertClient(str(directory), geometry, torch.float32))
     _, logits = runner.prefill(PROMPTS[0])
-    expected = _oracle_logits(oracle, PROMPTS[0])
+    expected = _reference_logits(reference, PROMPTS[0])
     torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
 
 

@@ -22,12 +22,12 @@ PROMPT = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2, 110, 77, 31, 9, 180, 12,
 
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_bfloat16_error_is_not_above_transformers_own(name: str, tmp_path: Path) -> None:
-    oracle = write_tiny_model(attending_to_all(name, len(PROMPT)), tmp_path, seed=sum(name.encode()))
-    half = copy.deepcopy(oracle).to(torch.bfloat16)
+    reference = write_tiny_model(attending_to_all(name, len(PROMPT)), tmp_path, seed=sum(name.encode()))
+    half = copy.deepcopy(reference).to(torch.bfloat16)
     # The grouped product transformers prefers does not accept these odd widths in bfloat16.
     half.config._experts_implementation = "eager"
     with torch.inference_mode():
-        exact = oracle(torch.tensor([PROMPT])).logits[0]
+        exact = reference(torch.tensor([PROMPT])).logits[0]
         theirs = half(torch.tensor([PROMPT])).logits[0].float()
     _, ours = load_runner(tmp_path, overrides=ModelOverrides(dtype="bfloat16")).prefill(PROMPT)
     assert ours.dtype == torch.float32

@@ -19,7 +19,7 @@ from tests.helpers.tiny_vision_models import (
     IMAGE_TOKEN,
     VISION_MODELS,
     noise,
-    oracle_inputs,
+    reference_inputs,
     write_vision_model,
 )
 from tests.helpers.vision_engine import NUM_TOKENS, Prompt, SeeingEngine, vision_engine
@@ -50,12 +50,12 @@ def answered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     name = str(request.param)
     directory = tmp_path_factory.mktemp("vision")
     model = write_vision_model(name, directory)
-    return Answered(name, directory, [_oracle(name, model, *prompt) for prompt in PROMPTS])
+    return Answered(name, directory, [_reference(name, model, *prompt) for prompt in PROMPTS])
 
 
 @torch.inference_mode()
-def _oracle(name: str, model: Any, prompt: list[int], files: list[bytes]) -> list[int]:
-    inputs = oracle_inputs(name, prompt, files) if files else {"input_ids": torch.tensor([prompt])}
+def _reference(name: str, model: Any, prompt: list[int], files: list[bytes]) -> list[int]:
+    inputs = reference_inputs(name, prompt, files) if files else {"input_ids": torch.tensor([prompt])}
     # Kimi's class takes a placeholder for token 0 that the model generates itself.
     tokens = model.generate(
         **inputs,

@@ -50,7 +50,7 @@ def workload() -> list[Request]:
 
 
 def run(model: CausalLM, client: DoorbellExpertClient) -> list[list[int]]:
-    """The workload through an engine that launches a step behind the one that computes."""
+    """The workload through an engine that launches a step after the one that computes."""
     with tiny_engine(model, client, HostDeviceStream(), CapturableAttention, Setup()) as engine:
         return engine.run(workload())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,8 +12,8 @@ import psutil
 import pytest
 import torch
 
+from expert_service.errors import LoadCancelled
 from expert_service.host import ExpertHost, ThreadPlacement
-from expert_service.loader import LoadCancelled
 from gpu_service.experts.client import ExpertUnavailable
 from moebius.expert_slices import SliceRequest
 from moebius.mailbox import Mailbox
@@ -31,15 +30,6 @@ from tests.helpers.expert_cluster import (
     wait_until,
 )
 from tests.helpers.idle import idle_share
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two servers of a tiny model, shared by this file's tests."""
-    directory = tmp_path_factory.mktemp("cluster")
-    model = TinyMoe(family="glm4_moe").write(directory / "model")
-    with running_cluster(model, directory, split_count=2, mailbox_deadline_ms=20000) as running:
-        yield running
 
 
 @pytest.mark.parametrize("transport", ["mailbox", "grpc"])

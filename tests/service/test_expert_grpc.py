@@ -1,4 +1,4 @@
-"""Guards the gRPC face of an expert server: every call, health, reflection, and the metrics beside it."""
+"""Guards the gRPC face of an expert server: every call, health, reflection, and the metrics next to it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from expert_service.host import ExpertHost, LoadedSlice, LoadSettings, RequantiseError, ThreadPlacement
+from expert_service.errors import RequantiseError
+from expert_service.host import ExpertHost, LoadedSlice, LoadSettings, ThreadPlacement
 from expert_service.metrics import make_registry
 from gpu_service.experts.local_client import LocalExpertClient
 from moebius.checkpoint.errors import CheckpointError
@@ -57,8 +58,10 @@ def golden(
     for row, choice in np.argwhere(ids >= 0):
         x, expert = hidden[row].astype(np.float64), int(ids[row, choice])
         gate, up = (weights[layer, expert, matrix].astype(np.float64) @ x for matrix in ("gate", "up"))
-        neurons = gate / (1 + np.exp(-gate)) * up
-        output[row] += router[row, choice] * (weights[layer, expert, "down"].astype(np.float64) @ neurons)
+        intermediate = gate / (1 + np.exp(-gate)) * up
+        output[row] += router[row, choice] * (
+            weights[layer, expert, "down"].astype(np.float64) @ intermediate
+        )
     return output
 
 
@@ -68,13 +71,15 @@ def distance(found: NDArray[Any], wanted: NDArray[Any]) -> float:
 
 @pytest.mark.parametrize("encoder", list(QUANTIZATION_CONFIGS))
 def test_every_format_computes_what_it_means(tmp_path: Path, encoder: str) -> None:
-    """Whole, by neurons over two servers, and by experts over two: the golden of the dequantised weights."""
+    """Whole, by intermediate channels over two servers, and by experts over two: the golden of the
+    dequantised weights.
+    """
     moe = QuantisedMoe(encoder)
     model = moe.write(tmp_path)
     geometry = read_geometry(model)
     tolerance = EXPERTS_W8A8 if encoder == "int8_w8a8" else EXPERTS_FLOAT32
     divisions: list[dict[str, Any]] = [{}, {"split": "expert", "split_count": 2}]
-    # 160 neurons have a single whole block of 128.
+    # 160 intermediate channels have a single whole block of 128.
     if not encoder.endswith(("fp8_block", "g128", "g128_v2")):
         divisions.append({"split_count": 2})
     for division in divisions:
@@ -108,8 +113,8 @@ def test_gpt_oss_computes_what_it_means(tmp_path: Path, count: int) -> None:
             for matrix in ("gate", "up")
         )
         gate, up = np.minimum(gate, 5.0), np.clip(up, -5.0, 5.0)
-        neurons = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
-        result = moe.weights[1, expert, "down"] @ neurons + moe.biases[1, expert, "down"]
+        intermediate = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+        result = moe.weights[1, expert, "down"] @ intermediate + moe.biases[1, expert, "down"]
         expected[row] += router[row, choice] * result
     assert distance(np.asarray(found), expected) < EXPERTS_FLOAT32
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expert_service.host import AlreadyLoaded, ExpertHost, LoadSettings, ThreadPlacement
-from expert_service.loader import LoadCancelled, LoadPlan, load_experts, plan_load
+from expert_service.errors import AlreadyLoaded, LoadCancelled
+from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
+from expert_service.loader import LoadPlan, load_experts, plan_load
 from moebius.checkpoint.errors import CheckpointError
 from moebius.expert_slices import ExpertSlice, SliceRequest
 from moebius.kernels import ExpertEngine

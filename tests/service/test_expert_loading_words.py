@@ -1,4 +1,4 @@
-"""Guards that experts at rest mean what words, groups and scales of unusual types mean, or are refused."""
+"""Guards that packed experts mean what words, groups and scales of unusual types mean, or are refused."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def difference(host: ExpertHost, model: QuantisedModel, directory: Path) -> floa
         gate, up, down = (
             model.meant[f"{below}.{part}_proj.weight"].astype(np.float64) for part in ("gate", "up", "down")
         )
-        neurons = gate @ x
-        wanted[row] += router[row, choice] * (down @ (neurons / (1 + np.exp(-neurons)) * (up @ x)))
+        intermediate = gate @ x
+        wanted[row] += router[row, choice] * (down @ (intermediate / (1 + np.exp(-intermediate)) * (up @ x)))
     found = host.forward(LAYER, hidden, ids, router)
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,9 @@ from tests.helpers.expert_cluster import (
     compute,
     make_config,
     random_routing,
-    running_cluster,
     start_expert,
     wait_until,
 )
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two servers of a tiny model, shared by this file's tests."""
-    directory = tmp_path_factory.mktemp("rejoin")
-    model = TinyMoe(family="glm4_moe").write(directory / "model")
-    with running_cluster(model, directory, split_count=2, mailbox_deadline_ms=20000) as running:
-        yield running
 
 
 def kill(cluster: Cluster, index: int) -> None:

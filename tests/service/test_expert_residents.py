@@ -71,7 +71,7 @@ def test_residents_are_left_out(model: Path, placement: dict[str, Any], split: s
 
 
 def test_a_resident_is_refused_by_name(model: Path) -> None:
-    """An engine with other settings than its servers is told, not answered zeros."""
+    """An engine with other settings than its servers gets an error, not zeros."""
     host = host_of(model, {"gpu_layers": "1"})
     rows, ids = np.zeros((1, 64), np.float32), np.array([[4, -1, -1]], np.int32)
     with pytest.raises(ValueError, match="expert 4 is not loaded"):

@@ -19,8 +19,10 @@ import pytest
 from structlog.testing import capture_logs
 
 import expert_service.host as host_module
+import expert_service.loader as loader_module
+import moebius.models.read as read_module
+from expert_service.errors import LoadCancelled, RequantiseError
 from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
-from expert_service.loader import LoadCancelled
 from expert_service.segment import LoadRecord, checkpoint_signature, find_load_record
 from moebius.checkpoint.errors import CheckpointError
 from moebius.errors import USER_ERROR_EXIT, StartupError
@@ -99,14 +101,17 @@ def packed_by(memory: Path, request: SliceRequest, stop_after: int = 0) -> int:
     return len(packed)
 
 
-def forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Whoever calls one of these functions of the host fails."""
+def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads the checkpoint, or measures kernels, fails."""
 
     def fail(*_: object) -> None:
         raise AssertionError("called")
 
-    for name in names:
-        monkeypatch.setattr(host_module, name, fail)
+    monkeypatch.setattr(loader_module, "plan_load", fail)
+    monkeypatch.setattr(loader_module, "load_experts", fail)
+    monkeypatch.setattr(read_module, "read_geometry", fail)
+    monkeypatch.setattr(host_module, "checkpoint_fingerprint", fail)
+    monkeypatch.setattr(ExpertEngine, "calibrate", fail)
 
 
 @pytest.mark.parametrize("calibrate", [False, True])
@@ -116,8 +121,7 @@ def test_a_second_server_reads_nothing_that_grows(
     """No experts are located, no kernels measured, nothing of the checkpoint read; the bits are the same."""
     request = SliceRequest(str(MODEL.write(tmp_path)), weight_dtype="int8")
     first = serve(memory, request, calibrate_kernels=calibrate)
-    forbid(monkeypatch, "plan_load", "read_geometry", "checkpoint_fingerprint", "load_experts")
-    monkeypatch.setattr(ExpertEngine, "calibrate", lambda self: pytest.fail("measured again"))
+    forbid(monkeypatch)
     with capture_logs() as logs:
         assert serve(memory, request, calibrate_kernels=calibrate) == first
     assert [line["which"] for line in logs if line["event"] == "packed experts are there already"] == [
@@ -229,7 +233,7 @@ def test_a_requantisation_that_is_not_allowed_any_more_is_refused(tmp_path: Path
     """Limits hold for what a predecessor packed, too."""
     request = SliceRequest(str(MODEL.write(tmp_path)), weight_dtype="int4")
     serve(memory, request)
-    with pytest.raises(host_module.RequantiseError, match=r"--max-requantise-error allows 0\.001"):
+    with pytest.raises(RequantiseError, match=r"--max-requantise-error allows 0\.001"):
         new_host(memory, max_requantise_error=0.001).load(request)
 
 

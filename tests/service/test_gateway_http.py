@@ -150,7 +150,7 @@ def test_request_id_is_echoed_or_made(setup: Setup) -> None:
 
 
 def test_stream_headers(setup: Setup) -> None:
-    """Streams are labelled as such, and proxies are told not to collect them."""
+    """Streams are labelled as such, and proxies are asked not to collect them."""
     response = setup.post("/v1/completions", {"model": MODEL, "prompt": "The", "stream": True})
     assert response.headers["Content-Type"].startswith("text/event-stream")
     assert response.headers["Cache-Control"] == "no-cache"

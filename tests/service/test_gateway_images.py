@@ -151,7 +151,7 @@ def test_files_reach_the_engine_in_order_with_a_placeholder_each(setup: Setup) -
 
 
 def test_detail_reaches_the_engine(setup: Setup) -> None:
-    """`low` is told; `auto`, `high` and none are the checkpoint's own sizes."""
+    """`low` changes the size; `auto`, `high` and none are the checkpoint's own sizes."""
     details = ("low", "high", "auto", None)
     for detail in details:
         image = {"url": data_url(PNG)} | ({"detail": detail} if detail else {})

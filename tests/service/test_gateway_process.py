@@ -91,7 +91,7 @@ BODY = {"model": MODEL, "prompt": "The", "max_tokens": 200, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("end", ["time", "second signal"])
-def test_what_does_not_end_in_time_is_told(engine: tuple[FakeEngine, str], end: str) -> None:
+def test_what_does_not_end_in_time_gets_an_error(engine: tuple[FakeEngine, str], end: str) -> None:
     """stop_timeout_s, or a second signal, ends running requests with an error of their own shape; meanwhile
     new ones are refused with Retry-After. No traceback, status 0."""
     fake, address = engine

@@ -61,7 +61,9 @@ def decoded(path: Path, geometry: MoeGeometry) -> dict[tuple[int, int, str], np.
 
 @pytest.mark.parametrize("name", sorted(PACKED))
 def test_servers_compute_the_decoded_weights(name: str, gguf: Callable[[str], GgufFile]) -> None:
-    """Whole, by neurons over several servers (cuts inside blocks of 256 as well), and by experts."""
+    """Whole, by intermediate channels over several servers (cuts inside blocks of 256 as well), and by
+    experts.
+    """
     path = gguf(name).path
     geometry = read_geometry(path)
     layers = {geometry.moe_layers[0], geometry.moe_layers[-1]}
@@ -104,7 +106,7 @@ def test_what_is_rounded_is_said_and_can_be_kept(name: str, gguf: Callable[[str]
 
 
 def test_the_cut_of_the_wide_model_lies_inside_a_block(gguf: Callable[[str], GgufFile]) -> None:
-    """Guards the division above: blocks of 256 neurons would not be cut by an even one."""
+    """Guards the division above: blocks of 256 intermediate channels would not be cut by an even one."""
     geometry = read_geometry(gguf("qwen3_moe").path)
     bounds = split_bounds(geometry.moe_intermediate_size, (3, 5), 16)
     assert 0 < bounds[0][1] % 256 < 256

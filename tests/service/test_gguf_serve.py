@@ -19,8 +19,8 @@ from tests.helpers.tiny_models import TinyModel, greedy_answer, write_tiny_model
 from tests.helpers.tiny_tokenizer import BOS, EOS, byte_level_tokenizer
 
 VOCABULARY, ANSWER = 408, 12
-# Exact at rest and float32 elsewhere, so that greedy choices are the oracle's; with this seed, its best logit
-# leads by 0.05 at least.
+# Packed exactly and float32 elsewhere, so that greedy choices are the reference's; with this seed, its best
+# logit leads by 0.05 at least.
 TYPES = GgufTypes("Q4_0", "Q4_0", "F32")
 
 
@@ -32,15 +32,15 @@ def test_a_file_is_all_that_is_needed(tmp_path: Path) -> None:
         "bos_token_id": tokenizer.token_to_id(BOS),
         "eos_token_id": tokenizer.token_to_id(EOS),
     }
-    oracle = write_tiny_model(TinyModel("qwen3_moe", changes), tmp_path / "published", seed=15)
+    reference = write_tiny_model(TinyModel("qwen3_moe", changes), tmp_path / "published", seed=15)
     directory = tmp_path / "model"
     directory.mkdir()
     describe = partial(add_byte_level, tokenizer=tokenizer, pre="gpt-2", vocab_size=VOCABULARY)
-    write_gguf(oracle, directory / "tiny-Q4_0.gguf", TYPES, max_tensors=10, describe=describe)
+    write_gguf(reference, directory / "tiny-Q4_0.gguf", TYPES, max_tensors=10, describe=describe)
     first = min(directory.iterdir())
     prompt = f"{BOS}user\nThe quick fox{EOS}\n{BOS}assistant\n"
     ids = tokenizer.encode(prompt).ids
-    answer = greedy_answer(oracle, ids, ANSWER)
+    answer = greedy_answer(reference, ids, ANSWER)
     flags = ["--device", "cpu", "--num-pages", "16", "--expert-servers", "2", "--expert-split", "expert"]
     with running_stack(first, tmp_path, *flags) as stack:
         body = {

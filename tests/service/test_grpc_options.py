@@ -1,4 +1,6 @@
-"""Guards that gRPC is told what we mean: every option exists, and a silent engine keeps its connection."""
+"""Guards that gRPC gets the options we mean: every option exists, and a silent engine keeps its
+connection.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_servers_by_both_transports(tmp_path: Path) -> None:
     tiny = TinyMoe()
     loaded = tiny.write(tmp_path / "loaded")
     swapped = tiny.tensors()[WRONG].copy()
-    # Two servers divide 56 neurons at 32.
+    # Two servers divide 56 intermediate channels at 32.
     swapped[:, 40:] = swapped[:, 40:][:, ::-1]
     other = tiny.write(tmp_path / "other", {WRONG: swapped})
     random = torch.get_rng_state()

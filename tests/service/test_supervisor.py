@@ -131,7 +131,7 @@ def test_stubborn_process_is_killed_with_its_children(tmp_path: Path) -> None:
     wait_until(lambda: not any(alive(pid) for pid in family))
 
 
-def test_failure_before_ready_is_told_once(tmp_path: Path) -> None:
+def test_failure_before_ready_is_reported_once(tmp_path: Path) -> None:
     """A process that ends during start-up stops the start with its own last words, without restarts."""
     failing = replace(spec("gpu", FAILING, tmp_path), probe=FileProbe(tmp_path / "never"))
     other = spec("gateway", OBEDIENT, tmp_path)
@@ -187,7 +187,7 @@ def test_second_supervisor_is_refused(trio: Plan) -> None:
         Supervisor(trio, QUICK)
 
 
-def test_a_cause_is_told_once_and_last(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_a_cause_is_reported_once_and_last(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     """What a process says of its own failure is not among its log lines, but the error, with what to do."""
     program = "import sys; print('loading'); sys.exit('moebius: error: no such weights: layer 3')"
     failing = replace(spec("gpu", program, tmp_path), probe=FileProbe(tmp_path / "never"))
@@ -209,7 +209,9 @@ DRAINING = OBEDIENT.replace(
 
 
 def test_a_drain_that_can_not_end_well_is_hurried(tmp_path: Path) -> None:
-    """With an expert server gone for good, the gateway is told a second time, long before it is killed."""
+    """With an expert server gone for good, the gateway is signalled a second time, long before it is
+    killed.
+    """
     processes = (spec("expert", OBEDIENT, tmp_path, stop_stage=2), spec("gateway", DRAINING, tmp_path))
     with Supervisor(plan(tmp_path, *processes), replace(QUICK, stop_timeout_s=600)) as supervisor:
         supervisor.wait_ready()

@@ -174,6 +174,23 @@ def test_pauses_begin_anew_once_it_has_served(tmp_path: Path) -> None:
             replaced(supervisor, process, former)
 
 
+def test_who_served_for_longer_than_the_pause_returns_at_once(tmp_path: Path) -> None:
+    """A crash after long service is no reason to let requests wait; one right after the start is."""
+    timing = replace(HASTY, restart_backoff_s=8.0, restart_backoff_max_s=600)
+    with Supervisor(plan(tmp_path, beating("gpu", BEATING, tmp_path)), timing) as supervisor:
+        assert supervisor.wait_ready()
+        process = supervisor.processes[0]
+        for served_s, least, longest in ((9.0, 0.0, 0.0), (2.0, 2.0, 6.0)):
+            wait_until(lambda: process.has_served)
+            former = process.pid
+            (tmp_path / "gpu").unlink()
+            os.kill(former or 0, signal.SIGKILL)
+            wait_until(lambda: process.exit_code is not None)
+            assert least <= process.note_exit(process._ready_since + served_s) <= longest
+            assert process.restart_if_due(time.monotonic() + 600)
+            replaced(supervisor, process, former)
+
+
 def test_gives_up_on_what_only_a_user_can_mend(tmp_path: Path) -> None:
     """After so many failed restarts in a row the end says which process, its own words, and what to do."""
     processes = [spec("expert-0", BROKEN, tmp_path), spec("gateway", OBEDIENT, tmp_path)]

@@ -91,10 +91,10 @@ def run(directory: Path, options: VerifyOptions | None = None, **sections: dict[
 )
 def test_exact_experts_pass(models: Callable[[str], tuple[Path, Any]], name: str) -> None:
     """Every attention, states, dense layers in between: no error, and transformers' own perplexity."""
-    directory, oracle = models(name)
+    directory, reference = models(name)
     result = run(directory, experts={"split_count": 2})
     assert result.passed
-    assert [layer.layer for layer in result.layers] == list(range(oracle.config.num_hidden_layers))
+    assert [layer.layer for layer in result.layers] == list(range(reference.config.num_hidden_layers))
     compared = [layer for layer in result.layers if layer.cpu_error is not None]
     assert compared
     for layer in compared:
@@ -105,9 +105,9 @@ def test_exact_experts_pass(models: Callable[[str], tuple[Path, Any]], name: str
     assert all(layer.hidden_error < EXPERTS_FLOAT32 for layer in result.layers)
     assert result.output is not None
     assert result.output.max_kl < 1e-9
-    ids = read_tokens(directory, None, TOKENS, oracle.config.vocab_size).ids
+    ids = read_tokens(directory, None, TOKENS, reference.config.vocab_size).ids
     with torch.inference_mode():
-        loss = torch.nn.functional.cross_entropy(oracle(ids[None]).logits[0, :-1], ids[1:])
+        loss = torch.nn.functional.cross_entropy(reference(ids[None]).logits[0, :-1], ids[1:])
     expected = float(loss.double().exp())
     assert result.output.reference_perplexity == pytest.approx(expected, rel=VERIFY_PERPLEXITY)
     assert result.output.perplexity == pytest.approx(expected, rel=VERIFY_PERPLEXITY)
@@ -140,7 +140,7 @@ def test_requantised_experts_cost_what_they_cost(models: Callable[[str], tuple[P
         assert found.passed is passes, thresholds
 
 
-def test_experts_on_the_device_are_told_apart(models: Callable[[str], tuple[Path, Any]]) -> None:
+def test_experts_on_the_device_are_reported_apart(models: Callable[[str], tuple[Path, Any]]) -> None:
     """A layer that is shared has both errors, one that is resident as a whole has the device's alone."""
     placement = {"gpu_experts": 3, "gpu_layers": "2"}
     result = run(models("qwen3_moe")[0], model={"dtype": "bfloat16"}, placement=placement)
@@ -227,7 +227,7 @@ def test_another_model_is_refused(models: Callable[[str], tuple[Path, Any]], tmp
 
 
 def test_some_layers_only(models: Callable[[str], tuple[Path, Any]]) -> None:
-    """Layers in front are the reference's on both sides, those behind are not run at all."""
+    """Layers in front are the reference's on both sides, those after them are not run at all."""
     directory, _ = models("qwen3_moe")
     result = run(directory, VerifyOptions(tokens=TOKENS, layers="1"), experts={"expert_dtype": "int4"})
     assert [layer.layer for layer in result.layers] == [0, 1]

@@ -26,7 +26,7 @@ from gpu_service.validation import Bounds
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import write_tokenizer
-from tests.helpers.tiny_vision_models import IMAGE_TOKEN, noise, oracle_inputs, write_vision_model
+from tests.helpers.tiny_vision_models import IMAGE_TOKEN, noise, reference_inputs, write_vision_model
 from tests.service.test_gateway_images import PLACEHOLDER, TEMPLATE, data_url
 
 MODEL, NUM_TOKENS = "qwen3_vl_moe", 24
@@ -48,7 +48,7 @@ def expected(directory: Path) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(PLACEHOLDER, special=True)])
     write_tokenizer(directory, tokenizer, TEMPLATE)
-    inputs = oracle_inputs(MODEL, PROMPT, FILES)
+    inputs = reference_inputs(MODEL, PROMPT, FILES)
     with torch.inference_mode():
         tokens = model.generate(
             **inputs,
@@ -73,7 +73,7 @@ class Seeing:
         return httpx.post(f"{self.url}/v1/chat/completions", json={"model": self.model, **body}, timeout=60)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sees", "language_model_only"])
+@pytest.fixture(scope="module", params=[False, True], ids=["vision", "language_model_only"])
 def seeing(request: pytest.FixtureRequest, directory: Path, expected: str) -> Iterator[Seeing]:
     """A gateway before an engine whose event loop has a thread of its own."""
     loop = asyncio.new_event_loop()
@@ -142,7 +142,7 @@ def test_the_answer_is_transformers(seeing: Seeing, expected: str) -> None:
         return
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["message"]["content"].split() == expected.split()
-    longer = len(oracle_inputs(MODEL, PROMPT, FILES)["input_ids"][0])
+    longer = len(reference_inputs(MODEL, PROMPT, FILES)["input_ids"][0])
     assert answer.json()["usage"]["prompt_tokens"] == longer
 
 

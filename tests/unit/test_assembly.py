@@ -54,7 +54,7 @@ def test_graphs_are_captured_unless_a_part_can_not_be(parts: Any, reason: str) -
 
 
 def test_compiled_kernels_go_where_the_setting_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both libraries are told before they are imported; without a setting neither is touched."""
+    """Both libraries are configured before they are imported; without a setting neither is touched."""
     names = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
     for name in names:
         monkeypatch.setenv(name, "before")

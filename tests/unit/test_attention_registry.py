@@ -133,7 +133,7 @@ def test_unknown_and_impossible_choices_are_refused() -> None:
         choose({"only": replace(LAST, class_name="Unable")})
 
 
-def test_without_flashinfer_a_gpu_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flashinfer_a_gpu_user_learns_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         registry.importlib.util, "find_spec", lambda name: None if name == "flashinfer" else find(name)

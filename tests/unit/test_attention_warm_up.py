@@ -41,7 +41,7 @@ def test_only_the_dummy_page_is_written(name: str, monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(attention, "_prepare", watch)
         warm_up_attention(attention, CAPACITY)
-        # Decodes in one piece and in splits, alone and beside chunks; chunks alone.
+        # Decodes in one piece and in splits, alone and with chunks; chunks alone.
         assert {(True, False, True), (True, False, False), (True, True, False)} <= kinds
         assert any(chunks and not decodes for decodes, chunks, _ in kinds)
     else:

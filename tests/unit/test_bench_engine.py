@@ -89,7 +89,7 @@ def test_layers_without_calls_read_nothing() -> None:
 
 
 def test_bounds_add_what_follows_and_overlap_what_does_not() -> None:
-    """Dense work comes before the experts; resident experts are computed beside the servers' ones."""
+    """Dense work comes before the experts; resident experts are computed while the servers compute theirs."""
     traffic = StepTraffic(cpu_experts=100.0, gpu_experts=3000.0, dense=2000.0)
     assert bound_of(traffic, Bandwidths(100.0, 1000.0)).step == 2.0 + 3.0
     assert bound_of(replace(traffic, gpu_experts=0.0), Bandwidths(100.0, 1000.0)).step == 2.0 + 1.0

@@ -67,6 +67,8 @@ def test_counts() -> None:
     for text in ("", "0", "1,", "1,x", "-1", "1.5"):
         with pytest.raises(UserError, match=r"--rows: .* allowed: numbers from 1"):
             parse_counts(text, "--rows")
+    with pytest.raises(UserError, match="--servers: '17' is not allowed; allowed: numbers from 1 to 16"):
+        parse_counts("17", "--servers", 16)
 
 
 def test_operations_are_two_per_weight_and_pair() -> None:
@@ -179,7 +181,7 @@ def test_peak_of_the_best_unit() -> None:
 
 def _measured(seconds: tuple[float, ...], pairs: float) -> Measured:
     held = WorkingSet(expert_bytes=1000, num_experts=4, num_layers=2, model_experts=4, cache_bytes=100)
-    times = Times(seconds, distinct_experts=3.0, pairs=pairs, beside=(7e5, 1e6, 8e5))
+    times = Times(seconds, distinct_experts=3.0, pairs=pairs, interleaved=(7e5, 1e6, 8e5))
     return Measured(TINY, "bfloat16", "avx2", "some_kernel", 2, 5, held, times)
 
 
@@ -192,7 +194,10 @@ def test_ratio_of_a_row_bound_by_bandwidth(capsys: pytest.CaptureFixture[str]) -
     assert row.ratio_peak == pytest.approx(3 * 12288 / 0.006 / 8e9)
     assert (row.limit_unit, row.iterations, row.median_ms) == ("b", 3, pytest.approx(6.0))
     assert (row.gb_per_second, row.limit_gb_per_second) == (pytest.approx(5e-4), pytest.approx(1e-3))
-    assert (row.beside_gb_per_second, row.ratio_beside) == (pytest.approx(8e-4), pytest.approx(0.625))
+    assert (row.interleaved_gb_per_second, row.ratio_interleaved) == (
+        pytest.approx(8e-4),
+        pytest.approx(0.625),
+    )
     TABLE.print_row(row)
     assert "0.500" in capsys.readouterr().out
 
@@ -314,9 +319,9 @@ def test_measure_counts_what_the_calls_touch() -> None:
     assert counted.rows == 2 * counted.calls == 2 * (len(times.seconds) + 3)
     assert counted.layer_calls.min() > 0
     assert kernel_names(engine, 1.0)
-    beside = iter(range(100))
-    times = measure(engine, 3, calls, 0.001, between=lambda: float(next(beside)))
-    assert times.beside[0] == 0.0
+    interleaved = iter(range(100))
+    times = measure(engine, 3, calls, 0.001, between=lambda: float(next(interleaved)))
+    assert times.interleaved[0] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from moebius.app.client import StreamPiece
 from moebius.app.random_model.tensors import successor
 from moebius.errors import UserError
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "bench" / "peers"
+SCRIPTS = Path(__file__).resolve().parents[2] / "bench" / "baselines"
 VOCAB = 512
 
 

@@ -9,18 +9,17 @@ import pytest
 
 from expert_service.loader import plan_load
 from moebius.app.bench.load import (
-    FORMATS,
     LoadOptions,
-    LoadShape,
     parse_shape,
     read_speed,
     run,
     write_checkpoint,
 )
+from moebius.app.random_model.values import FORMATS
 from moebius.errors import UserError
 from moebius.models.read import read_geometry
 
-SHAPE = LoadShape(hidden_size=128, intermediate_size=256, num_experts=4, num_layers=2)
+SHAPE = parse_shape("128x256x4", layers=2)
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
@@ -52,7 +51,7 @@ def test_rows_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixt
         ("bfloat16", "int4"),
     ]
     for row in rows:
-        assert row["source_bytes"] == 2 * SHAPE.weights_per_layer * SHAPE.num_layers
+        assert row["source_bytes"] == 2 * (3 * 128 * 256) * 4 * 2
         assert row["bytes_per_second"] == pytest.approx(row["source_bytes"] / row["seconds"])
         assert row["ratio"] == pytest.approx(row["bytes_per_second"] / row["read_bytes_per_second"])
         assert row["ratio_kept"] == pytest.approx(row["bytes_per_second"] / row["kept_bytes_per_second"])

@@ -10,17 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from moebius import _kernels_testing as testing
-from moebius.app.bench.mailbox_device import TABLE, make_row, parse_numbers, parse_signals
+from moebius.app.bench.mailbox_device import TABLE, make_row, parse_signals
 from moebius.app.cli import app
 from moebius.errors import UserError
 from tests.helpers.mailbox import Call, geometry, new_mailbox, served_mailbox
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,x", "17"])
-def test_bad_numbers_are_named(text: str) -> None:
-    """The option, what was given and what is allowed."""
-    with pytest.raises(UserError, match=r"--servers.*1\.\.16"):
-        parse_numbers(text, "--servers", 16)
 
 
 def test_signals_are_checked() -> None:

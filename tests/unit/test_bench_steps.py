@@ -55,7 +55,7 @@ def report(events: list[dict[str, Any]]) -> StepsReport:
 
 
 def test_work_is_counted_per_step() -> None:
-    """Three kernels a step, one outside the graph; busy but for 2 us in it and 5 us behind it."""
+    """Three kernels a step, one outside the graph; busy but for 2 us in it and 5 us after it."""
     found = report(steps_trace(14))
     assert (found.steps, found.step_microseconds) == (10, STEP_US)
     assert (found.kernels_per_step, found.kernels_outside_graphs_per_step, found.copies_per_step) == (3, 1, 1)
@@ -92,7 +92,7 @@ def test_host_functions_fail_a_step() -> None:
     assert not found.passed
 
 
-def test_what_lies_before_or_behind_does_not_count() -> None:
+def test_what_lies_before_or_after_does_not_count() -> None:
     """Prefill before the steps, and the step in flight at the end."""
     events = steps_trace(14)
     events.append(event("cuda_runtime", "cudaLaunchHostFunc", -4000, 4, 999))

@@ -49,15 +49,12 @@ class Returning(LocalExpertClient):
         self.known.arrived([self.process])
 
     def newcomers(self) -> tuple[int, ...]:
-        """See the base class."""
         return self.known.unconfirmed()
 
     def confirm(self) -> None:
-        """See the base class."""
         self.known.confirm()
 
     def reject(self, reason: str) -> None:
-        """See the base class."""
         self.rejected.append(reason)
 
 

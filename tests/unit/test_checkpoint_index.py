@@ -60,14 +60,17 @@ def stack_of_matrices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
         yield stack, open_index(directory)["stack"]
 
 
-@given(rows=bounds, cols=bounds, plane=st.integers(0, 2))
+@given(rows=bounds, cols=bounds, stack_index=st.integers(0, 2))
 def test_slices_equal_numpy(
-    stack_of_matrices: tuple[Array, TensorInfo], rows: tuple[int, ...], cols: tuple[int, ...], plane: int
+    stack_of_matrices: tuple[Array, TensorInfo],
+    rows: tuple[int, ...],
+    cols: tuple[int, ...],
+    stack_index: int,
 ) -> None:
     """Any rows and columns of any matrix of a stack."""
     stack, info = stack_of_matrices
-    found = read_slice(info, slice(*rows), slice(*cols), plane)
-    np.testing.assert_array_equal(found, stack[plane][slice(*rows), slice(*cols)])
+    found = read_slice(info, slice(*rows), slice(*cols), stack_index)
+    np.testing.assert_array_equal(found, stack[stack_index][slice(*rows), slice(*cols)])
 
 
 def test_slice_past_the_end_is_refused(tmp_path: Path) -> None:
@@ -78,7 +81,7 @@ def test_slice_past_the_end_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="'w'"):
             read_slice(info, rows, cols)
     with pytest.raises(CheckpointError, match="no matrix 0"):
-        read_slice(info, plane=0)
+        read_slice(info, stack_index=0)
 
 
 def test_missing_things_are_named(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ _OLD_AWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM
         ("awq_int4_g32", "quant_config.json", _OLD_AWQ, "int4_g32_zeros_f16"),
     ],
 )
-def test_files_beside_the_configuration(
+def test_files_next_to_the_configuration(
     tmp_path: Path, encoder: str, file: str, content: dict[str, Any], packed: str
 ) -> None:
     """Quantisers' own files serve where config.json says nothing, and are refused when they are none."""

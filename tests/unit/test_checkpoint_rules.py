@@ -1,4 +1,6 @@
-"""Guards the table of names: rules do what their examples say, and all layouts yield the same experts."""
+"""Guards the table of names: every rule is reached and keeps numbers and endings, and all layouts yield
+the same experts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_layouts import LAYOUTS, is_routed_expert
+from moebius.checkpoint.expert_layouts import EXPERT_TENSOR_LAYOUTS, is_routed_expert
 from moebius.checkpoint.reader import SliceReader
 from moebius.models.checkpoint import find_layout, open_index
 from moebius.models.registry import FAMILIES
@@ -20,13 +22,17 @@ EXPERTS, INNER, HIDDEN = 3, 5, 4
 Array = npt.NDArray[np.float32]
 
 
-def test_every_rule_does_what_its_example_says() -> None:
-    """The rule matches its own example, and in each family no earlier rule takes the name away from it."""
+def test_every_rule_is_reached() -> None:
+    """In each family no earlier rule takes away what a rule is for; stars keep what they stand for."""
+
+    def example(pattern: str) -> str:
+        return pattern.replace("**", "proj.weight").replace("*", "41")
+
     for family in FAMILIES.values():
         for rule in family.names.renames:
-            before, after = rule.example
-            assert rule.apply(before) == (True, after)
-            assert family.names.canonical_name(before, num_layers=100) == after
+            after = None if rule.canonical is None else example(rule.canonical)
+            assert rule.apply(example(rule.stored)) == (True, after)
+            assert family.names.canonical_name(example(rule.stored), num_layers=100) == after
 
 
 def test_ordinary_names_stay() -> None:
@@ -36,7 +42,7 @@ def test_ordinary_names_stay() -> None:
             assert family.names.canonical_name(name, num_layers=8) == name
 
 
-def test_layers_behind_the_last_are_left_out_where_families_have_them() -> None:
+def test_layers_after_the_last_are_left_out_where_families_have_them() -> None:
     """Multi-token prediction of GLM is layer `num_layers`; Qwen3-MoE has none, so there it stays an error."""
     name = "model.layers.46.eh_proj.weight"
     assert FAMILIES["glm4_moe"].names.canonical_name(name, num_layers=46) is None
@@ -44,9 +50,9 @@ def test_layers_behind_the_last_are_left_out_where_families_have_them() -> None:
     assert FAMILIES["qwen3_moe"].names.canonical_name(name, num_layers=46) == name
 
 
-def test_routed_experts_are_told_from_everything_else() -> None:
+def test_routed_experts_are_distinguished_from_everything_else() -> None:
     """All layouts' names and quantisation side tensors are experts'; routers and shared experts are not."""
-    for layout in LAYOUTS.values():
+    for layout in EXPERT_TENSOR_LAYOUTS.values():
         assert is_routed_expert(layout.example)
         assert is_routed_expert(layout.example.removesuffix(".weight") + ".weight_scale_inv") or (
             "gate_up" in layout.example
@@ -107,7 +113,7 @@ FAMILY_LAYOUTS = sorted({layout for family in FAMILIES.values() for layout in fa
 
 @pytest.mark.parametrize("layout", FAMILY_LAYOUTS)
 def test_every_layout_yields_the_same_experts(tmp_path: Path, layout: str) -> None:
-    """Whole matrices and slices of neurons, whatever the storage; so all layouts are tried."""
+    """Whole matrices and slices of intermediate channels, whatever the storage; so all layouts are tried."""
     random = np.random.default_rng(1)
     shapes = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
     experts: list[dict[str, Array]] = [
@@ -126,10 +132,10 @@ def test_every_layout_yields_the_same_experts(tmp_path: Path, layout: str) -> No
                 source: Any = getattr(sources, matrix)
                 assert source.shape == shapes[matrix]
                 np.testing.assert_array_equal(source.read(reader), expected[matrix])
-            neurons = slice(1, 4)
-            np.testing.assert_array_equal(sources.up.read(reader, rows=neurons), expected["up"][neurons])
-            columns = sources.down.read(reader, cols=neurons)
-            np.testing.assert_array_equal(columns, expected["down"][:, neurons])
+            channels = slice(1, 4)
+            np.testing.assert_array_equal(sources.up.read(reader, rows=channels), expected["up"][channels])
+            columns = sources.down.read(reader, cols=channels)
+            np.testing.assert_array_equal(columns, expected["down"][:, channels])
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(6, 3), (4, 4), (5, 3)])

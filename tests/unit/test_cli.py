@@ -75,7 +75,7 @@ def test_serve_has_one_flag_per_leaf(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("command", ["gateway", "gpu"])
 def test_processes_alone_have_the_flags_of_images(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The gateway refuses by them, the engine decodes by them: both are told the same limits."""
+    """The gateway refuses by them, the engine decodes by them: both receive the same limits."""
     _, out, _ = run_cli(capsys, command, "--help")
     words = set(out.split())
     assert [leaf.flag for leaf in leaves() if leaf.section == "images" and leaf.flag not in words] == []

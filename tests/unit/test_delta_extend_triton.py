@@ -1,7 +1,7 @@
 """Invariant: a mixed step of linear attention by kernels is the recurrence token by token, in float64.
 
 In Triton's interpreter: heads that fill no block, requests of one token, of less and more than a chunk, and
-of several chunks, beside one another.
+of several chunks, next to one another.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_heads_that_are_too_large_are_left_to_torch() -> None:
 
 @pytest.mark.parametrize("width", [2, 4])
 def test_convolution_of_short_and_long_requests(width: int) -> None:
-    """Fewer tokens than a state remembers, tiles that end with a request and one row behind it."""
+    """Fewer tokens than a state remembers, tiles that end with a request and one row after it."""
     lengths = [1, 2, 16, 1, 17, 3]
     generator = torch.Generator().manual_seed(width)
     rows = torch.randn(sum(lengths), 150, generator=generator)[:, :130]

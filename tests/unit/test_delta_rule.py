@@ -110,10 +110,10 @@ def test_convolution_is_torch_and_any_cut_gives_the_same(width: int) -> None:
 def test_the_gated_norm_is_transformers(dtype: torch.dtype) -> None:
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-    oracle = Qwen3NextRMSNormGated(VALUE_DIM, eps=1e-6).to(dtype)
-    torch.nn.init.normal_(oracle.weight)
+    reference = Qwen3NextRMSNormGated(VALUE_DIM, eps=1e-6).to(dtype)
+    torch.nn.init.normal_(reference.weight)
     values, gate = _random(3, HEADS, VALUE_DIM).to(dtype), _random(3, HEADS * VALUE_DIM).to(dtype)
     with torch.no_grad():
-        expected = oracle(values, gate.view_as(values)).flatten(1)
-        got = gated_rms_norm(values, gate, oracle.weight, 1e-6)
+        expected = reference(values, gate.view_as(values)).flatten(1)
+        got = gated_rms_norm(values, gate, reference.weight, 1e-6)
     torch.testing.assert_close(got, expected, rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)

@@ -60,15 +60,17 @@ def test_rotary_order_is_undone_per_head() -> None:
 
 
 def test_packaged_split_is_the_pinned_one() -> None:
-    """The packaged split has the pinned checksum, and every layer orders every neuron exactly once."""
+    """The packaged split has the pinned checksum, and every layer orders every intermediate channel exactly
+    once.
+    """
     assert sha256_file(recipe.SPLIT_FILE) == recipe.SPLIT_SHA256
     split = ExpertSplit.load(recipe.SPLIT_FILE)
     assert np.isfinite(split.router).all()
     assert np.isfinite(split.bias).all()
 
 
-def test_split_that_repeats_a_neuron_is_refused() -> None:
-    """A neuron used twice (and another never) would silently change the model."""
+def test_split_that_repeats_a_channel_is_refused() -> None:
+    """An intermediate channel used twice (and another never) would silently change the model."""
     split = ExpertSplit.load(recipe.SPLIT_FILE)
     order = split.neuron_order.copy()
     order[4, 0] = order[4, 1]

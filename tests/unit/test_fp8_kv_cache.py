@@ -82,7 +82,7 @@ def test_half_the_memory_and_the_same_rules() -> None:
 def test_a_models_predictions_stay_close(name: str, tmp_path: Path) -> None:
     """Mean KL divergence of the next token's distribution, wherever the prompt is cut.
 
-    Cuts give the same only nearly: another order of sums may round a key to the step beside.
+    Cuts give the same only nearly: another order of sums may round a key to the next step.
     """
     tokens = torch.randint(0, 200, (48,), generator=torch.Generator().manual_seed(3)).tolist()
     write_tiny_model(attending_to_all(name, len(tokens)), tmp_path, seed=sum(name.encode()))

@@ -23,8 +23,8 @@ from tests.helpers.quantised_models import (
     Models,
     cached_plain_models,
     local_experts,
-    oracle_logits,
     quantise,
+    reference_logits,
     write_quantised,
 )
 from tests.tolerances import DEQUANTISED_FLOAT32, FP8_LINEAR, LOGITS_FLOAT32_VS_TRANSFORMERS
@@ -99,7 +99,7 @@ def test_ranks_keep_their_parts(name: str, models: Models, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("model", list(QUANTISED_MODELS))
 def test_logits_with_layers_kept_in_fp8(model: str, models: Models, tmp_path: Path) -> None:
-    """Layers with a part in another format are dequantised beside those that are kept."""
+    """Layers with a part in another format are dequantised next to those that are kept."""
     plain, fp8, int8 = models(model), MODEL_FORMATS["fp8_channel"], MODEL_FORMATS["int8"]
     assert fp8.config is not None
     assert int8.config is not None
@@ -112,9 +112,11 @@ def test_logits_with_layers_kept_in_fp8(model: str, models: Models, tmp_path: Pa
     def choose(name: str) -> ModelFormat:
         return int8 if "up_proj" in name and ".experts." not in name else fp8
 
-    oracle = write_quantised(plain, tmp_path, choose, config)
+    reference = write_quantised(plain, tmp_path, choose, config)
     loaded = load(tmp_path, ParallelContext(), keep_fp8=True)
     assert "o_proj" in kept(loaded)
     assert "gate_up_proj" not in kept(loaded), "its second part is int8"
     _, logits = PagedRunner(loaded, local_experts(tmp_path)).prefill(PROMPT)
-    torch.testing.assert_close(logits, oracle_logits(oracle), rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
+    torch.testing.assert_close(
+        logits, reference_logits(reference), rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS
+    )

@@ -81,7 +81,7 @@ def test_what_is_not_gguf_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "absent.gguf", r"absent\.gguf is missing")
 
 
-def test_an_unknown_architecture_is_named_beside_those_that_are_known(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path: Path) -> None:
     path = small_file(tmp_path / "m.gguf", "gemma3")
     refused(path, "general.architecture is 'gemma3'; allowed: deepseek2, .*qwen3moe")
     refused(small_file(tmp_path / "v32.gguf", "deepseek32"), "general.architecture is 'deepseek32'")
@@ -149,9 +149,9 @@ def test_tensors_that_no_rule_knows_are_listed(tmp_path: Path) -> None:
 def test_a_missing_dense_tensor_is_named(
     left_out: str, missing: str, tmp_path: Path, gguf: Callable[[str], GgufFile]
 ) -> None:
-    oracle = gguf("qwen3_moe_tied").oracle
+    reference = gguf("qwen3_moe_tied").reference
     path = tmp_path / "m.gguf"
-    write_gguf(oracle, path, GgufTypes(), leave_out=left_out)
+    write_gguf(reference, path, GgufTypes(), leave_out=left_out)
     model = build_model(read_model_config(path))
     with pytest.raises(CheckpointError, match=f"1 missing: {re.escape(missing)}"):
         load_weights(model, path)
@@ -168,7 +168,7 @@ def test_half_of_a_projection_is_named(
     name: str, left_out: str, left: str, tmp_path: Path, gguf: Callable[[str], GgufFile]
 ) -> None:
     path = tmp_path / "m.gguf"
-    write_gguf(gguf(name).oracle, path, GgufTypes(), leave_out=left_out)
+    write_gguf(gguf(name).reference, path, GgufTypes(), leave_out=left_out)
     refused(path, f"'{left}' has no counterpart")
 
 
@@ -214,7 +214,7 @@ def test_parts_are_found_from_any_of_them_and_missed_by_name(
 
 
 def test_a_directory_is_a_gguf_model_if_it_has_one_and_no_safetensors(tmp_path: Path) -> None:
-    """Vision towers beside a model are not a second one; two models have to be told apart by path."""
+    """Vision towers next to a model are not a second one; two models have to be distinguished by path."""
     assert not is_gguf(tmp_path)
     model = small_file(tmp_path / "m-Q4_K_M.gguf")
     small_file(tmp_path / "mmproj-m-F16.gguf", "clip")

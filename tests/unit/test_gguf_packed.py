@@ -1,4 +1,4 @@
-"""Invariant: experts keep the codes of a GGUF file at rest, and what that rounds is what is reported.
+"""Invariant: experts keep the codes of a GGUF file when packed, and what that rounds is what is reported.
 
 Types with float16 scales are exact bit by bit; those whose scales are products are off by float16's rounding.
 """

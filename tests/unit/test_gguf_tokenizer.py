@@ -42,10 +42,10 @@ def theirs(path: Path) -> Any:
 @pytest.mark.parametrize("pre", KNOWN_THERE)
 def test_ids_are_those_of_transformers(pre: str, tmp_path: Path, backend: BackendTokenizer) -> None:
     path = write_byte_level(tmp_path / "m.gguf", backend, pre)
-    ours, oracle = Tokenizer.from_dir(path), theirs(path)
+    ours, reference = Tokenizer.from_dir(path), theirs(path)
     for text in TEXTS:
         composed = text.replace("e\u0301", "é")
-        assert ours.encode(composed) == oracle(composed)["input_ids"]
+        assert ours.encode(composed) == reference(composed)["input_ids"]
 
 
 def test_letters_keep_their_marks_as_in_the_published_tokenizer(
@@ -55,9 +55,9 @@ def test_letters_keep_their_marks_as_in_the_published_tokenizer(
     from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
     path = write_byte_level(tmp_path / "m.gguf", backend, "qwen35")
-    oracle: Any = Qwen3_5Tokenizer()._tokenizer.pre_tokenizer
+    reference: Any = Qwen3_5Tokenizer()._tokenizer.pre_tokenizer
     for text in (*TEXTS, "कार्य क्षमता 12 नमस्ते", "e\u0301a ไทยน้ำ"):
-        assert PRE_TOKENIZERS["qwen35"].splitter.pre_tokenize_str(text) == oracle.pre_tokenize_str(text)
+        assert PRE_TOKENIZERS["qwen35"].splitter.pre_tokenize_str(text) == reference.pre_tokenize_str(text)
     marked, plain = (PRE_TOKENIZERS[name].splitter for name in ("qwen35", "qwen2"))
     assert marked.pre_tokenize_str("कार्य") != plain.pre_tokenize_str("कार्य"), "texts should tell them apart"
     assert Tokenizer.from_dir(path).encode("fox")
@@ -66,10 +66,10 @@ def test_letters_keep_their_marks_as_in_the_published_tokenizer(
 def test_sentencepiece_ids_are_those_of_transformers(tmp_path: Path) -> None:
     """Merges follow from scores, spaces become part of pieces, and what no piece covers becomes bytes."""
     path = write_sentencepiece(tmp_path / "m.gguf", WORDS)
-    ours, oracle = Tokenizer.from_dir(path), theirs(path)
+    ours, reference = Tokenizer.from_dir(path), theirs(path)
     for text in ("the quick fox then owner", "thethe  quick", "a fox: 東!"):
         found = ours.encode(text, add_special_tokens=False)
-        assert found == oracle(text, add_special_tokens=False)["input_ids"]
+        assert found == reference(text, add_special_tokens=False)["input_ids"]
     assert ours.decode(ours.encode("the quick 東 fox")) == "the quick 東 fox"
     # As llama.cpp has it, a space is also put before what follows a special token.
     the = ours.encode("the", add_special_tokens=False)
@@ -125,10 +125,10 @@ def test_special_tokens_template_and_first_token(tmp_path: Path, backend: Backen
     assert sentencepiece.piece(sentencepiece.encode("the")[0]) == BOS
 
 
-def test_files_beside_the_model_count_first(tmp_path: Path, backend: BackendTokenizer) -> None:
+def test_files_next_to_the_model_count_first(tmp_path: Path, backend: BackendTokenizer) -> None:
     """They are the publisher's own, whichever part of the model the path names."""
     path = write_byte_level(tmp_path / "m.gguf", backend, "unheard-of")
-    with pytest.raises(TokenizerError, match=r"pre is 'unheard-of'; allowed: .*qwen2.*beside"):
+    with pytest.raises(TokenizerError, match=r"pre is 'unheard-of'; allowed: .*qwen2.*next to"):
         Tokenizer.from_dir(path)
     write_tokenizer(tmp_path, byte_level_tokenizer(300))
     assert Tokenizer.from_dir(path).vocab_size == Tokenizer.from_dir(tmp_path).vocab_size <= 301

@@ -74,7 +74,7 @@ def test_slices_are_those_of_the_decoded_tensor(
             (reader.read(gate), stacked),
             (reader.read_slice(query, rows), whole[rows]),
             (reader.read_slice(query, slice(0, ROWS, 2), cols), whole[::2, cols]),
-            (reader.read_slice(gate, rows, cols, plane=2), stacked[2][rows, cols]),
+            (reader.read_slice(gate, rows, cols, stack_index=2), stacked[2][rows, cols]),
         ):
             np.testing.assert_array_equal(as_float32(found, query.dtype), wanted)
 
@@ -98,7 +98,7 @@ def test_parts_of_rearranged_tensors_are_those_of_the_whole(
     """What a tensor-parallel rank reads: some heads' rows, or some columns, and rows inside of heads."""
     file = make_gguf(name, tmp_path)
     index = open_index(file.path)
-    tensors = file.oracle.state_dict()
+    tensors = file.reference.state_dict()
     for parameter in parameters:
         tensor = f"model.layers.1.{module}.{parameter}"
         whole, info = tensors[tensor].numpy(), index[tensor]

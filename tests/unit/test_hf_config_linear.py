@@ -168,7 +168,7 @@ def test_rows_are_put_apart_as_transformers_takes_them_apart() -> None:
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
     sizes = LinearAttentionConfig(2, 6, 4, 5, 4, frozenset({0}))
-    oracle: Any = Qwen3NextGatedDeltaNet(
+    reference: Any = Qwen3NextGatedDeltaNet(
         Qwen3NextConfig(
             hidden_size=8,
             num_hidden_layers=1,
@@ -182,7 +182,7 @@ def test_rows_are_put_apart_as_transformers_takes_them_apart() -> None:
     )
     rows = torch.arange(sizes.conv_size + sizes.value_size + 12)
     mixed, gates = rows[None, None, :-12], rows[None, None, -12:]
-    parts = oracle.fix_query_key_value_ordering(mixed, gates)
+    parts = reference.fix_query_key_value_ordering(mixed, gates)
     assert linear_attention_order(sizes) == torch.cat([part.flatten() for part in parts]).tolist()
 
 

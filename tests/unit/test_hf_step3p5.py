@@ -60,7 +60,7 @@ def _read(directory: Path, **changes: Any) -> ModelConfig:
 
 
 def test_every_layer_has_its_own(tmp_path: Path) -> None:
-    """Entries of prediction layers are cut off; layers that slide have no scaling of positions."""
+    """Entries of MTP layers are cut off; layers that slide have no scaling of positions."""
     config = _read(tmp_path)
     assert (config.num_layers, config.num_mtp_layers, config.num_kv_heads) == (4, 2, 2)
     assert (config.num_heads, config.layer_num_heads) == (12, (8, 12, 12, 8))

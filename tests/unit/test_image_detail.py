@@ -70,7 +70,7 @@ def test_little_detail_is_the_processor_with_a_lower_limit(
     assert low.key != high.key == wanted.key
     assert high.num_tokens > 2 * low.num_tokens
     pixels = low.grid[1] * low.grid[2] * 16
-    # Kimi pads its sides to whole tokens behind that.
+    # Kimi pads its sides to whole tokens after that.
     assert 0.9 * LOW_DETAIL_PIXELS < pixels <= LOW_DETAIL_PIXELS * (1.03 if family == "kimi_k25" else 1)
     width, height = SIZE
     assert low.token_grid[1] / low.token_grid[0] == pytest.approx(width / height, rel=0.05)

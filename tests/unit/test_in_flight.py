@@ -1,6 +1,6 @@
 """Guards that a lost expert server never shows when the device drives the client.
 
-The failure is found out one step late, with the next step launched behind it on inputs that mean nothing.
+The failure is found out one step late, with the next step launched after it on inputs that mean nothing.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_every_single_step_may_be_the_one(undisturbed: list[list[int]]) -> None:
 
 
 def test_replays_are_counted() -> None:
-    """The step that failed, and the one behind it, each ran once more."""
+    """The step that failed, and the one after it, each ran once more."""
     experts = DoomedExperts(lambda step: LOST if step == 4 else None)
     seen: list[int] = []
 
@@ -123,7 +123,7 @@ def test_a_refused_request_fails_its_step_only() -> None:
         (expected,) = harness.run([make_request("before", prompt_of(4, 9))])
         harness.engine.flush().result(10)
         begun = experts.steps
-        # The step fails whenever it is run: at first, alone, and the one behind it alone.
+        # The step fails whenever it is run: at first, alone, and the one after it alone.
         experts.fails_at = lambda step: REFUSED if step - begun in (2, 4, 5) else None
         broken = make_request("broken", prompt_of(1, 9))
         harness.run([broken])
@@ -132,7 +132,7 @@ def test_a_refused_request_fails_its_step_only() -> None:
         assert harness.run([make_request("after", prompt_of(4, 9))]) == [expected]
 
 
-def test_a_refusal_met_by_the_step_behind_fails_that_one_only(undisturbed: list[list[int]]) -> None:
+def test_a_refusal_met_by_the_next_step_fails_that_one_only(undisturbed: list[list[int]]) -> None:
     """The step before it had succeeded, and does again when both are run once more."""
     tokens, _, requests = run(lambda step: REFUSED if step == 5 else None)
     assert tokens == undisturbed, "a refusal that does not come again is nobody's"

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from moebius import _kernels
-from moebius.checkpoint.integer_methods import awq, gptq
 from moebius.checkpoint.matrix_finder import MatrixFinder
+from moebius.checkpoint.quantisation import awq, gptq
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.weight_schemes import WeightScheme
 from moebius.models.checkpoint import open_index

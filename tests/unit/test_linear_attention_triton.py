@@ -47,7 +47,7 @@ def test_kernels_are_their_references(op: Op[..., Any], kernel: Any, dtype: torc
 
 @pytest.mark.parametrize("a", [-40.0, -12.0, 0.0, 30.0])
 def test_decays_near_none_and_near_all_are_exact(a: float) -> None:
-    """Where exp(a) is lost beside 1, and where softplus(a) is a."""
+    """Where exp(a) is lost next to 1, and where softplus(a) is a."""
     qkv, _, b, a_log, dt_bias, states, reads, writes = example(
         gated_delta_update, torch.device("cpu"), torch.float32
     )()

@@ -18,7 +18,7 @@ from moebius.checkpoint.reader import SliceReader
 from moebius.models.checkpoint import open_index
 from tests.helpers.checkpoints import write_safetensors
 
-ROWS, COLS, PLANES = 48, 40, 3
+ROWS, COLS, STACKED = 48, 40, 3
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> CheckpointIndex:
         "matrix": rng.standard_normal((ROWS, COLS)).astype(np.float32),
         "byte": np.ones(1, np.uint8),
         "odd": rng.standard_normal((ROWS, COLS)).astype(np.float32),
-        "stack": rng.integers(0, 255, (PLANES, ROWS, COLS), np.uint8),
+        "stack": rng.integers(0, 255, (STACKED, ROWS, COLS), np.uint8),
     }
     write_safetensors(directory / "model.safetensors", tensors)
     return open_index(directory)
@@ -39,16 +39,16 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> CheckpointIndex:
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_views_equal_copies(index: CheckpointIndex, data: st.DataObject) -> None:
-    """Any rows, steps and columns, of whole tensors and of planes; also where alignment forces a copy."""
+    """Any rows, steps and columns, of whole tensors and of matrices; also where alignment forces a copy."""
     name = data.draw(st.sampled_from(["matrix", "odd", "stack"]))
-    plane = data.draw(st.integers(0, PLANES - 1)) if name == "stack" else None
+    stack_index = data.draw(st.integers(0, STACKED - 1)) if name == "stack" else None
     begin, end = sorted(data.draw(st.tuples(st.integers(0, ROWS), st.integers(0, ROWS))))
     rows = slice(begin, end, data.draw(st.integers(1, 3)))
     left, right = sorted(data.draw(st.tuples(st.integers(0, COLS), st.integers(0, COLS))))
     cols = data.draw(st.sampled_from([None, slice(left, right)]))
     with SliceReader() as copies, MappedReader() as views:
-        wanted = copies.read_slice(index[name], rows, cols, plane)
-        found = views.read_slice(index[name], rows, cols, plane)
+        wanted = copies.read_slice(index[name], rows, cols, stack_index)
+        found = views.read_slice(index[name], rows, cols, stack_index)
         np.testing.assert_array_equal(found, wanted)
         assert found.dtype == wanted.dtype
 

@@ -28,7 +28,7 @@ from tests.helpers.tiny_models import make_tiny_model
     ],
 )
 def test_both_forms_of_a_step_are_measured(name: str, seen: list[tuple[bool, bool]], tmp_path: Path) -> None:
-    """Keys written out; then behind earlier tokens in the latent space, and as many as make it choose.
+    """Keys written out; then after earlier tokens in the latent space, and as many as make it choose.
 
     In a small step that is not measured, for what libraries keep, and in the largest.
     """

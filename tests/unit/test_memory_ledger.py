@@ -73,7 +73,7 @@ def test_too_little_left_is_refused_before_serving() -> None:
         ledger.seal()
 
 
-def test_more_than_the_budget_is_told() -> None:
+def test_more_than_the_budget_is_warned_of() -> None:
     """The plan was wrong, but there is room: a warning with both numbers."""
     ledger, _ = loaded(FakeMemory(10 * GIB, context=GIB // 2), 7)
     with capture_logs() as logs:

@@ -111,7 +111,7 @@ def change_for(
 
 
 def test_fewer_experts_are_proposed(model: CausalLM) -> None:
-    """On 20 GiB not all experts fit; as many as are proposed do, beside a request, and hardly any more."""
+    """On 20 GiB not all experts fit; as many as are proposed do, with a request, and hardly any more."""
     small = FakeMemory(20 * GIB)
     config = settings(max_num_seqs=1, max_num_batched_tokens=64, kv_cache_dtype="fp8_e4m3")
     with pytest.raises(MemoryShort, match=r"resident experts 15\.19.*GiB are missing") as caught:

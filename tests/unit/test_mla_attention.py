@@ -11,7 +11,7 @@ import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.mla.torch_reference import TorchMlaAttention
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
-from gpu_service.attention.registry import make_mla_attention
+from gpu_service.attention.registry import MLA_BACKENDS, choose_backend
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import MlaCache, mla_bytes_per_page
 from tests.helpers.attention_cases import MIXTURES, as_capturable, refill
@@ -121,4 +121,4 @@ def test_cleared_pages_hold_nothing() -> None:
 
 def test_a_cpu_gets_the_reference() -> None:
     case = make_mla_case(TINY, [(4, 1)])
-    assert isinstance(make_mla_attention(TINY, case.cache, "cpu"), TorchMlaAttention)
+    assert isinstance(choose_backend(MLA_BACKENDS, TINY, case.cache, torch.device("cpu")), TorchMlaAttention)

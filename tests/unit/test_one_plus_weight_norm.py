@@ -21,21 +21,21 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 def test_the_loaded_norm_is_transformers(dtype: torch.dtype) -> None:
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
-    oracle = Qwen3NextRMSNorm(24, eps=1e-6).to(dtype)
+    reference = Qwen3NextRMSNorm(24, eps=1e-6).to(dtype)
     # Near zero, where 1 + weight has no bfloat16 of its own.
-    nn.init.normal_(oracle.weight, std=0.003)
+    nn.init.normal_(reference.weight, std=0.003)
     ours = OnePlusWeightRMSNorm(24, 1e-6, dtype=dtype)
-    ours.weight = nn.Parameter(oracle.weight.detach().float(), requires_grad=False)
+    ours.weight = nn.Parameter(reference.weight.detach().float(), requires_grad=False)
     ours.pack()
     hidden_states = (torch.randn(5, 3, 24) * 7).to(dtype)
     with torch.no_grad():
-        expected, got = oracle(hidden_states), ours(hidden_states)
+        expected, got = reference(hidden_states), ours(hidden_states)
     assert got.dtype == dtype
     torch.testing.assert_close(got, expected, rtol=1e-6 if dtype == torch.float32 else 0, atol=0)
 
 
 @interpreted
-def test_triton_norms_take_a_float32_weight_beside_halves() -> None:
+def test_triton_norms_take_a_float32_weight_next_to_halves() -> None:
     weight = 1 + 0.2 * torch.randn(40)
     rows, residual = torch.randn(3, 40).half(), torch.randn(3, 40).half()
     tolerance = OP_ROUNDINGS[torch.float16]

@@ -21,13 +21,13 @@ from tests.tolerances import OP_FLOAT32
 def test_rms_norm_is_transformers(dtype: torch.dtype) -> None:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-    oracle = Qwen3MoeRMSNorm(24, eps=1e-6).to(dtype)
-    torch.nn.init.normal_(oracle.weight)
+    reference = Qwen3MoeRMSNorm(24, eps=1e-6).to(dtype)
+    torch.nn.init.normal_(reference.weight)
     x = (torch.randn(5, 3, 24) * 7).to(dtype)
     with torch.no_grad():
-        expected = oracle(x)
+        expected = reference(x)
     tolerance = 1e-5 if dtype == torch.float32 else 0.13  # one unit in the last place at 16
-    torch.testing.assert_close(rms_norm(x, oracle.weight.detach(), 1e-6), expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(rms_norm(x, reference.weight.detach(), 1e-6), expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("rotary_dim", [8, 16])

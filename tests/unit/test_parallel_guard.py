@@ -37,7 +37,6 @@ class Failing(StepRunner):
         """Nothing was done."""
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
-        """See the base class."""
         return self._steps.launch(plan)
 
     def zero_pages(self, pages: list[int]) -> None:
@@ -54,7 +53,7 @@ def guarded(error: Exception, at_launch: bool) -> tuple[GuardedRunner, list[str]
     return GuardedRunner(Failing(error, at_launch), fail), reported
 
 
-def test_an_error_at_launch_is_told_at_once() -> None:
+def test_an_error_at_launch_is_raised_at_once() -> None:
     """The next launch might wait for ranks that wait for this one."""
     runner, reported = guarded(ValueError("no kernel"), at_launch=True)
     pending = runner.launch(PLAN)
@@ -63,7 +62,7 @@ def test_an_error_at_launch_is_told_at_once() -> None:
         pending.wait()
 
 
-def test_an_error_in_a_step_is_told_when_it_is_known() -> None:
+def test_an_error_in_a_step_is_raised_when_it_is_known() -> None:
     """And whoever waits gets it, too."""
     runner, reported = guarded(ValueError("no memory"), at_launch=False)
     pending = runner.launch(PLAN)

@@ -21,7 +21,8 @@ from moebius.errors import ConfigError
 from moebius.models.read import read_model_config
 from tests.unit import test_weight_loading as solo
 
-# Two query heads per KV head; 11 tokens, 10 neurons and 5 shared ones do not divide evenly by four.
+# Two query heads per KV head; 11 tokens, 10 intermediate channels and 5 shared ones do not divide evenly by
+# four.
 CONFIG = solo.CONFIG | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -65,7 +66,9 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_together_hold_every_weight(checkpoint: Path, tp: int) -> None:
-    """Rows of queries, neurons and tokens, columns of outputs; KV heads are shared by two ranks of four."""
+    """Rows of queries, intermediate channels and tokens, columns of outputs; KV heads are shared by two ranks
+    of four.
+    """
     stored = load_file(checkpoint / "model.safetensors")
     ranks = [load(checkpoint, tp, rank) for rank in range(tp)]
     heads, kv = 4 // tp, max(1, 2 // tp)

@@ -133,7 +133,7 @@ def test_a_rank_that_reads_nothing_holds_nobody_up() -> None:
     frozen.close()
 
 
-def test_a_failure_is_told_to_all(trio: Trio) -> None:
+def test_a_failure_is_sent_to_all(trio: Trio) -> None:
     """Rank 2 fails; ranks 0 and 1 learn which one and why, and whoever waits is woken."""
     controls, lost_by_rank = trio
     waiting = run(controls[1].next_iteration)

@@ -124,7 +124,7 @@ def test_frequency_takes_the_most_chosen(tmp_path: Path) -> None:
 
 
 def test_random_follows_its_seed() -> None:
-    """42 unless told otherwise; another seed gives other experts."""
+    """42 unless set otherwise; another seed gives other experts."""
     default = place(geometry(), gpu_experts=4, placement_strategy="random")
     assert default == place(geometry(), gpu_experts=4, placement_strategy="random", placement_seed=42)
     assert default != place(geometry(), gpu_experts=4, placement_strategy="random", placement_seed=43)
@@ -187,7 +187,7 @@ def test_statistics_of_another_model_or_no_statistics_are_refused(tmp_path: Path
 
 
 def test_pairs_that_the_model_lacks_are_refused() -> None:
-    """A placement made by other code is held to the same."""
+    """A placement made by other code is checked likewise."""
     for pairs in ([(0, 1)], [(1, 12)], [(1, 3), (1, 3)]):
         with pytest.raises(ValueError, match=r"layer 0|expert 12|twice"):
             Placement.of(geometry(), pairs)

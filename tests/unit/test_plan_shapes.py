@@ -102,7 +102,7 @@ def test_headers_say_what_the_configuration_said(published: dict[str, Path], tmp
 
 
 def test_as_many_experts_as_fit_are_resident(qwen: Planner) -> None:
-    """One more would not fit: beside the wanted KV cache, and never more than the model has."""
+    """One more would not fit: with the wanted KV cache, and never more than the model has."""
     host = hardware("4090")
     plan = qwen.plan(host, Wish(context=32768, concurrency=2))
     each = plan.residency.by_layer[0]
@@ -147,12 +147,12 @@ def test_too_little_ram_is_refused_with_formats_that_fit(published: dict[str, Pa
     planner, host = Planner(config, on_gpu=True), hardware("a100", ram_gib=503, sockets=1)
     with pytest.raises(DoesNotFit, match=r"needs \d+ GiB of RAM .* in bfloat16\), 503 GiB are") as caught:
         planner.plan(host)
-    told = dict(re.findall(r"(\w+) needs (\d+)", str(caught.value).split("--expert-dtype")[1]))
-    assert set(told) == {"keep", "int8", "int4"}
-    assert int(told["int4"]) < 503 < int(told["int8"])
+    needed = dict(re.findall(r"(\w+) needs (\d+)", str(caught.value).split("--expert-dtype")[1]))
+    assert set(needed) == {"keep", "int8", "int4"}
+    assert int(needed["int4"]) < 503 < int(needed["int8"])
     advised = settings(published["deepseek-v3"], expert_dtype="int4")
     followed = Planner(advised, on_gpu=True).plan(host)
-    assert followed.total_of(RAM) / GIB == pytest.approx(int(told["int4"]), abs=1)
+    assert followed.total_of(RAM) / GIB == pytest.approx(int(needed["int4"]), abs=1)
     with pytest.raises(DoesNotFit, match="none of these fits"):
         planner.plan(replace(host, ram_bytes=64 * GIB))
 

@@ -90,7 +90,7 @@ def test_a_step_by_hand() -> None:
 
 
 def test_resident_experts_leave_the_servers() -> None:
-    """Half resident: half the bytes in RAM, the other half beside them; all: no server, no hand-off."""
+    """Half resident: half the bytes in RAM, the other half next to them; all: no server, no hand-off."""
     none, half, everything = (
         step_seconds(replace(QWEN, resident_share=share), HOST, 4, 0) for share in (0.0, 0.5, 1.0)
     )

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from moebius.checkpoint.matrix_finder import SchemeTargets
 from moebius.checkpoint.quantisation import read_schemes
-from moebius.checkpoint.scheme_targets import SchemeTargets
 
 _UNUSED = {"actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {}}
 _WEIGHTS = {"dynamic": False, "symmetric": True, **_UNUSED}

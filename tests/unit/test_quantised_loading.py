@@ -84,7 +84,7 @@ def test_stages_read_their_quantised_ends(stage: int, models: Models, tmp_path: 
 
 
 @pytest.mark.parametrize("is_copy", [True, False])
-def test_a_quantised_head_beside_a_tied_embedding(is_copy: bool, models: Models, tmp_path: Path) -> None:
+def test_a_quantised_head_with_a_tied_embedding(is_copy: bool, models: Models, tmp_path: Path) -> None:
     """A copy is left out with all of its tensors, scales included; one of other values is used."""
     chosen = MODEL_FORMATS["int8"]
     model = quantise(models("qwen3_moe"), lambda _: chosen, chosen.config)
@@ -98,14 +98,14 @@ def test_a_quantised_head_beside_a_tied_embedding(is_copy: bool, models: Models,
         torch.testing.assert_close(loaded[name], meant, rtol=DEQUANTISED_FLOAT32, atol=0)
 
 
-def test_what_quantisers_leave_beside_weights_is_left_aside(models: Models, tmp_path: Path) -> None:
+def test_what_quantisers_leave_next_to_weights_is_left_aside(models: Models, tmp_path: Path) -> None:
     """Scales of activations and of 8-bit caches change no weight; a plain checkpoint has none of them."""
     chosen = MODEL_FORMATS["fp8_tensor"]
     model = quantise(models("qwen3_moe"), lambda _: chosen, chosen.config)
     attention, one = "model.layers.0.self_attn", np.ones(1, np.float32)
-    beside = dict.fromkeys((f"{attention}.q_proj.input_scale", f"{attention}.k_proj.k_scale"), one)
+    extra = dict.fromkeys((f"{attention}.q_proj.input_scale", f"{attention}.k_proj.k_scale"), one)
     expected = parameters(model.write(tmp_path / "without"), ParallelContext())
-    model.tensors |= beside
+    model.tensors |= extra
     found = parameters(model.write(tmp_path / "with"), ParallelContext())
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
     plain = model.dequantised()

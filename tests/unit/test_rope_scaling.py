@@ -104,7 +104,7 @@ def test_the_longest_sequence_chooses_the_factors_of_longrope(
 
 
 def test_the_old_spelling_of_scaling_agrees() -> None:
-    """`rope_scaling` beside `rope_theta`, with `type` for `rope_type`."""
+    """`rope_scaling` next to `rope_theta`, with `type` for `rope_type`."""
     numbers = {key: value for key, value in YARN.items() if key != "rope_type"}
     old = {"rope_theta": THETA, "rope_scaling": {"type": "yarn", **numbers}}
     new = {"rope_parameters": {"rope_theta": THETA, **YARN}}

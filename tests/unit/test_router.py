@@ -26,7 +26,7 @@ def test_sigmoid_router_is_transformers_glm4_moe(norm: bool, groups: int, top_gr
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
     torch.manual_seed(groups + norm)
-    oracle = Glm4MoeTopkRouter(
+    reference = Glm4MoeTopkRouter(
         Glm4MoeConfig(
             hidden_size=HIDDEN,
             n_routed_experts=12,
@@ -37,15 +37,15 @@ def test_sigmoid_router_is_transformers_glm4_moe(norm: bool, groups: int, top_gr
             routed_scaling_factor=2.5,
         )
     )
-    torch.nn.init.normal_(oracle.weight)
+    torch.nn.init.normal_(reference.weight)
     # Larger than any score, so that a bias leaking into the weights can not stay within the tolerance.
-    torch.nn.init.normal_(oracle.e_score_correction_bias, std=3.0)
+    torch.nn.init.normal_(reference.e_score_correction_bias, std=3.0)
     config = RouterConfig(
         12, 5, "sigmoid", True, groups, top_groups, "top2_sum", "renormalize" if norm else "none", 1e-20, 2.5
     )
     with torch.no_grad():
-        logits, expected_weights, expected_ids = oracle(torch.randn(ROWS, HIDDEN))
-        weights, ids = route(logits, oracle.e_score_correction_bias, config)
+        logits, expected_weights, expected_ids = reference(torch.randn(ROWS, HIDDEN))
+        weights, ids = route(logits, reference.e_score_correction_bias, config)
     expected = _dense(expected_weights, expected_ids, 12)
     torch.testing.assert_close(_dense(weights, ids, 12), expected, rtol=0, atol=OP_FLOAT32)
 
@@ -56,13 +56,13 @@ def test_softmax_router_is_transformers_qwen3_moe(norm: bool) -> None:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
     torch.manual_seed(norm)
-    oracle = Qwen3MoeTopKRouter(
+    reference = Qwen3MoeTopKRouter(
         Qwen3MoeConfig(hidden_size=HIDDEN, num_experts=9, num_experts_per_tok=4, norm_topk_prob=norm)
     )
-    torch.nn.init.normal_(oracle.weight)
+    torch.nn.init.normal_(reference.weight)
     config = RouterConfig(9, 4, "softmax", post="renormalize" if norm else "none")
     with torch.no_grad():
-        logits, expected_weights, expected_ids = oracle(torch.randn(ROWS, HIDDEN))
+        logits, expected_weights, expected_ids = reference(torch.randn(ROWS, HIDDEN))
         weights, ids = route(logits, None, config)
     expected = _dense(expected_weights, expected_ids, 9)
     torch.testing.assert_close(_dense(weights, ids, 9), expected, rtol=0, atol=OP_FLOAT32)

@@ -9,6 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from gpu_service.cache.radix_cache import RadixCache
+from gpu_service.cache.request_cache import PagePool, RequestCache
+from gpu_service.cache.request_states import SLOTS_PER_REQUEST, RequestStates, StatePool
 from gpu_service.engine.step import Batch
 from gpu_service.request import FinishReason, Request
 from gpu_service.scheduler.admission import chunk_size
@@ -41,12 +44,19 @@ def finish_all(scheduler: Scheduler, limit: int = 500) -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, aborts, launches and commits, up to two steps in flight as the overlap loop does."""
+    """Adds, aborts, launches and commits, up to two steps in flight and one of the prefill lane."""
 
-    @initialize(pages=st.integers(6, 30), budget=st.integers(3, 24), caching=st.booleans())
-    def build(self, pages: int, budget: int, caching: bool) -> None:
+    @initialize(
+        pages=st.integers(6, 30), budget=st.integers(3, 24), caching=st.booleans(), states=st.booleans()
+    )
+    def build(self, pages: int, budget: int, caching: bool, states: bool) -> None:
         knobs = Knobs(num_pages=pages, page_size=4, max_num_seqs=4, budget=budget, prefix_caching=caching)
-        self.scheduler = build_scheduler(knobs)
+        self.scheduler = build_scheduler(knobs, prefill_chunk_max=20)
+        if states:
+            held = RequestStates(StatePool(1 + SLOTS_PER_REQUEST * 4 + 3), 3)
+            tree = RadixCache(4, held.forget)
+            self.scheduler.cache = RequestCache(PagePool(pages), tree, caching, held)
+        self.scheduler.lane.min_tokens = 6
         self.in_flight: list[Batch] = []
         self.requests: list[Request] = []
 
@@ -77,7 +87,36 @@ class SchedulerMachine(RuleBasedStateMachine):
             limits = self.scheduler.limits
             assert 0 < batch.num_tokens <= limits.max_num_batched_tokens
             assert len(batch.requests) == len({id(r) for r in batch.requests}) <= limits.max_num_seqs
+            assert not any(request.in_lane for request in batch.requests)
             self.in_flight.append(batch)
+
+    @rule(is_ready=st.booleans())
+    def lane_is_ready(self, is_ready: bool) -> None:
+        self.scheduler.lane.is_ready = is_ready
+
+    @rule()
+    def open_lane(self) -> None:
+        while self.in_flight and self.scheduler.wants_lane():
+            self.commit(5)
+        if not self.scheduler.wants_lane():
+            return
+        batch = self.scheduler.schedule_lane()
+        if batch is not None:
+            assert 0 < batch.num_tokens <= 20
+            assert all(request.in_lane for request in batch.requests)
+
+    @rule(token=st.sampled_from([5, 6]), outcome=st.sampled_from(["well", "row", "lost"]))
+    def close_lane(self, token: int, outcome: str) -> None:
+        batch = self.scheduler.lane.batch
+        if batch is None:
+            return
+        if outcome == "lost":
+            self.scheduler.give_up(batch)
+            return
+        rows = results(batch, token)
+        if outcome == "row":
+            rows[0].error = "broken"
+        self.scheduler.commit(batch, rows)
 
     @rule(token=st.sampled_from([5, 6]), error=st.booleans())
     def commit(self, token: int, error: bool = False) -> None:
@@ -92,13 +131,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
+            lane = self.scheduler.lane.batch
+            for request in () if lane is None else lane.requests:
+                assert request.slot >= 0, "who is in the lane's step keeps what the step writes to"
+                assert len(request.pages) * 4 >= request.scheduled_len > 0
 
     def teardown(self) -> None:
         """Whatever happened, everything left can still be brought to its end, and no page stays owned."""
         if not hasattr(self, "scheduler"):
             return
+        self.close_lane(5, "well")
         while self.in_flight:
             self.commit(5)
+        self.scheduler.lane.is_ready = False
         finish_all(self.scheduler)
         assert all(r.finished for r in self.requests)
         for request in self.requests:
@@ -129,7 +174,7 @@ def test_equal_calls_give_equal_batches() -> None:
     assert logs[0] == logs[1]
 
 
-def test_decoding_is_never_behind_a_long_prompt() -> None:
+def test_decoding_never_waits_for_a_long_prompt() -> None:
     """A running request gets its token in every step while a 100-token prompt is chunked."""
     scheduler = build_scheduler(Knobs(budget=16))
     short, long = (
@@ -176,11 +221,11 @@ def test_a_replayed_step_tells_nothing_of_a_request_that_gave_up_its_pages() -> 
         step(scheduler)
         while young.slot >= 0:  # one step is always in flight, as in the overlap loop
             before = scheduler.schedule()
-            behind = scheduler.schedule() if before is not None else None
+            following = scheduler.schedule() if before is not None else None
             assert before is not None
             reported = scheduler.commit(before, results(before), replayed=replayed)
-            if behind is not None:
-                scheduler.commit(behind, results(behind))
+            if following is not None:
+                scheduler.commit(following, results(following))
         assert young in before.requests
         assert (young in reported) is not replayed
         assert young.inflight_tokens == 0

@@ -72,7 +72,7 @@ def test_every_prompt_is_done_within_the_work_of_its_elders(
 ) -> None:
     """Whatever arrives later, and however short: at most what older prompts need, at half the budget.
 
-    Beside it in every step: the budget holds, whoever decodes gets its token, chunks are whole pages.
+    With it in every step: the budget holds, whoever decodes gets its token, chunks are whole pages.
     """
     scheduler = roomy(budget, SEQS)
     requests: list[Request] = []
@@ -103,7 +103,7 @@ def test_every_prompt_is_done_within_the_work_of_its_elders(
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    """Behind 8000 tokens it has its first token after one step, and the long one loses hardly any."""
+    """After 8000 tokens it has its first token after one step, and the long one loses hardly any."""
     scheduler = roomy(512)
     long = make_request("long", prompt_of(1, 8000), max_tokens=1)
     scheduler.add(long)

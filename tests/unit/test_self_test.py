@@ -92,7 +92,7 @@ def test_a_wrong_slice_is_refused_by_name(good: Path, bad: Path) -> None:
 
 
 def test_servers_that_divide_every_expert_are_all_named(good: Path, bad: Path) -> None:
-    """With the neurons divided either may be wrong."""
+    """With the intermediate channels divided either may be wrong."""
     addresses = ("unix:/a", "unix:/b")
     config = settings(good, expert_transport="grpc", split_count=2, expert_addresses=addresses)
     with pytest.raises(SelfTestFailed, match=r"expert servers 0 \(unix:/a\), 1 \(unix:/b\), each of which"):

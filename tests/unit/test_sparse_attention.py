@@ -97,7 +97,7 @@ def test_many_heads_of_a_row_share_what_they_read(monkeypatch: pytest.MonkeyPatc
 
 @BACKENDS
 def test_few_tokens_are_dense_attention_bit_by_bit(name: str) -> None:
-    """Alone, where nothing is chosen, and beside a request that has to choose."""
+    """Alone, where nothing is chosen, and with a request that has to choose."""
     short = [(5, 1), (2, 2), (0, 3)]
     case = make_mla_case(TINY_SPARSE, [*short, (30, 1)])
     backend = backend_for(case, name)

@@ -174,7 +174,7 @@ CASES: dict[str, Spoilt] = {
     "tensors_apart": Spoilt(
         FP8, (NORM, "begins at byte"), files=spoil.header_changed(NORM, data_offsets=[1, 641])
     ),
-    "bytes_behind_the_last_tensor": Spoilt(FP8, (spoil.SINGLE, "end at byte"), files=spoil.longer),
+    "bytes_after_the_last_tensor": Spoilt(FP8, (spoil.SINGLE, "end at byte"), files=spoil.longer),
     "pointer_in_place_of_weights": Spoilt(
         FP8, (spoil.SINGLE, "Git LFS", "git lfs pull"), files=spoil.written(spoil.SINGLE, spoil.LFS_POINTER)
     ),

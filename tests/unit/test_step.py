@@ -34,7 +34,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def plans(has_mrope: bool = False) -> list[StepPlan]:
-    """A step of prompts, one of a chunk beside decodes, one of decodes only."""
+    """A step of prompts, one of a chunk with decodes, one of decodes only."""
     knobs = Knobs(budget=40)
     scheduler = build_scheduler(knobs)
     builder = InputBuilder(scheduler.limits, knobs.page_size, has_mrope=has_mrope)

@@ -89,6 +89,21 @@ def test_commands_read_their_own_settings(model: Path) -> None:
     assert stages["gateway"] < stages["gpu"] < stages["expert-0"] == stages["expert-1"]
 
 
+def test_packed_experts_are_the_supervisors_unless_a_directory_is_given(model: Path, tmp_path: Path) -> None:
+    """One file for each server, in the run directory, which all processes know; else in the user's."""
+    serve_plan, configs = planned(model, expert_servers="2")
+    directory = serve_plan.plan.directory
+    assert {config.experts.expert_weights_dir for config in configs.values()} == {str(directory)}
+    assert [file.path.name for file in serve_plan.plan.weights] == ["expert-0.weights", "expert-1.weights"]
+    assert {file.path.parent for file in serve_plan.plan.weights} == {directory}
+    shutil.rmtree(directory)
+    serve_plan, configs = planned(model, expert_servers="2", expert_weights_dir=str(tmp_path / "w"))
+    assert {config.experts.expert_weights_dir for config in configs.values()} == {str(tmp_path / "w")}
+    assert serve_plan.plan.weights == ()
+    shutil.rmtree(serve_plan.plan.directory)
+    assert planned(model, expert_transport="local")[0].plan.weights == ()
+
+
 def test_local_transport_starts_no_expert(model: Path) -> None:
     """With the in-process reference there are two processes and no shared memory."""
     serve_plan, configs = planned(model, expert_transport="local")

@@ -56,7 +56,7 @@ def test_gpus_are_found_in_the_kernels_files(tmp_path: Path) -> None:
 
 
 def test_all_ranks_are_planned_as_one_group(model: Path) -> None:
-    """Same settings and meeting place; rank 0 serves, stops first, and its readiness is everybody's."""
+    """Same settings and rendezvous; rank 0 serves, stops first, and its readiness is everybody's."""
     sizes = {"tensor_parallel_size": "2", "pipeline_parallel_size": "2", "device": "cpu"}
     serve_plan, configs = planned(
         model, expert_transport="local", expert_metrics_port="0", gpu_metrics_port="9500", **sizes

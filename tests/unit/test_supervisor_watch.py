@@ -37,17 +37,17 @@ IDLE = Activity(stopped=False, occupied=False, demand_s=0.0)
 
 @dataclass
 class Script(Probe, Liveness):
-    """Says what it was told to say; a sign of None is silence."""
+    """Says what it is set to say; a sign of None is silence."""
 
     is_ready: bool = True
     next_sign: object = None
 
     def ready(self) -> bool:
-        """As told."""
+        """As set."""
         return self.is_ready
 
     def sign(self, pid: int, timeout_s: float) -> object:
-        """As told."""
+        """As set."""
         return self.next_sign
 
 

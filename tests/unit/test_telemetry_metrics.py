@@ -33,7 +33,7 @@ def test_serves_the_registry_until_closed() -> None:
         httpx.get(url, trust_env=False)
 
 
-def test_only_this_machine_can_ask_unless_told_otherwise() -> None:
+def test_only_this_machine_can_ask_unless_configured_otherwise() -> None:
     """The default binds to the loopback address alone; `metrics_host` opens it, and is named when wrong."""
     assert TelemetryConfig().metrics_host == "127.0.0.1"
     server = start_metrics_server(free_port(), CollectorRegistry())

@@ -92,7 +92,7 @@ def test_special_tokens_have_their_ids(tmp_path: Path) -> None:
     assert tokenizer.chat_template.render([], add_generation_prompt=False) == "[BOS]hi"
 
 
-def test_no_token_is_behind_the_models_last_row(tmp_path: Path) -> None:
+def test_no_token_is_after_the_models_last_row(tmp_path: Path) -> None:
     """The family counts two special tokens more than there are rows."""
     last = len(TOKENS) + 256
     (_write(tmp_path) / "config.json").write_text(json.dumps({"model_type": "kimi_k2", "vocab_size": last}))

@@ -28,13 +28,13 @@ def test_placeholders_become_as_many_tokens_as_images_have() -> None:
 
 
 def test_positions_are_those_of_the_paper() -> None:
-    """Text counts on; an image is a grid from where it stands; then on from behind its longer side."""
+    """Text counts on; an image is a grid from where it stands; then on from the end of its longer side."""
     _, vision = place_images([5, 99, 6, 7], [image(-1, 2, 3)], PLACEHOLDER)
     time = [0, 1, 1, 1, 1, 1, 1, 4, 5]
     height = [0, 1, 1, 1, 2, 2, 2, 4, 5]
     width = [0, 1, 2, 3, 1, 2, 3, 4, 5]
     assert vision.positions.tolist() == [time, height, width]
-    # Generated tokens go on behind the last one, whatever part is asked for.
+    # Generated tokens go on after the last one, whatever part is asked for.
     assert vision.axis_positions(7, 11).tolist() == [[4, 5, 6, 7]] * 3
     assert vision.axis_positions(9, 12).tolist() == [[6, 7, 8]] * 3
     assert vision.axis_positions(2, 4).tolist() == [[1, 1], [1, 1], [2, 3]]
@@ -73,7 +73,7 @@ def test_placeholders_and_images_must_be_as_many(prompt: list[int]) -> None:
 
 
 class KeyTower(VisionTower):
-    """Features that tell which image and which token they are of, and one set to add behind a layer."""
+    """Features that tell which image and which token they are of, and one set to add after a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_images_are_encoded_once_and_the_oldest_are_given_up() -> None:
         assert features.values[:, 0, 0].tolist() == [wanted.key * 100 + 1, -(wanted.key * 100 + 1)]
 
 
-def test_features_stand_in_their_rows_and_behind_their_layers() -> None:
+def test_features_stand_in_their_rows_and_after_their_layers() -> None:
     stream = torch.zeros(4, 5)
     features = ImageFeatures(torch.tensor([1, 3]), torch.arange(20.0).view(2, 2, 5))
     features.replace_embeddings(stream)

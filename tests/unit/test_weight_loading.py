@@ -102,7 +102,7 @@ def test_names_that_may_be_there_are_skipped(checkpoint: Path) -> None:
 
 
 def test_layers_that_config_json_lacks_are_named(checkpoint: Path) -> None:
-    """What is left out behind the last layer is multi-token prediction, not a layer of the model."""
+    """What is left out after the last layer is multi-token prediction, not a layer of the model."""
     _change(
         checkpoint, lambda tensors: tensors.update({"model.layers.2.input_layernorm.weight": torch.ones(6)})
     )

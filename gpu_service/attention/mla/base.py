@@ -47,8 +47,7 @@ class IndexDimensions:
 
     num_heads: int
     head_dim: int
-    # Tokens that a query attends to at most.
-    top_k: int
+    top_k: int  # Tokens that a query attends to at most.
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,8 @@ class MlaDimensions:
     nope_dim: int  # qk_nope_head_dim
     rope_dim: int  # qk_rope_head_dim
     value_dim: int  # v_head_dim
-    # (nope_dim + rope_dim) ** -0.5, times what a family's rotary scaling adds.
-    softmax_scale: float
-    # None: a query attends to all tokens before it.
-    index: IndexDimensions | None = None
+    softmax_scale: float  # (nope_dim + rope_dim) ** -0.5, times what a family's rotary scaling adds.
+    index: IndexDimensions | None = None  # None: a query attends to all tokens before it.
 
 
 class MlaAttentionBackend(PlannedAttention):
@@ -90,6 +87,8 @@ class MlaAttentionBackend(PlannedAttention):
         self.non_absorbed = False
         # Whether queries of the planned step may have to choose, else selections are None; filled by `plan`.
         self.selects = False
+        # What the latest layer with an indexer chose; None: all tokens. Filled and read by the step's layers.
+        self.selection: torch.Tensor | None = None
 
     @classmethod
     def unsupported(cls, dimensions: MlaDimensions, cache: MlaCache) -> str:

@@ -113,7 +113,7 @@ class TorchMlaAttention(MlaAttentionBackend):
         output = torch.empty_like(query_latent)
         for span in self._spans:
             keys, mask = self._keys_of(span, layer_id, selection)
-            # A single row's heads stand in the place of positions: one product for all of them.
+            # A single row's heads stand in the place of positions: one GEMM for all of them.
             rows = query[span.rows] if span.mask is None else query[span.rows].transpose(0, 1)
             shared = keys.expand(rows.shape[0], -1, -1)
             attended = scaled_dot_product_attention(
@@ -174,7 +174,7 @@ class TorchMlaAttention(MlaAttentionBackend):
 def _selection_mask(selection: torch.Tensor, kv_len: int, dtype: torch.dtype) -> torch.Tensor:
     """0 where a row of `[n, top_k]` selects a token, else -inf: `[n, kv_len]`."""
     mask = torch.full((selection.shape[0], kv_len + 1), float("-inf"), dtype=dtype, device=selection.device)
-    # -1 is the column behind the last, which is dropped.
+    # -1 is the column after the last, which is dropped.
     return mask.scatter_(1, selection.long() % (kv_len + 1), 0.0)[:, :kv_len]
 
 

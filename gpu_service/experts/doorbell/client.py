@@ -60,7 +60,7 @@ class DoorbellLauncher(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Returns when all work queued so far has ended."""
+        """Returns when all work queued so far on the steps' stream, which is the current one, has ended."""
 
     @abstractmethod
     def close(self) -> None:
@@ -230,14 +230,14 @@ class DoorbellExpertClient(ExpertClient):
         self._servers.reject_newcomers(reason)
 
     def recover(self, timeout_s: float) -> None:
-        """Ends the device's work first, then starts over with all ranks."""
+        """Ends the work of the steps' stream first, then starts over with all ranks."""
         self._launcher.synchronize()
         self._start_over()
         self.wait_ready(timeout_s)
         self._recoveries += 1
 
     def _start_over(self) -> None:
-        """All slots are free, and epochs go on beyond everything outstanding. The device is idle."""
+        """All slots are free, and epochs go on beyond everything outstanding. No step is running."""
         kernel = self._mailbox.kernel
         self._generation += 1
         self._free = list(self._slots)

@@ -173,11 +173,14 @@ class CudaLauncher(DoorbellLauncher):
         )
 
     def synchronize(self) -> None:
-        """Returns when the work of all streams of the device has ended."""
-        _cuda.synchronize(self._device)
+        """Returns when the work of the current stream has ended: steps that ask expert servers run there.
+
+        Those of the prefill lane ask none, and are not waited for.
+        """
+        _cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
-        self.synchronize()
+        _cuda.synchronize(self._device)
         self._memory.close()
 
     @property

@@ -216,6 +216,8 @@ class ResidentExperts:
         self._slots = {layer: found for layer, found in slots.items() if found.count}
         self._kernels = kernels
         self._changes: queue.SimpleQueue[_Change] = queue.SimpleQueue()
+        # Set while another stream reads the slots: what was scheduled waits.
+        self.is_held = False
 
     @property
     def captures(self) -> bool:
@@ -289,7 +291,7 @@ class ResidentExperts:
 
     def begin_step(self) -> None:
         """Applies what was scheduled; called before every step, captured or not."""
-        while not self._changes.empty():
+        while not (self.is_held or self._changes.empty()):
             change = self._changes.get()
             try:
                 self.assign(change.layer, change.slot, change.expert, change.packed)

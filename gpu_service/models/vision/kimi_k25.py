@@ -37,7 +37,6 @@ class KimiTower(VisionTower):
         self._num_heads: int = vision_tower.config.num_attention_heads
 
     def encode(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         pooled = self.vision_tower(pixels, grid_thw=grid, return_dict=True).pooler_output
         projected: torch.Tensor = self.mm_projector(pooled)
         return projected.squeeze(1)[None]

@@ -39,7 +39,7 @@ class VisionTower(nn.Module, ABC):
 
         pixels `[P, ...]` as the family's image processor makes them, grid int64 `[1, 3]` with P patches.
         The first of the 1 + D replaces the embeddings of the image's N tokens, the others are added to the
-        stream behind the first D decoder layers (DeepStack, arXiv 2406.04334).
+        stream after the first D decoder layers (DeepStack, arXiv 2406.04334).
         """
 
     def parts(self, name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -55,7 +55,6 @@ class GridTower(VisionTower):
         self.visual = visual
 
     def encode(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         output: Any = self.visual(pixels, grid_thw=grid, return_dict=True)
         deep = getattr(output, "deepstack_features", None) or []
         return torch.stack([output.pooler_output, *deep])

@@ -290,8 +290,7 @@ class _Tile(NamedTuple):
     """What a program holds at a time; powers of two. Filled by `_tiles`."""
 
     chunk: int
-    # Of a state, carried along a request by one program.
-    columns: int
+    columns: int  # Of a state, carried along a request by one program.
     # Of the scan: with 3, one chunk is read while another one is computed.
     num_stages: int
     num_warps: int

@@ -27,8 +27,7 @@ class StreamTimes:
     first_token: float
     last_token: float
     tokens: int
-    # From this stream's own request to its first token.
-    time_to_first_token: float
+    time_to_first_token: float  # From this stream's own request to its first token.
 
     @property
     def inter_token(self) -> float:

@@ -1,7 +1,7 @@
 """`moebius bench kernels`: milliseconds per MoE layer on the CPU, and the limit of the same cores and run.
 
 Weights are random, in their packed form, and too many for the caches; rows choose experts at random. A layer
-can not be faster than reading the chosen experts once at full bandwidth, nor than computing all products at
+can not be faster than reading the chosen experts once at full bandwidth, nor than computing all GEMMs at
 the peak of the best unit; the limit is the larger of the two times.
 """
 
@@ -43,23 +43,16 @@ class KernelsOptions:
     shapes: Sequence[ExpertShape]
     formats: Sequence[str]
     rows: Sequence[int]
-    # Instead of `rows`: so many rows for every expert.
-    rows_per_expert: Sequence[int] = ()
+    rows_per_expert: Sequence[int] = ()  # Instead of `rows`: so many rows for every expert.
     # 0: every allowed cpu.
     threads: int = 0
     isa: Isa = "auto"
-    # Product kernel to force, by name.
-    kernel: str = "auto"
-    # Per layer; 0: those of the shape, or as many as fit.
-    experts: int = 0
-    # 0: as many as the caches can not hold.
-    layers: int = 0
-    # For packed weights, bytes; 0: half of what is available.
-    memory_bytes: int = 0
-    # Measuring time per row of the table.
-    seconds: float = 1.0
-    # Whether to print which kernel the engine takes for which number of rows.
-    print_plan: bool = False
+    kernel: str = "auto"  # GEMM kernel to force, by name.
+    experts: int = 0  # Per layer; 0: those of the shape, or as many as fit.
+    layers: int = 0  # 0: as many as the caches can not hold.
+    memory_bytes: int = 0  # For packed weights, bytes; 0: half of what is available.
+    seconds: float = 1.0  # Measuring time per row of the table.
+    print_plan: bool = False  # Whether to print which kernel the engine takes for which number of rows.
 
 
 @dataclass(frozen=True)
@@ -214,11 +207,10 @@ class KernelsRow:
     operations: float
     gb_per_second: float
     tflop_per_second: float
-    # Best read bandwidth of the run.
-    limit_gb_per_second: float
+    limit_gb_per_second: float  # Best read bandwidth of the run.
     # Median of the best pattern's bandwidth in turn with the calls: what a machine shared with others, whose
     # bandwidth comes and goes, gave at that time.
-    beside_gb_per_second: float
+    interleaved_gb_per_second: float
     limit_tflop_per_second: float
     limit_unit: str
     # max(weight_bytes / bandwidth, operations / peak)
@@ -226,8 +218,8 @@ class KernelsRow:
     ratio: float
     ratio_bandwidth: float
     ratio_peak: float
-    # Against beside_gb_per_second, and of the fastest call.
-    ratio_beside: float
+    # Against interleaved_gb_per_second, and of the fastest call.
+    ratio_interleaved: float
     ratio_min_ms: float
     note: str
 
@@ -240,7 +232,7 @@ def compare(measured: Measured, bandwidth: BandwidthLimit, peak: PeakLimit) -> K
     bytes_per_second, _ = bandwidth.best
     operations_per_second, unit = peak.best(row_type_of(measured.weight_format))
     limit = max(weight_bytes / bytes_per_second, operations / operations_per_second)
-    median, beside = times.median, statistics.median(times.beside)
+    median, interleaved = times.median, statistics.median(times.interleaved)
     return KernelsRow(
         shape=shape.name,
         hidden_size=shape.hidden_size,
@@ -266,14 +258,14 @@ def compare(measured: Measured, bandwidth: BandwidthLimit, peak: PeakLimit) -> K
         gb_per_second=weight_bytes / median / 1e9,
         tflop_per_second=operations / median / 1e12,
         limit_gb_per_second=bytes_per_second / 1e9,
-        beside_gb_per_second=beside / 1e9,
+        interleaved_gb_per_second=interleaved / 1e9,
         limit_tflop_per_second=operations_per_second / 1e12,
         limit_unit=unit,
         limit_ms=limit * 1e3,
         ratio=limit / median,
         ratio_bandwidth=weight_bytes / median / bytes_per_second,
         ratio_peak=operations / median / operations_per_second,
-        ratio_beside=weight_bytes / median / beside,
+        ratio_interleaved=weight_bytes / median / interleaved,
         ratio_min_ms=limit / min(times.seconds),
         note=held.note,
     )
@@ -291,6 +283,6 @@ TABLE = BenchTable[KernelsRow](
     Column("ratio", lambda row: f"{row.ratio:.3f}", 6),
     Column("of GB/s", lambda row: f"{row.ratio_bandwidth:.3f}"),
     Column("of peak", lambda row: f"{row.ratio_peak:.3f}"),
-    Column("interleaved", lambda row: f"{row.ratio_beside:.3f}"),
+    Column("interleaved", lambda row: f"{row.ratio_interleaved:.3f}"),
     Column("kernel", lambda row: row.kernel, 32, left=True),
 )

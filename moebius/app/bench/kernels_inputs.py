@@ -67,13 +67,13 @@ def parse_shapes(text: str) -> list[ExpertShape]:
     return list(SHAPES.values()) if text == "all" else [parse_shape(part) for part in text.split(",")]
 
 
-def parse_counts(text: str, option: str) -> list[int]:
-    """Comma-separated numbers >= 1. Raises UserError naming `option`."""
-    if not re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
-        raise UserError(
-            f"{option}: {text!r} is not allowed; allowed: numbers from 1 to 9999999, comma separated"
-        )
-    return [int(part) for part in text.split(",")]
+def parse_counts(text: str, option: str, most: int = 9_999_999) -> list[int]:
+    """Comma-separated numbers from 1 to `most`. Raises UserError naming `option`."""
+    if re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
+        counts = [int(part) for part in text.split(",")]
+        if max(counts) <= most:
+            return counts
+    raise UserError(f"{option}: {text!r} is not allowed; allowed: numbers from 1 to {most}, comma separated")
 
 
 def parse_isa(text: str) -> Isa:
@@ -165,14 +165,10 @@ def plan_working_set(
 class Routing:
     """One call's choice; filled by `uniform` and `exact`."""
 
-    # [rows, top_k] int32; -1 chooses nothing.
-    topk_ids: NDArray[np.int32]
-    # [rows, top_k] float32, each row's sum is 1.
-    topk_weights: NDArray[np.float32]
-    # Experts that at least one row chose.
-    distinct_experts: int
-    # (row, expert) pairs to compute.
-    pairs: int
+    topk_ids: NDArray[np.int32]  # [rows, top_k] int32; -1 chooses nothing.
+    topk_weights: NDArray[np.float32]  # [rows, top_k] float32, each row's sum is 1.
+    distinct_experts: int  # Experts that at least one row chose.
+    pairs: int  # (row, expert) pairs to compute.
 
     @property
     def rows(self) -> int:

@@ -33,8 +33,7 @@ class EngineSetting:
 
     cpus: Sequence[int]
     isa: Isa = "auto"
-    # Product kernel to force, by name; "auto": those that calibration finds.
-    kernel: str = "auto"
+    kernel: str = "auto"  # GEMM kernel to force, by name; "auto": those that calibration finds.
 
     def build(self, shape: ExpertShape, weight_format: str, experts: int, layers: int) -> ExpertEngine:
         """An engine with random packed weights in every layer. Raises UserError."""
@@ -65,8 +64,7 @@ class Times:
     # Means over the calls.
     distinct_experts: float
     pairs: float
-    # What `between` gave, every BETWEEN_SECONDS.
-    beside: Sequence[float] = ()
+    interleaved: Sequence[float] = ()  # What `between` gave, every BETWEEN_SECONDS.
 
     @property
     def median(self) -> float:
@@ -141,13 +139,13 @@ def measure(
     for number in range(WARMUP):
         call(number)
     times: list[float] = []
-    beside: list[float] = []
+    interleaved: list[float] = []
     begin = time.perf_counter()
     while len(times) < MIN_ITERATIONS or (
         time.perf_counter() < begin + seconds and len(times) < MAX_ITERATIONS
     ):
-        if between and time.perf_counter() >= begin + len(beside) * BETWEEN_SECONDS:
-            beside.append(between())
+        if between and time.perf_counter() >= begin + len(interleaved) * BETWEEN_SECONDS:
+            interleaved.append(between())
             call(WARMUP + len(times))  # wakes the engine's threads again
         times.append(call(WARMUP + len(times)))
     used = [calls[(WARMUP + number) % len(calls)] for number in range(len(times))]
@@ -155,7 +153,7 @@ def measure(
         times,
         statistics.fmean(chosen.distinct_experts for chosen in used),
         statistics.fmean(chosen.pairs for chosen in used),
-        beside,
+        interleaved,
     )
 
 

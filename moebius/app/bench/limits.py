@@ -35,12 +35,9 @@ class ReadPattern:
 
     # 0: one contiguous slice per thread; else blocks in random order, each taken by the next free thread.
     block_bytes: int
-    # Distance of software prefetch; 0: none.
-    prefetch_bytes: int
-    # Where prefetched lines go: "t0", "t1" or "nta".
-    hint: str
-    # Whether the buffer asks for 2 MiB pages.
-    huge_pages: bool
+    prefetch_bytes: int  # Distance of software prefetch; 0: none.
+    hint: str  # Where prefetched lines go: "t0", "t1" or "nta".
+    huge_pages: bool  # Whether the buffer asks for 2 MiB pages.
 
     def __str__(self) -> str:
         order = (
@@ -143,7 +140,7 @@ class PeakLimit:
         self.speeds[unit] = max(self.speeds[unit], self._measure(unit))
 
     def best(self, row_type: str) -> tuple[float, str]:
-        """Operations per second and name of the fastest unit that can compute products of `row_type`.
+        """Operations per second and name of the fastest unit that can compute GEMMs of `row_type`.
 
         bfloat16 and int8 values are exact in float32, so a float32 unit can always stand in.
         """

@@ -1,6 +1,6 @@
 """`moebius bench load`: how fast an expert server reads, requantises and packs a checkpoint.
 
-The checkpoint is synthetic and lies in tmpfs, so that no disk is measured. Beside each load stand the speeds
+The checkpoint is synthetic and lies in tmpfs, so that no disk is measured. Next to each load stand the speeds
 at which the same files can merely be read with as many threads. Every pass is a process of its own: peak
 resident size is part of the result, and memory that a process has used before is cheaper than fresh memory.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import json
-import math
 import mmap
 import os
 import re
@@ -22,15 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from moebius.app.bench.output import BenchTable, Column, write_json
+from moebius.app.random_model.shapes import RandomShape
+from moebius.app.random_model.tensors import ModelDraw, shards, write_shards
+from moebius.app.random_model.values import FORMATS, expert_format
 from moebius.errors import UserError
 from moebius.topology import Topology
 
@@ -54,9 +52,8 @@ class LoadRow:
     # Best of the repeats, planning included; and the time that all threads computed in it.
     seconds: float
     cpu_seconds: float
-    # Source bytes per second.
-    bytes_per_second: float
-    # Limits, see load_limits.py, and the load's share of them.
+    bytes_per_second: float  # Source bytes per second.
+    # Limits, see `read_speed`, and the load's share of them.
     read_bytes_per_second: float
     kept_bytes_per_second: float
     ratio: float
@@ -64,15 +61,14 @@ class LoadRow:
     # Growth of the resident size at its peak, beyond the packed weights, and what a layer's source has.
     peak_beyond_packed_bytes: int
     layer_bytes: int
-    # Largest of all layers.
-    relative_error: float
+    relative_error: float  # Largest of all layers.
 
 
 @dataclass(frozen=True)
 class LoadOptions:
     """Filled by the command line."""
 
-    shape: LoadShape
+    shape: RandomShape
     formats: tuple[str, ...]
     dtypes: tuple[str, ...] = DTYPES
     threads: int = 0  # 0: as many as cores and quota allow
@@ -112,7 +108,7 @@ def _check(option: str, values: tuple[str, ...], allowed: tuple[str, ...]) -> No
 
 
 def _measure_format(options: LoadOptions, name: str, directory: Path, threads: int) -> list[LoadRow]:
-    source = write_checkpoint(directory, options.shape, name)
+    source = write_checkpoint(directory, options.shape, name, threads)
     read, kept = (
         max(_read(directory, threads, kind) for _ in range(options.repeats)) for kind in ("reused", "kept")
     )
@@ -224,27 +220,7 @@ def peak_resident_bytes() -> int:
     return int(found[1]) * 1024
 
 
-Array = NDArray[Any]
-# safetensors dtype, array
-Tensor = tuple[str, Array]
-
-
-@dataclass(frozen=True)
-class LoadShape:
-    """Sizes of the synthetic model; filled by the command line."""
-
-    hidden_size: int = 2048
-    intermediate_size: int = 768
-    num_experts: int = 128
-    num_layers: int = 4
-
-    @property
-    def weights_per_layer(self) -> int:
-        """Of all experts."""
-        return 3 * self.hidden_size * self.intermediate_size * self.num_experts
-
-
-def parse_shape(text: str, layers: int) -> LoadShape:
+def parse_shape(text: str, layers: int) -> RandomShape:
     """ "HxIxE". Raises UserError."""
     try:
         hidden, intermediate, experts = (int(part) for part in text.split("x"))
@@ -252,109 +228,16 @@ def parse_shape(text: str, layers: int) -> LoadShape:
         hidden = intermediate = experts = 0
     if min(hidden, intermediate, experts) < 1:
         raise UserError(f"--shape: {text!r} is not allowed; allowed: HxIxE, three numbers >= 1")
-    return LoadShape(hidden, intermediate, experts, layers)
+    return RandomShape(text, layers, hidden, 1, 1, 2, intermediate, experts, min(8, experts), 1)
 
 
-def _bfloat16(rng: np.random.Generator, rows: int, cols: int) -> dict[str, Tensor]:
-    values = rng.standard_normal((rows, cols), np.float32) / 32
-    return {"weight": ("BF16", (values.view(np.uint32) >> 16).astype(np.uint16))}
-
-
-def _fp8_block(rng: np.random.Generator, rows: int, cols: int) -> dict[str, Tensor]:
-    # Below 0x78 no code is NaN, and magnitudes are spread as exponents are.
-    codes = rng.integers(0, 0x78, (rows, cols), np.uint8) | (rng.integers(0, 2, (rows, cols), np.uint8) << 7)
-    blocks = (math.ceil(rows / 128), math.ceil(cols / 128))
-    scales = rng.uniform(1e-4, 2e-4, blocks).astype(np.float32)
-    return {"weight": ("F8_E4M3", codes), "weight_scale_inv": ("F32", scales)}
-
-
-def _int4(rng: np.random.Generator, rows: int, cols: int) -> dict[str, Tensor]:
-    words = rng.integers(-(2**31), 2**31, (rows, math.ceil(cols / 8)), np.int32)
-    scales = rng.uniform(0.01, 0.02, (rows, math.ceil(cols / 32))).astype(np.float32)
-    return {
-        "weight_packed": ("I32", words),
-        "weight_scale": ("BF16", (scales.view(np.uint32) >> 16).astype(np.uint16)),
-        "weight_shape": ("I64", np.array([rows, cols], np.int64)),
-    }
-
-
-_INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
-# Format -> how a matrix is made, and quantization_config.
-FORMATS: Mapping[str, tuple[Callable[[np.random.Generator, int, int], dict[str, Tensor]], Any]] = {
-    "bfloat16": (_bfloat16, None),
-    "fp8_block": (_fp8_block, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-    "int4_g32": (
-        _int4,
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4_WEIGHTS}},
-        },
-    ),
-}
-
-
-def write_checkpoint(directory: Path, shape: LoadShape, name: str) -> int:
-    """Write the checkpoint; bytes of tensors. Experts repeat a few random ones, which no reader can tell."""
-    make, quantization = FORMATS[name]
-    rng = np.random.default_rng(0)
-    wide, tall = (shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size)
-    experts = [
-        {"gate_proj": make(rng, *wide), "up_proj": make(rng, *wide), "down_proj": make(rng, *tall)}
-        for _ in range(3)
-    ]
-    weight_map: dict[str, str] = {}
-    total = 0
-    for layer in range(shape.num_layers):
-        file = f"model-{layer + 1:05d}-of-{shape.num_layers:05d}.safetensors"
-        tensors = dict(_layer_tensors(layer, shape, experts))
-        weight_map |= dict.fromkeys(tensors, file)
-        total += _write_file(directory / file, tensors)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    config: dict[str, Any] = {
-        "model_type": "qwen3_moe",
-        "hidden_size": shape.hidden_size,
-        "moe_intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_experts": shape.num_experts,
-        "num_experts_per_tok": min(8, shape.num_experts),
-        "torch_dtype": "bfloat16",
-        # Of the parts that expert servers do not have, and that this checkpoint does not.
-        "vocab_size": 1,
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": 1,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 1,
-    }
-    if quantization is not None:
-        config["quantization_config"] = quantization
-    (directory / "config.json").write_text(json.dumps(config))
-    return total
-
-
-def _layer_tensors(
-    layer: int, shape: LoadShape, experts: list[dict[str, dict[str, Tensor]]]
-) -> Iterator[tuple[str, Tensor]]:
-    for expert in range(shape.num_experts):
-        for matrix, tensors in experts[(layer + expert) % len(experts)].items():
-            for suffix, tensor in tensors.items():
-                yield f"model.layers.{layer}.mlp.experts.{expert}.{matrix}.{suffix}", tensor
-
-
-def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    header: dict[str, Any] = {}
-    position = 0
-    for name, (dtype, array) in tensors.items():
-        end = position + array.nbytes
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [position, end]}
-        position = end
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
-    with path.open("wb") as stream:
-        stream.write(len(raw).to_bytes(8, "little") + raw)
-        for _, array in tensors.values():
-            stream.write(array.data)
-    return position
+def write_checkpoint(directory: Path, shape: RandomShape, name: str, threads: int = 2) -> int:
+    """Writes the routed experts of a random model, and nothing else of it; bytes of tensors."""
+    experts = expert_format(name)
+    layers = shards(ModelDraw(shape, experts, skew=0.0, seed=0))[: shape.num_layers]
+    routed = [[group for group in layer if ".experts." in group.tensors[0].name] for layer in layers]
+    (directory / "config.json").write_text(json.dumps(shape.hf_config(experts.config)))
+    return write_shards(directory, routed, threads)
 
 
 CHUNK_BYTES = 1 << 20

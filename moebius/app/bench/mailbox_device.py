@@ -44,17 +44,6 @@ class DeviceRow:
     ratio: float  # hand_off_us / limit_us
 
 
-def parse_numbers(text: str, option: str, most: int) -> tuple[int, ...]:
-    """Comma-separated numbers. Raises UserError naming the option and what is allowed."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1 or max(numbers) > most:
-        raise UserError(f"{option}: {text!r} is not allowed; allowed: numbers 1..{most}, comma separated")
-    return numbers
-
-
 def parse_signals(text: str) -> tuple[str, ...]:
     """Comma-separated names of `SIGNALS`. Raises UserError naming the one that is none."""
     signals = tuple(text.split(","))
@@ -283,8 +272,8 @@ class DeviceOptions:
     """Filled by the command line."""
 
     signals: tuple[str, ...]
-    servers: tuple[int, ...]
-    rows: tuple[int, ...]
+    servers: Sequence[int]
+    rows: Sequence[int]
     layers: int
     replays: int
     copy_kib: int | None  # from how many KiB the copy engine moves rows; None: measured

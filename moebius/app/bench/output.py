@@ -22,8 +22,7 @@ class Column(Generic[Row]):
     """One column; filled by the bench."""
 
     title: str
-    # A row's cell; "" where the row has none.
-    text: Callable[[Row], str]
+    text: Callable[[Row], str]  # A row's cell; "" where the row has none.
     # Characters of the widest cell; the title may be wider.
     width: int = 0
     left: bool = False

@@ -44,8 +44,7 @@ class Span:
     name: str
     begin: float
     end: float
-    # -1: the event has none.
-    correlation: int
+    correlation: int  # -1: the event has none.
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +142,7 @@ class StepsReport:
     # Of these, launched by themselves, between graphs.
     kernels_outside_graphs_per_step: float
     copies_per_step: float
-    # Waiting for expert servers counts as work: a kernel spins.
-    gpu_busy_share: float
+    gpu_busy_share: float  # Waiting for expert servers counts as work: a kernel spins.
     # Per step: handing rows to expert servers, and waiting for their answers.
     ring_microseconds: float
     wait_microseconds: float
@@ -154,8 +152,7 @@ class StepsReport:
     # Host functions and blocking calls within the steps, by name.
     host_functions: dict[str, int]
     blocking_calls: dict[str, int]
-    # The names that take most GPU time, microseconds per step.
-    longest_kernels: dict[str, float]
+    longest_kernels: dict[str, float]  # The names that take most GPU time, microseconds per step.
 
     @property
     def passed(self) -> bool:
@@ -231,7 +228,7 @@ def _longest(kernels: Sequence[Span], steps: int, count: int = 8) -> dict[str, f
 
 
 def table(report: StepsReport) -> str:
-    """For people."""
+    """The profile as a table for people."""
     rows = [
         ("steps", f"{report.steps}"),
         ("microseconds per step", f"{report.step_microseconds:.1f}"),
@@ -268,8 +265,7 @@ class StepsOptions:
     steps: int = 10
     prompt_len: int = 64
     temperature: float = 0.0
-    # Where the trace is kept, for a trace viewer; None: nowhere.
-    trace_file: Path | None = None
+    trace_file: Path | None = None  # Where the trace is kept, for a trace viewer; None: nowhere.
 
 
 def run(config: MoebiusConfig, options: StepsOptions, json_file: Path | None = None) -> StepsReport:

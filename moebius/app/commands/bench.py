@@ -8,15 +8,18 @@ from typing import Annotated
 import typer
 
 from moebius.api_keys import client_key
-from moebius.app.cli_options import with_settings
+from moebius.app.cli_options import (
+    ApiKey,
+    ApiKeyFile,
+    BaseUrl,
+    JsonFile,
+    ModelName,
+    log_warnings_only,
+    with_settings,
+)
 from moebius.app.commands.models import with_checkpoint
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the results there as JSON, too"),
-]
 
 app = typer.Typer(
     help="Measure, and compare with the limit measured in the same run.",
@@ -49,13 +52,14 @@ def mailbox(
         return
     if device != "cuda":
         raise UserError(f"--device: {device!r} is not allowed; allowed: cpu, cuda")
-    from moebius.app.bench.mailbox_device import MAX_ROWS, DeviceOptions, parse_numbers, parse_signals
+    from moebius.app.bench.kernels_inputs import parse_counts
+    from moebius.app.bench.mailbox_device import MAX_ROWS, DeviceOptions, parse_signals
     from moebius.app.bench.mailbox_device import run as run_on_device
 
     options = DeviceOptions(
         signals=parse_signals(signal),
-        servers=parse_numbers(servers, "--servers", 16),
-        rows=parse_numbers(rows, "--rows", MAX_ROWS),
+        servers=parse_counts(servers, "--servers", 16),
+        rows=parse_counts(rows, "--rows", MAX_ROWS),
         layers=layers,
         replays=replays,
         copy_kib=copy_kib,
@@ -66,12 +70,10 @@ def mailbox(
 
 @app.command()
 def decode(
-    base_url: Annotated[str, typer.Option(help="Running server")] = "http://127.0.0.1:8000",
-    model: Annotated[str, typer.Option(help="Model name [default: the server's first]")] = "",
-    api_key: Annotated[str, typer.Option(help="Bearer token (shows in `ps`)")] = "",
-    api_key_file: Annotated[
-        str, typer.Option(help="File whose first key is the bearer token", metavar="FILE")
-    ] = "",
+    base_url: BaseUrl = "http://127.0.0.1:8000",
+    model: ModelName = "",
+    api_key: ApiKey = "",
+    api_key_file: ApiKeyFile = "",
     streams: Annotated[str, typer.Option(help="Numbers of concurrent streams")] = "1,8,32",
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per stream")] = 128,
     checkpoint: Annotated[
@@ -81,14 +83,10 @@ def decode(
     json_file: JsonFile = None,
 ) -> None:
     """Tokens per second, time to first token and inter-token latency of a running server."""
-    try:
-        counts = [int(part) for part in streams.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise UserError(f"--streams: {streams!r} is not allowed; allowed: numbers >= 1, comma separated")
     from moebius.app.bench.decode import run
+    from moebius.app.bench.kernels_inputs import parse_counts
 
+    counts = parse_counts(streams, "--streams")
     run(base_url, model, client_key(api_key, api_key_file), counts, max_tokens, checkpoint, json_file)
 
 
@@ -107,7 +105,7 @@ def kernels(
     ] = "",
     threads: Annotated[int, typer.Option(help="0: one per allowed CPU")] = 0,
     isa: Annotated[str, typer.Option(help="Instruction-set level")] = "auto",
-    kernel: Annotated[str, typer.Option(help="Product kernel to force, by name")] = "auto",
+    kernel: Annotated[str, typer.Option(help="GEMM kernel to force, by name")] = "auto",
     experts: Annotated[int, typer.Option(min=0, help="Per layer; 0: the model's, or what fits")] = 0,
     layers: Annotated[int, typer.Option(min=0, help="0: more than the caches can hold")] = 0,
     memory: Annotated[float, typer.Option(min=0, help="GiB for weights; 0: half of what is free")] = 0,
@@ -200,7 +198,7 @@ def engine(
     from moebius.app.bench.engine.run import EngineBenchOptions, run
     from moebius.app.bench.kernels_inputs import parse_counts
 
-    _quiet()
+    log_warnings_only("bench")
     options = EngineBenchOptions(
         streams=parse_counts(streams, "--streams"),
         prompt_len=prompt_len,
@@ -235,7 +233,7 @@ def placement(
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.bench.placement import PlacementOptions, run
 
-    _quiet()
+    log_warnings_only("bench")
     percent = ratios.split(",")
     if not all(part.isdecimal() for part in percent):
         raise UserError(
@@ -268,7 +266,7 @@ def steps(
     _torch_first()
     from moebius.app.bench.steps import StepsOptions, run
 
-    _quiet()
+    log_warnings_only("bench")
     run(with_checkpoint(config), StepsOptions(streams, count, prompt_len, temperature, trace), json_file)
 
 
@@ -284,11 +282,3 @@ def start(config: MoebiusConfig, json_file: JsonFile = None) -> None:
 def _torch_first() -> None:
     """Before the kernels' modules: on a CUDA host with torch 2.11, `import torch` crashed after them."""
     import torch  # noqa: F401
-
-
-def _quiet() -> None:
-    """Warnings only: the table is what is asked for."""
-    from moebius.config import TelemetryConfig
-    from moebius.telemetry import configure_logging
-
-    configure_logging(TelemetryConfig(log_level="warning"), "bench")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from moebius.api_keys import client_key
+from moebius.app.cli_options import ApiKey, ApiKeyFile, BaseUrl, ModelName
 from moebius.app.client import ApiClient
 
 Message = dict[str, str]
@@ -22,8 +23,7 @@ class Answer:
     text: str
     completion_tokens: int
     time_to_first_token: float
-    # From the request to the last token.
-    total_time: float
+    total_time: float  # From the request to the last token.
 
     @property
     def tokens_per_second(self) -> float:
@@ -37,13 +37,11 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def chat(
         prompt: Annotated[str, typer.Option(help="Ask this, print the answer, end")] = "",
-        base_url: Annotated[str, typer.Option(help="Server to talk to")] = "http://127.0.0.1:8000",
-        model: Annotated[str, typer.Option(help="Model name [default: the server's first]")] = "",
+        base_url: BaseUrl = "http://127.0.0.1:8000",
+        model: ModelName = "",
         system: Annotated[str, typer.Option(help="System message")] = "",
-        api_key: Annotated[str, typer.Option(help="Bearer token (shows in `ps`)")] = "",
-        api_key_file: Annotated[
-            str, typer.Option(help="File whose first key is the bearer token", metavar="FILE")
-        ] = "",
+        api_key: ApiKey = "",
+        api_key_file: ApiKeyFile = "",
         max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, tokens")] = 1024,
         temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.7,
     ) -> None:

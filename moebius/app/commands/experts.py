@@ -126,12 +126,9 @@ SETTLE_S = 0.1
 class ExpertStats:
     """Sums over all layers since the server started; filled by `read_expert_stats`."""
 
-    # MoE forwards: one per layer and step.
-    calls: int
-    # Token rows in them.
-    rows: int
-    # Wall time spent computing, seconds.
-    busy_seconds: float
+    calls: int  # MoE forwards: one per layer and step.
+    rows: int  # Token rows in them.
+    busy_seconds: float  # Wall time spent computing, seconds.
 
 
 def read_expert_stats(address: str) -> ExpertStats:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moebius.app.cli_options import with_settings
+from moebius.app.cli_options import JsonFile, with_settings
 from moebius.app.commands.models import check_files, with_checkpoint
 from moebius.config import MoebiusConfig
 
@@ -46,9 +45,7 @@ def plan(
         str, typer.Option(help="Numbers of streams to predict, comma separated")
     ] = "1,4,16,32",
     fill: Annotated[bool, typer.Option(help="Put as many experts on GPUs as fit, where none are set")] = True,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the plan there as JSON, too")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Say what a model takes and how fast it will be; exit status 1: it does not fit, and what would."""
     from moebius.app.bench.kernels_inputs import parse_counts

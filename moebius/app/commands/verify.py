@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moebius.app.cli_options import with_settings
+from moebius.app.cli_options import JsonFile, log_warnings_only, with_settings
 from moebius.app.commands.models import with_checkpoint
 from moebius.config import MoebiusConfig
 
@@ -35,9 +35,7 @@ def verify(
     min_top1: Annotated[
         float | None, typer.Option(help="Smallest share of same most probable tokens", min=0, max=1)
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON, too")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Compare the experts as they will be served with a reference; exit status 1: beyond a threshold."""
     from rich.console import Console
@@ -47,10 +45,8 @@ def verify(
     from moebius.app.bench.output import write_json
     from moebius.app.verify.report import Thresholds, print_result
     from moebius.app.verify.run import VerifyOptions, verify_model
-    from moebius.config import TelemetryConfig
-    from moebius.telemetry import configure_logging
 
-    configure_logging(TelemetryConfig(log_level="warning"), "verify")
+    log_warnings_only("verify")
     thresholds = Thresholds(max_expert_error, max_kl, min_top1)
     options = VerifyOptions(against, tokens, layers, text, thresholds)
     with Progress(console=Console(stderr=True), transient=True) as progress:

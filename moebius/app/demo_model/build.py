@@ -127,7 +127,7 @@ def _build(target: Path, progress: ProgressCallback, gguf: Path | None) -> None:
             f"disk full: {target.parent} has {free >> 20} MiB free, "
             f"building the demo model needs {REQUIRED_BYTES >> 20} MiB"
         )
-    # Beside the target, so that the final rename stays on one file system and is atomic.
+    # Next to the target, so that the final rename stays on one file system and is atomic.
     with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as temporary:
         downloads, output = Path(temporary) / "downloads", Path(temporary) / "checkpoint"
         downloads.mkdir()

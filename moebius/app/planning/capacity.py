@@ -76,8 +76,7 @@ class Wish:
 
     context: int | None = None
     concurrency: int | None = None
-    # Numbers of streams that decode speed is predicted for.
-    streams: tuple[int, ...] = (1, 4, 16, 32)
+    streams: tuple[int, ...] = (1, 4, 16, 32)  # Numbers of streams that decode speed is predicted for.
 
     @property
     def is_demanded(self) -> bool:
@@ -118,14 +117,12 @@ class CapacityPlan:
     budgets: Mapping[str, int]
     residency: Residency
     kv: KvPool
-    # Where the times of expert kernels are from: MEASURED_HERE or ASSUMED.
-    expert_kernels: str
+    expert_kernels: str  # Where the times of expert kernels are from: MEASURED_HERE or ASSUMED.
     # Tokens of each stream that speeds are predicted for.
     context: int
     decode: tuple[Speed, ...]
     prefill: Speed
-    # What the reader has to know: what is assumed, what was not read.
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # What the reader has to know: what is assumed, what was not read.
 
     @property
     def total(self) -> int:
@@ -133,12 +130,12 @@ class CapacityPlan:
         return sum(part.nbytes for part in self.components)
 
     def total_of(self, place: str) -> int:
-        """Of the components in one place."""
+        """Bytes of all components in one place."""
         return total_bytes(self.components, place)
 
     @property
     def places(self) -> tuple[str, ...]:
-        """GPUs by rank, then RAM."""
+        """All places: GPUs by rank, then RAM."""
         return tuple(dict.fromkeys(part.place for part in self.components))
 
     @property

@@ -37,18 +37,15 @@ class Hardware:
     """Filled by `detect.hardware`; bytes, bytes per second, operations per second."""
 
     gpus: int
-    # None: no GPU, the engine computes on the CPU.
-    gpu: GpuModel | None
-    # What all processes together may take of the host's memory.
-    ram_bytes: int
+    gpu: GpuModel | None  # None: no GPU, the engine computes on the CPU.
+    ram_bytes: int  # What all processes together may take of the host's memory.
     # NUMA nodes that expert servers are spread over.
     sockets: int
     cores: int
     # Of all sockets together.
     bandwidth: float
     cpu_flops: float
-    # Instruction set of the kernels; a key of ASSUMED_CORE_FLOPS.
-    isa: str
+    isa: str  # Instruction set of the kernels; a key of ASSUMED_CORE_FLOPS.
     # What expert servers measured here; empty when they did not, or when options describe other processors.
     kernel_times: tuple[PanelTimes, ...] = ()
     # Field -> "given", "detected", "measured", "table" or "assumed".
@@ -69,10 +66,8 @@ class HardwareOptions:
     cores: int | None = None
     bandwidth_gbs: float | None = None
     cpu_tflops: float | None = None
-    # A key of ASSUMED_CORE_FLOPS; "auto": this host's.
-    isa: str = "auto"
-    # Measure bandwidth and peak where they are not given.
-    measure: bool = False
+    isa: str = "auto"  # A key of ASSUMED_CORE_FLOPS; "auto": this host's.
+    measure: bool = False  # Measure bandwidth and peak where they are not given.
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +79,7 @@ class GpuModel:
     # Bytes per second of its own memory, and of the link to the host in one direction.
     bandwidth: float
     link: float
-    # Operations per second, a multiplication and an addition being two.
-    flops: float
+    flops: float  # Operations per second, a multiplication and an addition being two.
 
 
 def _gpu(name: str, mib: int, gigabytes: float, teraflops: float, link: float) -> GpuModel:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moebius.checkpoint.expert_layouts import LAYER_PREFIXES, LAYOUTS
+from moebius.checkpoint.expert_layouts import EXPERT_TENSOR_LAYOUTS, LAYER_PREFIXES
 from moebius.checkpoint.index import NUMPY_DTYPES, has_weights
 from moebius.checkpoint.matrix_finder import MatrixFinder
 from moebius.checkpoint.quantisation import read_schemes
@@ -37,10 +37,8 @@ class StoredExperts:
     gate_up: str
     down: str
     has_bias: bool
-    # Intermediate channels may be divided at multiples of this.
-    group: int
-    # Of one expert, as stored.
-    nbytes: int
+    group: int  # Intermediate channels may be divided at multiples of this.
+    nbytes: int  # Of one expert, as stored.
 
 
 def stored_experts(directory: str | Path, geometry: MoeGeometry) -> dict[int, StoredExperts]:
@@ -59,7 +57,7 @@ def stored_experts(directory: str | Path, geometry: MoeGeometry) -> dict[int, St
 
 
 def _declared(directory: str | Path, geometry: MoeGeometry, layer: int) -> StoredExperts:
-    layout = LAYOUTS[family_of(geometry.model_type).names.layouts[0]]
+    layout = EXPERT_TENSOR_LAYOUTS[family_of(geometry.model_type).names.layouts[0]]
     finder = MatrixFinder({}, Path(directory), read_schemes(directory))
     gate, down = (
         finder.declared(f"{LAYER_PREFIXES[0]}{layer}.{template.name.format(expert=0)}")
@@ -202,8 +200,7 @@ class Component:
     place: str
     part: str
     nbytes: int
-    # NUMA node of an expert server where the machine has several; -1: any.
-    node: int = -1
+    node: int = -1  # NUMA node of an expert server where the machine has several; -1: any.
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,17 +299,17 @@ class Residency:
 
     @property
     def count(self) -> int:
-        """Over all layers."""
+        """Resident experts of all layers."""
         return sum(self.by_layer.values())
 
     @property
     def share(self) -> float:
-        """Of all routed experts."""
+        """Resident experts over all routed experts, 0 to 1."""
         return self.count / max(1, self.num_experts * len(self.by_layer))
 
     @property
     def is_everything(self) -> bool:
-        """No expert server is needed."""
+        """Whether all experts are resident, so that no expert server is needed."""
         return all(count == self.num_experts for count in self.by_layer.values())
 
 

@@ -143,7 +143,7 @@ class Planner:
             raise DoesNotFit(str(error)) from error
 
     def _all_held(self, residency: Residency) -> list[ExpertMemory]:
-        """Of every rank."""
+        """What the ranks hold, one after the other."""
         return [self._held(rank, residency) for rank in range(len(self.forecast.ranks))]
 
     def _held(self, rank: int, residency: Residency) -> ExpertMemory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -17,13 +16,13 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from moebius.app.bench.output import write_json
 from moebius.app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from moebius.app.planning.hardware import HardwareOptions, hardware
 from moebius.app.planning.planner import plan_capacity
 from moebius.app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE, Speed
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
-from moebius.errors import UserError
 from moebius.models.read import read_geometry
 
 GIB = 2**30
@@ -147,14 +146,6 @@ def _speed(row: Speed) -> dict[str, Any]:
     return found
 
 
-def write_document(plan: CapacityPlan, path: Path) -> None:
-    """Raises UserError when the file can not be written."""
-    try:
-        path.write_text(json.dumps(document(plan), indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"--json {path}: {error.strerror}") from None
-
-
 EXIT_DOES_NOT_FIT = 1
 
 
@@ -175,7 +166,7 @@ def run(
         raise typer.Exit(EXIT_DOES_NOT_FIT) from error
     print_plan(found)
     if json_file is not None:
-        write_document(found, json_file)
+        write_json(document(found), json_file)
     return found
 
 
@@ -199,7 +190,7 @@ def _refuse_incomplete(config: MoebiusConfig) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keys of config.json that nothing reads are news when a model is loaded, not when it is planned."""
+    """Keys of config.json that nothing reads are reported when a model is loaded, not when it is planned."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     try:

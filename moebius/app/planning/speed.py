@@ -77,14 +77,12 @@ class Work:
     dense_bytes: int
     dense_elements: int
     kv_token_bytes: float
-    # Width of all query heads of a rank, for the operations of attention.
-    attention_width: int
+    attention_width: int  # Width of all query heads of a rank, for the operations of attention.
     # Of one expert: in the servers' RAM, on a rank's GPU, and its weights.
     expert_bytes: float
     resident_expert_bytes: float
     expert_weights: int
-    # None: not measured on this host, or planned for another one.
-    expert_times: ExpertTimes | None
+    expert_times: ExpertTimes | None  # None: not measured on this host, or planned for another one.
     # Of all experts; routing is taken to be even.
     resident_share: float
     servers: int
@@ -122,7 +120,7 @@ class StepSeconds:
 
     @property
     def bound_by(self) -> str:
-        """The largest part."""
+        """The name of the part that takes longest."""
         return max(self.parts, key=self.parts.__getitem__)
 
 
@@ -134,8 +132,7 @@ class Speed:
     rows: int
     tokens_per_second: float
     seconds: StepSeconds
-    # Different experts of a layer that a step touches.
-    distinct_experts: float
+    distinct_experts: float  # Different experts of a layer that a step touches.
 
 
 def predict_decode(work: Work, hardware: Hardware, streams: Sequence[int], context: int) -> tuple[Speed, ...]:

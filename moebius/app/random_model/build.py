@@ -79,8 +79,7 @@ class RandomModelOptions:
     # "random", or "chain": each token has one successor, whatever came before it.
     head: str = "random"
     seed: int = 0
-    # 0: one per allowed CPU.
-    threads: int = 0
+    threads: int = 0  # 0: one per allowed CPU.
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,7 @@ class TensorGroup:
     """Tensors that are drawn together; one thread's piece of work."""
 
     tensors: tuple[TensorSpec, ...]
-    # Arrays in the order of `tensors`.
-    draw: Callable[[], Sequence[Array]]
+    draw: Callable[[], Sequence[Array]]  # Arrays in the order of `tensors`.
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class ModelDraw:
 
     @property
     def constant(self) -> float:
-        """Element 0 of every embedding."""
+        """The value of element 0 of every embedding row: a direction that all tokens share."""
         return CONSTANT * math.sqrt(self.shape.hidden_size)
 
     def normed_constant(self, layer: int) -> float:

@@ -124,8 +124,7 @@ class ExpertFormat:
     parts: Callable[[int, int], list[Part]]
     # Arrays in the order of `parts`: (rng, out, in, deviation, whether row 0 is zero).
     draw: Callable[[np.random.Generator, int, int, float, bool], list[Array]]
-    # quantization_config of config.json.
-    config: dict[str, Any] | None
+    config: dict[str, Any] | None  # quantization_config of config.json.
 
 
 def _bfloat16_parts(rows: int, cols: int) -> list[Part]:

@@ -16,7 +16,7 @@ SPARED_FROM = 8
 
 
 @dataclass(frozen=True)
-class ExpertPlacement:
+class ServerBinding:
     """Where one expert server runs; filled by `place_experts`."""
 
     # -1: not bound, because the machine has one node (or none that we may use).
@@ -37,7 +37,7 @@ def usable_cpus() -> tuple[dict[int, tuple[int, ...]], float | None]:
 
 def place_experts(
     node_cpus: Mapping[int, Sequence[int]], num_servers: int, quota: float | None, num_engines: int = 0
-) -> tuple[ExpertPlacement, ...]:
+) -> tuple[ServerBinding, ...]:
     """Spreads servers over nodes, and each node's CPUs over its servers; every server gets one at least.
 
     `node_cpus` maps NUMA node -> CPUs we may use there (nodes without any are left out). `quota` is the
@@ -60,7 +60,7 @@ def place_experts(
             threads = max(1, threads - -(-num_engines // len(nodes)))
         if quota is not None:
             threads = max(1, min(threads, int(quota / num_servers)))
-        placements.append(ExpertPlacement(node if len(nodes) > 1 else -1, cpus, threads))
+        placements.append(ServerBinding(node if len(nodes) > 1 else -1, cpus, threads))
     return tuple(placements)
 
 
@@ -104,7 +104,7 @@ def _numa_node(device: Path) -> int:
 
 
 @dataclass(frozen=True)
-class RankPlacement:
+class RankBinding:
     """One engine process; filled by `place_ranks`."""
 
     rank: int
@@ -126,7 +126,7 @@ def runs_on_gpus(config: MoebiusConfig, gpus: Sequence[Gpu]) -> bool:
 
 def place_ranks(
     config: MoebiusConfig, gpus: Sequence[Gpu], node_cpus: Mapping[int, Sequence[int]]
-) -> tuple[RankPlacement, ...]:
+) -> tuple[RankBinding, ...]:
     """One placement per rank; `node_cpus` maps NUMA node -> CPUs we may use there.
 
     Raises ConfigError when there are more ranks than GPUs.
@@ -144,9 +144,9 @@ def place_ranks(
         usable = sum(len(cpus) for cpus in node_cpus.values())
         # Ranks on CPUs share the machine; alone, the engine leaves a core to its other threads itself.
         threads = config.gpu.gpu_threads or (max(1, usable // count) if count > 1 else 0)
-        return tuple(RankPlacement(rank, (), threads) for rank in range(count))
+        return tuple(RankBinding(rank, (), threads) for rank in range(count))
     threads = config.gpu.gpu_threads
-    return tuple(RankPlacement(rank, _near(rank, gpus, node_cpus), threads) for rank in range(count))
+    return tuple(RankBinding(rank, _near(rank, gpus, node_cpus), threads) for rank in range(count))
 
 
 def _near(rank: int, gpus: Sequence[Gpu], node_cpus: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ def rank_address(config: MoebiusConfig) -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def rank_settings(config: MoebiusConfig, placed: RankPlacement) -> MoebiusConfig:
+def rank_settings(config: MoebiusConfig, placed: RankBinding) -> MoebiusConfig:
     """The settings of one engine process; only rank 0 has metrics."""
     parallel = config.parallel.model_copy(update={"rank": placed.rank})
     own: dict[str, object] = {"gpu_threads": placed.threads}

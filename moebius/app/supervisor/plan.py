@@ -27,8 +27,8 @@ from moebius.app.supervisor.health import (
     Timing,
 )
 from moebius.app.supervisor.placement import (
-    ExpertPlacement,
-    RankPlacement,
+    RankBinding,
+    ServerBinding,
     find_gpus,
     place_experts,
     place_ranks,
@@ -118,7 +118,7 @@ class _Member:
 
 
 def _members(
-    config: MoebiusConfig, placements: Sequence[ExpertPlacement], ranks: Sequence[RankPlacement]
+    config: MoebiusConfig, placements: Sequence[ServerBinding], ranks: Sequence[RankBinding]
 ) -> list[_Member]:
     """All processes in the order of their start: those that load most first."""
     members = []
@@ -196,7 +196,7 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
-def _placements(config: MoebiusConfig) -> tuple[ExpertPlacement, ...]:
+def _placements(config: MoebiusConfig) -> tuple[ServerBinding, ...]:
     """One placement per expert server to start.
 
     None when gpu_service computes the experts itself, or reaches servers that somebody else started.
@@ -255,7 +255,7 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
     )
 
 
-def _expert_settings(config: MoebiusConfig, index: int, placement: ExpertPlacement) -> MoebiusConfig:
+def _expert_settings(config: MoebiusConfig, index: int, placement: ServerBinding) -> MoebiusConfig:
     """The settings of one expert server."""
     experts = config.experts
     port = experts.expert_metrics_port
@@ -271,7 +271,7 @@ def _expert_settings(config: MoebiusConfig, index: int, placement: ExpertPlaceme
 
 
 def _weight_files(
-    config: MoebiusConfig, model: MoeGeometry, directory: Path, placements: Sequence[ExpertPlacement]
+    config: MoebiusConfig, model: MoeGeometry, directory: Path, placements: Sequence[ServerBinding]
 ) -> tuple[WeightFile, ...]:
     """Memory for every server's packed experts; none where the user gave a directory for it."""
     if config.experts.expert_weights_dir != str(directory):

@@ -144,17 +144,20 @@ class ManagedProcess:
         """Plans the restart of a process that has ended; returns the pause in seconds.
 
         Pauses double from failure to failure, up to a limit, and begin anew once it has done its work: who
-        kills a healthy process again and again does not make it slower to return. Up to half of each is
+        kills a healthy process again and again does not make it slower to return. The first one then counts
+        from when it became ready, so that one that worked for longer returns at once. Up to half of each is
         left out by chance, so that processes that died together do not return together each time.
         """
+        served_s = 0.0
         if self.ready and (self.has_served or now - self._ready_since >= STABLE_AFTER_S):
             self._failures_in_a_row = 0
+            served_s = now - self._ready_since
         hopeless = (USER_ERROR_EXIT, WRONG_IDENTITY_EXIT)
         failed_by_user = self.exit_code in hopeless and not self.ready
         self._user_errors_in_a_row = self._user_errors_in_a_row + 1 if failed_by_user else 0
         longest = self._timing.restart_backoff_s * 2.0 ** min(self._failures_in_a_row, 60)
         longest = min(longest, self._timing.restart_backoff_max_s)
-        pause = self._jitter(longest / 2, longest)
+        pause = max(0.0, self._jitter(longest / 2, longest) - served_s)
         self._failures_in_a_row += 1
         self.ready = False
         self.kill()  # whatever it left in its process group

@@ -166,7 +166,7 @@ class Supervisor:
         """Watches and restarts the processes until a signal comes or `until()` is true.
 
         Raises StartupError when a process can not be brought back: without it no request is answered, and
-        whoever started us is told to look.
+        whoever started us is asked to look.
         """
         while not self.stopping and not until():
             now = time.monotonic()

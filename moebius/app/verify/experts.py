@@ -152,7 +152,7 @@ class ReferenceExperts(LocalExpertClient):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Answers are kept."""
+        """Inside, answers of the served format are kept for comparison."""
         self._records = True
         try:
             yield

@@ -18,8 +18,7 @@ class Thresholds:
 
     max_expert_error: float | None = None
     max_kl: float | None = None
-    # Share of tokens with the same most probable next token; None: not judged.
-    min_top1: float | None = None
+    min_top1: float | None = None  # Share of tokens with the same most probable next token; None: not judged.
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,15 @@ class LayerResult:
     layer: int
     # Packed formats of gate and up, and of down; empty: no experts were compared.
     formats: tuple[str, ...] = ()
-    # What rounding cost the weights themselves.
-    weight_error: float | None = None
+    weight_error: float | None = None  # What rounding cost the weights themselves.
     # Of the experts' weighted sum, given the reference's rows and choices: of servers' experts, of the GPU's.
     cpu_error: float | None = None
     gpu_error: float | None = None
     allowed_error: float | None = None
-    # Every expert of the layer alone; empty: none was compared.
-    experts: tuple[ExpertError, ...] = ()
+    experts: tuple[ExpertError, ...] = ()  # Every expert of the layer alone; empty: none was compared.
     # Share of the reference's chosen experts that ours chose, too, each given its own hidden states.
     routing_agreement: float | None = None
-    # Of the residual stream after the layer: all that has come together so far.
-    hidden_error: float = 0.0
+    hidden_error: float = 0.0  # Of the residual stream after the layer: all that has come together so far.
 
     @property
     def worst_expert(self) -> ExpertError | None:
@@ -160,11 +156,11 @@ class VerifyResult:
 
     @property
     def passed(self) -> bool:
-        """The verdict."""
+        """Whether every check passed."""
         return all(check.passed for check in self.checks())
 
     def document(self) -> dict[str, Any]:
-        """For the JSON file."""
+        """The result as the JSON file has it."""
         found = asdict(self)
         for layer, written in zip(self.layers, found["layers"], strict=True):
             worst = layer.worst_expert

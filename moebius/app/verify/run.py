@@ -56,8 +56,7 @@ class Tokens:
     """Filled by `read_tokens`."""
 
     ids: torch.Tensor  # int64 [T]
-    # "tokenizer", or "bytes": the checkpoint has none, and its perplexity means nothing.
-    source: str
+    source: str  # "tokenizer", or "bytes": the checkpoint has none, and its perplexity means nothing.
 
 
 def read_tokens(model: Path, text_file: Path | None, limit: int, vocab_size: int) -> Tokens:
@@ -211,7 +210,7 @@ class Comparison:
         )
 
     def _on_layer(self, layer: int, hidden_states: torch.Tensor) -> None:
-        """Our layer is done."""
+        """Called when our side has computed a layer."""
         error = relative_error(hidden_states, self._sums.pop(layer))
         self.results[layer] = replace(self.results.get(layer, LayerResult(layer)), hidden_error=error)
 

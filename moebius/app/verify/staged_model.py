@@ -55,8 +55,7 @@ class StagedModel:
     config: ModelConfig
     gpu: GpuConfig
     device: torch.device
-    # As many as can be: mostly one layer each.
-    num_stages: int
+    num_stages: int  # As many as can be: mostly one layer each.
 
     @staticmethod
     def open(config: MoebiusConfig, directory: Path, device: torch.device) -> StagedModel:
@@ -100,7 +99,7 @@ class LoadedStage:
     ) -> torch.Tensor:
         """From the hidden states `[T, H]` of the stage before (None: the first) to those after this one.
 
-        `token_ids` int64 `[T]` are one request's. Behind the last stage: after the final norm.
+        `token_ids` int64 `[T]` are one request's. After the last stage: after the final norm.
         """
         shape = cache_shape(self.of.gpu, self.model.rank_config, self.of.device)
         tokens = token_ids.shape[0]

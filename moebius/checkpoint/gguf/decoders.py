@@ -32,7 +32,7 @@ def _q4_0(blocks: Bytes) -> Floats:
 
 
 def _q8_0(blocks: Bytes) -> Floats:
-    """Factor; 32 int8."""
+    """A float16 factor, then 32 int8."""
     return np.multiply(blocks[:, 2:].view(np.int8), float16_factors(blocks[:, :2]), dtype=np.float32)
 
 
@@ -40,7 +40,7 @@ def _scales_and_mins(blocks: Bytes) -> tuple[Floats, Floats]:
     """Of Q4_K and Q5_K, `[blocks, 8]` each: what codes are multiplied by, and less by then.
 
     Products of the two factors and of whole numbers 6 bits wide, exact in float32. Of these 12 bytes hold
-    the first four whole, and of the others two bits beside them.
+    the first four whole, and of the others two bits next to them.
     """
     packed = blocks[:, 4:16]
     low, high, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
@@ -112,7 +112,7 @@ def q6_k_codes(blocks: Bytes) -> Bytes:
 
 
 def q6_k_scales(blocks: Bytes) -> Floats:
-    """16 int8 behind the codes times the factor behind them, `[blocks, 16]`."""
+    """16 int8 after the codes times the factor after them, `[blocks, 16]`."""
     return float16_factors(blocks[:, 208:]) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
 
 

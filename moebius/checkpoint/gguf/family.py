@@ -34,12 +34,9 @@ class GgufFamily:
     # general.architecture of the files. Of several families of one architecture that whose `gating` the file
     # names is read, without any the first by name.
     architecture: str
-    # Key below the architecture's name -> key of config.json, besides `COMMON_KEYS`.
-    keys: Mapping[str, str]
-    # expert_gating_func of the family: 1 softmax, 2 sigmoid, 3 softmax over the chosen.
-    gating: int
-    # What the family's code decides.
-    constants: Config = field(default_factory=dict)
+    keys: Mapping[str, str]  # Key below the architecture's name -> key of config.json, besides `COMMON_KEYS`.
+    gating: int  # expert_gating_func of the family: 1 softmax, 2 sigmoid, 3 softmax over the chosen.
+    constants: Config = field(default_factory=dict)  # What the family's code decides.
     # What follows from several keys, or from which tensors there are; given the config so far.
     derive: Callable[[MetadataKeys, Config], Config] = _nothing
     # Numbers of YaRN that the family has besides the common ones.

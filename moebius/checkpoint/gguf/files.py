@@ -10,7 +10,7 @@ from moebius.checkpoint.errors import CheckpointError
 SUFFIX = ".gguf"
 # As llama.cpp's gguf-split names the parts.
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-# Vision towers lie beside the model in files of their own.
+# Vision towers lie next to the model in files of their own.
 _COMPANION = re.compile(r"(?:mmproj|mtp)[-_.].*|.*[-_.]mmproj[-_.].*", re.IGNORECASE)
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 

@@ -44,12 +44,9 @@ class GgufTensor:
 
     name: str
     file: Path
-    # Number of its quantisation type, as ggml counts them.
-    type_number: int
-    # Of values, outermost axis first (the file has them the other way round).
-    shape: tuple[int, ...]
-    # First byte of the data, counted from the start of the file.
-    offset: int
+    type_number: int  # Number of its quantisation type, as ggml counts them.
+    shape: tuple[int, ...]  # Of values, outermost axis first (the file has them the other way round).
+    offset: int  # First byte of the data, counted from the start of the file.
 
 
 @dataclass(frozen=True)

@@ -28,17 +28,17 @@ class LinearHeads:
 
     @property
     def repeats(self) -> int:
-        """Value heads of each key head."""
+        """Value heads per key head."""
         return self.value_heads // self.key_heads
 
     @property
     def key_size(self) -> int:
-        """Of all queries, or all keys."""
+        """Channels of all heads' queries, and as many of all keys."""
         return self.key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
-        """Of all values, or all gates."""
+        """Channels of all heads' values, and as many of all gates."""
         return self.value_heads * self.value_dim
 
     @property
@@ -55,9 +55,9 @@ class LinearHeads:
         return stored.swapaxes(0, 1).reshape(-1)
 
     def mixed_rows(self) -> Order:
-        """Where each key head's query, key, values and gates lie behind one another, head by head.
+        """Where each key head's query, key, values and gates follow one another, head by head.
 
-        Stored are all queries, all keys and all values, and in a second tensor behind these all gates.
+        Stored are all queries, all keys and all values, and in a second tensor after these all gates.
         """
         keys, values = self.key_size, self.value_size
         begins = (0, keys, 2 * keys, 2 * keys + values)

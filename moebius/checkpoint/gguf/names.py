@@ -19,13 +19,13 @@ from typing import Literal
 #   key_pairs    the same for keys
 #   key_part     [heads, rank, nope], the part of kv_b_proj that makes keys, transposed per head
 #   value_part   [heads, value, rank], the part of kv_b_proj that makes values
-#   centered     a norm's weight, here less 1
+#   one_plus_weight  a norm's weight, here less 1
 #   decay        -exp(A_log) of linear attention, here A_log
 #   taps         a convolution's weights, here with an axis of one input channel
 #   mixed_part   queries, keys and values of linear attention, which here lie by key head
-#   gate_part    the gates beside them
+#   gate_part    the gates next to them
 #   tiled_...    value heads alternate between the key heads they belong to; here those of one follow each
-#                other: rows, rows behind queries and keys, decay, taps, columns
+#                other: rows, rows after queries and keys, decay, taps, columns
 Change = Literal[
     "same",
     "row",
@@ -33,7 +33,7 @@ Change = Literal[
     "key_pairs",
     "key_part",
     "value_part",
-    "centered",
+    "one_plus_weight",
     "decay",
     "taps",
     "mixed_part",
@@ -50,17 +50,15 @@ Change = Literal[
 class GgufRule:
     """One row of the table."""
 
-    # Matched against the whole name.
-    pattern: str
-    # `re` replacement template; None: the tensor is nobody's (left out on purpose).
-    replacement: str | None
+    pattern: str  # Matched against the whole name.
+    replacement: str | None  # `re` replacement template; None: the tensor is nobody's (left out on purpose).
     # A published name that the rule applies to, and what becomes of it.
     example: tuple[str, str | None]
     change: Change = "same"
 
 
 def gguf_top(name: str, canonical: str, change: Change = "same") -> GgufRule:
-    """Of a tensor outside of layers."""
+    """The GGUF name of a tensor outside of layers."""
     return GgufRule(re.escape(name), canonical, (name, canonical), change)
 
 
@@ -119,12 +117,12 @@ COMMON_RULES: tuple[GgufRule, ...] = (
 )
 
 # Of families whose norms, but for that inside linear attention, hold their weight less 1: the files add it.
-CENTERED_NORM_RULES = (
-    gguf_top("output_norm.weight", "model.norm.weight", "centered"),
-    gguf_layer("attn_norm.weight", "input_layernorm.weight", "centered"),
-    gguf_layer("post_attention_norm.weight", "post_attention_layernorm.weight", "centered"),
-    gguf_layer("attn_q_norm.weight", "self_attn.q_norm.weight", "centered"),
-    gguf_layer("attn_k_norm.weight", "self_attn.k_norm.weight", "centered"),
+ONE_PLUS_WEIGHT_NORM_RULES = (
+    gguf_top("output_norm.weight", "model.norm.weight", "one_plus_weight"),
+    gguf_layer("attn_norm.weight", "input_layernorm.weight", "one_plus_weight"),
+    gguf_layer("post_attention_norm.weight", "post_attention_layernorm.weight", "one_plus_weight"),
+    gguf_layer("attn_q_norm.weight", "self_attn.q_norm.weight", "one_plus_weight"),
+    gguf_layer("attn_k_norm.weight", "self_attn.k_norm.weight", "one_plus_weight"),
     gguf_layer("ssm_norm.weight", "linear_attn.norm.weight"),
 )
 

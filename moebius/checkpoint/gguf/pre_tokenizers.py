@@ -48,12 +48,9 @@ _KIMI_K2 = (r"[\p{Han}]+|" + _cased_words(r"&&[^\p{Han}]", _REST),)
 class PreTokenizer:
     """One row of the table."""
 
-    # Patterns whose matches are pieces; empty: GPT-2's.
-    patterns: tuple[str, ...] = ()
-    # Whether text is composed (NFC) first.
-    composes: bool = False
-    # Whether every digit is a piece.
-    single_digits: bool = False
+    patterns: tuple[str, ...] = ()  # Patterns whose matches are pieces; empty: GPT-2's.
+    composes: bool = False  # Whether text is composed (NFC) first.
+    single_digits: bool = False  # Whether every digit is a piece.
 
     @property
     def normalizer(self) -> normalizers.Normalizer | None:

@@ -105,7 +105,7 @@ def _taps(model: GgufModel, info: TensorInfo) -> TensorInfo:
 
 
 def _tiled(mixed: bool) -> Callable[[GgufModel, TensorInfo], TensorInfo]:
-    """Rows by value head, put back behind one another; `mixed`: queries and keys lie before them."""
+    """Rows by value head, put back one after another; `mixed`: queries and keys lie before them."""
 
     def change(model: GgufModel, info: TensorInfo) -> TensorInfo:
         heads = linear_heads(model)
@@ -157,7 +157,7 @@ _STEPS: Mapping[Change, tuple[_Step, ...]] = {
     "row": (_row,),
     "query_pairs": (_halves_of_pairs("attention.head_count"),),
     "key_pairs": (_halves_of_pairs("attention.head_count_kv"),),
-    "centered": (_applied(_less_one),),
+    "one_plus_weight": (_applied(_less_one),),
     "decay": (_applied(_log_of_negative),),
     "taps": (_taps,),
     "tiled_rows": (_tiled(mixed=False),),

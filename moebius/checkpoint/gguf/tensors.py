@@ -18,8 +18,8 @@ from moebius.checkpoint.gguf.values import Dequantised, PartOfBlocks
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo
 from moebius.checkpoint.matrix_finder import side_name
 
-# Keys of `expert_layouts.LAYOUTS`: how GGUF files have experts.
-LAYOUTS = ("stacked_projections", "stacked_gate_up")
+# Keys of `expert_layouts.EXPERT_TENSOR_LAYOUTS`: how GGUF files have experts.
+STACKED_LAYOUTS = ("stacked_projections", "stacked_gate_up")
 # Values that were quantised in blocks nothing packs are packed as this: nearly exact, at 2 bytes a weight.
 PACKED_AS = "bfloat16"
 _ROUTED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(?P<which>gate_up|gate|up|down)_proj\.weight")
@@ -50,10 +50,10 @@ def gguf_index(model_path: str | Path, model: GgufModel, rules: tuple[GgufRule, 
             f"{model.file}: tensors that {model.architecture} is not known to have: "
             f"{', '.join(sorted(unknown))}"
         )
-    # Some files have the whole beside its parts.
+    # Some files have the whole next to its parts.
     missing = {name: by_change for name, by_change in parts.items() if name not in tensors}
     tensors |= {name: merged(model, name, by_change) for name, by_change in missing.items()}
-    return CheckpointIndex(Path(model_path), tensors, LAYOUTS)
+    return CheckpointIndex(Path(model_path), tensors, STACKED_LAYOUTS)
 
 
 def _check_new(
@@ -97,12 +97,12 @@ def _derived(
 
 
 def _raw(stored: StoredBlocks) -> TensorInfo:
-    """The blocks as bytes, `[planes, rows, bytes of a row]`."""
+    """The blocks as bytes, `[matrices, rows, bytes of a row]`."""
     *outer, cols = stored.shape
-    planes = outer[0] if len(outer) == 2 else 1
+    matrices = outer[0] if len(outer) == 2 else 1
     width = cols // stored.type.weights * stored.type.nbytes
     return TensorInfo(
-        stored.name, stored.file, "U8", (planes, outer[-1], width), stored.offset, stored.nbytes
+        stored.name, stored.file, "U8", (matrices, outer[-1], width), stored.offset, stored.nbytes
     )
 
 

@@ -21,7 +21,7 @@ from moebius.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 # Kinds of pieces, as tokenizer.ggml.token_type numbers them.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
-_ADVICE = "put the model's tokenizer.json beside the file"
+_ADVICE = "put the model's tokenizer.json next to the file"
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,8 @@ class GgufTokenizer:
     """Filled by `read_tokenizer`."""
 
     backend: Tokenizer
-    # Jinja; empty: the file has none.
-    chat_template: str
-    # `bos_token`, `eos_token`, ... as chat templates read them.
-    named_tokens: Mapping[str, str]
+    chat_template: str  # Jinja; empty: the file has none.
+    named_tokens: Mapping[str, str]  # `bos_token`, `eos_token`, ... as chat templates read them.
 
 
 class Vocabulary:
@@ -59,7 +57,7 @@ class Vocabulary:
         return {token: number for number, token in enumerate(self.tokens)}
 
     def of_type(self, kind: int) -> list[str]:
-        """Tokens of that kind."""
+        """Tokens of that type (`token_type`)."""
         types = self.get("token_type") or ()
         return [token for token, found in zip(self.tokens, types, strict=False) if found == kind]
 

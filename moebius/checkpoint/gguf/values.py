@@ -24,12 +24,10 @@ class Dequantised:
     """Float32 values of quantised blocks; whole blocks are decoded and the columns between them dropped."""
 
     type: BlockType
-    # U8 [planes, rows, bytes of a row].
-    stored: TensorInfo
+    stored: TensorInfo  # U8 [matrices, rows, bytes of a row].
 
-    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
-        """See `DerivedValues`."""
-        found, first = _read_blocks(reader, self.type, self.stored, plane, rows, cols)
+    def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
+        found, first = _read_blocks(reader, self.type, self.stored, stack_index, rows, cols)
         values = self.type.dequantise(found)
         begin = cols.start - first * self.type.weights
         return values[:, begin : begin + len(cols)]
@@ -40,15 +38,15 @@ class PartOfBlocks:
     """Codes, scales or mins of quantised blocks, as `block_parts` takes them."""
 
     type: BlockType
-    # U8 [planes, rows, bytes of a row].
+    # U8 [matrices, rows, bytes of a row].
     stored: TensorInfo
     part: BlockPart
 
-    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
-        """See `DerivedValues`; columns are elements of the part."""
+    def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
+        """Columns are elements of the part."""
         step = self.part.step
         wanted = range(cols.start * step, cols.stop * step)
-        found, first = _read_blocks(reader, self.type, self.stored, plane, rows, wanted)
+        found, first = _read_blocks(reader, self.type, self.stored, stack_index, rows, wanted)
         blocks = found.reshape(-1, self.type.nbytes)
         per_block = self.type.weights // step
         output = np.empty((len(blocks), per_block), NUMPY_DTYPES[self.part.dtype])
@@ -66,12 +64,11 @@ class GatheredRows:
     """
 
     sources: tuple[TensorInfo, ...]
-    # [rows], for each row its place in the sources, one after the other.
-    order: NDArray[np.intp]
+    order: NDArray[np.intp]  # [rows], for each row its place in the sources, one after the other.
 
-    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
-        """See `DerivedValues`; a stack's matrices have one row each, so that a plane is a row."""
-        wanted = self.order[plane + np.arange(rows.start, rows.stop, rows.step)]
+    def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
+        """Matrices of a stack have one row each, so that `stack_index` is a row."""
+        wanted = self.order[stack_index + np.arange(rows.start, rows.stop, rows.step)]
         ends = np.cumsum([source.shape[0] for source in self.sources])
         ascending = np.argsort(wanted, kind="stable")
         places = wanted[ascending]
@@ -101,11 +98,9 @@ class GatheredColumns:
     """Columns of a matrix in another order; all of them are read, whichever are wanted."""
 
     source: TensorInfo
-    # [columns], for each column its place in the source.
-    order: NDArray[np.intp]
+    order: NDArray[np.intp]  # [columns], for each column its place in the source.
 
-    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
-        """See `DerivedValues`."""
+    def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
         block = reader.read_slice(self.source, slice(rows.start, rows.stop, rows.step))
         picked: NDArray[np.generic] = block[:, self.order[cols.start : cols.stop : cols.step]]
         return picked
@@ -118,8 +113,7 @@ class Applied:
     source: TensorInfo
     function: Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
-    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
-        """See `DerivedValues`."""
+    def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
         return self.function(_rows_of(reader, self.source, rows, cols, False).astype(np.float32, copy=False))
 
 
@@ -127,19 +121,17 @@ class Applied:
 class MergedHeads:
     """kv_b_proj of latent attention from its two parts: per head, rows that make keys, then values."""
 
-    # [heads, rank, nope].
-    keys: TensorInfo
-    # [heads, value, rank].
-    values: TensorInfo
+    keys: TensorInfo  # [heads, rank, nope].
+    values: TensorInfo  # [heads, value, rank].
 
-    def read(self, reader: SliceReader, plane: int, rows: range, cols: range) -> NDArray[np.generic]:
-        """See `DerivedValues`; float32."""
+    def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
+        """In float32."""
         size = self.keys.shape[2] + self.values.shape[1]
         heads = range(rows.start // size, -(-rows.stop // size))
         parts: list[NDArray[np.float32]] = []
         for head in heads:
-            keys = as_float32(reader.read_slice(self.keys, plane=head), self.keys.dtype)
-            values = as_float32(reader.read_slice(self.values, plane=head), self.values.dtype)
+            keys = as_float32(reader.read_slice(self.keys, stack_index=head), self.keys.dtype)
+            values = as_float32(reader.read_slice(self.values, stack_index=head), self.values.dtype)
             parts += [keys.T, values]
         merged = np.concatenate(parts)
         begin = heads.start * size
@@ -171,7 +163,7 @@ def _rows_of(
 
 
 def _read_blocks(
-    reader: SliceReader, kind: BlockType, stored: TensorInfo, plane: int, rows: range, cols: range
+    reader: SliceReader, kind: BlockType, stored: TensorInfo, stack_index: int, rows: range, cols: range
 ) -> tuple[Bytes, int]:
     """uint8 `[rows, blocks * nbytes]` of the blocks that hold the columns, and the first block's position."""
     first, last = cols.start // kind.weights, -(-cols.stop // kind.weights)
@@ -179,6 +171,6 @@ def _read_blocks(
         stored,
         slice(rows.start, rows.stop, rows.step),
         slice(first * kind.nbytes, last * kind.nbytes),
-        plane,
+        stack_index,
     )
     return np.ascontiguousarray(found).view(np.uint8), first

@@ -16,12 +16,10 @@ from moebius.models.rope import read_rope
 if TYPE_CHECKING:
     from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
-_MTP = drop(r"model\.mtp_.*", "model.mtp_emb_norm.0.weight")
+_MTP = drop("model.mtp_**")
 _BIAS = rename(
-    r"(model\.layers\.\d+\.mlp\.)moe_statics\.(e_score_correction_bias)",
-    r"\1gate.\2",
-    "model.layers.3.mlp.moe_statics.e_score_correction_bias",
-    "model.layers.3.mlp.gate.e_score_correction_bias",
+    "model.layers.*.mlp.moe_statics.e_score_correction_bias",
+    "model.layers.*.mlp.gate.e_score_correction_bias",
 )
 
 

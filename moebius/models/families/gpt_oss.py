@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import ALL_SPARSE_KEYS, Config, GgufFamily, rotated
-from moebius.models.common import read_common
+from moebius.models.common import read_common, read_windows
 from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
@@ -14,14 +14,8 @@ from moebius.models.rope import read_rope
 
 if TYPE_CHECKING:
     from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
-from moebius.models.common import read_windows
 
-_ROUTER = rename(
-    r"(model\.layers\.\d+\.mlp\.)router\.(weight|bias)",
-    r"\1gate.\2",
-    "model.layers.0.mlp.router.bias",
-    "model.layers.0.mlp.gate.bias",
-)
+_ROUTER = rename("model.layers.*.mlp.router.**", "model.layers.*.mlp.gate.**")
 
 
 def read_gpt_oss(hf: HfKeys) -> ModelConfig:

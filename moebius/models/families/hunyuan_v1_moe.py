@@ -143,30 +143,10 @@ FAMILIES = (
         TensorNames(
             (
                 ROTARY,
-                rename(
-                    r"(model\.layers\.\d+\.self_attn\.)query_layernorm\.(.*)",
-                    r"\1q_norm.\2",
-                    "model.layers.0.self_attn.query_layernorm.weight",
-                    "model.layers.0.self_attn.q_norm.weight",
-                ),
-                rename(
-                    r"(model\.layers\.\d+\.self_attn\.)key_layernorm\.(.*)",
-                    r"\1k_norm.\2",
-                    "model.layers.0.self_attn.key_layernorm.weight",
-                    "model.layers.0.self_attn.k_norm.weight",
-                ),
-                rename(
-                    r"(model\.layers\.\d+\.mlp\.gate\.)wg\.(.*)",
-                    r"\1\2",
-                    "model.layers.0.mlp.gate.wg.weight",
-                    "model.layers.0.mlp.gate.weight",
-                ),
-                rename(
-                    r"(model\.layers\.\d+\.mlp\.)shared_mlp\.(.*)",
-                    r"\1shared_experts.\2",
-                    "model.layers.0.mlp.shared_mlp.up_proj.weight",
-                    "model.layers.0.mlp.shared_experts.up_proj.weight",
-                ),
+                rename("model.layers.*.self_attn.query_layernorm.**", "model.layers.*.self_attn.q_norm.**"),
+                rename("model.layers.*.self_attn.key_layernorm.**", "model.layers.*.self_attn.k_norm.**"),
+                rename("model.layers.*.mlp.gate.wg.**", "model.layers.*.mlp.gate.**"),
+                rename("model.layers.*.mlp.shared_mlp.**", "model.layers.*.mlp.shared_experts.**"),
             )
         ),
     ),

@@ -5,38 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moebius.models.config import ModelConfig, VisionConfig
-from moebius.models.families.deepseek_v3 import read_deepseek_v3
+from moebius.models.families.deepseek import read_deepseek_v3
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.names import RenameRule, TensorNames, drop, rename
 
-_TEXT = rename(
-    r"language_model\.(.*)",
-    r"\1",
-    "language_model.model.norm.weight",
-    "model.norm.weight",
-)
+_TEXT = rename("language_model.**", "**")
 # Transformers 5 calls decoder layers blocks when it writes them, and puts one norm elsewhere.
-_BLOCKS = rename(
-    r"language_model\.model\.blocks\.(.*)",
-    r"model.layers.\1",
-    "language_model.model.blocks.0.input_layernorm.weight",
-    "model.layers.0.input_layernorm.weight",
-)
-_VISION = drop(r"(?:vision_tower|(?:model\.)?mm_projector)\..*", "vision_tower.encoder.blocks.0.norm0.weight")
-
-
-_BLOCK, _LAYER = r"vision_tower\.encoder\.blocks\.(\d+)\.", r"vision_tower.layers.\1."
+_BLOCKS = rename("language_model.model.blocks.**", "model.layers.**")
+_VISION = (drop("vision_tower.**"), drop("mm_projector.**"), drop("model.mm_projector.**"))
 
 
 def _kimi_block(theirs: str, ours: str) -> RenameRule:
     """Of a tensor of each encoder layer."""
-    return rename(
-        _BLOCK + theirs.replace(".", r"\.") + r"\.(weight|bias)",
-        _LAYER + ours + r".\2",
-        f"vision_tower.encoder.blocks.3.{theirs}.weight",
-        f"vision_tower.layers.3.{ours}.weight",
-    )
+    return rename(f"vision_tower.encoder.blocks.*.{theirs}.**", f"vision_tower.layers.*.{ours}.**")
 
 
 _TOWER = (
@@ -46,50 +28,16 @@ _TOWER = (
     _kimi_block("mlp.fc1", "mlp.fc2"),
     _kimi_block("wo", "attn.proj"),
     _kimi_block("wqkv", "attn.qkv_proj"),
-    rename(
-        r"vision_tower\.encoder\.(final_layernorm\..*)",
-        r"vision_tower.\1",
-        "vision_tower.encoder.final_layernorm.bias",
-        "vision_tower.final_layernorm.bias",
-    ),
-    rename(
-        r"vision_tower\.patch_embed\.pos_emb\.weight",
-        "vision_tower.patch_embed.pos_emb.position_embeddings",
-        "vision_tower.patch_embed.pos_emb.weight",
-        "vision_tower.patch_embed.pos_emb.position_embeddings",
-    ),
-    rename(
-        r"mm_projector\.proj\.0\.(.*)",
-        r"mm_projector.in_proj.\1",
-        "mm_projector.proj.0.weight",
-        "mm_projector.in_proj.weight",
-    ),
-    rename(
-        r"mm_projector\.proj\.2\.(.*)",
-        r"mm_projector.out_proj.\1",
-        "mm_projector.proj.2.weight",
-        "mm_projector.out_proj.weight",
-    ),
+    rename("vision_tower.encoder.final_layernorm.**", "vision_tower.final_layernorm.**"),
+    rename("vision_tower.patch_embed.pos_emb.weight", "vision_tower.patch_embed.pos_emb.position_embeddings"),
+    rename("mm_projector.proj.0.**", "mm_projector.in_proj.**"),
+    rename("mm_projector.proj.2.**", "mm_projector.out_proj.**"),
     # As transformers 5 writes them.
-    rename(
-        r"vision_tower\.encoder\.(patch_embed\.proj\..*)",
-        r"vision_tower.\1",
-        "vision_tower.encoder.patch_embed.proj.weight",
-        "vision_tower.patch_embed.proj.weight",
-    ),
-    rename(
-        r"model\.(mm_projector\.pre_norm\..*)",
-        r"\1",
-        "model.mm_projector.pre_norm.weight",
-        "mm_projector.pre_norm.weight",
-    ),
+    rename("vision_tower.encoder.patch_embed.proj.**", "vision_tower.patch_embed.proj.**"),
+    rename("model.mm_projector.pre_norm.**", "mm_projector.pre_norm.**"),
     # All others are called alike; names that the modules do not have are an error, not left out.
-    rename(
-        r"((?:vision_tower|mm_projector)\..*)",
-        r"\1",
-        "vision_tower.patch_embed.proj.weight",
-        "vision_tower.patch_embed.proj.weight",
-    ),
+    rename("vision_tower.**", "vision_tower.**"),
+    rename("mm_projector.**", "mm_projector.**"),
 )
 
 
@@ -118,7 +66,7 @@ FAMILIES = (
     Family(
         "kimi_k25",
         read_kimi_k25,
-        TensorNames((_VISION, _BLOCKS, _TEXT)),
+        TensorNames((*_VISION, _BLOCKS, _TEXT)),
         VisionFamily(_read_kimi_vision, _TOWER, tower="Kimi_K25", processor="kimi"),
     ),
 )

@@ -11,10 +11,8 @@ from moebius.models.names import MINIMAX_GATE, ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
 _BIAS = rename(
-    r"(model\.layers\.\d+\.)block_sparse_moe\.(e_score_correction_bias)",
-    r"\1mlp.gate.\2",
-    "model.layers.0.block_sparse_moe.e_score_correction_bias",
-    "model.layers.0.mlp.gate.e_score_correction_bias",
+    "model.layers.*.block_sparse_moe.e_score_correction_bias",
+    "model.layers.*.mlp.gate.e_score_correction_bias",
 )
 
 

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily, rotated
 from moebius.models.common import read_common, read_softmax_router, read_sparse_layers, refuse_used_window
 from moebius.models.config import ModelConfig, MoeConfig
-from moebius.models.family import Family
+from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TEXT, VISION, VISUAL, TensorNames
-from moebius.models.rope import read_rope
+from moebius.models.rope import SectionDefaults, read_rope
+from moebius.models.vision import read_grid_vision
 
 if TYPE_CHECKING:
     from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
-from moebius.models.family import VisionFamily
-from moebius.models.rope import SectionDefaults
-from moebius.models.vision import read_grid_vision
 
 _SECTIONS = SectionDefaults((24, 20, 20), interleaved=True)
 

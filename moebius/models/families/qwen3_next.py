@@ -1,46 +1,144 @@
-"""Qwen3-Next and Qwen3-Coder-Next: linear attention with one input projection for all, gated attention."""
+"""Qwen3-Next, Qwen3-Coder-Next and Qwen3.5-MoE: linear attention, and gated attention in a quarter of the
+layers.
+
+Qwen3-Next has one input projection for all of linear attention; Qwen3.5 has separate ones, a router in every
+layer, positions in three dimensions and a vision tower.
+"""
 
 from __future__ import annotations
 
-from moebius.checkpoint.gguf.family import GgufFamily
-from moebius.checkpoint.gguf.names import CENTERED_NORM_RULES, gguf_layer, gguf_linear
-from moebius.models.common import read_common, read_mtp_layers, read_softmax_router, read_sparse_layers
-from moebius.models.config import ModelConfig
-from moebius.models.family import Family
+from typing import TYPE_CHECKING, Any
+
+from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily, rotated
+from moebius.checkpoint.gguf.linear_heads import linear_heads
+from moebius.checkpoint.gguf.names import ONE_PLUS_WEIGHT_NORM_RULES, gguf_layer, gguf_linear
+from moebius.models.common import FULL, read_common, read_mtp_layers, read_softmax_router, read_sparse_layers
+from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig, RouterConfig
+from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
-from moebius.models.linear import (
-    LINEAR_KEYS,
-    MTP_KEYS,
-    PARTIAL_FACTOR,
-    gguf_linear_attention,
-    read_gated_moe,
-    read_linear_attention,
-)
-from moebius.models.names import MTP, ROTARY, SHARED, TensorNames
-from moebius.models.rope import read_rope
+from moebius.models.names import MTP, ROTARY, SHARED, TEXT, TEXT_SHARED, VISION, VISUAL, TensorNames
+from moebius.models.rope import SectionDefaults, read_rope
+from moebius.models.vision import read_grid_vision
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
+
+LINEAR = "linear_attention"
+# Of the published models: a quarter of a head is rotated.
+PARTIAL_FACTOR = 0.25
+MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+LINEAR_KEYS = SPARSE_KEYS | {
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+# Time, height and width have parts of what is rotated.
+_SECTIONS = SectionDefaults((11, 11, 10), interleaved=True)
+
+
+def read_linear_attention(hf: HfKeys, num_layers: int, *, interleaved: bool) -> LinearAttentionConfig:
+    """Sizes, and `layer_types`; without such a list, every `full_attention_interval`-th layer attends.
+
+    Raises ModelConfigError for a list of another length, an unknown type, value heads that key heads do not
+    divide, or a model without layers of either kind.
+    """
+    interval = hf.integer("full_attention_interval", default=4)
+    default = tuple(LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers))
+    kinds = hf.strings("layer_types") or default
+    if len(kinds) != num_layers:
+        raise hf.error("layer_types", list(kinds), f"one type for each of the {num_layers} layers")
+    if unknown := [kind for kind in kinds if kind not in (FULL, LINEAR)]:
+        raise hf.error("layer_types", unknown[0], f"{FULL}, {LINEAR}")
+    if set(kinds) != {FULL, LINEAR}:
+        raise hf.error("layer_types", list(kinds), "layers of both types")
+    key_heads = hf.integer("linear_num_key_heads", default=16)
+    value_heads = hf.integer("linear_num_value_heads", default=32)
+    if value_heads % key_heads:
+        raise hf.error("linear_num_value_heads", value_heads, f"a multiple of {key_heads} (key heads)")
+    return LinearAttentionConfig(
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_head_dim=hf.integer("linear_key_head_dim", default=128),
+        value_head_dim=hf.integer("linear_value_head_dim", default=128),
+        conv_width=hf.integer("linear_conv_kernel_dim", default=4, minimum=2),
+        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+        interleaved=interleaved,
+    )
+
+
+def read_gated_moe(hf: HfKeys, router: RouterConfig, layers: frozenset[int]) -> MoeConfig:
+    """Shared experts are weighed by a gate of their own."""
+    shared = hf.integer("shared_expert_intermediate_size")
+    return MoeConfig(router, hf.integer("moe_intermediate_size"), shared, layers, shared_gate=True)
 
 
 def read_qwen3_next(hf: HfKeys) -> ModelConfig:
     """Qwen3-Next and Qwen3-Coder-Next."""
     common = read_common(hf)
     router = read_softmax_router(hf, renormalizes=True)
-    layers = read_sparse_layers(hf, common["num_layers"])
+    return _config(hf, common, router, read_sparse_layers(hf, common["num_layers"]), interleaved=True)
+
+
+def read_qwen3_5_moe(hf: HfKeys) -> ModelConfig:
+    """The language model of Qwen3.5-MoE: every layer is MoE, and a token has three positions."""
+    common = read_common(hf, dense_size=0)
+    # Of layers that the family does not have, of the router that it always has, of states, which are float32
+    # here, and of prediction.
+    hf.skip("intermediate_size", "norm_topk_prob", "mamba_ssm_dtype", "mtp_use_dedicated_embeddings")
+    hf.refuse("mlp_only_layers", [])
+    if not hf.boolean("attn_output_gate", default=True):
+        raise hf.error("attn_output_gate", False, "true")
+    # Of linear attention's outputs; those of layers that attend have a sigmoid.
+    hf.refuse("output_gate_type", "silu", "swish")
+    router = RouterConfig(
+        num_experts=hf.integer("num_experts", "num_local_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="softmax",
+        post="renormalize",
+    )
+    layers = frozenset(range(common["num_layers"]))
+    return _config(hf, common, router, layers, interleaved=False, mrope=_SECTIONS)
+
+
+def _config(
+    hf: HfKeys,
+    common: dict[str, Any],
+    router: RouterConfig,
+    layers: frozenset[int],
+    *,
+    interleaved: bool,
+    mrope: SectionDefaults | None = None,
+) -> ModelConfig:
+    """`layers`: those with experts; `interleaved`: how the input projection of linear attention is laid
+    out.
+    """
     return ModelConfig(
         **common,
-        model_type="qwen3_next",
-        rope=read_rope(hf, common["head_dim"], default_partial_factor=PARTIAL_FACTOR),
+        model_type=hf.string("model_type"),
+        rope=read_rope(hf, common["head_dim"], default_partial_factor=PARTIAL_FACTOR, mrope=mrope),
         moe=read_gated_moe(hf, router, layers),
         qk_norm=True,
         output_gate=True,
         output_bias=common["attention_bias"],
         one_plus_weight_norms=True,
-        linear=read_linear_attention(hf, common["num_layers"], interleaved=True),
+        linear=read_linear_attention(hf, common["num_layers"], interleaved=interleaved),
         num_mtp_layers=read_mtp_layers(hf, *MTP_KEYS),
     )
 
 
-_RULES = (
-    *CENTERED_NORM_RULES,
+def gguf_linear_attention(keys: MetadataKeys, config: Config) -> Config:
+    """Layers without softmax attention have a decay."""
+    heads = linear_heads(keys.model)
+    keys.skip("full_attention_interval", "ssm.inner_size")
+    own = keys.layers_with("ssm_a")
+    kinds = [LINEAR if layer in own else FULL for layer in range(config["num_hidden_layers"])]
+    return rotated(keys, config) | {"layer_types": kinds, "linear_value_head_dim": heads.value_dim}
+
+
+_NEXT_RULES = (
+    *ONE_PLUS_WEIGHT_NORM_RULES,
     gguf_layer("attn_qkv.weight", "linear_attn.in_proj_qkvz.weight", "mixed_part"),
     gguf_layer("attn_gate.weight", "linear_attn.in_proj_qkvz.weight", "gate_part"),
     # Early files have both in one, as published.
@@ -51,6 +149,32 @@ _RULES = (
     gguf_layer("ssm_conv1d.weight", "linear_attn.conv1d.weight", "taps"),
     *gguf_linear("ssm_out", "linear_attn.out_proj"),
 )
+_RULES_3_5 = (
+    *ONE_PLUS_WEIGHT_NORM_RULES,
+    gguf_layer("attn_qkv.weight", "linear_attn.in_proj_qkv.weight", "tiled_mixed"),
+    gguf_layer("attn_gate.weight", "linear_attn.in_proj_z.weight", "tiled_rows"),
+    gguf_layer("ssm_beta.weight", "linear_attn.in_proj_b.weight", "tiled_rows"),
+    gguf_layer("ssm_alpha.weight", "linear_attn.in_proj_a.weight", "tiled_rows"),
+    gguf_layer("ssm_a", "linear_attn.A_log", "tiled_decay"),
+    gguf_layer("ssm_dt.bias", "linear_attn.dt_bias", "tiled_rows"),
+    gguf_layer("ssm_conv1d.weight", "linear_attn.conv1d.weight", "tiled_taps"),
+    gguf_layer("ssm_out.weight", "linear_attn.out_proj.weight", "tiled_columns"),
+)
+
+
+def _linear_of_three(keys: MetadataKeys, config: Config) -> Config:
+    """The same with positions in time, height and width; files have room for a fourth part."""
+    found, name = gguf_linear_attention(keys, config), "rope.dimension_sections"
+    keys.skip(name)
+    listed = keys.model.value(name)
+    if listed is None:
+        return found
+    if not isinstance(listed, list) or len(listed) not in (3, 4) or any(listed[3:]):
+        raise keys.error(name, listed, "three numbers, or a zero after them")
+    sections = {"mrope_section": listed[:3]}
+    if "rope_scaling" in config:
+        return found | {"rope_scaling": config["rope_scaling"] | sections}
+    return found | sections
 
 
 FAMILIES = (
@@ -61,7 +185,30 @@ FAMILIES = (
         TensorNames((ROTARY, MTP, SHARED), mtp_layers=True),
         gguf=(
             GgufFamily(
-                "qwen3next", LINEAR_KEYS, 1, {"norm_topk_prob": True}, gguf_linear_attention, rules=_RULES
+                "qwen3next",
+                LINEAR_KEYS,
+                1,
+                {"norm_topk_prob": True},
+                gguf_linear_attention,
+                rules=_NEXT_RULES,
+            ),
+        ),
+    ),
+    Family(
+        "qwen3_5_moe",
+        read_qwen3_5_moe,
+        TensorNames((MTP, VISION, TEXT_SHARED, TEXT), ("fused", "per_expert")),
+        VisionFamily(read_grid_vision, (VISUAL,), tower="Qwen3_5Moe", processor="qwen"),
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        read_qwen3_5_moe,
+        # In GGUF files multi-token prediction follows as one more layer.
+        TensorNames((MTP, VISION, TEXT_SHARED, TEXT, SHARED), ("fused", "per_expert"), mtp_layers=True),
+        # Without the vision tower, which is a file of another kind.
+        gguf=(
+            GgufFamily(
+                "qwen35moe", LINEAR_KEYS, 1, {"norm_topk_prob": True}, _linear_of_three, rules=_RULES_3_5
             ),
         ),
     ),

@@ -16,24 +16,9 @@ from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
-_GATE = rename(
-    r"(model\.layers\.\d+\.)moe\.gate\.weight",
-    r"\1mlp.gate.weight",
-    "model.layers.4.moe.gate.weight",
-    "model.layers.4.mlp.gate.weight",
-)
-_BIAS = rename(
-    r"(model\.layers\.\d+\.)moe\.router_bias",
-    r"\1mlp.gate.e_score_correction_bias",
-    "model.layers.4.moe.router_bias",
-    "model.layers.4.mlp.gate.e_score_correction_bias",
-)
-_SHARED = rename(
-    r"(model\.layers\.\d+\.)share_expert\.(.*)",
-    r"\1mlp.shared_experts.\2",
-    "model.layers.4.share_expert.up_proj.weight",
-    "model.layers.4.mlp.shared_experts.up_proj.weight",
-)
+_GATE = rename("model.layers.*.moe.gate.weight", "model.layers.*.mlp.gate.weight")
+_BIAS = rename("model.layers.*.moe.router_bias", "model.layers.*.mlp.gate.e_score_correction_bias")
+_SHARED = rename("model.layers.*.share_expert.**", "model.layers.*.mlp.shared_experts.**")
 
 
 # Of training and of other engines, and what other keys say as well.

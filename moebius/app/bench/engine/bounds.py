@@ -31,8 +31,7 @@ class StepTraffic:
     # By the expert servers together, and by resident experts from the GPU's memory.
     cpu_experts: float
     gpu_experts: float
-    # Attention, routers, shared experts, head, and the KV of all streams.
-    dense: float
+    dense: float  # Attention, routers, shared experts, head, and the KV of all streams.
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def facts(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[s
 
 
 def _version(package: str) -> str | None:
-    """None: it is not installed."""
+    """A package's version; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -144,8 +143,7 @@ def _version(package: str) -> str | None:
 class WeightBytes:
     """Bytes as stored in the checkpoint; filled by `of`."""
 
-    # Read once per step: attention, norms, routers, shared experts, output projection.
-    dense: int
+    dense: int  # Read once per step: attention, norms, routers, shared experts, output projection.
     # All routed experts of all layers.
     routed: int
     num_experts: int

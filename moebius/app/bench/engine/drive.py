@@ -138,12 +138,11 @@ class DecodeWindow:
 
     seconds: float
     tokens: int
-    # Steps that gave tokens in it: events of the stream with most of them.
-    steps: int
+    steps: int  # Steps that gave tokens in it: events of the stream with most of them.
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all streams together."""
+        """Of all streams together, tokens/s."""
         return self.tokens / self.seconds
 
 

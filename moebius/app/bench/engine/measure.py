@@ -36,8 +36,7 @@ class DecodeResult:
     expert_bound_tokens_per_second: float | None
     fraction_of_bound: float
     fraction_of_expert_bound: float | None
-    # Share of the time in which the busiest expert server computed.
-    expert_busy: float
+    expert_busy: float  # Share of the time in which the busiest expert server computed.
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class PrefillResult:
     prompt_len: int
     seconds_to_first_token: float
     tokens_per_second: float
-    # Share of that time in which the busiest expert server computed.
-    expert_busy: float
+    expert_busy: float  # Share of that time in which the busiest expert server computed.
 
 
 @dataclass(frozen=True)

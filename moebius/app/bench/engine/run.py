@@ -53,13 +53,11 @@ class EngineBenchOptions:
     streams: Sequence[int] = (1, 4, 8, 16, 32)
     prompt_len: int = 64
     max_tokens: int = 96
-    # Prompt lengths whose prefill is measured; empty: none.
-    prefill: Sequence[int] = (512, 2048)
+    prefill: Sequence[int] = (512, 2048)  # Prompt lengths whose prefill is measured; empty: none.
     # 0: greedy, which graphs hold; above: sampled by kernels after them. Greedy output of random weights may
     # repeat itself, and with it the experts it chooses: the number of different ones is measured.
     temperature: float = 0.0
-    # Of the buffer that bandwidth is measured with; 0: several times the caches.
-    probe_bytes: int = 0
+    probe_bytes: int = 0  # Of the buffer that bandwidth is measured with; 0: several times the caches.
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class EngineBench:
     device: str
 
     def document(self) -> dict[str, Any]:
-        """For the JSON file."""
+        """The result as the JSON file has it."""
         return asdict(self)
 
 

@@ -35,8 +35,7 @@ class ServerCounters:
     # Experts with at least one row, summed over calls.
     experts: dict[int, int]
     busy_seconds: float
-    # Rows that each expert computed, `[num_experts]`.
-    expert_rows: dict[int, tuple[int, ...]]
+    expert_rows: dict[int, tuple[int, ...]]  # Rows that each expert computed, `[num_experts]`.
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class ServerInfo:
     packed_bytes: int
     num_threads: int
     isa: str
-    # Experts of every layer that it has at least a slice of.
-    num_experts: int
+    num_experts: int  # Experts of every layer that it has at least a slice of.
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,11 @@ class ExpertServers:
         return self.config.experts.expert_addresses
 
     def counters(self) -> list[ServerCounters]:
-        """Of every server, now."""
+        """The present counters of every server."""
         return [self._ask(address, "Stats", _counters) for address in self.addresses]
 
     def info(self) -> list[ServerInfo]:
-        """Of every server."""
+        """What every server says of itself."""
         return [self._ask(address, "Info", _info) for address in self.addresses]
 
     def _ask(self, address: str, method: str, read: Callable[[Any], Any]) -> Any:

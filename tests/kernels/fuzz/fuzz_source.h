@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "kernels/format/source_matrix.h"
-#include "kernels/fuzz/random.h"
+#include "tests/kernels/fuzz/random.h"
 
 namespace moebius::fuzz {
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "kernels/format/panel_layout.h"
-#include "kernels/fuzz/fuzz_case.h"
+#include "tests/kernels/fuzz/fuzz_case.h"
 
 namespace moebius::fuzz {
 

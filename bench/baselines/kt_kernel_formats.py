@@ -24,11 +24,10 @@ VARIANTS = (
 class PeerFormat:
     """One way to hold weights; filled by `FORMATS`."""
 
-    # Class in the module's `moe`.
-    method: str
-    # The format of ours with the same information per weight.
-    ours: str
-    # Bits of a weight's code, for the random source weights; int8 is quantised by the peer, from bfloat16.
+    method: str  # Class in the module's `moe`.
+    ours: str  # The format of ours with the same information per weight.
+    # Bits of a weight's code, for the random source weights; int8 is quantised by the baseline, from
+    # bfloat16.
     source_bits: int
     # Of `quant_config`; 0: none.
     bits: int = 0
@@ -52,7 +51,9 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Source:
-    """Weights and scales of one matrix of all experts, as the peer reads them; filled by `random_source`."""
+    """Weights and scales of one matrix of all experts, as the baseline reads them; filled by
+    `random_source`.
+    """
 
     weights: NDArray[Any]
     scales: NDArray[Any] | None

@@ -205,11 +205,11 @@ def rows_of(
     distinct: dict[tuple[str, int], float],
 ) -> list[Row]:
     """A row for each cell that both have."""
-    peers = {(cell.phase, cell.size): cell.measured for cell in theirs}
+    baselines = {(cell.phase, cell.size): cell.measured for cell in theirs}
     rows = []
     for cell in ours:
         key = cell.phase, cell.size
-        peer = peers[key]
+        baseline = baselines[key]
         alone = bench.prefill.get(cell.size, 0.0) if cell.phase == "prefill" else 0.0
         if key == ("decode", 1):
             alone = bench.decode
@@ -218,13 +218,13 @@ def rows_of(
                 phase=cell.phase,
                 size=cell.size,
                 moebius=cell.measured.tokens_per_second,
-                llama_server=peer.tokens_per_second,
+                llama_server=baseline.tokens_per_second,
                 llama_bench=alone,
-                ratio=cell.measured.tokens_per_second / max(peer.tokens_per_second, alone),
+                ratio=cell.measured.tokens_per_second / max(baseline.tokens_per_second, alone),
                 moebius_repetitions=cell.measured.repetitions,
-                llama_repetitions=peer.repetitions,
+                llama_repetitions=baseline.repetitions,
                 moebius_correct=cell.measured.correct,
-                llama_correct=peer.correct,
+                llama_correct=baseline.correct,
                 distinct_experts=distinct[key],
             )
         )

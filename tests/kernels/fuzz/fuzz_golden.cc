@@ -1,4 +1,4 @@
-#include "kernels/fuzz/fuzz_golden.h"
+#include "tests/kernels/fuzz/fuzz_golden.h"
 
 #include <algorithm>
 #include <cmath>

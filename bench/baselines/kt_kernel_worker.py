@@ -61,15 +61,14 @@ class Job:
 class Result:
     """Filled by `main`."""
 
-    # Of each call, one list per number of rows.
-    seconds: list[list[float]]
+    seconds: list[list[float]]  # Of each call, one list per number of rows.
     # Of one row's result against the float32 product of the source weights: error over size.
     relative_error: float
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call's arguments in the types that the peer reads; filled by `of`."""
+    """A call's arguments in the types that the baseline reads; filled by `of`."""
 
     rows: NDArray[np.int32]
     ids: NDArray[np.int64]
@@ -83,7 +82,7 @@ class Call:
         return Call(np.array([routing.rows], dtype=np.int32), ids, routing.topk_weights, output)
 
 
-class Peer:
+class Baseline:
     """kt-kernel with the layers of a job."""
 
     def __init__(self, job: Job, max_rows: int) -> None:
@@ -94,7 +93,7 @@ class Peer:
         self._map = np.arange(job.working_set.num_experts, dtype=np.int64)
         form = FORMATS[job.format]
         self._job = job
-        # Kept for `relative_error`; the peer has copies.
+        # Kept for `relative_error`; the baseline has copies.
         self._sources = [
             random_source(form, job.working_set.num_experts, *size, np.random.default_rng(SEED))
             for size in self._matrix_sizes()
@@ -188,9 +187,9 @@ def main() -> None:
     job = Job.from_json(Path(sys.argv[1]).read_text())
     os.sched_setaffinity(0, job.cpus)
     calls = [calls_of(rows, job.shape, job.working_set, job.exact) for rows in job.rows]
-    peer = Peer(job, max(call[0].rows for call in calls))
-    error = peer.relative_error(calls_of(1, job.shape, job.working_set, False)[0])
-    result = Result([peer.time(call, job.seconds) for call in calls], error)
+    baseline = Baseline(job, max(call[0].rows for call in calls))
+    error = baseline.relative_error(calls_of(1, job.shape, job.working_set, False)[0])
+    result = Result([baseline.time(call, job.seconds) for call in calls], error)
     Path(sys.argv[2]).write_text(json.dumps(asdict(result)))
     sys.stdout.flush()
     # Its threads do not always end.

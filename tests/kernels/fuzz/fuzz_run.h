@@ -1,7 +1,7 @@
 // Runs one case and checks everything about it.
 #pragma once
 
-#include "kernels/fuzz/fuzz_case.h"
+#include "tests/kernels/fuzz/fuzz_case.h"
 
 namespace moebius::fuzz {
 

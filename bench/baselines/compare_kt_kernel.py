@@ -49,28 +49,28 @@ class ComparisonRow:
     """The keys of the JSON rows, one per shape, format and rows; filled by `comparison`. Times per layer."""
 
     shape: str
-    peer_format: str
+    baseline_format: str
     our_format: str
-    peer_build: str
+    baseline_build: str
     rows: int
     experts: int
     layers: int
-    # Packed bytes of ours; the peer holds as many experts and layers.
+    # Packed bytes of ours; the baseline holds as many experts and layers.
     working_set_bytes: int
     cache_bytes: int
     distinct_experts: float
     # Medians by number of threads; the best of them counts.
-    peer_median_ms: dict[int, float]
-    peer_threads: int
-    peer_ms: float
-    peer_min_ms: float
+    baseline_median_ms: dict[int, float]
+    baseline_threads: int
+    baseline_ms: float
+    baseline_min_ms: float
     our_threads: int
     our_kernel: str
     our_ms: float
     our_min_ms: float
     # Of one of its rows against the float32 product of the weights it was given.
-    peer_relative_error: float
-    # Peer's time over ours: above 1 we are faster.
+    baseline_relative_error: float
+    # Baseline's time over ours: above 1 we are faster.
     ratio: float
     ratio_min: float
 
@@ -96,8 +96,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", default="1,4,16,64,512")
     parser.add_argument("--rows-per-expert", default="", help="instead of --rows")
     parser.add_argument("--threads", type=int, default=0, help="ours; 0: one per allowed cpu")
-    parser.add_argument("--peer-threads", default="", help="theirs to try; default: N, N-1, N-2")
-    parser.add_argument("--isa", default="auto", help="level for ours, and the highest for the peer's build")
+    parser.add_argument("--baseline-threads", default="", help="theirs to try; default: N, N-1, N-2")
+    parser.add_argument(
+        "--isa", default="auto", help="level for ours, and the highest for the baseline's build"
+    )
     parser.add_argument("--experts", type=int, default=0, help="per layer; 0: the model's, or what fits")
     parser.add_argument("--layers", type=int, default=0, help="0: more than the caches can hold")
     parser.add_argument(
@@ -136,27 +138,27 @@ HEADER = (
 def compare(
     options: argparse.Namespace, shape: ExpertShape, name: str, module: Path, setting: EngineSetting
 ) -> list[ComparisonRow]:
-    """All rows of one (shape, format): the peer with each number of threads, then ours."""
+    """All rows of one (shape, format): the baseline with each number of threads, then ours."""
     form, cpus = FORMATS[name], setting.cpus
     expert_bytes = setting.build(shape, form.ours, 1, 1).packed_expert(0, 0).nbytes
     memory = int(options.memory * 2**30) or available_memory() // 4
     held = plan_working_set(shape, expert_bytes, cache_bytes(cpus), memory, options.experts, options.layers)
     per_expert = bool(options.rows_per_expert)
     counts = parse_counts(options.rows_per_expert or options.rows, "--rows")
-    peer = {}
-    for threads in peer_threads(options.peer_threads, len(cpus)):
+    baseline = {}
+    for threads in baseline_threads(options.baseline_threads, len(cpus)):
         job = Job(str(module), name, shape, held, counts, per_expert, threads, list(cpus), options.seconds)
-        peer[threads] = run_peer(job)
+        baseline[threads] = run_baseline(job)
     engine = setting.build(shape, form.ours, held.num_experts, held.num_layers)
     engine.calibrate()
-    error = max(found.relative_error for found in peer.values())
+    error = max(found.relative_error for found in baseline.values())
     print(f"{name}: kt-kernel's layer is off by {error:.2%}")
     rows = []
     with on_cpu(cpus[0]):
         for index, count in enumerate(counts):
             calls = calls_of(count, shape, held, per_expert)
             times = measure(engine, held.num_layers, calls, options.seconds)
-            seconds = {threads: found.seconds[index] for threads, found in peer.items()}
+            seconds = {threads: found.seconds[index] for threads, found in baseline.items()}
             rows.append(
                 comparison(
                     shape, name, module, held, calls[0].rows, seconds, error, times, len(cpus),
@@ -167,14 +169,14 @@ def compare(
     return rows
 
 
-def peer_threads(text: str, cpus: int) -> list[int]:
+def baseline_threads(text: str, cpus: int) -> list[int]:
     """N threads need N + 1 cores there, so fewer can be faster."""
     if text:
-        return parse_counts(text, "--peer-threads")
+        return parse_counts(text, "--baseline-threads")
     return [threads for threads in (cpus, cpus - 1, cpus - 2) if threads >= 1]
 
 
-def run_peer(job: Job) -> Result:
+def run_baseline(job: Job) -> Result:
     """Times from a process of its own. Raises UserError when it fails, or computes something else."""
     with tempfile.TemporaryDirectory() as directory:
         question, answer = Path(directory) / "job.json", Path(directory) / "times.json"
@@ -199,44 +201,44 @@ def run_peer(job: Job) -> Result:
 
 def comparison(
     shape: ExpertShape, name: str, module: Path, held: WorkingSet, rows: int,
-    peer: dict[int, list[float]], error: float, ours: Times, threads: int, kernel: str,
+    baseline: dict[int, list[float]], error: float, ours: Times, threads: int, kernel: str,
 ) -> ComparisonRow:  # fmt: skip
-    """The arithmetic of a row: the peer's best number of threads, by median, against ours."""
-    medians = {count: statistics.median(times) for count, times in peer.items()}
+    """The arithmetic of a row: the baseline's best number of threads, by median, against ours."""
+    medians = {count: statistics.median(times) for count, times in baseline.items()}
     best = min(medians, key=medians.__getitem__)
-    peer_min = min(min(times) for times in peer.values())
+    baseline_min = min(min(times) for times in baseline.values())
     return ComparisonRow(
         shape=shape.name,
-        peer_format=name,
+        baseline_format=name,
         our_format=FORMATS[name].ours,
-        peer_build=module.name.split(".")[0],
+        baseline_build=module.name.split(".")[0],
         rows=rows,
         experts=held.num_experts,
         layers=held.num_layers,
         working_set_bytes=held.nbytes,
         cache_bytes=held.cache_bytes,
         distinct_experts=ours.distinct_experts,
-        peer_median_ms={count: value * 1e3 for count, value in medians.items()},
-        peer_threads=best,
-        peer_ms=medians[best] * 1e3,
-        peer_min_ms=peer_min * 1e3,
+        baseline_median_ms={count: value * 1e3 for count, value in medians.items()},
+        baseline_threads=best,
+        baseline_ms=medians[best] * 1e3,
+        baseline_min_ms=baseline_min * 1e3,
         our_threads=threads,
         our_kernel=kernel,
         our_ms=ours.median * 1e3,
         our_min_ms=min(ours.seconds) * 1e3,
-        peer_relative_error=error,
+        baseline_relative_error=error,
         ratio=medians[best] / ours.median,
-        ratio_min=peer_min / min(ours.seconds),
+        ratio_min=baseline_min / min(ours.seconds),
     )
 
 
 def line(row: ComparisonRow) -> str:
     """The row under `HEADER`."""
-    by_threads = ", ".join(f"{threads}: {ms:.2f}" for threads, ms in row.peer_median_ms.items())
-    formats = f"{row.peer_format} / {row.our_format}"
+    by_threads = ", ".join(f"{threads}: {ms:.2f}" for threads, ms in row.baseline_median_ms.items())
+    formats = f"{row.baseline_format} / {row.our_format}"
     return (
-        f"{row.shape:<16} {formats:<28} {row.rows:>5} {row.distinct_experts:>8.1f} {row.peer_ms:>9.3f}"
-        f" {row.peer_threads:>7} {row.our_ms:>9.3f} {row.ratio:>6.2f} {row.ratio_min:>9.2f}"
+        f"{row.shape:<16} {formats:<28} {row.rows:>5} {row.distinct_experts:>8.1f} {row.baseline_ms:>9.3f}"
+        f" {row.baseline_threads:>7} {row.our_ms:>9.3f} {row.ratio:>6.2f} {row.ratio_min:>9.2f}"
         f"  {by_threads}; {row.our_kernel}"
     )
 

@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/fuzz/fuzz_run.h"
+#include "tests/kernels/fuzz/fuzz_run.h"
 #include "kernels/testing/pool_stress.h"
 
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/fuzz/random.h"
+#include "tests/kernels/fuzz/random.h"
 #include "kernels/moe/engine_options.h"
 #include "kernels/moe/expert_backend.h"
 

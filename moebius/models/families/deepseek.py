@@ -1,18 +1,30 @@
-"""DeepSeek-V2 and V2-Lite: latent attention, softmax router, shared experts, dense first layers."""
+"""DeepSeek-V2, V3, R1 and V3.1, Kimi-K2, and GLM-4.7-Flash: latent attention, shared experts, dense first
+layers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import MLA_KEYS, Config, GgufFamily, deepseek_yarn, latent
+from moebius.models.common import read_mtp_layers
 from moebius.models.config import ModelConfig, RouterConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.mla import (
+    after_dense,
+    listed_or_after_dense,
+    read_mla_common,
+    read_moe,
+    read_v3_router,
+)
 from moebius.models.names import ROTARY, TensorNames
 
 if TYPE_CHECKING:
     from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
-from moebius.models.mla import after_dense, read_mla_common, read_moe
+
+_NAMES = TensorNames((ROTARY,), mtp_layers=True)
 
 _METHODS = ("greedy", "group_limited_greedy")
 
@@ -48,11 +60,40 @@ def _latent_v2(keys: MetadataKeys, config: Config) -> Config:
     return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
 
 
+def read_deepseek_v3(hf: HfKeys) -> ModelConfig:
+    """DeepSeek-V3, R1 and V3.1, and Kimi-K2: sigmoid router with correction bias."""
+    return _v3(hf, after_dense)
+
+
+def read_glm4_moe_lite(hf: HfKeys) -> ModelConfig:
+    """GLM-4.7-Flash: DeepSeek-V3 whose MoE layers may be listed by kind."""
+    return _v3(hf, listed_or_after_dense)
+
+
+def _v3(hf: HfKeys, moe_layers: Callable[[HfKeys, int], frozenset[int]]) -> ModelConfig:
+    common = read_mla_common(hf)
+    return ModelConfig(
+        **common,
+        model_type=hf.string("model_type"),
+        moe=read_moe(hf, read_v3_router(hf), moe_layers(hf, common["num_layers"])),
+        num_mtp_layers=read_mtp_layers(hf),
+    )
+
+
 FAMILIES = (
     Family(
         "deepseek_v2",
         read_deepseek_v2,
-        TensorNames((ROTARY,), mtp_layers=True),
+        _NAMES,
         gguf=(GgufFamily("deepseek2", MLA_KEYS, 1, derive=_latent_v2, yarn=deepseek_yarn),),
     ),
+    Family(
+        "deepseek_v3",
+        read_deepseek_v3,
+        _NAMES,
+        # Kimi-K2 and GLM-4.7-Flash too.
+        gguf=(GgufFamily("deepseek2", MLA_KEYS, 2, derive=latent, yarn=deepseek_yarn),),
+    ),
+    Family("kimi_k2", read_deepseek_v3, _NAMES),
+    Family("glm4_moe_lite", read_glm4_moe_lite, _NAMES),
 )

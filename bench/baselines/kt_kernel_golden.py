@@ -1,4 +1,6 @@
-"""What a layer of the peer should give: proof that it was handed the weights and rows it is timed with."""
+"""What a layer of the baseline should give: proof that it was handed the weights and rows it is timed
+with.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-#include "kernels/fuzz/fuzz_source.h"
+#include "tests/kernels/fuzz/fuzz_source.h"
 
 #include <bit>
 #include <cmath>

@@ -11,7 +11,7 @@ if(NOT DEFINED SANITIZE_${MOEBIUS_SANITIZE})
   message(FATAL_ERROR "MOEBIUS_SANITIZE is '${MOEBIUS_SANITIZE}'; allowed: address, thread, none")
 endif()
 
-file(GLOB FUZZ_SOURCES CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/kernels/fuzz/*.cc)
+file(GLOB FUZZ_SOURCES CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/kernels/fuzz/*.cc)
 set(FUZZED_SOURCES ${KERNEL_SOURCES} ${TESTING_SOURCES})
 list(FILTER FUZZED_SOURCES EXCLUDE REGEX "/kernels/(mailbox/|testing/(module|bind_|mailbox_|echo_|probe))")
 # Threads share what kernels/moe and kernels/pool give them, which the scalar GEMMs show. What a vector kernel touches

@@ -1,5 +1,5 @@
-"""Guards the comparison with kt-kernel (`bench/peers`): the peer's best number of threads counts, the ratio
-is its time over ours, and its source weights are the bytes it reads."""
+"""Guards the comparison with kt-kernel (`bench/baselines`): the baseline's best number of threads counts, the
+ratio is its time over ours, and its source weights are the bytes it reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from moebius.app.bench.kernels_inputs import ExpertShape, Routing, WorkingSet
 from moebius.app.bench.kernels_measure import Times
 
-PEERS = Path(__file__).resolve().parents[2] / "bench" / "peers"
+BASELINES = Path(__file__).resolve().parents[2] / "bench" / "baselines"
 TINY = ExpertShape("64x32x4x2", 64, 32, 4, 2)
 HELD = WorkingSet(expert_bytes=1000, num_experts=4, num_layers=2, model_experts=4, cache_bytes=100)
 
@@ -25,12 +25,12 @@ HELD = WorkingSet(expert_bytes=1000, num_experts=4, num_layers=2, model_experts=
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[tuple[ModuleType, ModuleType, ModuleType]]:
     """The scripts, which import each other as the only files of their folder."""
-    sys.path.insert(0, str(PEERS))
+    sys.path.insert(0, str(BASELINES))
     try:
         names = ("compare_kt_kernel", "kt_kernel_worker", "kt_kernel_formats")
         yield tuple(importlib.import_module(name) for name in names)  # type: ignore[misc]
     finally:
-        sys.path.remove(str(PEERS))
+        sys.path.remove(str(BASELINES))
 
 
 Scripts = tuple[ModuleType, ModuleType, ModuleType]
@@ -39,27 +39,27 @@ Scripts = tuple[ModuleType, ModuleType, ModuleType]
 def test_best_threads_count(scripts: Scripts) -> None:
     """2 threads collapse to 8 ms, 1 takes 4 (median): 4 against our 2 is a ratio of 2."""
     compare = scripts[0]
-    peer = {2: [0.008, 0.003, 0.009], 1: [0.004, 0.005, 0.004]}
+    baseline = {2: [0.008, 0.003, 0.009], 1: [0.004, 0.005, 0.004]}
     ours = Times([0.002, 0.001, 0.003], distinct_experts=3.0, pairs=4.0)
     row = compare.comparison(
-        TINY, "FP8", Path("_kt_x.cpython.so"), HELD, 2, peer, 0.01, ours, 2, "some_kernel"
+        TINY, "FP8", Path("_kt_x.cpython.so"), HELD, 2, baseline, 0.01, ours, 2, "some_kernel"
     )
-    assert row.peer_median_ms == {2: pytest.approx(8), 1: pytest.approx(4)}
-    assert (row.peer_threads, row.peer_ms, row.ratio) == (1, pytest.approx(4), pytest.approx(2))
-    assert (row.peer_min_ms, row.ratio_min) == (pytest.approx(3), pytest.approx(3))
-    assert (row.our_format, row.peer_build, row.our_kernel) == ("fp8_block", "_kt_x", "some_kernel")
-    assert row.peer_relative_error == 0.01
+    assert row.baseline_median_ms == {2: pytest.approx(8), 1: pytest.approx(4)}
+    assert (row.baseline_threads, row.baseline_ms, row.ratio) == (1, pytest.approx(4), pytest.approx(2))
+    assert (row.baseline_min_ms, row.ratio_min) == (pytest.approx(3), pytest.approx(3))
+    assert (row.our_format, row.baseline_build, row.our_kernel) == ("fp8_block", "_kt_x", "some_kernel")
+    assert row.baseline_relative_error == 0.01
     assert "2: 8.00, 1: 4.00" in compare.line(row)
     assert json.loads(json.dumps(asdict(row)))["ratio"] == pytest.approx(2)
 
 
-def test_peer_threads(scripts: Scripts) -> None:
+def test_baseline_threads(scripts: Scripts) -> None:
     """N, N - 1 and N - 2, as far as there are any."""
     compare = scripts[0]
-    assert compare.peer_threads("", 16) == [16, 15, 14]
-    assert compare.peer_threads("", 2) == [2, 1]
-    assert compare.peer_threads("", 1) == [1]
-    assert compare.peer_threads("8,4", 16) == [8, 4]
+    assert compare.baseline_threads("", 16) == [16, 15, 14]
+    assert compare.baseline_threads("", 2) == [2, 1]
+    assert compare.baseline_threads("", 1) == [1]
+    assert compare.baseline_threads("8,4", 16) == [8, 4]
 
 
 def test_job_survives_the_way_to_its_process(scripts: Scripts) -> None:
@@ -79,7 +79,7 @@ def test_job_survives_the_way_to_its_process(scripts: Scripts) -> None:
         ("MXFP4", 256 * 64, (3, 256, 4), np.uint16),
     ],
 )
-def test_source_has_the_bytes_the_peer_reads(
+def test_source_has_the_bytes_the_baseline_reads(
     scripts: Scripts, name: str, weight_bytes: int, scales: tuple[int, ...] | None, dtype: type | None
 ) -> None:
     """Three matrices of 256 x 128; every code is a finite number."""
@@ -97,7 +97,7 @@ def test_source_has_the_bytes_the_peer_reads(
         assert not np.isin(source.weights, [0x7F, 0xFF]).any()
 
 
-def test_golden_of_the_peer(scripts: Scripts) -> None:
+def test_golden_of_the_baseline(scripts: Scripts) -> None:
     """Codes and scales are read as their formats say; a layer is the weighted sum of its experts."""
     golden = importlib.import_module("kt_kernel_golden")
     formats = scripts[2]
@@ -150,7 +150,7 @@ def test_wrong_options_end_with_one_line(scripts: Scripts, tmp_path: Path) -> No
     for arguments, message in (
         (["--format", "Q4"], "--format: 'Q4' is unknown; allowed: BF16, FP8"),
         (["--shape", "x"], "--shape: 'x' is not allowed"),
-        (["--shape", "64x32x4x2", "--format", "BF16", "--peer-threads", "a"], "--peer-threads: 'a'"),
+        (["--shape", "64x32x4x2", "--format", "BF16", "--baseline-threads", "a"], "--baseline-threads: 'a'"),
         (["--shape", "64x32x4x2", "--format", "BF16"], "kt-kernel BF16 with .* threads ended 1"),
     ):
         with pytest.raises(SystemExit, match=f"compare_kt_kernel: error: {message}"):

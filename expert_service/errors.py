@@ -1,0 +1,19 @@
+"""Why an expert server does not load or compute; for `servicer` and `main`, which say it to others."""
+
+from __future__ import annotations
+
+
+class NotServing(RuntimeError):
+    """Nothing is loaded yet, or the server is draining."""
+
+
+class LoadCancelled(Exception):
+    """The process was asked to stop while it loaded."""
+
+
+class AlreadyLoaded(RuntimeError):
+    """A process holds one slice for its whole life."""
+
+
+class RequantiseError(ValueError):
+    """Requantising changed the weights of a layer by more than the configuration allows."""

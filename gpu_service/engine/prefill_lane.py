@@ -1,0 +1,193 @@
+"""The prefill lane: one long step of prompts in flight, next to the steps of all other requests.
+
+host    | layers 0, 1 | launch N+1 | layer 2 | commit N, launch N+2 | layer 3 | ...   | poll both
+lane    |    |-------- 0 --------|-------- 1 --------|-------- 2 --------| ...
+main    |------ step N ------|------ step N+1 ------|------ step N+2 ------| ...
+
+Its step streams every expert that the device does not hold, so it asks no expert server and knows nothing of
+their loss and recovery. It has a stream, an attention plan and staging buffers of its own; pages, slots and
+the token pool are shared, and `scheduler/lane.py` says why that is safe. Launching its many layers takes the
+host longer than a token of the main lane, so between two layers the main lane gets a turn that waits for
+nothing. The host runs only some layers ahead of the device: what is queued there can not be held back.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+from gpu_service.device.stream import DeviceEvent
+from gpu_service.engine.results import StepResult
+from gpu_service.engine.step import Batch, StepPlan
+from gpu_service.engine.step_runner import Pending, Step
+
+# How often the host looks whether the device has got on, when it has nothing else to do.
+POLL_S = 0.0005
+# The least time between two turns of the main lane while layers are launched: a look costs the host time.
+_TURN_S = 0.0003
+# Layers that may be queued on the device behind the one that runs, and how soon there are more again after
+# a token was late: so many for each that is not.
+_MOST_AHEAD, _WIDEN = 3, 0.125
+# Of the time that the lane ran, how long it may be held for the main lane's sake: a prompt keeps more than
+# half of its rate.
+_MOST_HELD = 0.65
+# Weight of the newest of the times between two tokens.
+_NEWEST = 0.2
+
+
+class LaneRunner(ABC):
+    """What computes the lane's steps, one at a time, on a stream of its own."""
+
+    # Called between layers by the thread that launches a step; set by `PrefillLane`.
+    between_layers: Callable[[], None] = staticmethod(lambda: None)
+    # Prompt tokens from which a step is faster than the expert servers.
+    min_tokens: int = 2
+
+    @property
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether a step can be computed now: all experts that the device lacks can be streamed."""
+
+    @abstractmethod
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        """Launches a step after all that the main lane has launched. Failures come with what it returns.
+
+        That ends when everything launched has, also of a step that failed half-way. ExpertUnavailable there:
+        experts were replaced while they were streamed, and what was computed is worthless.
+        """
+
+    @abstractmethod
+    def mark(self) -> DeviceEvent:
+        """The end of what was launched so far."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finishes what was launched; nothing may be launched afterwards."""
+
+
+class Pace:
+    """How far the lane may run ahead, so that running streams keep their rhythm; driven by the host's clock.
+
+    The time between two tokens of steps that only decode is compared with that of as many requests while the
+    lane is idle. One that took longer than is allowed makes the lane's slices smaller, at last single layers,
+    and lets it pause until the tokens after it have made up for that, within limits; others widen them again.
+    """
+
+    def __init__(self, max_added_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`max_added_s`: what may be added between two tokens; None: as much as there is without the lane."""
+        self._max_added_s = max_added_s
+        self.clock = clock
+        # Seconds between two tokens without the lane, by the binary order of the number of requests.
+        self._idle: dict[int, float] = {}
+        # Of the latest: the same, when, and whether the lane computed nothing then.
+        self._last: tuple[int, float, bool] | None = None
+        # When the lane last went on; whether it is to pause, and since it does, until when at most.
+        self._since = 0.0
+        self._pauses = False
+        self._until: float | None = None
+        # By how much tokens were late, less what others came before their time.
+        self._debt = 0.0
+        # Layers that may be queued on the device behind the one that runs, as a whole number.
+        self.ahead = float(_MOST_AHEAD)
+
+    def opened(self) -> None:
+        """A step of the lane is about to be launched."""
+        self._since, self._pauses, self._until = self.clock(), False, None
+
+    def committed(self, batch: Batch, lane_is_open: bool) -> None:
+        """A step of the main lane has ended."""
+        now, order = self.clock(), len(batch.requests).bit_length()
+        alone = not lane_is_open or self._until is not None
+        last, self._last = self._last, (order, now, alone) if batch.is_uniform_decode else None
+        if last is None or self._last is None or last[0] != order:
+            return
+        between = now - last[1]
+        idle = self._idle.setdefault(order, between)
+        if alone and last[2]:
+            self._idle[order] = idle + _NEWEST * (between - idle)
+        if not lane_is_open:
+            return
+        late = between - idle - (idle if self._max_added_s is None else self._max_added_s)
+        self._debt = max(0.0, self._debt + late)
+        if late > 0:
+            self.ahead = self.ahead // 2
+            self._pauses = True
+        else:
+            self.ahead = min(_MOST_AHEAD, self.ahead + _WIDEN)
+            if not self._debt:
+                self._go_on()
+
+    def idled(self) -> None:
+        """The main lane has nothing to do: the next token's time says nothing, and nobody is held up."""
+        self._last, self._debt = None, 0.0
+        self._go_on()
+
+    def may_go_on(self, queued: int) -> bool:
+        """Whether the lane may launch a layer, with so many that have not ended."""
+        if not self._pauses:
+            return queued <= int(self.ahead)
+        if queued:
+            return False
+        now = self.clock()
+        if self._until is None:
+            self._until = now + _MOST_HELD * (now - self._since)
+        if now >= self._until:
+            self._go_on()
+        return not self._pauses
+
+    def _go_on(self) -> None:
+        if self._pauses:
+            self._since, self._pauses, self._until = self.clock(), False, None
+
+
+class PrefillLane:
+    """The engine's side of the lane; used by the engine thread."""
+
+    def __init__(self, runner: LaneRunner, pace: Pace) -> None:
+        self.runner = runner
+        self.pace = pace
+        # The open one, launched to its last layer.
+        self.step: Step | None = None
+        self._give_turn: Callable[[], bool] = lambda: False
+        self._rest: Callable[[float], object] = time.sleep
+        self._marks: deque[DeviceEvent] = deque()
+        self._last_turn = 0.0
+        runner.between_layers = self._between_layers
+
+    def attend(self, give_turn: Callable[[], bool], rest: Callable[[float], object]) -> None:
+        """`give_turn` lets the main lane do what it can without waiting, and says whether that was anything;
+        `rest` waits for at most so many seconds, less when a message arrives.
+        """
+        self._give_turn, self._rest = give_turn, rest
+
+    def launch(self, batch: Batch, plan: StepPlan) -> None:
+        """Opens a step; returns when all its layers are launched, with turns of the main lane meanwhile."""
+        self._marks.clear()
+        self.pace.opened()
+        self.step = Step(batch, self.runner.launch(plan))
+
+    def take(self) -> Step:
+        """The open step, which is the caller's from now on."""
+        assert self.step is not None, "no step is open"
+        step, self.step = self.step, None
+        return step
+
+    def _between_layers(self) -> None:
+        self._marks.append(self.runner.mark())
+        if self.pace.clock() - self._last_turn >= _TURN_S:
+            self._turn()
+        while not self._may_go_on():
+            if not self._turn():
+                self._rest(POLL_S)
+
+    def _turn(self) -> bool:
+        did_something = self._give_turn()
+        self._last_turn = self.pace.clock()
+        return did_something
+
+    def _may_go_on(self) -> bool:
+        while self._marks and self._marks[0].query():
+            self._marks.popleft()
+        return self.pace.may_go_on(len(self._marks))

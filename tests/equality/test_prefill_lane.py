@@ -1,0 +1,223 @@
+"""Guards the prefill lane: two steps in flight give the tokens of one, whatever happens, and both get on.
+
+On a device in virtual time, which computes when it is time: who gets a page, a slot or a token too early says
+something else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cache, partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu_service.engine.interface import Abort, Add, Message, Stop
+from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.request import FinishReason, Request
+from tests.helpers.engine_harness import Knobs, make_request, prompt_of, running_engine
+from tests.helpers.virtual_device import Times, VirtualEngine, VirtualExperts
+
+CONTEXT = 256
+LOST = ExpertUnavailable(0, "killed")
+PARAMS: list[dict[str, object]] = [
+    {},
+    {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+]
+
+
+@cache
+def truth(seed: int, length: int, max_tokens: int, kind: int) -> list[int]:
+    """The tokens of a request that is alone, without a lane."""
+    request = make_request("alone", prompt_of(seed, length), max_tokens=max_tokens, seed=seed, **PARAMS[kind])
+    with running_engine(budget=256, context_limit=CONTEXT, prefix_caching=False) as harness:
+        return harness.run([request])[0]
+
+
+def add(request: Request) -> Callable[[], Message]:
+    """The message of its arrival."""
+    return lambda: Add((request,))
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(0, 60),  # arrival, ms
+        st.integers(0, 3),  # seed: some prompts share prefixes
+        st.integers(1, 150),
+        st.integers(1, 14),
+        st.integers(0, 1),
+        st.none() | st.integers(0, 120),  # abort, ms after the arrival
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    drawn=REQUESTS,
+    pages=st.integers(66, 160),
+    seqs=st.integers(1, 5),
+    budget=st.sampled_from([8, 20, 64]),
+    chunk=st.sampled_from([24, 64, 200]),
+    overlap=st.booleans(),
+    caching=st.booleans(),
+    speeds=st.sampled_from([(1e-4, 5e-3), (1e-3, 1e-3), (3e-3, 2e-4)]),
+    lost_at=st.sets(st.integers(1, 60), max_size=4),
+    broken=st.dictionaries(st.integers(1, 6), st.tuples(st.integers(0, 5), st.booleans()), max_size=2),
+)
+def test_every_interleaving_gives_the_same_tokens(
+    drawn: list[tuple[int, int, int, int, int, int | None]],
+    pages: int,
+    seqs: int,
+    budget: int,
+    chunk: int,
+    overlap: bool,
+    caching: bool,
+    speeds: tuple[float, float],
+    lost_at: set[int],
+    broken: dict[int, tuple[int, bool]],
+) -> None:
+    """With aborts, preemptions, shared prefixes, lost servers of the main lane and failing steps of the lane;
+    afterwards not a page, slot or mark is left.
+    """
+    knobs = Knobs(
+        num_pages=pages,
+        max_num_seqs=seqs,
+        budget=budget,
+        overlap=overlap,
+        prefix_caching=caching,
+        context_limit=CONTEXT,
+    )
+    experts = VirtualExperts(lambda step: LOST if step in lost_at else None)
+    virtual = VirtualEngine(
+        knobs, Times(main=speeds[0], lane=speeds[1]), prefill_chunk_max=chunk, experts=experts
+    )
+
+    def fails(step: int, layer: int) -> Exception | None:
+        at, is_loss = broken.get(step, (-1, False))
+        if layer != at:
+            return None
+        return ExpertUnavailable(-1, "replaced") if is_loss else RuntimeError("boom")
+
+    virtual.lane.fails = fails
+    script, requests = [], []
+    for index, (arrival, seed, length, max_tokens, kind, abort) in enumerate(drawn):
+        name = f"r{index}"
+        request = make_request(
+            name, prompt_of(seed, length), max_tokens=max_tokens, seed=seed, **PARAMS[kind]
+        )
+        requests.append((request, truth(seed, length, max_tokens, kind)))
+        script.append((arrival / 1e3, add(request)))
+        if abort is not None:
+            script.append(((arrival + abort) / 1e3, partial(Abort, name)))
+    virtual.run(script)
+    for request, expected in requests:
+        got = virtual.tokens(request)
+        assert request.finished
+        if request.finish_reason is FinishReason.LENGTH:
+            assert got == expected
+        else:
+            assert got == expected[: len(got)]
+            assert request.error_message == (
+                "" if request.finish_reason is FinishReason.ABORT else "RuntimeError: boom"
+            )
+
+
+def long_knobs(overlap: bool = True) -> Knobs:
+    """Room for a prompt of many steps."""
+    return Knobs(num_pages=1200, budget=64, overlap=overlap, context_limit=4096)
+
+
+def gaps(virtual: VirtualEngine, request: Request, begin: float, end: float) -> list[float]:
+    """Times between two tokens of a running stream within a span."""
+    times = [at for at in virtual.token_times(request) if begin <= at <= end]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("shares", [(0.9, 0.9), (0.5, 0.8), (0.25, 0.9)], ids=str)
+def test_a_stream_and_a_long_prompt_both_get_on(shares: tuple[float, float], overlap: bool) -> None:
+    """However the device divides itself, each keeps half of its rate, and no token waits for a whole step."""
+    times = Times(main_share=shares[0], lane_share=shares[1])
+    alone = VirtualEngine(long_knobs(overlap), times, prefill_chunk_max=512)
+    prompt = make_request("prompt", prompt_of(3, 2048), max_tokens=1)
+    alone.run([(0.0, add(prompt))])
+    prompt_alone = alone.token_times(prompt)[0]
+
+    both = VirtualEngine(long_knobs(overlap), times, prefill_chunk_max=512)
+    stream = make_request("stream", prompt_of(1, 9), max_tokens=150)
+    prompt = make_request("prompt", prompt_of(3, 2048), max_tokens=1)
+    both.run([(0.0, add(stream)), (0.2, add(prompt))])
+    ended = both.token_times(prompt)[0]
+    idle = gaps(both, stream, 0.05, 0.2)
+    meanwhile = gaps(both, stream, 0.2, ended)
+    assert both.lane.launched == 4
+    assert sum(meanwhile) / len(meanwhile) <= 2 * sum(idle) / len(idle)
+    assert ended - 0.2 <= 2 * prompt_alone
+    # A step of the lane takes 60 ms; the device's own doing is at most the whole of a token at its share.
+    assert max(meanwhile) <= max(idle) / shares[0] + 5e-3
+
+
+def test_a_bound_on_what_is_added_holds() -> None:
+    """With a tight bound the lane takes smaller slices than without, and still more than half of its time."""
+    worst = {}
+    for bound in (1e-3, 1.0):
+        times = Times(main_share=0.4, lane_share=0.9)
+        virtual = VirtualEngine(long_knobs(), times, prefill_chunk_max=512, max_added_s=bound)
+        stream = make_request("stream", prompt_of(1, 9), max_tokens=150)
+        prompt = make_request("prompt", prompt_of(3, 2048), max_tokens=1)
+        virtual.run([(0.0, add(stream)), (0.2, add(prompt))])
+        ended = virtual.token_times(prompt)[0]
+        meanwhile = gaps(virtual, stream, 0.2, ended)
+        worst[bound] = sum(meanwhile) / len(meanwhile), ended
+    assert worst[1e-3][0] < worst[1.0][0]
+    assert worst[1e-3][1] - 0.2 < 2 * (worst[1.0][1] - 0.2)
+
+
+def test_short_prompts_are_served_beside_a_long_one() -> None:
+    """Who arrives while the lane computes gets its answer before the lane's step has ended."""
+    virtual = VirtualEngine(long_knobs(), Times(lane=50e-3), prefill_chunk_max=512)
+    prompt = make_request("prompt", prompt_of(3, 400), max_tokens=1)
+    short = make_request("short", prompt_of(1, 9), max_tokens=4)
+    virtual.run([(0.0, add(prompt)), (0.05, add(short))])
+    assert virtual.token_times(short)[-1] < virtual.token_times(prompt)[0]
+    assert virtual.token_times(short)[0] < 0.08
+
+
+def test_a_lost_server_does_not_touch_the_lane() -> None:
+    """While the main lane waits for its return the prompt's step goes on, and says what it always says."""
+    tokens, ends = [], []
+    for lost_at in (set[int](), {3}):
+        experts = VirtualExperts(dict.fromkeys(lost_at, LOST).get)
+        virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512, experts=experts)
+        stream = make_request("stream", prompt_of(1, 9), max_tokens=40)
+        prompt = make_request("prompt", prompt_of(3, 500), max_tokens=3)
+        virtual.run([(0.0, add(stream)), (0.0, add(prompt))])
+        assert experts.recoveries == len(lost_at)
+        tokens.append((virtual.tokens(stream), virtual.tokens(prompt)))
+        ends.append(virtual.token_times(prompt)[0])
+    assert tokens[0] == tokens[1]
+    # A server's return takes 0.2 s; the step's 90 ms are not put off by that.
+    assert ends[1] < 0.26 < ends[0] + 0.2
+
+
+def test_the_end_of_the_engine_waits_for_the_lane() -> None:
+    """A stop in the middle of a step: every request ends at once, their pages only with the step."""
+    virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512)
+    prompt = make_request("prompt", prompt_of(3, 500), max_tokens=3)
+    virtual.run([(0.0, add(prompt)), (0.02, Stop)])
+    assert prompt.finish_reason is FinishReason.ABORT
+    assert not virtual.scheduler.has_work
+
+
+def test_a_lane_that_can_not_stream_leaves_prompts_to_the_main_lane() -> None:
+    """Until its experts are registered, and again while they are loaded anew."""
+    virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512)
+    virtual.lane.ready = False
+    prompt = make_request("prompt", prompt_of(3, 200), max_tokens=4)
+    virtual.run([(0.0, add(prompt))])
+    assert virtual.lane.launched == 0
+    assert len(virtual.tokens(prompt)) == 4
