@@ -3,7 +3,8 @@
 Not a test. At the sizes of Qwen3-30B-A3B (128 experts, 8 chosen, 2048 x 768), all resident. Per format and
 number of rows it prints microseconds per call in a replayed graph of calls with different experts each, for
 the row kernels and for the tiles, GB/s of the distinct experts' bytes (compare with the device's memory
-bandwidth) and TFLOP/s. `--sweep` also varies lines per program and tiles.
+bandwidth) and TFLOP/s. `--sweep` also varies lines per program and tiles; `--dense` only looks at many rows,
+with weights unpacked once by tiles of several sizes, and as they are stored.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ def graph_us(calls: Sequence[Callable[[], torch.Tensor]]) -> float:
     return statistics.median(times)
 
 
-def measure(slots: LayerSlots, rows: int, few_rows: int) -> str:
+def measure(slots: LayerSlots, rows: int, few_rows: int, count: int = CALLS) -> str:
     """One cell: microseconds, GB/s and TFLOP/s."""
     kernels = TritonResidentKernels(SHAPE.geometry, few_rows)
-    inputs = [routed(SHAPE, rows, seed=n, device="cuda", dtype=torch.bfloat16) for n in range(CALLS)]
+    inputs = [routed(SHAPE, rows, seed=n, device="cuda", dtype=torch.bfloat16) for n in range(count)]
     calls = [partial(kernels.forward, slots, *given, None) for given in inputs]
     taken = graph_us(calls)
     distinct = statistics.mean(len(set(given[1].flatten().tolist()) - {-1}) for given in inputs)
@@ -65,11 +66,44 @@ def measure(slots: LayerSlots, rows: int, few_rows: int) -> str:
     return f"{taken:8.1f} us {gigabytes:6.0f} GB/s {teraflops:6.1f} TFLOP/s"
 
 
+def dense(slots: LayerSlots, weight_format: str) -> None:
+    """Many rows."""
+    tiles, least = launch.dense_tiles, launch.UNPACK_FROM
+    for rows in (1024, 2048, 4096, 16384):
+        launch.UNPACK_FROM = ALWAYS
+        print(f"{weight_format:10s} {rows:5d} rows, packed: {measure(slots, rows, NEVER, 2)}", flush=True)
+        launch.UNPACK_FROM = least
+        for height, columns, chunk, warps, stages in (
+            (64, 128, 64, 4, 3),
+            (64, 256, 64, 4, 3),
+            (128, 128, 64, 4, 3),
+            (128, 128, 64, 4, 4),
+            (128, 128, 64, 8, 4),
+            (128, 256, 64, 8, 3),
+            (128, 256, 64, 8, 4),
+            (128, 256, 32, 8, 4),
+            (256, 128, 64, 8, 3),
+        ):
+            chosen = launch.DenseTile(height, columns, chunk, warps, stages)
+            launch.dense_tiles = partial(_only, chosen)
+            print(
+                f"{weight_format:10s} {rows:5d} rows, {chosen}: {measure(slots, rows, NEVER, 2)}", flush=True
+            )
+        launch.dense_tiles = tiles
+
+
+def _only(chosen: launch.DenseTile, pairs: int, num_experts: int) -> tuple[launch.DenseTile, ...]:
+    return (chosen,)
+
+
 def main() -> None:
     """Prints the table, and with --sweep what other sizes of programs give."""
     print(torch.cuda.get_device_name())
     for weight_format in FORMATS:
         slots = resident_layer(SHAPE, weight_format, tuple(range(SHAPE.experts)), "cuda")
+        if "--dense" in sys.argv:
+            dense(slots, weight_format)
+            continue
         for rows in FEW:
             print(f"{weight_format:10s} {rows:5d} rows, by rows:  {measure(slots, rows, ALWAYS)}", flush=True)
         for rows in MANY:

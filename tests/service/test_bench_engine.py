@@ -36,6 +36,31 @@ def test_engine_bench_end_to_end(tmp_path: Path) -> None:
     assert document["host"]["versions"]["torch"]
 
 
+def test_prefill_bench_end_to_end(tmp_path: Path) -> None:
+    """All experts of both layers are copied for each step of a prompt; on the servers none are."""
+    model, target = tmp_path / "model", tmp_path / "out.json"
+    write_random_model(model, RandomModelOptions("tiny", "int4_g32"))
+    command = [sys.executable, "-m", "moebius", "bench", "prefill", str(model), "--lengths", "20,40"]
+    command += ["--modes", "cpu,stream", "--repeats", "2", "--max-num-batched-tokens", "32"]
+    command += ["--expert-servers", "1", "--no-calibrate-kernels", "--device", "cpu", "--json", str(target)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rows = json.loads(target.read_text())["prefill"]
+    assert [(row["mode"], row["prompt_len"], row["streamed_steps"]) for row in rows] == [
+        ("cpu", 20, 0),
+        ("cpu", 40, 0),
+        ("stream", 20, 1),
+        ("stream", 40, 2),
+    ]
+    assert rows[0]["streamed_bytes"] == 0
+    assert rows[0]["fraction_of_link"] is None
+    assert rows[0]["expert_busy"] > rows[2]["expert_busy"]
+    # Eight experts in each of two layers.
+    assert rows[2]["streamed_bytes"] == pytest.approx(2 * 8 * 3 * 64 * 64 * 4.5 / 8, rel=0.3)
+    assert rows[3]["streamed_bytes"] == 2 * rows[2]["streamed_bytes"]
+    assert 0 < rows[3]["fraction_of_link"] < 1
+
+
 def test_placement_bench_end_to_end(tmp_path: Path) -> None:
     """Several engines in turn on the same servers; at 50 % half of the experts chosen are the device's."""
     model, target = tmp_path / "model", tmp_path / "out.json"

@@ -90,6 +90,8 @@ class ExpertStreamer:
         `largest` gives all ranks the largest of their numbers; they call it at the same places.
         """
         self.ring = ring
+        # Of all steps that were begun; counted by `begin` and `begin_whole`.
+        self.streamed_steps = self.streamed_bytes = 0
         self.geometry = geometry
         self.layers = tuple(layers)
         self.device = device
@@ -158,6 +160,8 @@ class ExpertStreamer:
         except BaseException:
             self.end(step)
             raise
+        self.streamed_steps += 1
+        self.streamed_bytes += sum(piece.nbytes for piece in plan.pieces)
         return step
 
     @property

@@ -1,4 +1,4 @@
-"""`moebius bench mailbox|decode|kernels|quota|load|start`, and `engine|placement|steps` of an engine here."""
+"""`moebius bench mailbox|decode|kernels|quota|load|start`; `engine|prefill|placement|steps` of one here."""
 
 from __future__ import annotations
 
@@ -207,6 +207,28 @@ def engine(
         temperature=temperature,
         probe_bytes=probe_mib * 2**20,
     )
+    run(with_checkpoint(config), options, json_file)
+
+
+@app.command()
+@with_settings("model", "gpu", "experts", "parallel", "placement")
+def prefill(
+    config: MoebiusConfig,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths, comma separated")] = "512,4096,16384",
+    modes: Annotated[
+        str, typer.Option(help="Values of prefill_experts, comma separated; empty: the one that is set")
+    ] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length; the best counts")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Prefill speed by prompt length, with the limit of the link for what was streamed."""
+    _torch_first()
+    from moebius.app.bench.kernels_inputs import parse_counts
+    from moebius.app.bench.prefill import PrefillOptions, run
+
+    _quiet()
+    chosen = tuple(modes.split(",")) if modes else (config.gpu.prefill_experts,)
+    options = PrefillOptions(parse_counts(lengths, "--lengths"), chosen, repeats)
     run(with_checkpoint(config), options, json_file)
 
 

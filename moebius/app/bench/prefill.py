@@ -1,0 +1,177 @@
+"""`moebius bench prefill`: prompts by length, and what the link to the GPU would allow for what was streamed.
+
+A prompt can not be faster than its experts come over the link: the limit is the prompt's tokens over the time
+that the bytes really copied for it take at the link's rate, which is measured in the same run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from moebius.app.bench.engine.bounds import Bandwidths, facts
+from moebius.app.bench.engine.drive import EngineUnderTest, running_engine
+from moebius.app.bench.engine.measure import Setting, make_setting, measure_prefill
+from moebius.app.bench.engine.servers import running_servers
+from moebius.app.bench.output import BenchTable, Column, or_dash, write_json
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpu_service.experts.streaming.streamer import ExpertStreamer
+
+Mode = Literal["auto", "cpu", "stream"]
+_LINK_BYTES, _LINK_COPIES = 256 * 2**20, 8
+# Registering 500 GB takes half a minute.
+_READY_S = 600.0
+
+
+@dataclass(frozen=True)
+class PrefillOptions:
+    """Filled by the command line."""
+
+    lengths: Sequence[int] = (512, 4096, 16384)
+    # Values of `prefill_experts` to measure, one engine each.
+    modes: Sequence[str] = ("auto",)
+    repeats: int = 3
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """One length and mode; filled by `run`. The keys of the JSON rows."""
+
+    mode: str
+    prompt_len: int
+    seconds_to_first_token: float
+    tokens_per_second: float
+    # Copied to the GPU for one prompt, and in how many steps.
+    streamed_bytes: float
+    streamed_steps: float
+    link_bytes_per_second: float
+    # None: nothing was streamed.
+    link_tokens_per_second: float | None
+    fraction_of_link: float | None
+    # Share of the time in which the busiest expert server computed.
+    expert_busy: float
+
+
+_TABLE = BenchTable[PrefillRow](
+    Column("experts", lambda row: row.mode, 7, left=True),
+    Column("tokens", lambda row: f"{row.prompt_len}", 7),
+    Column("first token ms", lambda row: f"{row.seconds_to_first_token * 1e3:.1f}"),
+    Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}", 9),
+    Column("GB streamed", lambda row: f"{row.streamed_bytes / 1e9:.2f}"),
+    Column("steps", lambda row: f"{row.streamed_steps:.1f}"),
+    Column("limit of the link", lambda row: or_dash(row.link_tokens_per_second, 1)),
+    Column("ratio", lambda row: or_dash(row.fraction_of_link, 3), 6),
+    Column("servers busy", lambda row: f"{row.expert_busy:.2f}"),
+)
+
+
+def run(config: MoebiusConfig, options: PrefillOptions, json_file: Path | None = None) -> list[PrefillRow]:
+    """The same expert servers for all modes. Prints every row; raises UserError."""
+    check(options)
+    from gpu_service.assembly.process import resolve_device
+
+    device = resolve_device(config.gpu)
+    link = link_rate(device)
+    print(f"copies to {device}: {link / 1e9:.1f} GB/s (page-locked memory, {_LINK_BYTES >> 20} MiB)")
+    rows: list[PrefillRow] = []
+    with running_servers(config) as servers:
+        _TABLE.print_header()
+        for mode in options.modes:
+            gpu = servers.config.gpu.model_copy(update={"prefill_experts": mode})
+            own = type(servers)(servers.config.model_copy(update={"gpu": gpu}))
+            with running_engine(own.config) as engine:
+                setting = make_setting(engine, own, Bandwidths(0.0, None))
+                rows += _measure(engine, setting, mode, options, link)
+            if json_file is not None:  # after every mode: an interrupted run keeps what it has
+                write_json({"host": facts(device), "prefill": [asdict(row) for row in rows]}, json_file)
+    return rows
+
+
+def check(options: PrefillOptions) -> None:
+    """Raises UserError naming what is not allowed."""
+    unknown = [mode for mode in options.modes if mode not in get_args(Mode)]
+    if unknown or not options.modes:
+        raise UserError(f"--modes: {unknown} are not allowed; allowed: {', '.join(get_args(Mode))}")
+    if options.repeats < 1:
+        raise UserError(f"--repeats: {options.repeats} is not allowed; allowed: 1 or more")
+
+
+def _measure(
+    engine: EngineUnderTest, setting: Setting, mode: str, options: PrefillOptions, link: float
+) -> list[PrefillRow]:
+    streamer, rows = engine.built.streamer, []
+    if streamer is not None:
+        wait_until_streaming(streamer)
+    elif mode != "cpu":
+        print(f"prefill_experts {mode}: nothing is streamed with these settings")
+    for length in options.lengths:
+        if length + 1 > engine.built.context_limit:
+            print(f"{length} tokens: longer than the context of {engine.built.context_limit} tokens")
+            continue
+        # The first run pays for kernels that are compiled at first use.
+        measure_prefill(engine, setting, length, 1)
+        steps, nbytes = _streamed(streamer)
+        found = measure_prefill(engine, setting, length, options.repeats)
+        steps, nbytes = (
+            (after - before) / options.repeats
+            for after, before in zip(_streamed(streamer), (steps, nbytes), strict=True)
+        )
+        limit = length / (nbytes / link) if nbytes else None
+        rows.append(
+            PrefillRow(
+                mode,
+                length,
+                found.seconds_to_first_token,
+                found.tokens_per_second,
+                nbytes,
+                steps,
+                link,
+                limit,
+                found.tokens_per_second / limit if limit else None,
+                found.expert_busy,
+            )
+        )
+        _TABLE.print_row(rows[-1])
+    return rows
+
+
+def _streamed(streamer: ExpertStreamer | None) -> tuple[float, float]:
+    """Steps and bytes so far."""
+    return (0.0, 0.0) if streamer is None else (streamer.streamed_steps, streamer.streamed_bytes)
+
+
+def wait_until_streaming(streamer: ExpertStreamer, timeout_s: float = _READY_S) -> None:
+    """Until the servers' memory is registered; the engine must be idle. Raises UserError."""
+    deadline = time.monotonic() + timeout_s
+    while not streamer.can_stream:
+        if time.monotonic() > deadline:
+            raise UserError(f"experts can not be streamed after {timeout_s:.0f} s; the log says why")
+        time.sleep(0.05)
+
+
+def link_rate(device: torch.device) -> float:
+    """Bytes per second of copies from page-locked memory to the device; best of some."""
+    import torch
+
+    is_cuda = device.type == "cuda"
+    source = torch.ones(_LINK_BYTES, dtype=torch.uint8, pin_memory=is_cuda)
+    target = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device)
+    best = 0.0
+    for _ in range(_LINK_COPIES):
+        begin = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        if is_cuda:
+            torch.cuda.synchronize(device)
+        best = max(best, _LINK_BYTES / (time.perf_counter() - begin))
+    del source, target
+    if is_cuda:
+        torch.cuda.empty_cache()
+    return best
