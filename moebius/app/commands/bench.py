@@ -226,7 +226,7 @@ def prefill(
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.bench.prefill import PrefillOptions, run
 
-    _quiet()
+    log_warnings_only("bench")
     chosen = tuple(modes.split(",")) if modes else (config.gpu.prefill_experts,)
     options = PrefillOptions(parse_counts(lengths, "--lengths"), chosen, repeats)
     run(with_checkpoint(config), options, json_file)
