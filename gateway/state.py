@@ -16,7 +16,7 @@ from gateway.admission import Admission, Drain
 from gateway.engine_client import EngineClient
 from gateway.errors import ApiError
 from gateway.model import ServedModel, load_served_model
-from gateway.prompts.contract import Kind, Prepared, WorkerSetup
+from gateway.prompts.contract import Kind, ModelFiles, Prepared, WorkerSetup
 from gateway.prompts.pool import BodyReceiver, PromptPool
 from gateway.streaming import run_until_disconnect
 from gateway.telemetry import GatewayMetrics
@@ -81,6 +81,8 @@ class Gateway:
         try:
             # Before the engine is there: loading it may take half an hour, and wrong files stay wrong.
             tokenizer = await self._read_tokenizer(settings.model) if settings.model else None
+            if tokenizer is not None:
+                await self._prompts.spawn(self._model_files(settings.model))
             info = await self._model_info()
             directory = info.tokenizer_path or info.model_path
             tokenizer = tokenizer or await self._read_tokenizer(directory)
@@ -116,14 +118,16 @@ class Gateway:
                 self._last_status = status
                 await asyncio.sleep(RETRY_S)
 
+    def _model_files(self, tokenizer_dir: str) -> ModelFiles:
+        return ModelFiles(tokenizer_dir, self.config.gateway.chat_template)
+
     def _worker_setup(self, info: engine_pb2.GetModelInfoResponse, tokenizer_dir: str) -> WorkerSetup:
         """What the processes that prepare prompts need to know."""
         settings = self.config.gateway
         return WorkerSetup(
             model_info=info.SerializeToString(),
-            tokenizer_dir=tokenizer_dir,
+            files=self._model_files(tokenizer_dir),
             served_name=self.config.model.served_model_name,
-            template_file=settings.chat_template,
             images=self.config.images,
             max_body_bytes=self._max_body_bytes,
             memory_bytes=int(settings.prompt_memory_gib * 2**30),

@@ -18,13 +18,20 @@ READY = b"ready"
 
 
 @dataclass(frozen=True)
+class ModelFiles:
+    """The first message to a process, which then reads them; known before the engine answers."""
+
+    tokenizer_dir: str
+    template_file: str
+
+
+@dataclass(frozen=True)
 class WorkerSetup:
-    """The first message to a process; filled by the gateway once it knows the model."""
+    """The second message to a process; filled by the gateway once it knows the model."""
 
     model_info: bytes  # serialised engine.v1.GetModelInfoResponse
-    tokenizer_dir: str
+    files: ModelFiles  # as in the first message
     served_name: str
-    template_file: str
     images: ImageConfig
     max_body_bytes: int  # without images
     memory_bytes: int  # what a request may take beyond what the process has when it starts

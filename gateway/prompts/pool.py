@@ -26,6 +26,7 @@ from gateway.prompts.contract import (
     Answer,
     Broken,
     Kind,
+    ModelFiles,
     Prepared,
     Refused,
     WorkerSetup,
@@ -73,7 +74,7 @@ class _Died(Exception):
 
 
 class _Process:
-    """One running process; made by `start`."""
+    """One running process; made by `spawn`."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -84,8 +85,8 @@ class _Process:
         self.leaving = False  # it ends after its last answer, having grown
 
     @classmethod
-    async def start(cls, setup: WorkerSetup) -> _Process:
-        """A process that has read the model's files; OSError or _Died when it can not be started."""
+    async def spawn(cls, files: ModelFiles) -> _Process:
+        """A process that begins to read the model's files; OSError when it can not be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -95,15 +96,19 @@ class _Process:
             ours.close()
             raise
         process = cls(popen, reader, writer)
+        await process._send([packed(files)])
+        return process
+
+    async def begin(self, setup: WorkerSetup) -> None:
+        """Waits until it can serve; _Died or TimeoutError when it can not, and is stopped."""
         try:
             async with asyncio.timeout(_START_S):
-                await process._send([packed(setup)])
-                ready = await process._receive()
+                await self._send([packed(setup)])
+                ready = await self._receive()
         except BaseException:
-            await process.stop()
+            await self.stop()
             raise
         assert ready == READY, ready
-        return process
 
     @property
     def ended(self) -> bool:
@@ -161,18 +166,34 @@ class PromptPool:
         self._tasks: list[asyncio.Task[None]] = []
         self._setup: WorkerSetup | None = None
 
+    async def spawn(self, files: ModelFiles) -> None:
+        """Starts the processes that do not run yet; they read the model's files while the engine may load.
+
+        Raises:
+            OSError: a process could not be started.
+        """
+        try:
+            for number in set(range(self._count)) - self._running.keys():
+                self._running[number] = await _Process.spawn(files)
+        except _Died as error:
+            raise OSError(f"a process for prompts did not start: {error!r}") from error
+
     async def start(self, setup: WorkerSetup) -> None:
-        """Starts the processes; once they can serve, `prepare` may be called.
+        """Starts those that `spawn` did not; once they can serve, `prepare` may be called.
 
         Raises:
             OSError: a process could not be started, or ended while it read the model's files.
         """
         self._setup = setup
+        for number, process in list(self._running.items()):
+            if process.ended:  # killed while the engine loaded, which may take half an hour
+                del self._running[number]
+                await process.stop()
+        await self.spawn(setup.files)
         try:
-            started = await asyncio.gather(*(_Process.start(setup) for _ in range(self._count)))
+            await asyncio.gather(*(process.begin(setup) for process in self._running.values()))
         except (_Died, TimeoutError) as error:
             raise OSError(f"a process for prompts did not start: {error!r}") from error
-        self._running = dict(enumerate(started))
         self._tasks = [asyncio.create_task(self._serve(number)) for number in self._running]
 
     async def close(self) -> None:
@@ -256,7 +277,10 @@ class PromptPool:
 
     async def _restart(self, number: int) -> None:
         try:
-            self._running[number] = await _Process.start(self._limits())
+            setup = self._limits()
+            process = await _Process.spawn(setup.files)
+            await process.begin(setup)
+            self._running[number] = process
         except (OSError, _Died, TimeoutError) as error:
             logger.error("a process for prompts does not start", error=repr(error))
             unavailable = Refused(503, "requests can not be read at the moment", None, "unavailable")

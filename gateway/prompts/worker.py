@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from gateway.model import load_served_model
-from gateway.prompts.contract import HEADER, READY, WorkerSetup, packed, too_much_memory
+from gateway.prompts.contract import HEADER, READY, ModelFiles, WorkerSetup, packed, too_much_memory
 from gateway.prompts.prepare import Preparer
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
@@ -53,13 +53,11 @@ def _used(what: str) -> int:
     return int(found.group(1)) * 1024
 
 
-def _prepare_all(channel: socket.socket, setup: WorkerSetup) -> None:
+def _prepare_all(channel: socket.socket, setup: WorkerSetup, tokenizer: Tokenizer) -> None:
     """Answers requests until the gateway is gone or this process has grown."""
     info = engine_pb2.GetModelInfoResponse.FromString(setup.model_info)
-    tokenizer = Tokenizer.from_dir(Path(setup.tokenizer_dir), setup.template_file)
     model = load_served_model(info, tokenizer, setup.served_name)
     preparer = Preparer(model, setup.images, setup.max_body_bytes)
-    _ = model.tokenizer.text_size  # now, rather than within the first request's time
     most = _used("VmData") + setup.memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     at_start = _used("VmRSS")
@@ -84,6 +82,17 @@ def _prepare_all(channel: socket.socket, setup: WorkerSetup) -> None:
             return
 
 
+def _read_files(channel: socket.socket) -> Tokenizer | None:
+    """The tokenizer that the first message names; None when the gateway is gone."""
+    data = _message(channel)
+    if data is None:
+        return None
+    files: ModelFiles = pickle.loads(data)
+    tokenizer = Tokenizer.from_dir(Path(files.tokenizer_dir), files.template_file)
+    _ = tokenizer.text_size  # now, rather than within the first request's time
+    return tokenizer
+
+
 def main() -> int:
     """Runs until the gateway closes the socket. Returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # for the gateway, which may still need this process
@@ -91,10 +100,13 @@ def main() -> int:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
     channel = socket.socket(fileno=0)
-    data = _message(channel)
     try:
+        if (tokenizer := _read_files(channel)) is None:
+            return 0
+        # The engine may still load, for as long as it takes.
+        data = _message(channel)
         if data is not None:
-            _prepare_all(channel, pickle.loads(data))
+            _prepare_all(channel, pickle.loads(data), tokenizer)
     except MemoryError:
         return OUT_OF_MEMORY
     except (BrokenPipeError, ConnectionResetError):

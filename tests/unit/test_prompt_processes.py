@@ -1,0 +1,88 @@
+"""Guards the start of prompt processes: they read the model's files while the engine loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from gateway.prompts.contract import ModelFiles, WorkerSetup
+from gateway.prompts.pool import PromptPool
+from moebius.config import ImageConfig
+from protos import engine_pb2 as pb
+from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+
+
+def children() -> set[int]:
+    """Prompt processes of this test process."""
+    return {
+        child.pid
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and "gateway.prompts.worker" in child.cmdline()
+    }
+
+
+def wait_until_gone(pid: int) -> None:
+    while pid in children():
+        time.sleep(0.01)
+
+
+def setup_for(directory: Path) -> tuple[ModelFiles, WorkerSetup]:
+    write_tokenizer(directory, byte_level_tokenizer())
+    files = ModelFiles(str(directory), "")
+    info = pb.GetModelInfoResponse(vocab_size=512, max_context_length=64, served_model_name="tiny")
+    return files, WorkerSetup(info.SerializeToString(), files, "tiny", ImageConfig(), 2**20, 2**30, 5.0)
+
+
+async def token_count(pool: PromptPool) -> int:
+    body = json.dumps({"prompt": "hello"}).encode()
+    answer = await pool.prepare("tokenize", [body])
+    assert isinstance(answer, bytes)
+    return int(json.loads(answer)["count"])
+
+
+async def test_processes_are_there_before_the_engine(tmp_path: Path) -> None:
+    """Those that read the files early serve later; once the tokenizer is read its files may go."""
+    files, setup = setup_for(tmp_path)
+    pool = PromptPool(2, 8)
+    try:
+        await pool.spawn(files)
+        early = children()
+        assert len(early) == 2
+        await pool.start(setup)
+        assert children() == early
+        assert await token_count(pool) == 3
+    finally:
+        await pool.close()
+    assert children() == set()
+
+
+async def test_one_that_died_while_the_engine_loaded_is_replaced(tmp_path: Path) -> None:
+    """The engine may take half an hour, in which anything may end an idle process."""
+    files, setup = setup_for(tmp_path)
+    pool = PromptPool(2, 8)
+    try:
+        await pool.spawn(files)
+        killed, kept = sorted(children())
+        os.kill(killed, signal.SIGKILL)
+        wait_until_gone(killed)
+        await pool.start(setup)
+        assert kept in children()
+        assert len(children()) == 2
+        assert await token_count(pool) == 3
+    finally:
+        await pool.close()
+
+
+async def test_a_gateway_that_ends_before_the_engine_leaves_no_process(tmp_path: Path) -> None:
+    """They wait for a message that will not come."""
+    files, _ = setup_for(tmp_path)
+    pool = PromptPool(1, 8)
+    await pool.spawn(files)
+    assert len(children()) == 1
+    await pool.close()
+    assert children() == set()
