@@ -227,7 +227,8 @@ def load_weights(model: CausalLM, directory: str | Path, *, keep_fp8: bool = Fal
     with phase("loading dense weights", weights, "GB") as progress:
         _fill_all([(target, sources[name]) for name, target in expected.items()], model.device, progress)
     _check_no_meta(model)
-    model.pack()
+    with phase("packing dense weights"):
+        model.pack()
 
 
 def _row_bytes(target: Target) -> int:
