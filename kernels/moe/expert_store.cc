@@ -86,13 +86,17 @@ PackError ExpertStore::load(uint32_t layer, uint32_t expert, const ExpertSource&
     release(layer, expert);
     throw;
   }
-  const uint64_t digest = weights::digest_of(target, layout(layer).expert_bytes, digest_seed(layer, expert));
+  finish(layer, expert, target, error);
+  return error;
+}
+
+void ExpertStore::finish(uint32_t layer, uint32_t expert, const std::byte* packed, const PackError& error) {
+  const uint64_t digest = weights::digest_of(packed, layout(layer).expert_bytes, digest_seed(layer, expert));
   if (segment_) {
     weights::ExpertRecord& record = *segment_->expert(layer, expert_begin_ + expert);
     segment_->set_packed(record, digest, error.squared_error, error.squared_reference);
   }
-  publish(layer, expert, target, digest);
-  return error;
+  publish(layer, expert, packed, digest);
 }
 
 void ExpertStore::publish(uint32_t layer, uint32_t expert, const std::byte* packed, uint64_t digest) {
@@ -115,7 +119,6 @@ const weights::ExpertRecord* ExpertStore::record(uint32_t layer, uint32_t expert
 }
 
 void ExpertStore::fill(uint32_t layer, const Writer& write, ThreadPool& pool) {
-  if (segment_) throw std::invalid_argument("the experts of a segment are loaded; they are not filled");
   std::vector<std::byte*> targets;
   try {
     while (targets.size() < num_experts_) {
@@ -127,7 +130,11 @@ void ExpertStore::fill(uint32_t layer, const Writer& write, ThreadPool& pool) {
   }
   pool.parallel_for(num_experts_, [&](uint32_t expert, uint32_t) {
     write(expert, targets[expert]);
-    layers_[layer].experts[expert].store(targets[expert], std::memory_order_release);
+    if (segment_) {
+      finish(layer, expert, targets[expert], {});
+    } else {
+      publish(layer, expert, targets[expert], 0);
+    }
   });
 }
 

@@ -34,7 +34,7 @@ class ExpertStore {
   PackError load(uint32_t layer, uint32_t expert, const ExpertSource& source, ThreadPool& pool);
 
   // Has `write` write every expert of a layer, layout(layer).expert_bytes each, on all threads of the pool: for
-  // benchmarks. Throws std::invalid_argument when one was loaded before, or when there is a segment.
+  // benchmarks. Throws std::invalid_argument when one was loaded before.
   using Writer = std::function<void(uint32_t expert, std::byte* target)>;
   void fill(uint32_t layer, const Writer& write, ThreadPool& pool);
 
@@ -74,6 +74,7 @@ class ExpertStore {
 
   std::byte* claim(uint32_t layer, uint32_t expert, ThreadPool& pool);
   void take_memory(uint32_t layer, ThreadPool& pool);
+  void finish(uint32_t layer, uint32_t expert, const std::byte* packed, const PackError& error);
   void publish(uint32_t layer, uint32_t expert, const std::byte* packed, uint64_t digest);
   void attach(const EngineOptions& options);
   void release(uint32_t layer, uint32_t expert);

@@ -17,7 +17,8 @@
 //
 // A server that finds a segment with the tables it would write itself, of the same identity, uses it as it is, or
 // loads what is missing. kAbiVersion therefore grows with every change of this file's structures *and* of what
-// packing makes of a weight (tests/kernels/test_weight_segment.py has the digests).
+// packing makes of a weight (tests/service/test_expert_segment.py has the digests). `magic`, `abi_version` and
+// `generation` stay where they are in every version.
 #pragma once
 
 #include <cstddef>

@@ -24,14 +24,16 @@ import moebius.models.read as read_module
 from expert_service.errors import LoadCancelled, RequantiseError
 from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
 from expert_service.segment import LoadRecord, checkpoint_signature, find_load_record
+from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.errors import USER_ERROR_EXIT, StartupError
-from moebius.expert_slices import SliceRequest
+from moebius.expert_slices import SliceRequest, parse_expert_dtype
 from moebius.kernels import ExpertEngine
 from moebius.weight_segment import WeightSegment, segment_path
 from protos import expert_pb2, expert_pb2_grpc
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.expert_cluster import make_config, start_expert
+from tests.helpers.quantised_checkpoints import QuantisedMoe
 
 MODEL = TinyMoe(num_experts=5, num_layers=3)
 
@@ -41,6 +43,28 @@ def memory() -> Iterator[Path]:
     """A directory on tmpfs."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         yield Path(directory)
+
+
+# What packing makes of checkpoints of the test suite, by `weights_digest`. Who changes packing on purpose
+# raises kAbiVersion of kernels/moe/weight_segment.h, so that no server takes older bytes for its own, and
+# changes this table.
+ABI_VERSION = 1
+PACKED = {
+    "float32": 0x0947FCC6F29273EA,
+    "bfloat16": 0x1D19E503C7A91ED3,
+    "float16": 0x38F8942A669BFBE2,
+    "fp8_block": 0x409000DFD2F8D70A,
+    "fp8_tensor": 0x05B5CFE701DE1419,
+    "int8": 0x9A50CDE78A388B7B,
+    "int8_g32_f16": 0xCD91C25F274132AA,
+    "int8_w8a8": 0x9A50CDE78A388B7B,
+    "compressed_int4_g32": 0xAA1DC7A21B9A7F87,
+    "compressed_int4_g64_zeros": 0xFCC8A4479A1C78A4,
+    "awq_int4_g32": 0x880FF6882786B7C3,
+    "gptq_int4_g64_symmetric": 0x91F3AE9BDE952A92,
+    "nvfp4": 0x2DF1B413F29B5BEE,
+}
+REQUANTISED = {"int8": 0x6A1C36656D0587AE, "int4": 0xBAC8E500A47B4F4F}
 
 
 def nothing(*_: object) -> None:
@@ -255,6 +279,24 @@ def test_a_record_of_another_version_is_no_record(tmp_path: Path, memory: Path) 
         with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
             LoadRecord.from_json(text)
     assert serve(memory, request) == first
+
+
+def test_packing_changes_only_with_the_version(tmp_path: Path) -> None:
+    """A server of this version believes what any other of this version packed."""
+    assert _kernels.WEIGHT_SEGMENT_ABI_VERSION == ABI_VERSION
+    quiet = LoadSettings(calibrate_kernels=False)
+    found = {}
+    for scheme in PACKED:
+        model = QuantisedMoe(scheme).write(tmp_path / scheme)
+        host = ExpertHost(ThreadPlacement(-1, 1, ()), nothing, nothing, quiet)
+        found[scheme] = host.load(SliceRequest(str(model))).engine.weights_digest
+    assert found == PACKED
+    model, found = MODEL.write(tmp_path / "plain"), {}
+    for dtype in REQUANTISED:
+        host = ExpertHost(ThreadPlacement(-1, 1, ()), nothing, nothing, quiet)
+        request = SliceRequest(str(model), weight_dtype=parse_expert_dtype(dtype))
+        found[dtype] = host.load(request).engine.weights_digest
+    assert found == REQUANTISED
 
 
 def test_the_signature_follows_every_change(tmp_path: Path) -> None:

@@ -307,9 +307,11 @@ def test_table_is_by_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.count(capsys.readouterr().out.rstrip("\n")) == 3
 
 
-def test_measure_counts_what_the_calls_touch() -> None:
-    """Every call computes rows x top_k pairs, on every layer in turn."""
-    engine = EngineSetting(choose_cpus(1)).build(TINY, "bfloat16", 4, 3)
+@pytest.mark.parametrize("shared", [False, True])
+def test_measure_counts_what_the_calls_touch(shared: bool) -> None:
+    """Every call computes rows x top_k pairs, on every layer in turn; whoever else can map the weights."""
+    engine = EngineSetting(choose_cpus(1), shared=shared).build(TINY, "bfloat16", 4, 3)
+    assert (engine.segment_state is not None) is shared
     held = WorkingSet(1000, 4, 3, 4, 100)
     calls = calls_of(2, TINY, held, exact_rows_per_expert=False)
     times = measure(engine, 3, calls, seconds=0.001)

@@ -51,6 +51,7 @@ class KernelsOptions:
     experts: int = 0  # Per layer; 0: those of the shape, or as many as fit.
     layers: int = 0  # 0: as many as the caches can not hold.
     memory_bytes: int = 0  # For packed weights, bytes; 0: half of what is available.
+    shared: bool = False  # Whether weights lie in memory that others can map, as expert servers have it.
     seconds: float = 1.0  # Measuring time per row of the table.
     print_plan: bool = False  # Whether to print which kernel the engine takes for which number of rows.
 
@@ -80,7 +81,8 @@ def run(options: KernelsOptions, json_file: Path | None = None) -> list[KernelsR
     with on_cpu(cpus[0]):
         bandwidth, peak = measure_limits(options.isa, cpus, probe_bytes(cache, memory))
         first_speed = bandwidth.best[0]
-        machine = Machine(EngineSetting(cpus, options.isa, options.kernel), memory, cache, bandwidth, peak)
+        setting = EngineSetting(cpus, options.isa, options.kernel, options.shared)
+        machine = Machine(setting, memory, cache, bandwidth, peak)
         for shape in options.shapes:
             print(
                 f"{shape.name}: hidden {shape.hidden_size}, intermediate {shape.intermediate_size}, ", end=""

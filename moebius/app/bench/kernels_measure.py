@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moebius import _kernels, _kernels_testing
 from moebius.app.bench.kernels_inputs import ExpertShape, Routing, WorkingSet, exact, uniform
 from moebius.errors import UserError
-from moebius.kernels import ExpertEngine, Isa
+from moebius.kernels import ExpertEngine, Isa, SegmentSettings
 from moebius.weight_formats import WEIGHT_FORMATS
 
 MIN_ITERATIONS = 5
@@ -34,9 +34,23 @@ class EngineSetting:
     cpus: Sequence[int]
     isa: Isa = "auto"
     kernel: str = "auto"  # GEMM kernel to force, by name; "auto": those that calibration finds.
+    shared: bool = False  # Weights in memory that others can map, as an expert server has it; else private.
 
     def build(self, shape: ExpertShape, weight_format: str, experts: int, layers: int) -> ExpertEngine:
         """An engine with random packed weights in every layer. Raises UserError."""
+        if not self.shared:
+            return self._build(shape, weight_format, experts, layers, None)
+        with anonymous_segment(experts, layers) as segment:
+            return self._build(shape, weight_format, experts, layers, segment)
+
+    def _build(
+        self,
+        shape: ExpertShape,
+        weight_format: str,
+        experts: int,
+        layers: int,
+        segment: SegmentSettings | None,
+    ) -> ExpertEngine:
         try:
             engine = ExpertEngine(
                 shape.hidden_size,
@@ -48,12 +62,24 @@ class EngineSetting:
                 cpus=self.cpus,
                 isa=self.isa,
                 kernel=self.kernel,
+                segment=segment,
             )
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             raise UserError(f"{shape.name}, {weight_format}: {error}") from None
         for layer in range(layers):
             _kernels_testing.fill_random(engine.backend, layer, SEED + layer)
         return engine
+
+
+@contextmanager
+def anonymous_segment(experts: int, layers: int) -> Iterator[SegmentSettings]:
+    """Memory for every expert as `moebius serve` makes it; goes with the engine that was built meanwhile."""
+    descriptor = os.memfd_create("moebius-bench", os.MFD_CLOEXEC)
+    try:
+        held = dict.fromkeys(range(layers), range(experts))
+        yield SegmentSettings(f"/proc/self/fd/{descriptor}", "bench", held)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,10 @@ def kernels(
     experts: Annotated[int, typer.Option(min=0, help="Per layer; 0: the model's, or what fits")] = 0,
     layers: Annotated[int, typer.Option(min=0, help="0: more than the caches can hold")] = 0,
     memory: Annotated[float, typer.Option(min=0, help="GiB for weights; 0: half of what is free")] = 0,
+    shared: Annotated[
+        bool,
+        typer.Option("--shared", help="Weights in memory that others can map, as expert servers have it"),
+    ] = False,
     seconds: Annotated[float, typer.Option(min=0.001, help="Measuring time per row")] = 1.0,
     plan: Annotated[
         bool, typer.Option("--plan", help="Print which kernel is used for how many rows")
@@ -130,6 +134,7 @@ def kernels(
         experts=experts,
         layers=layers,
         memory_bytes=int(memory * 2**30),
+        shared=shared,
         seconds=seconds,
         print_plan=plan,
     )
