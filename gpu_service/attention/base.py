@@ -25,6 +25,13 @@ class PlannedAttention(ABC):
     """
 
     captures = False
+    # The planned step's; filled by `plan` and `plan_capture`.
+    _inputs: ForwardInputs | None = None
+
+    @property
+    def _planned(self) -> ForwardInputs:
+        assert self._inputs is not None, "plan comes first"
+        return self._inputs
 
     @abstractmethod
     def plan(self, inputs: ForwardInputs) -> None:
@@ -73,7 +80,6 @@ class AttentionBackend(PlannedAttention):
         """Why this backend can not serve this model and cache on this machine; empty: it can."""
         return ""
 
-    @abstractmethod
     def forward(
         self,
         query: torch.Tensor,
@@ -89,6 +95,19 @@ class AttentionBackend(PlannedAttention):
         `ForwardInputs`, rotary embedding already applied. Row at position p of a request attends to that
         request's positions 0..p, with a window w to the last w of them. Returns `[T, num_heads * head_dim]`.
         """
+        self.kv_cache.append(layer_id, key, value, self._planned.slot_mapping)
+        return self._attend(query, key, value, layer_id, layer)
+
+    @abstractmethod
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_id: int,
+        layer: AttentionLayer,
+    ) -> torch.Tensor:
+        """`forward` after storing."""
 
 
 def check_step(inputs: ForwardInputs, page_size: int) -> None:

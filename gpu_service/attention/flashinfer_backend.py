@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer, check_step
+from gpu_service.attention.base import AttentionBackend, AttentionLayer, check_step
 from gpu_service.attention.flashinfer_plan import (
     CHUNK_KERNELS,
     DECODE_KERNELS,
@@ -81,7 +81,6 @@ class FlashInferAttention(AttentionBackend):
         )
         self._captured: dict[int, Any] = {}
         self._wrapper: Any = None  # the one the last plan chose
-        self._inputs: ForwardInputs | None = None
 
     @classmethod
     def unsupported(cls, config: ModelConfig, kv_cache: KVCache) -> str:
@@ -149,19 +148,17 @@ class FlashInferAttention(AttentionBackend):
         )
         self._wrapper = wrapper
 
-    def forward(
+    def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         layer_id: int,
-        layer: AttentionLayer = PLAIN,
+        layer: AttentionLayer,
     ) -> torch.Tensor:
         """Layers are all alike here; `unsupported` refuses models where they differ."""
-        inputs, cache = self._inputs, self.kv_cache
-        assert inputs is not None, "plan comes first"
+        cache = self.kv_cache
         key_scale, value_scale = cache.key_scales[layer_id], cache.value_scales[layer_id]
-        cache.append(layer_id, key, value, inputs.slot_mapping)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if self._wrapper is self._ragged:
             self._ragged.run(query, key, value, out=output)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer, check_step
+from gpu_service.attention.base import AttentionBackend, AttentionLayer, check_step
 from gpu_service.cache.fp8 import dequantise_into
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.engine.step import ForwardInputs
@@ -193,7 +193,6 @@ class TorchReferenceAttention(AttentionBackend):
 
     def __init__(self, config: ModelConfig, kv_cache: KVCache) -> None:
         super().__init__(config, kv_cache)
-        self._inputs: ForwardInputs | None = None
         self._table = torch.empty(0, dtype=torch.int64)
         self._plans: dict[int | None, GatherPlan] = {}
         # Gathered pages of one layer, kept between calls: fresh memory of this size costs a page fault per
@@ -212,9 +211,8 @@ class TorchReferenceAttention(AttentionBackend):
         """The step's plan for layers of this window, made when the first of them asks."""
         plan = self._plans.get(window)
         if plan is None:
-            assert self._inputs is not None, "plan comes first"
             cache = self.kv_cache
-            plan = plan_gathers(self._inputs, self._table, cache.page_size, cache.dtype, window)
+            plan = plan_gathers(self._planned, self._table, cache.page_size, cache.dtype, window)
             self._plans[window] = plan
             if self._gathered.shape[0] < plan.most_pages:
                 self._gathered = self._gathered.new_empty(plan.most_pages, *self._gathered.shape[1:])
@@ -233,16 +231,14 @@ class TorchReferenceAttention(AttentionBackend):
         dequantise_into(dequantised, gathered, *scales)
         return dequantised
 
-    def forward(
+    def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         layer_id: int,
-        layer: AttentionLayer = PLAIN,
+        layer: AttentionLayer,
     ) -> torch.Tensor:
-        assert self._inputs is not None, "plan comes first"
-        self.kv_cache.append(layer_id, key, value, self._inputs.slot_mapping)
         plan, sinks = self._plan_of(layer.window), layer.sinks
         if len(plan.decode_groups) == 1 and plan.decode_groups[0].rows is None:
             return self._decode(query, layer_id, plan.decode_groups[0], sinks)

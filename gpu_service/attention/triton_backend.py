@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer, check_step
+from gpu_service.attention.base import AttentionBackend, AttentionLayer, check_step
 from gpu_service.attention.triton_kernels import MIN_SPLIT, decode, prefill
 from gpu_service.attention.triton_tiles import Partial, PartialResults, num_splits, streaming_multiprocessors
 from gpu_service.cache.kv_cache import KVCache
@@ -27,7 +27,6 @@ class TritonAttention(AttentionBackend):
         super().__init__(config, kv_cache)
         self._min_split = min_split
         self._num_sms = streaming_multiprocessors(kv_cache.device)
-        self._inputs: ForwardInputs | None = None
         self._max_length = 1
         # Of the step, by window and number of heads.
         self._partial: dict[tuple[int | None, int], Partial | None] = {}
@@ -47,18 +46,16 @@ class TritonAttention(AttentionBackend):
     def plan_replay(self, inputs: ForwardInputs) -> None:
         """The recorded kernels find all they need in the refilled tensors."""
 
-    def forward(
+    def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         layer_id: int,
-        layer: AttentionLayer = PLAIN,
+        layer: AttentionLayer,
     ) -> torch.Tensor:
-        inputs, cache = self._inputs, self.kv_cache
-        assert inputs is not None, "plan comes first"
+        inputs, cache = self._planned, self.kv_cache
         key_scale, value_scale = cache.key_scales[layer_id], cache.value_scales[layer_id]
-        cache.append(layer_id, key, value, inputs.slot_mapping)
         pages, output = (
             cache.pages(layer_id),
             torch.empty(query.shape, dtype=query.dtype, device=query.device),
@@ -86,8 +83,7 @@ class TritonAttention(AttentionBackend):
         kind = window, num_heads
         if kind in self._partial:
             return self._partial[kind]
-        assert self._inputs is not None, "plan comes first"
-        num_requests = len(self._inputs.seq_lens)
+        num_requests = len(self._planned.seq_lens)
         length = self._max_length if window is None else min(self._max_length, window)
         splits = num_splits(num_requests, self.kv_cache.num_kv_heads, length, self._min_split, self._num_sms)
         partial = self._partials.take(num_requests, num_heads, splits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_service.attention.base import PLAIN, AttentionLayer
+from gpu_service.attention.base import AttentionLayer
 from gpu_service.attention.torch_reference import TorchReferenceAttention
 from gpu_service.engine.step import ForwardInputs
 
@@ -20,7 +20,7 @@ class CapturableAttention(TorchReferenceAttention):
         super().plan(inputs)
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
-        self._captured = inputs
+        self._captured = self._inputs = inputs
 
     def plan_replay(self, inputs: ForwardInputs) -> None:
         """Checks what a backend that plans on the host relies on."""
@@ -28,19 +28,18 @@ class CapturableAttention(TorchReferenceAttention):
         assert inputs.query_start_loc == inputs.query_start_loc_tensor.tolist()
         assert all(length >= 1 for length in inputs.seq_lens)
 
-    def forward(
+    def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         layer_id: int,
-        layer: AttentionLayer = PLAIN,
+        layer: AttentionLayer,
     ) -> torch.Tensor:
         inputs = self._captured
         if inputs is None:
-            return super().forward(query, key, value, layer_id, layer)
+            return super()._attend(query, key, value, layer_id, layer)
         kv_heads, (rows, heads, head_dim) = self.kv_cache.num_kv_heads, query.shape
-        self.kv_cache.append(layer_id, key, value, inputs.slot_mapping)
         history = self.kv_cache.pages(layer_id)[inputs.block_table.long()]
         history = history.reshape(rows, -1, 2 * kv_heads, head_dim)
         keys, values = history[:, :, :kv_heads], history[:, :, kv_heads:]

@@ -23,26 +23,20 @@ class CapturableMlaAttention(TorchMlaAttention):
         super().plan(inputs)
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
-        self._captured, self.non_absorbed = inputs, False
+        self._captured = self._inputs = inputs
+        self.non_absorbed = False
         self.selects = self._may_select(inputs.block_table.shape[1] * self.cache.page_size)
 
     def plan_replay(self, inputs: ForwardInputs) -> None:
         """Checks what a backend that plans on the host relies on."""
         assert inputs.seq_lens == inputs.seq_lens_tensor.tolist()
 
-    def forward(
-        self,
-        query_latent: torch.Tensor,
-        query_rope: torch.Tensor,
-        latent: torch.Tensor,
-        key_rope: torch.Tensor,
-        layer_id: int,
-        selection: torch.Tensor | None = None,
+    def _attend(
+        self, query: torch.Tensor, query_rope: torch.Tensor, layer_id: int, selection: torch.Tensor | None
     ) -> torch.Tensor:
         inputs = self._captured
         if inputs is None:
-            return super().forward(query_latent, query_rope, latent, key_rope, layer_id, selection)
-        self.cache.append(layer_id, latent, key_rope, inputs.slot_mapping)
+            return super()._attend(query, query_rope, layer_id, selection)
         keys = _history(self.cache.pages(layer_id), inputs)
         width = keys.shape[1]
         visible = torch.arange(width, device=keys.device) < inputs.seq_lens_tensor[:, None]
@@ -50,7 +44,7 @@ class CapturableMlaAttention(TorchMlaAttention):
             chosen = torch.zeros(keys.shape[0], width + 1, dtype=torch.bool, device=keys.device)
             chosen.scatter_(1, selection.long() % (width + 1), True)
             visible = visible & chosen[:, :width]
-        query = torch.cat((query_latent, query_rope), dim=-1)
+        query = torch.cat((query, query_rope), dim=-1)
         scores = torch.einsum("rhd,rtd->rht", query, keys) * self.dimensions.softmax_scale
         weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(dim=-1)
         return torch.einsum("rht,rtd->rhd", weights, keys[..., : self.dimensions.latent_dim])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer
+from gpu_service.attention.base import AttentionBackend
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.engine.step import ForwardContext, ForwardInputs
 from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
@@ -45,14 +45,7 @@ class NullAttention(AttentionBackend):
     def plan(self, inputs: ForwardInputs) -> None:
         """Nothing is shared between layers."""
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer_id: int,
-        layer: AttentionLayer = PLAIN,
-    ) -> torch.Tensor:
+    def _attend(self, *arguments: object) -> torch.Tensor:
         """Never called."""
         raise AssertionError("the fake model has no attention")
 

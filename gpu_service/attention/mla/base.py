@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_service.attention.base import PlannedAttention
 from gpu_service.cache.kv_cache import MlaCache
@@ -67,7 +69,7 @@ class MlaAttentionBackend(PlannedAttention):
     """Attention over a paged cache of latents; one of the forwards is called once per layer.
 
     Absorbed, every head's queries are carried into the latent space, where all heads share one key (the
-    latent and the rotated part) and one value (the latent): `absorption.py` has the algebra.
+    latent and the rotated part) and one value (the latent); the module has the algebra.
 
     Of a model with sparse attention, a layer's `select` says which tokens each query attends to, and
     `forward` is given that selection: int32 `[T, top_k]`, positions within the row's own request, ascending,
@@ -95,7 +97,6 @@ class MlaAttentionBackend(PlannedAttention):
         """Why this backend can not serve these sizes on this machine; empty: it can."""
         return ""
 
-    @abstractmethod
     def forward(
         self,
         query_latent: torch.Tensor,
@@ -112,8 +113,15 @@ class MlaAttentionBackend(PlannedAttention):
         embedding already applied, all of the cache's `dtype`. Returns `[T, num_heads, latent_dim]`, to be
         carried through the value projection. selection: None means all tokens; else see the class.
         """
+        self.cache.append(layer_id, latent, key_rope, self._planned.slot_mapping)
+        return self._attend(query_latent, query_rope, layer_id, selection)
 
     @abstractmethod
+    def _attend(
+        self, query: torch.Tensor, query_rope: torch.Tensor, layer_id: int, selection: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`forward` after storing; `query` is its `query_latent`."""
+
     def forward_non_absorbed(
         self,
         query: torch.Tensor,
@@ -129,6 +137,25 @@ class MlaAttentionBackend(PlannedAttention):
         query, key `[T, num_heads, nope_dim + rope_dim]`; value `[T, num_heads, value_dim]`. Returns
         `[T, num_heads, value_dim]`: what `forward` gives after the value projection.
         """
+        if not self.non_absorbed:
+            raise ValueError(
+                "keys are written out only in steps of first chunks; ask `non_absorbed` after planning"
+            )
+        self.cache.append(layer_id, latent, key_rope, self._planned.slot_mapping)
+        return self._attend_first_chunks(query, key, value)
+
+    def _attend_first_chunks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Plain causal attention of each request to itself, by torch."""
+        output = torch.empty_like(value, memory_format=torch.contiguous_format)
+        for begin, end in pairwise(self._planned.query_start_loc):
+            q, k, v = (part[begin:end].transpose(0, 1) for part in (query, key, value))
+            attended = scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.dimensions.softmax_scale
+            )
+            output[begin:end] = attended.transpose(0, 1)
+        return output
 
     def select(self, query: torch.Tensor, head_weights: torch.Tensor, index_layer: int) -> torch.Tensor:
         """The tokens with the highest scores, int32 `[T, top_k]` as the class says; where `selects`.
@@ -145,12 +172,6 @@ class MlaAttentionBackend(PlannedAttention):
         """Whether a step whose longest sequence has so many tokens must choose among them."""
         index = self.dimensions.index
         return index is not None and longest > index.top_k
-
-    def _require_non_absorbed(self) -> None:
-        if not self.non_absorbed:
-            raise ValueError(
-                "keys are written out only in steps of first chunks; ask `non_absorbed` after planning"
-            )
 
 
 def has_only_first_chunks(inputs: ForwardInputs) -> bool:

@@ -52,7 +52,6 @@ class FlashInferMlaAttention(MlaAttentionBackend):
         )
         self._captured: dict[int, Any] = {}
         self._wrapper: Any = None
-        self._inputs: ForwardInputs | None = None
 
     @classmethod
     def unsupported(cls, dimensions: MlaDimensions, cache: MlaCache) -> str:
@@ -96,39 +95,22 @@ class FlashInferMlaAttention(MlaAttentionBackend):
             )
         self._plan_absorbed(wrapper, inputs, wrapper._kv_indices_buf)
 
-    def forward(
-        self,
-        query_latent: torch.Tensor,
-        query_rope: torch.Tensor,
-        latent: torch.Tensor,
-        key_rope: torch.Tensor,
-        layer_id: int,
-        selection: torch.Tensor | None = None,
+    def _attend(
+        self, query: torch.Tensor, query_rope: torch.Tensor, layer_id: int, selection: torch.Tensor | None
     ) -> torch.Tensor:
         """Raises ValueError for a step that was planned for `forward_non_absorbed`."""
         if selection is not None:
             raise NotImplementedError("FlashInferMlaAttention can not attend to selected tokens")
-        assert self._inputs is not None, "plan comes first"
         if self._wrapper is self._ragged:
             raise ValueError("this step was planned for forward_non_absorbed: `non_absorbed` is True")
-        self.cache.append(layer_id, latent, key_rope, self._inputs.slot_mapping)
-        output = torch.empty_like(query_latent, memory_format=torch.contiguous_format)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         pages = self.cache.latents(layer_id), self.cache.rotated(layer_id)
-        self._wrapper.run(query_latent, query_rope, *pages, out=output)
+        self._wrapper.run(query, query_rope, *pages, out=output)
         return output
 
-    def forward_non_absorbed(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        latent: torch.Tensor,
-        key_rope: torch.Tensor,
-        layer_id: int,
+    def _attend_first_chunks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        self._require_non_absorbed()
-        assert self._inputs is not None, "plan comes first"
-        self.cache.append(layer_id, latent, key_rope, self._inputs.slot_mapping)
         output = torch.empty_like(value, memory_format=torch.contiguous_format)
         self._ragged.run(query, key, value, out=output)
         return output

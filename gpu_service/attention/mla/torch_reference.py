@@ -7,7 +7,6 @@ leaves scores as they are and its 8-bit GEMMs approximate them; as in transforme
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -78,11 +77,10 @@ class TorchMlaAttention(MlaAttentionBackend):
     def __init__(self, dimensions: MlaDimensions, cache: MlaCache) -> None:
         super().__init__(dimensions, cache)
         self._spans: list[_Span] = []
-        self._slot_mapping = torch.empty(0, dtype=torch.int64)
 
     def plan(self, inputs: ForwardInputs) -> None:
         check_step(inputs, self.cache.page_size)
-        self._slot_mapping = inputs.slot_mapping
+        self._inputs = inputs
         self.selects = self._may_select(max(inputs.seq_lens, default=0))
         allowed = not self.cache.is_quantised and has_only_first_chunks(inputs)
         self.non_absorbed = allowed and not self.selects
@@ -99,18 +97,11 @@ class TorchMlaAttention(MlaAttentionBackend):
             mask.triu_(diagonal=kv_len - num_new + 1)
         return _Span(rows, pages[: -(-kv_len // self.cache.page_size)], kv_len, mask)
 
-    def forward(
-        self,
-        query_latent: torch.Tensor,
-        query_rope: torch.Tensor,
-        latent: torch.Tensor,
-        key_rope: torch.Tensor,
-        layer_id: int,
-        selection: torch.Tensor | None = None,
+    def _attend(
+        self, query: torch.Tensor, query_rope: torch.Tensor, layer_id: int, selection: torch.Tensor | None
     ) -> torch.Tensor:
-        self.cache.append(layer_id, latent, key_rope, self._slot_mapping)
-        query = torch.cat((query_latent, query_rope), dim=-1)
-        output = torch.empty_like(query_latent)
+        output = torch.empty_like(query)
+        query = torch.cat((query, query_rope), dim=-1)
         for span in self._spans:
             keys, mask = self._keys_of(span, layer_id, selection)
             # A single row's heads stand in the place of positions: one GEMM for all of them.
@@ -156,34 +147,9 @@ class TorchMlaAttention(MlaAttentionBackend):
             selection[rows] = select_tokens(scores, lengths, index.top_k)
         return selection
 
-    def forward_non_absorbed(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        latent: torch.Tensor,
-        key_rope: torch.Tensor,
-        layer_id: int,
-    ) -> torch.Tensor:
-        self._require_non_absorbed()
-        self.cache.append(layer_id, latent, key_rope, self._slot_mapping)
-        starts = [span.rows.start for span in self._spans] + [query.shape[0]]
-        return attend_first_chunks(query, key, value, starts, self.dimensions.softmax_scale)
-
 
 def _selection_mask(selection: torch.Tensor, kv_len: int, dtype: torch.dtype) -> torch.Tensor:
     """0 where a row of `[n, top_k]` selects a token, else -inf: `[n, kv_len]`."""
     mask = torch.full((selection.shape[0], kv_len + 1), float("-inf"), dtype=dtype, device=selection.device)
     # -1 is the column after the last, which is dropped.
     return mask.scatter_(1, selection.long() % (kv_len + 1), 0.0)[:, :kv_len]
-
-
-def attend_first_chunks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: list[int], scale: float
-) -> torch.Tensor:
-    """Plain causal attention of each request to itself: rows `starts[i]` to `starts[i + 1]`, heads second."""
-    output = torch.empty_like(value, memory_format=torch.contiguous_format)
-    for begin, end in pairwise(starts):
-        q, k, v = (part[begin:end].transpose(0, 1) for part in (query, key, value))
-        output[begin:end] = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
-    return output

@@ -6,7 +6,6 @@ import torch
 
 from gpu_service.attention.base import check_step
 from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions, has_only_first_chunks
-from gpu_service.attention.mla.torch_reference import attend_first_chunks
 from gpu_service.attention.mla.triton_kernels import MAX_SCORES, choose_tokens, mla_attention, mla_tile
 from gpu_service.attention.triton_kernels import MIN_SPLIT
 from gpu_service.attention.triton_tiles import Partial, PartialResults, num_splits, streaming_multiprocessors
@@ -23,7 +22,6 @@ class TritonMlaAttention(MlaAttentionBackend):
         super().__init__(dimensions, cache)
         self._min_split = min_split
         self._num_sms = streaming_multiprocessors(cache.device)
-        self._inputs: ForwardInputs | None = None
         self._longest = 1
         self._partial: Partial | None = None
         self._tile = mla_tile(cache.dtype, 1, dimensions.num_heads, self._num_sms)
@@ -49,20 +47,12 @@ class TritonMlaAttention(MlaAttentionBackend):
     def plan_replay(self, inputs: ForwardInputs) -> None:
         """The recorded kernels find all they need in the refilled tensors."""
 
-    def forward(
-        self,
-        query_latent: torch.Tensor,
-        query_rope: torch.Tensor,
-        latent: torch.Tensor,
-        key_rope: torch.Tensor,
-        layer_id: int,
-        selection: torch.Tensor | None = None,
+    def _attend(
+        self, query: torch.Tensor, query_rope: torch.Tensor, layer_id: int, selection: torch.Tensor | None
     ) -> torch.Tensor:
-        inputs, scale = self._inputs, self.cache.scales[layer_id]
-        assert inputs is not None, "plan comes first"
-        self.cache.append(layer_id, latent, key_rope, inputs.slot_mapping)
+        inputs, scale = self._planned, self.cache.scales[layer_id]
         return mla_attention(
-            query_latent,
+            query,
             query_rope,
             self.cache.pages(layer_id),
             self._partial,
@@ -77,8 +67,7 @@ class TritonMlaAttention(MlaAttentionBackend):
         )
 
     def select(self, query: torch.Tensor, head_weights: torch.Tensor, index_layer: int) -> torch.Tensor:
-        index, keys, inputs = self.dimensions.index, self.cache.index_keys, self._inputs
-        assert inputs is not None, "plan comes first"
+        index, keys, inputs = self.dimensions.index, self.cache.index_keys, self._planned
         assert index is not None, "asked only where `selects`"
         assert keys is not None, "the cache of this model holds the indexer's keys"
         return choose_tokens(
@@ -92,21 +81,6 @@ class TritonMlaAttention(MlaAttentionBackend):
             index.top_k,
             self._scores,
         )
-
-    def forward_non_absorbed(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        latent: torch.Tensor,
-        key_rope: torch.Tensor,
-        layer_id: int,
-    ) -> torch.Tensor:
-        inputs = self._inputs
-        assert inputs is not None, "plan comes first"
-        self._require_non_absorbed()
-        self.cache.append(layer_id, latent, key_rope, inputs.slot_mapping)
-        return attend_first_chunks(query, key, value, inputs.query_start_loc, self.dimensions.softmax_scale)
 
     def _prepare(self, inputs: ForwardInputs, max_length: int) -> None:
         self._inputs, self._longest = inputs, max_length
