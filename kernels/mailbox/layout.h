@@ -140,7 +140,7 @@ struct Refusal {
   char text[kRefusalText];  // NUL-terminated; empty: none
 };
 
-// Owner: client, at index group * num_clients + client. What it tells its peers and its own host.
+// Owner: client, at index group * num_clients + client. What it reports to its peers and its own host.
 struct ClientRecord {
   uint32_t failure;         // ClientFailure; release store after the next four. Sticky until the client recovers
   uint32_t failed_server;   // index, or kMaxServers when no server is concerned
