@@ -22,7 +22,12 @@ from gpu_service.assembly.experts import (
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.rank_plan import make_kv_memory
-from gpu_service.assembly.steps import attention_that_runs, make_step_runner
+from gpu_service.assembly.steps import (
+    attention_that_runs,
+    make_lane,
+    make_lane_stream,
+    make_step_runner,
+)
 from gpu_service.assembly.vision import Vision, load_vision, vision_memory
 from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
 from gpu_service.cache.fp8 import STORAGE_DTYPES
@@ -34,13 +39,14 @@ from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.interface import EngineObserver, OutputDelta
 from gpu_service.engine.model_runner import ModelRunner, TokenPool
+from gpu_service.engine.prefill_lane import PrefillLane
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.expert_recorder import recorder_operations
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.make import StreamingPlan, open_streamer, profiled_stream
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.loader.load import load_weights, shape_weights
-from gpu_service.memory.plan import DENSE, GRAPHS, KV, RESIDENT, RING, STATES, VISION
+from gpu_service.memory.plan import DENSE, GRAPHS, KV, LANE, RESIDENT, RING, STATES, VISION
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.ops import backends
@@ -103,7 +109,8 @@ def _assemble(
     states = allocate_states(gpu, model.rank_config, device)
     memory.reached(STATES)
     geometry, profiled = None if moe is None else moe.geometry, profiled_stream(streaming, streamer)
-    wanted = memory.num_pages(model, geometry, resident, states, profiled)
+    lane_stream = None if profiled is None else make_lane_stream(config, device, group.parallel)
+    wanted = memory.num_pages(model, geometry, resident, states, profiled, lane_stream)
     num_pages = group.minimum("num_pages", wanted)
     limits = scheduler_limits(gpu, model_config, num_pages)
     kv_cache = shape.make_pool(num_pages)
@@ -125,12 +132,10 @@ def _assemble(
         has_mrope=bool(model_config.rope.mrope_sections),
         states=states,
     )
-    steps = make_step_runner(config, runner, stream, limits, model_config.vocab_size, group.parallel)
-    undo.callback(steps.close)
-    memory.reached(GRAPHS)
+    steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo)
     return Built(
-        _engine(config, group, runner, steps, limits, num_pages, observer, on_output),
+        _engine(config, group, runner, steps, lane, limits, num_pages, observer, on_output),
         group,
         experts,
         recorder,
@@ -143,6 +148,28 @@ def _assemble(
         vision=vision,
         streamer=streamer,
     )
+
+
+def _step_runners(
+    config: MoebiusConfig,
+    runner: ModelRunner,
+    stream: DeviceStream,
+    lane_stream: DeviceStream | None,
+    limits: SchedulerLimits,
+    group: RankGroup,
+    memory: KvMemory,
+    undo: ExitStack,
+) -> tuple[StepRunner, PrefillLane | None]:
+    """Of the main lane, and of the prefill lane where there is one."""
+    assert isinstance(runner.model, CausalLM)
+    vocab_size = runner.model.config.vocab_size
+    steps = make_step_runner(config, runner, stream, limits, vocab_size, group.parallel)
+    undo.callback(steps.close)
+    memory.reached(GRAPHS)
+    lane = make_lane(config, runner, lane_stream, stream, limits)
+    if lane is not None:
+        memory.reached(LANE)
+    return steps, lane
 
 
 def _plan_memory(
@@ -183,6 +210,7 @@ def _engine(
     group: RankGroup,
     runner: ModelRunner,
     steps: StepRunner,
+    lane: PrefillLane | None,
     limits: SchedulerLimits,
     num_pages: int,
     observer: EngineObserver,
@@ -201,6 +229,7 @@ def _engine(
         max_waiting=gpu.max_waiting_requests,
         inbox=group.inbox(),
         operations={} if recorder is None else recorder_operations(recorder),
+        lane=lane,
     )
 
 

@@ -78,6 +78,11 @@ class ExpertRecorder:
         self._lock = threading.Lock()
 
     @property
+    def is_recording(self) -> bool:
+        """Whether steps count. Any thread may ask."""
+        return self._active
+
+    @property
     def needs_eager_steps(self) -> bool:
         """Whether replayed graphs would miss what is to be recorded: they were captured without this mode."""
         return self._active and self._mode != self._captured

@@ -176,6 +176,22 @@ class GpuConfig(Section):
         ge=1,
         description="Tokens in a step from which experts are streamed; unset: measured, or any prompt's step",
     )
+    prefill_chunk_max: int | None = Field(
+        default=None,
+        ge=16,
+        le=65536,
+        description="Prompt tokens of a step that streams experts; unset: 16384, fewer without room",
+    )
+    prefill_lane_min_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        description="Prompt tokens from which they have a step next to the others; unset: by the link's rate",
+    )
+    max_itl_ms: float | None = Field(
+        default=None,
+        ge=0,
+        description="Time that long prompts may add between two tokens of others; unset: as much again",
+    )
     max_waiting_requests: int = Field(
         default=1024, ge=1, description="Outputs queued in the engine before it refuses"
     )

@@ -146,7 +146,8 @@ def make_recorder(config: MoebiusConfig, moe: RankMoe | None, stream: DeviceStre
     if moe is None or not moe.layers:
         return None
     # A graph may be larger than a small token budget.
-    max_rows = max(config.gpu.max_num_batched_tokens, config.gpu.cuda_graph_max_batch_size)
+    gpu = config.gpu
+    max_rows = max(gpu.max_num_batched_tokens, gpu.cuda_graph_max_batch_size, gpu.prefill_chunk_max or 0)
     recorder = ExpertRecorder(moe.geometry, stream, max_rows, moe.layers)
     if config.placement.expert_recorder != "off":
         recorder.start(config.placement.expert_recorder)

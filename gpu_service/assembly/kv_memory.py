@@ -14,11 +14,12 @@ from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import PagedCache, make_cache, page_bytes
 from gpu_service.cache.state_cache import StateCache
 from gpu_service.device import TORCH_DTYPES
+from gpu_service.device.stream import DeviceStream
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.memory.device_memory import make_device_memory
 from gpu_service.memory.ledger import MemoryLedger
-from gpu_service.memory.plan import StepSize, size_kv_pool, useful_pages
+from gpu_service.memory.plan import LANE, StepSize, size_kv_pool, useful_pages
 from gpu_service.memory.profile import profile_activations
 from gpu_service.models.common import CausalLM
 from gpu_service.scheduler.limits import SchedulerLimits
@@ -96,6 +97,7 @@ class KvMemory(ABC):
         resident: ResidentExperts | None,
         states: StateCache | None = None,
         streamed: StreamedExperts | None = None,
+        lane_stream: DeviceStream | None = None,
     ) -> int:
         """Pages of the pool, after what is on the device already. UserError: there is no room for two."""
 
@@ -114,6 +116,7 @@ class SharedKvMemory(KvMemory):
         resident: ResidentExperts | None,
         states: StateCache | None = None,
         streamed: StreamedExperts | None = None,
+        lane_stream: DeviceStream | None = None,
     ) -> int:
         gpu = self._config.gpu
         if gpu.num_pages is not None:
@@ -141,18 +144,27 @@ class DeviceKvMemory(KvMemory):
         resident: ResidentExperts | None,
         states: StateCache | None = None,
         streamed: StreamedExperts | None = None,
+        lane_stream: DeviceStream | None = None,
     ) -> int:
-        """Pages that fit after a run of the largest step."""
-        config, shape = self._config, self._shape
+        """Pages that fit after a run of the largest step, and of the prefill lane's largest on its stream."""
+        config, gpu, shape = self._config, self._config.gpu, self._shape
         memory = make_device_memory(shape.device)
         assert memory is not None
-        with phase("profiling the largest step"):
-            measured = profile_activations(
+
+        stream: Any = torch.cuda.current_stream(shape.device)
+
+        def make_cache(num_pages: int) -> PagedCache:
+            # Its memory is the main stream's again afterwards.
+            with torch.cuda.stream(stream):
+                return shape.make(num_pages)
+
+        def measure(step: StepSize, streamed: StreamedExperts | None) -> int:
+            return profile_activations(
                 model,
-                shape.make,
-                lambda cache: make_attention(shape.config, cache, shape.device, config.gpu.attention_backend),
+                make_cache,
+                lambda cache: make_attention(shape.config, cache, shape.device, gpu.attention_backend),
                 geometry,
-                StepSize.largest(config.gpu),
+                step,
                 shape.page_size,
                 memory,
                 resident=resident,
@@ -160,7 +172,14 @@ class DeviceKvMemory(KvMemory):
                 vocab_size=model.config.vocab_size,
                 streamed=streamed,
             )
-        self.ledger.activations(measured)
+
+        step = StepSize.streaming(gpu) if lane_stream is None else StepSize.largest(gpu)
+        with phase("profiling the largest step"):
+            self.ledger.activations(measure(step, streamed))
+            if lane_stream is not None:
+                # What the allocator keeps after it is this stream's own.
+                with lane_stream.active():
+                    self.ledger.activations(measure(StepSize.streaming(gpu), streamed), LANE)
         return size_kv_pool(self.ledger.plan, config, model.config, memory.use())
 
 
@@ -181,6 +200,7 @@ def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> Sche
         watermark_pages=max(1, num_pages // 100),
         eos_token_ids=frozenset(model.eos_token_ids),
         scored_token_cost=scored_token_cost(model),
+        prefill_chunk_max=gpu.prefill_chunk_max or 0,
     )
 
 

@@ -17,7 +17,14 @@ from gpu_service.assembly.kv_memory import DeviceKvMemory, KvMemory, SharedKvMem
 from gpu_service.loader.load import shape_weights
 from gpu_service.memory.device_memory import MemoryUse, gib, make_device_memory
 from gpu_service.memory.ledger import MemoryLedger
-from gpu_service.memory.plan import ExpertMemory, MemoryPlan, MemoryShort, VisionMemory, plan_memory
+from gpu_service.memory.plan import (
+    ExpertMemory,
+    MemoryPlan,
+    MemoryShort,
+    VisionMemory,
+    most_chunk_tokens,
+    plan_memory,
+)
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.parallel.group import RankGroup
@@ -25,6 +32,8 @@ from moebius.checkpoint.index import has_weights
 from moebius.config import DEFAULT_NUM_SEQS, MoebiusConfig
 from moebius.errors import UserError
 
+# Tokens of a streamed step where nobody says how many.
+PREFILL_CHUNKS = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
 _NUM_SEQS = (DEFAULT_NUM_SEQS, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 # Fewer tokens in a step make prompts slow; a context shorter than this serves nobody.
 _LEAST_BATCHED_TOKENS, _LEAST_CONTEXT = 64, 4096
@@ -149,6 +158,7 @@ def _settings(trial: Trial, longest: int) -> list[_Setting]:
     tokens = gpu.max_num_batched_tokens
     kinds: list[tuple[str, Sequence[Any]]] = [
         ("max_num_seqs", [count for count in _NUM_SEQS if count < gpu.num_seqs]),
+        ("prefill_chunk_max", _halves(gpu.prefill_chunk_max or 0, tokens, 16)),
         ("max_num_batched_tokens", _halves(tokens, min(tokens, _LEAST_BATCHED_TOKENS), 16)),
         ("kv_cache_dtype", ["fp8_e4m3"] if gpu.kv_cache_dtype == "auto" else []),
     ]
@@ -225,12 +235,39 @@ class RankPlan:
         self._parallel, self._longest = model.parallel, model.config.max_model_len
 
     def make(self, config: MoebiusConfig) -> MemoryPlan:
-        """The ledger under these settings. Raises MemoryShort: it can not fit."""
-        return self._plan(Trial(config, self._experts.count))
+        """The ledger under these settings. Raises MemoryShort: it can not fit; as `prefill_chunk`."""
+        chosen = _with_gpu(config, prefill_chunk_max=self.prefill_chunk(config))
+        return self._plan(Trial(chosen, self._experts.count))
 
     def num_seqs(self) -> int:
         """What `max_num_seqs` is, or becomes where it is unset."""
         return chosen_num_seqs(self._config, self._fits, self._experts.count, self._longest)
+
+    def prefill_chunk(self, config: MoebiusConfig) -> int:
+        """What `prefill_chunk_max` is, or becomes where it is unset; 0: no step streams more than others.
+
+        Raises UserError for a value that is impossible whatever the memory.
+        """
+        gpu, most = (
+            config.gpu,
+            most_chunk_tokens(self._models[config.model.dense_weights].config, self._parallel),
+        )
+        if not self._experts.ring_bytes:
+            return 0
+        wanted = gpu.prefill_chunk_max
+        if wanted and not gpu.max_num_batched_tokens <= wanted <= most:
+            raise UserError(
+                f"prefill_chunk_max: {wanted} is not allowed; allowed: {gpu.max_num_batched_tokens} "
+                f"(max_num_batched_tokens) to {min(most, 65536)}"
+            )
+        if wanted is not None:
+            return wanted
+        room = _room_tokens(self._longest)[0]
+        for tokens in PREFILL_CHUNKS:
+            trial = Trial(_with_gpu(config, prefill_chunk_max=tokens), self._experts.count)
+            if gpu.max_num_batched_tokens < tokens <= most and self._fits(_with_room(trial, room)):
+                return tokens
+        return 0
 
     def refusal(self, config: MoebiusConfig, error: MemoryShort) -> UserError:
         """The error with what would make it fit."""
@@ -295,6 +332,8 @@ def make_kv_memory(
     before = memory.use()
     rank = RankPlan(config, model, before, experts, vision)
     chosen = with_num_seqs(config, group.minimum("max_num_seqs", rank.num_seqs()))
+    chunk = group.minimum("prefill_chunk_max", rank.prefill_chunk(chosen))
+    chosen = _with_gpu(chosen, prefill_chunk_max=chunk)
     shape = cache_shape(chosen.gpu, model.rank_config, device)
     try:
         plan = rank.make(chosen)

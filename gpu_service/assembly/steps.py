@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import structlog
+import torch
 
 from gpu_service.attention.registry import Attention, make_attention
 from gpu_service.attention.warm_up import warm_up_attention
@@ -10,10 +11,13 @@ from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
-from gpu_service.engine.device_runner import DeviceRunner
+from gpu_service.engine.device_runner import DeviceLane, DeviceRunner
 from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
-from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
+from gpu_service.engine.prefill_lane import Pace, PrefillLane
 from gpu_service.engine.step_runner import StepRunner
+from gpu_service.memory.plan import has_lane
+from gpu_service.models.common import CausalLM
 from gpu_service.parallel.context import ParallelContext
 from gpu_service.scheduler.limits import SchedulerLimits
 from moebius.config import GpuConfig, MoebiusConfig
@@ -58,6 +62,66 @@ def make_step_runner(
         steps.close()
         raise
     return steps
+
+
+def make_lane_stream(
+    config: MoebiusConfig, device: torch.device, parallel: ParallelContext
+) -> DeviceStream | None:
+    """Of the prefill lane; None: there is none. Made before memory is measured, which is the stream's own."""
+    if device.type != "cuda" or not has_lane(config.gpu, parallel):
+        return None
+    return CudaDeviceStream(device)
+
+
+def make_lane(
+    config: MoebiusConfig,
+    runner: ModelRunner,
+    stream: DeviceStream | None,
+    main: DeviceStream,
+    limits: SchedulerLimits,
+) -> PrefillLane | None:
+    """A second step in flight for long prompts: `runner` again, with all that steps write to of its own.
+
+    None: nothing can be streamed, or there is no `stream`.
+    """
+    streamer, cache = runner.streamer, runner.kv_cache
+    if stream is None or streamer is None:
+        return None
+    gpu, model = config.gpu, runner.model
+    assert isinstance(model, CausalLM)
+    with stream.active():
+        attention = attention_that_runs(gpu, model.rank_config, cache, limits)
+    own = LaneModelRunner(
+        model,
+        cache,
+        attention,
+        None,
+        runner.token_pool,
+        runner.sampler.for_another_stream(),
+        resident=runner.resident,
+        streamer=streamer,
+        has_mrope=runner.has_mrope,
+        states=runner.states,
+    )
+    recorder = runner.recorder
+    lane = DeviceLane(
+        own,
+        stream,
+        main,
+        # What the recorder gathers layer by layer is one step's.
+        is_ready=lambda: streamer.can_stream and not (recorder is not None and recorder.is_recording),
+        min_tokens=lambda: lane_min_tokens(gpu, streamer.break_even_rows),
+    )
+    bound = None if gpu.max_itl_ms is None else gpu.max_itl_ms / 1e3
+    _log.info("long prompts have a step of their own", max_tokens=limits.prefill_chunk_max)
+    return PrefillLane(lane, Pace(bound))
+
+
+def lane_min_tokens(gpu: GpuConfig, break_even_rows: int) -> tuple[int, int]:
+    """As `LaneRunner.min_tokens`: beside nobody, link and servers together take what fits one usual step."""
+    if gpu.prefill_lane_min_tokens is not None:
+        return gpu.prefill_lane_min_tokens, gpu.prefill_lane_min_tokens
+    return break_even_rows, max(break_even_rows, gpu.max_num_batched_tokens + 1)
 
 
 def attention_that_runs(

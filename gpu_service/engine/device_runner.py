@@ -15,7 +15,7 @@ import torch
 
 from gpu_service.device.stream import DeviceEvent, DeviceStream, Download, HostBuffers, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
-from gpu_service.engine.model_runner import ModelRunner, launching
+from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner, launching
 from gpu_service.engine.prefill_lane import LaneRunner
 from gpu_service.engine.results import StepOutputs, StepResult, to_result
 from gpu_service.engine.step import StepPlan, tensors_of, with_tensors
@@ -80,6 +80,11 @@ class DeviceRunner(StepRunner):
     @property
     def is_recovering(self) -> bool:
         return self._steps.is_recovering
+
+    @property
+    def streams_prompts(self) -> bool:
+        streamer = self._runner.streamer
+        return streamer is not None and streamer.can_stream
 
     def interrupt(self) -> None:
         if self._runner.experts is not None:
@@ -156,6 +161,10 @@ class DeviceRunner(StepRunner):
             self._runner.zero_pages(pages)
 
 
+# How long an answer to whether experts can be streamed is taken for granted: the loop asks in every turn.
+_READY_S = 0.02
+
+
 class LaneStep(Pending[StepResult]):
     """A step of the lane: it has ended when all that its launch queued has, however far that came."""
 
@@ -186,39 +195,51 @@ class DeviceLane(LaneRunner):
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: LaneModelRunner,
         stream: DeviceStream,
         main: DeviceStream,
         *,
         is_ready: Callable[[], bool],
-        min_tokens: int,
+        min_tokens: Callable[[], tuple[int, int]],
     ) -> None:
         """`runner`: with an attention backend and a sampler that the main lane does not use, and no client of
         expert servers; `main`: the main lane's stream; `is_ready`: whether all experts can be streamed.
         """
-        self.min_tokens = min_tokens
+        self._min_tokens = min_tokens
         self._runner = runner
         self._stream, self._main = stream, main
         self._is_ready = is_ready
+        self._ready, self._ask_again = False, 0.0
         self._steps = DeviceRunner(runner, stream)
         runner.between_layers = lambda: self.between_layers()
 
     @property
     def is_ready(self) -> bool:
-        return self._is_ready()
+        now = time.monotonic()
+        if now >= self._ask_again:
+            self._ready, self._ask_again = self._is_ready(), now + _READY_S
+        return self._ready
+
+    @property
+    def min_tokens(self) -> tuple[int, int]:
+        return self._min_tokens()
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         # Pages that the main lane has given up may still be cleared by it.
         self._stream.wait_for(self._main.record())
         self._hold_residents(True)
         launched = self._steps.launch(plan)
-        return LaneStep(launched, self._stream.record(), lambda: self._hold_residents(False))
+        return LaneStep(launched, self._stream.record(), self._end)
 
     def mark(self) -> DeviceEvent:
         return self._stream.record()
 
     def close(self) -> None:
         self._steps.close()
+
+    def _end(self) -> None:
+        self._runner.end_step()
+        self._hold_residents(False)
 
     def _hold_residents(self, are_held: bool) -> None:
         if self._runner.resident is not None:

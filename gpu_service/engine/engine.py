@@ -24,6 +24,7 @@ Invariants, with step N+1 launched before step N is committed:
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -55,6 +56,8 @@ from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefuse
 from gpu_service.scheduler.scheduler import Scheduler
 
 _log = structlog.get_logger(__name__)
+# An operation of every engine, and how often its first rank looks whether it is called for.
+_STREAM_PROMPTS, _LOOK_S = "stream prompts", 0.1
 
 
 class Engine:
@@ -83,7 +86,8 @@ class Engine:
         self._observer = observer or NullObserver()
         self._max_waiting = max_waiting
         self._inbox = inbox or Inbox()
-        self._operations = dict(operations or {})
+        self._operations = dict(operations or {}) | {_STREAM_PROMPTS: self._stream_prompts}
+        self._look_again = 0.0
         self._stopping = False
         # Called once, by the engine thread, when every request has ended because no step can be computed.
         self.on_lost: Callable[[str], None] = lambda reason: None
@@ -196,6 +200,8 @@ class Engine:
         """Launches a step and waits for the one before it; with nothing to launch, for the latest."""
         if self._lane is not None:
             self._tend(self._lane)
+        elif self.scheduler.limits.prefill_chunk_max and self._inbox.is_entry:
+            self._look_for_streaming()
         launched = len(self._in_flight) < self._depth and self.launch_next()
         if self._in_flight and (not launched or len(self._in_flight) == self._depth):
             self._commit_oldest()
@@ -239,7 +245,8 @@ class Engine:
         if lane.step is not None and lane.step.pending.query():
             self.commit(lane.take())
         books = self.scheduler.lane
-        books.is_ready, books.min_tokens = lane.runner.is_ready, lane.runner.min_tokens
+        books.is_ready = lane.runner.is_ready
+        books.min_tokens, books.idle_min_tokens = lane.runner.min_tokens
         if not self.scheduler.wants_lane():
             return
         while self._in_flight:
@@ -346,6 +353,19 @@ class Engine:
             case Stop():
                 self._stopping = True
         self._snapshot()
+
+    def _look_for_streaming(self) -> None:
+        """Without a lane: tells all ranks at one place when prompts begin or cease to be streamed."""
+        now = time.monotonic()
+        if now < self._look_again:
+            return
+        self._look_again = now + _LOOK_S
+        streams = self._runner.streams_prompts
+        if streams != self.scheduler.streams_prompts:
+            self.call(_STREAM_PROMPTS, "on" if streams else "")
+
+    def _stream_prompts(self, argument: str) -> None:
+        self.scheduler.streams_prompts = bool(argument)
 
     def _operate(self, operation: str, argument: str, ended: Future[None]) -> None:
         try:

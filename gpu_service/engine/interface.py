@@ -55,6 +55,9 @@ Message = Add | Abort | Flush | Call | Stop
 class Inbox:
     """Any thread posts, the engine thread drains; order is kept."""
 
+    # Whether messages enter here: of several ranks, at the first one's.
+    is_entry = True
+
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._messages: list[Message] = []

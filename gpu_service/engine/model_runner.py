@@ -28,7 +28,7 @@ from gpu_service.engine.step import (
     StepPlan,
 )
 from gpu_service.expert_recorder import ExpertRecorder
-from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.client import ExpertClient, ExpertUnavailable
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
@@ -208,6 +208,26 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden_states[rows])
             scored.append(token_logprobs(logits, targets, wanted.num_top))
         return scored
+
+
+class LaneModelRunner(ModelRunner):
+    """The prefill lane's: every expert that is not resident is streamed, and no server is asked."""
+
+    # The step that keeps the ring of buffers from others until `end_step`.
+    _streamed: StreamedExperts | None = None
+
+    def end_step(self) -> None:
+        """The latest step has ended on the device, or never began."""
+        if self._streamed is not None:
+            self._streamed.end()
+        self._streamed = None
+
+    def _stream(self, plan: StepPlan) -> StreamedExperts | None:
+        if self.streamer is not None:
+            self._streamed = self.streamer.begin_whole()
+            if self._streamed is None:
+                raise ExpertUnavailable(-1, "the experts of a prefill step can not be streamed any more")
+        return self._streamed
 
 
 @contextmanager

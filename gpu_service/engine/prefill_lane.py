@@ -42,8 +42,11 @@ class LaneRunner(ABC):
 
     # Called between layers by the thread that launches a step; set by `PrefillLane`.
     between_layers: Callable[[], None] = staticmethod(lambda: None)
-    # Prompt tokens from which a step is faster than the expert servers.
-    min_tokens: int = 2
+
+    @property
+    @abstractmethod
+    def min_tokens(self) -> tuple[int, int]:
+        """Prompt tokens from which a step is worth it, while others decode and while nobody does."""
 
     @property
     @abstractmethod

@@ -71,6 +71,11 @@ class StepRunner(ABC):
         """Whether steps wait for lost expert servers. Any thread may ask."""
         return False
 
+    @property
+    def streams_prompts(self) -> bool:
+        """Whether long steps would stream their experts instead of asking servers, on this rank."""
+        return False
+
     def interrupt(self) -> None:
         """Steps that wait for lost expert servers fail at once, later ones too. Any thread."""
         return

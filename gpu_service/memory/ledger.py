@@ -71,9 +71,9 @@ class MemoryLedger:
             free_gib=round(now.free / GIB, 3),
         )
 
-    def activations(self, nbytes: int) -> None:
+    def activations(self, nbytes: int, part: str = ACTIVATIONS) -> None:
         """What `profile_activations` measured: no tensor of it lives, but its blocks stay reserved."""
-        self.measured[ACTIVATIONS] = nbytes
+        self.measured[part] = nbytes
         self._last = self._memory.use()
 
     def seal(self) -> None:

@@ -28,6 +28,8 @@ CUDA_CONTEXT = 768 * MIB
 ATTENTION_WORKSPACE = 512 * MIB
 # cuBLAS takes 32 MiB a stream on Hopper; two streams compute.
 CUBLAS_WORKSPACE = 64 * MIB
+# Of the prefill lane's stream.
+LANE_CUBLAS = 32 * MIB
 # A communicator's channels; one for tensor groups, one for stages.
 NCCL_BUFFERS = 512 * MIB
 # Nodes and arguments of one captured graph; the tensors of all graphs share one pool.
@@ -45,8 +47,42 @@ class StepSize:
 
     @staticmethod
     def largest(gpu: GpuConfig) -> StepSize:
-        """What the scheduler may put into one step."""
+        """What the scheduler may put into one step of the main lane, which streams no longer prompts."""
         return StepSize(gpu.max_num_batched_tokens, min(gpu.num_seqs, gpu.max_num_batched_tokens))
+
+    @staticmethod
+    def streaming(gpu: GpuConfig) -> StepSize:
+        """Of a step of prompts whose experts are streamed: the lane's, or without one the main lane's."""
+        tokens = max(gpu.max_num_batched_tokens, gpu.prefill_chunk_max or 0)
+        return StepSize(tokens, min(gpu.num_seqs, tokens))
+
+
+def has_lane(gpu: GpuConfig, parallel: ParallelContext) -> bool:
+    """Whether prompts that stream their experts have a step of their own, next to the others.
+
+    `gpu.prefill_chunk_max` is chosen: unset or within the usual budget, nothing is to be gained. Ranks of a
+    group would have to agree on when it ends; their main lane takes the longer steps.
+    """
+    is_longer = (gpu.prefill_chunk_max or 0) > gpu.max_num_batched_tokens
+    return is_longer and parallel.tp_size * parallel.num_stages == 1
+
+
+def lane_bytes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext) -> int:
+    """The prefill lane's largest step, and what libraries keep for its stream; 0 without a lane."""
+    if not has_lane(gpu, parallel):
+        return 0
+    step = activation_bytes(config, StepSize.streaming(gpu), parallel, has_resident_experts=True)
+    return step + ATTENTION_WORKSPACE + LANE_CUBLAS
+
+
+def most_chunk_tokens(config: ModelConfig, parallel: ParallelContext) -> int:
+    """Rows of a step whose widest tensor kernels can still count in 31 bits."""
+    mla, moe = config.mla, config.moe
+    width = 2 * config.q_size + 2 * config.kv_size
+    if mla is not None:
+        width = config.num_heads * max(mla.kv_lora_rank, mla.qk_head_dim)
+    widest = max(width // parallel.tp_size, moe.router.top_k * config.hidden_size, config.intermediate_size)
+    return int((2**31 - 1) // widest)
 
 
 def parameter_bytes(model: nn.Module) -> int:
@@ -136,6 +172,7 @@ GIB = 2**30
 DENSE, RESIDENT, RING = "dense weights", "resident experts", "expert streaming ring"
 VISION, IMAGES = "vision tower", "images"
 GRAPHS, WORKSPACE, ACTIVATIONS = "CUDA graphs", "workspaces", "activations"
+LANE = "prefill lane"
 STATES = "states of linear attention"
 CONTEXT, SLACK, KV = "CUDA context", "allocator slack", "KV cache"
 
@@ -224,7 +261,11 @@ def plan_memory(
     when the parts do not fit the budget, naming the numbers.
     """
     experts, vision = experts or ExpertMemory(), vision or VisionMemory()
-    step, has_resident = StepSize.largest(config.gpu), experts.count > 0 or experts.ring_bytes > 0
+    gpu = config.gpu
+    if not experts.ring_bytes:
+        gpu = gpu.model_copy(update={"prefill_chunk_max": 0})
+    step = StepSize.largest(gpu) if has_lane(gpu, parallel) else StepSize.streaming(gpu)
+    has_resident = experts.count > 0 or experts.ring_bytes > 0
     states = all_states_bytes(config.gpu, shard_config(model_config, parallel))
     lines = (
         MemoryLine(DENSE, parameter_bytes(model)),
@@ -236,6 +277,7 @@ def plan_memory(
         MemoryLine(GRAPHS, graph_bytes(model_config, config.gpu, parallel, experts.count > 0)),
         MemoryLine(WORKSPACE, workspace_bytes(parallel)),
         MemoryLine(ACTIVATIONS, activation_bytes(model_config, step, parallel, has_resident)),
+        MemoryLine(LANE, lane_bytes(model_config, gpu, parallel)),
         MemoryLine(CONTEXT, CUDA_CONTEXT),
         MemoryLine(SLACK, ALLOCATOR_SLACK),
     )

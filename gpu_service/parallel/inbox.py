@@ -156,6 +156,8 @@ class LeaderInbox(Inbox):
 class FollowerInbox(Inbox):
     """Every other rank's: a drain returns what rank 0 drained in the same iteration."""
 
+    is_entry = False
+
     def __init__(self, control: RankControl) -> None:
         super().__init__()
         self._control = control

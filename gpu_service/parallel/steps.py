@@ -131,6 +131,10 @@ class GuardedRunner(StepRunner):
     def is_recovering(self) -> bool:
         return self._inner.is_recovering
 
+    @property
+    def streams_prompts(self) -> bool:
+        return self._inner.streams_prompts
+
     def interrupt(self) -> None:
         self._inner.interrupt()
 

@@ -22,13 +22,15 @@ from gpu_service.scheduler.admission import Prompt
 
 
 class LaneBooks:
-    """The open step, and what it holds back; changed by the scheduler only, but for the first two fields."""
+    """The open step, and what it holds back; the scheduler changes all but the first three fields."""
 
     def __init__(self) -> None:
         # Filled by the engine before it plans: whether steps of the lane can be computed now, and the prompt
-        # tokens from which one is worth it.
+        # tokens from which one is worth it, while others decode and while nobody does.
         self.is_ready = False
-        self.min_tokens = 2
+        self.min_tokens = self.idle_min_tokens = 2
+        # The one of them that counts now; filled by the scheduler.
+        self.worth = 2
         # Of the open step; None: none is open.
         self.batch: Batch | None = None
         # Who ended while in it, and whether its computed pages are kept for others.
@@ -38,7 +40,7 @@ class LaneBooks:
 
     def is_due(self, request: Request, need: int) -> bool:
         """Whether the main lane leaves a prompt with `need` tokens to compute to the lane."""
-        return self.is_ready and need >= self.min_tokens and is_plain_text(request)
+        return self.is_ready and need >= self.worth and is_plain_text(request)
 
     def excludes(self, request: Request, need: int) -> bool:
         """Whether a running request is none of the main lane's."""
@@ -50,10 +52,10 @@ class LaneBooks:
         A short prompt is sooner done by the main lane than by the lane's next step with a long one.
         """
         eligible = [prompt for prompt in prompts if is_plain_text(prompt.request)]
-        long = [prompt for prompt in eligible if prompt.need >= self.min_tokens]
+        long = [prompt for prompt in eligible if prompt.need >= self.worth]
         if long:
             return long
-        return eligible if sum(prompt.need for prompt in eligible) >= self.min_tokens else []
+        return eligible if sum(prompt.need for prompt in eligible) >= self.worth else []
 
     @property
     def may_open(self) -> bool:

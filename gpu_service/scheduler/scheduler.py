@@ -99,6 +99,7 @@ class Scheduler:
         """The next step's batch, or None when nothing can be computed before an earlier step's commit."""
         lane, cache = self.lane, self.cache
         lane.lacks_pages = None
+        self._weigh_lane()
         division = divide_budget(
             self.running,
             self._newcomers(lambda prompts: [p for p in prompts if not lane.is_due(p.request, p.need)]),
@@ -112,6 +113,7 @@ class Scheduler:
 
     def wants_lane(self) -> bool:
         """Whether a step of the prefill lane would have something to compute."""
+        self._weigh_lane()
         return self.lane.may_open and bool(self._lane_prompts())
 
     def schedule_lane(self) -> Batch | None:
@@ -120,6 +122,7 @@ class Scheduler:
         Prompts only, divided as among the main lane's. Call it where `wants_lane`, with no step in flight.
         """
         assert self.lane.may_open, "the lane has an open step, or is not ready"
+        self._weigh_lane()
         division = Division({}, [], self.limits.prefill_chunk_max)
         prompts, cache = self._lane_prompts(), self.cache
         divide_among_prompts(division, prompts, self.limits, cache.page_size, cache.keeps_states)
@@ -240,8 +243,14 @@ class Scheduler:
 
         Where it streams experts, a longer step costs hardly more time, but those who decode would wait.
         """
-        decodes = any(request.scheduled_len >= request.prompt_len for request in self.running)
-        return self.limits.prefill_chunk_max if self.streams_prompts and not decodes else None
+        streams = self.streams_prompts and not self._decodes()
+        return self.limits.prefill_chunk_max if streams else None
+
+    def _decodes(self) -> bool:
+        return any(request.scheduled_len >= request.prompt_len for request in self.running)
+
+    def _weigh_lane(self) -> None:
+        self.lane.worth = self.lane.min_tokens if self._decodes() else self.lane.idle_min_tokens
 
     def _lane_prompts(self) -> list[Prompt]:
         needs = [request.planned_len - request.scheduled_len for request in self.running]

@@ -231,6 +231,10 @@ class FixedShare:
     value: int = SHARES
     observed: list[tuple[int, int, float]] = field(default_factory=list)
 
+    @property
+    def break_even_rows(self) -> int:
+        return 20
+
     def may_stream(self, rows: int, is_decode: bool) -> bool:
         return not is_decode
 

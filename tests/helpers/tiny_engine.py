@@ -18,11 +18,12 @@ from gpu_service.cache.request_states import allocate_states
 from gpu_service.device.graphs import GraphBackend
 from gpu_service.device.stream import DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
-from gpu_service.engine.device_runner import DeviceRunner
+from gpu_service.engine.device_runner import DeviceLane, DeviceRunner
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.interface import OutputDelta
-from gpu_service.engine.model_runner import ModelRunner, TokenPool
+from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner, TokenPool
+from gpu_service.engine.prefill_lane import Pace, PrefillLane
 from gpu_service.engine.sampler import Sampler
 from gpu_service.loader.load import load_weights
 from gpu_service.models.common import CausalLM
@@ -48,6 +49,9 @@ class Setup:
     num_pages: int = 256
     max_num_seqs: int = 8
     budget: int = 32
+    # Tokens of a step of the prefill lane, and of a prompt that it takes; 0: there is no lane.
+    prefill_chunk_max: int = 0
+    lane_min_tokens: int = 12
 
 
 @dataclass
@@ -90,9 +94,17 @@ def tiny_engine(
     setup: Setup,
     backend: GraphBackend | None = None,
     encoder: ImageEncoder | None = None,
+    lane_stream: DeviceStream | None = None,
 ) -> Iterator[TinyEngine]:
-    """Runs an engine; at the end stops it and checks its books."""
-    limits = SchedulerLimits(setup.max_num_seqs, setup.budget, CONTEXT_LIMIT, 1, frozenset())
+    """Runs an engine; at the end stops it and checks its books. A lane takes `experts`, too."""
+    limits = SchedulerLimits(
+        setup.max_num_seqs,
+        setup.budget,
+        CONTEXT_LIMIT,
+        1,
+        frozenset(),
+        prefill_chunk_max=setup.prefill_chunk_max,
+    )
     gpu = GpuConfig(page_size=PAGE_SIZE, max_num_seqs=setup.max_num_seqs)
     states = allocate_states(gpu, model.config, stream.device)
     cache = make_request_cache(gpu, states, setup.num_pages)
@@ -134,10 +146,38 @@ def tiny_engine(
 
     scheduler = Scheduler(limits, cache)
     builder = InputBuilder(limits, PAGE_SIZE, has_mrope=runner.has_mrope)
-    engine = Engine(scheduler, builder, steps, on_output, overlap=setup.overlap)
+    lane = None
+    if setup.prefill_chunk_max:
+        lane = _lane(runner, attention, experts, lane_stream or stream, stream, setup.lane_min_tokens)
+    engine = Engine(scheduler, builder, steps, on_output, overlap=setup.overlap, lane=lane)
     engine.start()
     try:
         yield TinyEngine(engine, graphs, kv_cache, stream, ended)
     finally:
         engine.stop()
     scheduler.check_integrity()
+
+
+def _lane(
+    runner: ModelRunner,
+    attention: Callable[[ModelConfig, Any], Attention],
+    experts: Any,
+    stream: DeviceStream,
+    main: DeviceStream,
+    min_tokens: int,
+) -> PrefillLane:
+    assert isinstance(runner.model, CausalLM)
+    with stream.active():
+        own_attention = attention(runner.model.config, runner.kv_cache)
+    own = LaneModelRunner(
+        runner.model,
+        runner.kv_cache,
+        own_attention,
+        experts,
+        runner.token_pool,
+        runner.sampler.for_another_stream(),
+        has_mrope=runner.has_mrope,
+        states=runner.states,
+    )
+    device = DeviceLane(own, stream, main, is_ready=lambda: True, min_tokens=lambda: (min_tokens, min_tokens))
+    return PrefillLane(device, Pace(None))

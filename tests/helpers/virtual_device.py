@@ -187,7 +187,7 @@ class _Launched:
 class VirtualLane(LaneRunner):
     """The prefill lane; `fails(step, layer)` gives what its launch fails with, or its experts' loss."""
 
-    min_tokens = 24
+    min_tokens = (24, 24)
 
     def __init__(self, device: VirtualDevice, runner: ModelRunner, times: Times) -> None:
         self._device, self._runner, self._times = device, runner, times

@@ -56,7 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             held = RequestStates(StatePool(1 + SLOTS_PER_REQUEST * 4 + 3), 3)
             tree = RadixCache(4, held.forget)
             self.scheduler.cache = RequestCache(PagePool(pages), tree, caching, held)
-        self.scheduler.lane.min_tokens = 6
+        self.scheduler.lane.min_tokens, self.scheduler.lane.idle_min_tokens = 6, 9
         self.in_flight: list[Batch] = []
         self.requests: list[Request] = []
 

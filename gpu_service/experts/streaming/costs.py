@@ -27,6 +27,8 @@ _log = structlog.get_logger(__name__)
 SHARED_MEMORY = 1.12
 # Streaming, and dividing a layer, have to gain this much: both cost launches that the model does not count.
 _WORTH = 0.8
+# Rows from which streaming everything is taken to be faster where nothing was measured.
+_UNMEASURED_BREAK_EVEN = 256
 # Decode batches below this are left to captured graphs and expert servers.
 _LEAST_DECODE_ROWS = 65
 # What one step may change of a measured time, and the bounds of all changes.
@@ -151,6 +153,14 @@ class ShareChooser:
         if costs is None:
             return 0 if self.min_rows is None else SHARES
         return costs.best_share(rows, 0 if self.min_rows is None else 1)
+
+    @property
+    def break_even_rows(self) -> int:
+        """Token rows from which streaming everything takes less time than streaming nothing."""
+        costs = self._costs
+        if costs is None:
+            return self.min_rows or _UNMEASURED_BREAK_EVEN
+        return next((n for n in _STEPS if costs.seconds(n, SHARES) < costs.seconds(n, 0)), _STEPS[-1])
 
     def observe(self, rows: int, share: int, seconds: float) -> None:
         with self._lock:

@@ -67,6 +67,10 @@ class ShareChooser(Protocol):
     def observe(self, rows: int, share: int, seconds: float) -> None:
         """What a step took."""
 
+    @property
+    def break_even_rows(self) -> int:
+        """From which streaming all takes less than streaming nothing."""
+
 
 class ExpertStreamer:
     """Of one rank. Driven by the thread that launches steps."""
@@ -163,6 +167,11 @@ class ExpertStreamer:
         self.streamed_steps += 1
         self.streamed_bytes += sum(piece.nbytes for piece in plan.pieces)
         return step
+
+    @property
+    def break_even_rows(self) -> int:
+        """Token rows from which streaming everything takes less time than leaving everything to servers."""
+        return self._chooser.break_even_rows
 
     @property
     def can_stream(self) -> bool:
