@@ -167,6 +167,10 @@ def test_only_its_own_directory_is_overwritten(tmp_path: Path) -> None:
         ),
         (RandomModelOptions(skew="zipf"), "--skew: 'zipf' is not allowed; allowed: none, or zipf:S"),
         (RandomModelOptions(layers=-1), "--layers: -1"),
+        (
+            RandomModelOptions("tiny", max_gb=1e-6),
+            "--max-gb: 1e-06 is not allowed; allowed: 0.0 or more here",
+        ),
         (RandomModelOptions(head="next"), "--head: 'next' is not allowed; allowed: random, chain"),
         (RandomModelOptions("tiny", "q4_k"), "--format q4_k: blk.0.attn_q.weight has rows of 64"),
     ],
@@ -241,6 +245,19 @@ def test_a_chained_head_names_every_successor(tmp_path: Path) -> None:
     assert logits.argmax(-1).tolist() == successor(tokens.numpy(), 512).tolist()
     assert float((best - second).min()) > 2.0
     assert len(set(successor(np.arange(512), 512).tolist())) == 512
+
+
+@pytest.mark.parametrize("weight_format", ["int4_g32", "q4_0"])
+def test_as_many_layers_as_fit(tmp_path: Path, weight_format: str) -> None:
+    """The bytes asked for are not exceeded, one layer more would; a shape has no more than its own."""
+    whole = write_random_model(tmp_path / "m", RandomModelOptions("small", weight_format))
+    limit = 0.6 * whole.nbytes
+    cut = write_random_model(tmp_path / "m", RandomModelOptions("small", weight_format, max_gb=limit / 1e9))
+    layers = read_model_config(str(cut.path)).num_layers
+    per_layer = (whole.nbytes - cut.nbytes) / (4 - layers)
+    assert cut.nbytes <= limit < cut.nbytes + per_layer
+    roomy = RandomModelOptions("small", weight_format, max_gb=1.0)
+    assert write_random_model(tmp_path / "m", roomy).nbytes == whole.nbytes
 
 
 def test_an_unfinished_gguf_file_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,11 @@ import torch
 from gpu_service.experts.streaming.plan import CopyRun, Piece, StoredExperts
 from gpu_service.experts.streaming.ring import TransferDevice
 from gpu_service.experts.streaming.segments import ExpertSegments, SegmentsUnusable
+from moebius.progress import phase
 
 _log = structlog.get_logger(__name__)
 # How often a wait for servers looks again, and how often a long phase says how far it is.
-_POLL_S, _PROGRESS_S = 0.2, 2.0
+_POLL_S = 0.2
 # Page-locked memory through which unregistered experts go.
 _STAGING_BUFFERS, _STAGING_BYTES = 4, 16 * 2**20
 
@@ -202,20 +203,17 @@ class SegmentSource:
     def _register(self, segments: ExpertSegments) -> None:
         """Layer by layer, so that no single call holds the driver's lock for long."""
         parts = [part for stored in segments.stored.values() for part in stored]
-        total, done = sum(part.nbytes for part in parts), 0
-        begun = said = time.monotonic()
+        total = sum(part.nbytes for part in parts)
         is_possible = True
-        for part in parts:
-            if self._stopping.is_set():
-                return
-            is_possible = is_possible and self._register_part(segments, part)
-            if not is_possible:
-                self._staged.add((part.segment, part.layer))
-            done += part.nbytes
-            if time.monotonic() - said >= _PROGRESS_S:
-                said = time.monotonic()
-                _log.info("registering experts with CUDA", gib=_gib(done), of_gib=_gib(total))
-        seconds = time.monotonic() - begun
+        with phase("registering experts with CUDA", total, "GB") as progress:
+            for part in parts:
+                if self._stopping.is_set():
+                    return
+                is_possible = is_possible and self._register_part(segments, part)
+                if not is_possible:
+                    self._staged.add((part.segment, part.layer))
+                progress.advance(part.nbytes)
+        seconds = progress.seconds
         _log.info(
             "experts can be streamed",
             gib=_gib(total),

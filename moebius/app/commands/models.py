@@ -125,6 +125,9 @@ def random(
         ),
     ] = "bfloat16",
     layers: Annotated[int, typer.Option(min=0, help="0: the model's own number")] = 0,
+    max_gb: Annotated[
+        float, typer.Option(min=0, help="As many layers as so many GB of weights allow; 0: no limit")
+    ] = 0.0,
     skew: Annotated[str, typer.Option(help="How unequally experts are chosen: none, or zipf:S")] = "none",
     head: Annotated[
         str, typer.Option(help="What follows a token: random, or chain (one token, so that systems agree)")
@@ -136,7 +139,7 @@ def random(
     from moebius.app.demo_model import rich_progress
     from moebius.app.random_model import RandomModelOptions, write_random_model
 
-    options = RandomModelOptions(shape, weight_format, layers, skew, head, seed, threads)
+    options = RandomModelOptions(shape, weight_format, layers, max_gb, skew, head, seed, threads)
     with rich_progress() as progress:
         written = write_random_model(
             directory, options, lambda done, total: progress("writing random weights", done, total)

@@ -13,11 +13,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from moebius.app.random_model.gguf import GGUF_FORMATS, gguf_tensors, lay_out_gguf
-from moebius.app.random_model.shapes import parse_shape
+from moebius.app.random_model.shapes import RandomShape, parse_shape
 from moebius.app.random_model.tensors import ModelDraw, shards, write_arrays, write_shards
 from moebius.app.random_model.values import expert_format, parse_skew
 from moebius.errors import UserError
@@ -74,6 +74,8 @@ class RandomModelOptions:
     weight_format: str = "bfloat16"
     # 0: the model's own number.
     layers: int = 0
+    # Gigabytes (10^9 bytes) of weights, which leaves out layers that do not fit; 0: no limit.
+    max_gb: float = 0.0
     # "none", or "zipf:S".
     skew: str = "none"
     # "random", or "chain": each token has one successor, whatever came before it.
@@ -103,13 +105,33 @@ def write_random_model(
     allowed, the directory holds something else, or there is no room.
     """
     begin = time.perf_counter()
-    shape = parse_shape(options.shape, options.layers)
+    shape = _fitting(parse_shape(options.shape, options.layers), options)
     is_gguf = options.weight_format in GGUF_FORMATS
     experts = expert_format("bfloat16" if is_gguf else options.weight_format, others=tuple(GGUF_FORMATS))
     draw = ModelDraw(shape, experts, parse_skew(options.skew), options.seed, _parse_head(options.head))
     write = _write_gguf if is_gguf else _write_safetensors
     path, written = write(directory, draw, options, on_progress)
     return Written(path, written, time.perf_counter() - begin)
+
+
+def _fitting(shape: RandomShape, options: RandomModelOptions) -> RandomShape:
+    """As many layers of the shape as `max_gb` allows. Raises UserError when that is none."""
+    if options.max_gb <= 0:
+        return shape
+    one, two = (_total_bytes(replace(shape, num_layers=layers), options.weight_format) for layers in (1, 2))
+    layers = 1 + int((options.max_gb * 1e9 - one) // (two - one))
+    if layers < 1:
+        raise UserError(f"--max-gb: {options.max_gb:g} is not allowed; allowed: {one / 1e9:.1f} or more here")
+    return replace(shape, num_layers=min(layers, shape.num_layers))
+
+
+def _total_bytes(shape: RandomShape, name: str) -> int:
+    """Of all tensors, which are not drawn for that. Raises UserError for a format that there is not."""
+    if name in GGUF_FORMATS:
+        draw = ModelDraw(shape, expert_format("bfloat16"), 0.0, 0)
+        return sum(tensor.nbytes for tensor in gguf_tensors(draw, name))
+    draw = ModelDraw(shape, expert_format(name, others=tuple(GGUF_FORMATS)), 0.0, 0)
+    return sum(spec.nbytes for shard in shards(draw) for group in shard for spec in group.tensors)
 
 
 def _parse_head(name: str) -> bool:
