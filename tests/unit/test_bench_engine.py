@@ -9,7 +9,7 @@ import pytest
 
 from moebius.app.bench.engine.bounds import Bandwidths, StepTraffic, WeightBytes, bound_of, expected_distinct
 from moebius.app.bench.engine.drive import Streams, TokenEvent, decode_window
-from moebius.app.bench.engine.measure import Setting, random_prompts, touched
+from moebius.app.bench.engine.measure import Setting, random_prompts, span, touched
 from moebius.app.bench.engine.run import EngineBenchOptions, with_room
 from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
 from moebius.config import MoebiusConfig
@@ -119,3 +119,13 @@ def test_room_for_all_streams() -> None:
     )
     with pytest.raises(UserError, match="--max-tokens: 4"):
         with_room(MoebiusConfig(), cast("EngineBenchOptions", replace(options, max_tokens=4)))
+
+
+def test_a_span_counts_what_came_in_it() -> None:
+    """Tokens of all streams within a time, and the longest wait of one, also where a bound cuts it off."""
+    events = [TokenEvent(at, stream, 1, False) for at in (1.0, 2.0, 3.0, 6.0) for stream in (0, 1)]
+    events.append(TokenEvent(6.5, 0, 1, False))
+    rate, longest = span(events, 1.5, 7.0)
+    assert rate == pytest.approx(7 / 5.5)
+    assert longest == 3.0
+    assert span(events, 3.0, 5.5) == (0.0, 2.5)

@@ -10,11 +10,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from moebius.app.bench.engine.bounds import Bandwidths, facts
 from moebius.app.bench.engine.drive import EngineUnderTest, running_engine
-from moebius.app.bench.engine.measure import Setting, make_setting, measure_prefill
+from moebius.app.bench.engine.measure import (
+    BesideResult,
+    PrefillResult,
+    Setting,
+    make_setting,
+    measure_beside,
+    measure_prefill,
+)
 from moebius.app.bench.engine.servers import running_servers
 from moebius.app.bench.output import BenchTable, Column, or_dash, write_json
 from moebius.config import MoebiusConfig
@@ -39,6 +46,8 @@ class PrefillOptions:
     # Values of `prefill_experts` to measure, one engine each.
     modes: Sequence[str] = ("auto",)
     repeats: int = 3
+    # Numbers of streams that decode while a prompt of each length prefills; empty: none.
+    beside: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,20 @@ _TABLE = BenchTable[PrefillRow](
 )
 
 
+_BESIDE = BenchTable[BesideResult](
+    Column("tokens", lambda row: f"{row.prompt_len}", 7),
+    Column("streams", lambda row: f"{row.streams}"),
+    Column("decode tokens/s", lambda row: f"{row.decode_tokens_per_second:.1f}"),
+    Column("idle", lambda row: f"{row.idle_decode_tokens_per_second:.1f}", 8),
+    Column("ratio", lambda row: f"{row.fraction_of_idle_decode:.3f}", 6),
+    Column("prefill tokens/s", lambda row: f"{row.prefill_tokens_per_second:.1f}"),
+    Column("idle", lambda row: f"{row.idle_prefill_tokens_per_second:.1f}", 8),
+    Column("ratio", lambda row: f"{row.fraction_of_idle_prefill:.3f}", 6),
+    Column("longest wait ms", lambda row: f"{row.longest_wait_seconds * 1e3:.1f}"),
+    Column("idle", lambda row: f"{row.idle_longest_wait_seconds * 1e3:.1f}", 6),
+)
+
+
 def run(config: MoebiusConfig, options: PrefillOptions, json_file: Path | None = None) -> list[PrefillRow]:
     """The same expert servers for all modes. Prints every row; raises UserError."""
     check(options)
@@ -82,6 +105,7 @@ def run(config: MoebiusConfig, options: PrefillOptions, json_file: Path | None =
     link = link_rate(device)
     print(f"copies to {device}: {link / 1e9:.1f} GB/s (page-locked memory, {_LINK_BYTES >> 20} MiB)")
     rows: list[PrefillRow] = []
+    beside: list[dict[str, Any]] = []
     with running_servers(config) as servers:
         _TABLE.print_header()
         for mode in options.modes:
@@ -89,9 +113,12 @@ def run(config: MoebiusConfig, options: PrefillOptions, json_file: Path | None =
             own = type(servers)(servers.config.model_copy(update={"gpu": gpu}))
             with running_engine(own.config) as engine:
                 setting = make_setting(engine, own, Bandwidths(0.0, None))
-                rows += _measure(engine, setting, mode, options, link)
+                found = _measure(engine, setting, mode, options, link)
+                rows += found
+                beside += [{"mode": mode} | asdict(row) for row in _beside(engine, setting, found, options)]
             if json_file is not None:  # after every mode: an interrupted run keeps what it has
-                write_json({"host": facts(device), "prefill": [asdict(row) for row in rows]}, json_file)
+                table = {"prefill": [asdict(row) for row in rows], "beside_decode": beside}
+                write_json({"host": facts(device)} | table, json_file)
     return rows
 
 
@@ -141,6 +168,24 @@ def _measure(
         )
         _TABLE.print_row(rows[-1])
     return rows
+
+
+def _beside(
+    engine: EngineUnderTest, setting: Setting, alone: Sequence[PrefillRow], options: PrefillOptions
+) -> list[BesideResult]:
+    """Each length beside each number of streams."""
+    found: list[BesideResult] = []
+    for row in alone:
+        for streams in options.beside:
+            if not found:
+                print("prompts beside streams that decode:")
+                _BESIDE.print_header()
+            idle = PrefillResult(
+                row.prompt_len, row.seconds_to_first_token, row.tokens_per_second, row.expert_busy
+            )
+            found.append(measure_beside(engine, setting, idle, streams))
+            _BESIDE.print_row(found[-1])
+    return found
 
 
 def _streamed(streamer: ExpertStreamer | None) -> tuple[float, float]:

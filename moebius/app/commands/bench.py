@@ -224,6 +224,9 @@ def prefill(
         str, typer.Option(help="Values of prefill_experts, comma separated; empty: the one that is set")
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length; the best counts")] = 3,
+    beside: Annotated[
+        str, typer.Option(help="Numbers of streams that decode while each length prefills; 0: none")
+    ] = "1",
     json_file: JsonFile = None,
 ) -> None:
     """Prefill speed by prompt length, with the limit of the link for what was streamed."""
@@ -233,7 +236,8 @@ def prefill(
 
     log_warnings_only("bench")
     chosen = tuple(modes.split(",")) if modes else (config.gpu.prefill_experts,)
-    options = PrefillOptions(parse_counts(lengths, "--lengths"), chosen, repeats)
+    others = () if beside == "0" else parse_counts(beside, "--beside")
+    options = PrefillOptions(parse_counts(lengths, "--lengths"), chosen, repeats, others)
     run(with_checkpoint(config), options, json_file)
 
 

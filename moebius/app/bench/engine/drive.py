@@ -36,6 +36,7 @@ class Streams:
 
     submitted: float
     count: int
+    request_ids: list[str] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
     error: str = ""
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -61,12 +62,12 @@ class Streams:
 
 
 class EngineUnderTest:
-    """A built, warm engine. One set of streams at a time."""
+    """A built, warm engine."""
 
     def __init__(self, built: Built) -> None:
         self.built = built
-        self._streams: Streams | None = None
-        self._numbers: dict[str, int] = {}
+        # Of every request that has not ended: its set of streams, and which of them it is.
+        self._numbers: dict[str, tuple[Streams, int]] = {}
         self._runs = 0
 
     def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float) -> Streams:
@@ -79,27 +80,31 @@ class EngineUnderTest:
             Request(f"bench-{self._runs}-{number}", list(prompt), params, cache_namespace=str(self._runs))
             for number, prompt in enumerate(prompts)
         ]
-        self._numbers = {request.key: number for number, request in enumerate(requests)}
-        self._streams = Streams(time.perf_counter(), len(requests))
-        streams = self._streams
+        streams = Streams(time.perf_counter(), len(requests), [request.request_id for request in requests])
+        self._numbers |= {request.key: (streams, number) for number, request in enumerate(requests)}
         for request in requests:
             self.built.engine.submit([request])
         return streams
 
+    def abort(self, streams: Streams) -> None:
+        """Ends streams before their time; returns when they have ended."""
+        for request_id in streams.request_ids:
+            self.built.engine.abort(request_id)
+        streams.wait(1 << 30)
+
     def on_output(self, deltas: list[OutputDelta]) -> None:
         """Called by the engine's thread."""
-        now, streams = time.perf_counter(), self._streams
-        if streams is None:
-            return
-        with streams.changed:
-            for delta in deltas:
-                number = self._numbers.get(delta.request.key)
-                if number is None:
-                    continue
+        now = time.perf_counter()
+        for delta in deltas:
+            ended = delta.finish_reason is not None
+            find = self._numbers.pop if ended else self._numbers.get
+            streams, number = find(delta.request.key, None) or (None, 0)
+            if streams is None:
+                continue
+            with streams.changed:
                 streams.error = streams.error or delta.error_message
-                ended = delta.finish_reason is not None
                 streams.events.append(TokenEvent(now, number, len(delta.token_ids), ended))
-            streams.changed.notify_all()
+                streams.changed.notify_all()
 
 
 @contextlib.contextmanager

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from moebius.app.bench.engine.bounds import Bandwidths, StepTraffic, WeightBytes, bound_of, expected_distinct
-from moebius.app.bench.engine.drive import EngineUnderTest, decode_window
+from moebius.app.bench.engine.drive import EngineUnderTest, TokenEvent, decode_window
 from moebius.app.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
@@ -224,6 +226,74 @@ def measure_prefill(
         if seconds < best:
             best, busy = seconds, _longest_busy(before, setting.servers.counters())
     return PrefillResult(prompt_len, best, prompt_len / best, busy / best)
+
+
+@dataclass(frozen=True)
+class BesideResult:
+    """A prompt that prefills while streams decode; filled by `measure_beside`. The keys of the JSON rows."""
+
+    prompt_len: int
+    streams: int
+    # Of the streams together, before the prompt came and until its first token.
+    idle_decode_tokens_per_second: float
+    decode_tokens_per_second: float
+    fraction_of_idle_decode: float
+    # Of the prompt, alone and beside the streams.
+    idle_prefill_tokens_per_second: float
+    prefill_tokens_per_second: float
+    fraction_of_idle_prefill: float
+    # Longest time between two tokens of one stream, before and meanwhile.
+    idle_longest_wait_seconds: float
+    longest_wait_seconds: float
+
+
+def measure_beside(
+    engine: EngineUnderTest, setting: Setting, idle: PrefillResult, streams: int, idle_seconds: float = 2.0
+) -> BesideResult:
+    """`idle`: the same prompt length alone. Raises UserError when the context is too short for both."""
+    max_tokens = min(engine.built.context_limit - 64, 16384)
+    running = engine.submit(random_prompts(streams, 32, setting.vocab_size, 7), max_tokens, 0.0)
+    begin = running.wait(16)
+    # A third of the tokens at most: the others are for the time with the prompt.
+    while time.perf_counter() < begin + idle_seconds and len(running.events) < streams * max_tokens // 3:
+        time.sleep(0.01)
+    [prompt] = random_prompts(1, idle.prompt_len, setting.vocab_size, 300)
+    submitted = time.perf_counter()
+    long = engine.submit([prompt], 1, 0.0)
+    end = long.wait(1)
+    if any(event.ended for event in running.events):
+        raise UserError(
+            f"--beside: streams of {max_tokens} tokens ended before a prompt of {idle.prompt_len} was "
+            "prefilled; a larger max_model_len allows longer ones"
+        )
+    engine.abort(running)
+    before, meanwhile = span(running.events, begin, submitted), span(running.events, submitted, end)
+    prefill = idle.prompt_len / (end - submitted)
+    return BesideResult(
+        idle.prompt_len,
+        streams,
+        before[0],
+        meanwhile[0],
+        meanwhile[0] / before[0],
+        idle.tokens_per_second,
+        prefill,
+        prefill / idle.tokens_per_second,
+        before[1],
+        meanwhile[1],
+    )
+
+
+def span(events: Sequence[TokenEvent], begin: float, end: float) -> tuple[float, float]:
+    """Tokens per second of all streams within a time, and the longest wait of one of them in it."""
+    within = [event for event in events if begin < event.at <= end and event.tokens]
+    waits = [
+        later - earlier
+        for stream in {event.stream for event in events}
+        for earlier, later in pairwise(
+            [begin, *(event.at for event in within if event.stream == stream), end]
+        )
+    ]
+    return sum(event.tokens for event in within) / (end - begin), max(waits, default=end - begin)
 
 
 def _longest_busy(before: Sequence[ServerCounters], after: Sequence[ServerCounters]) -> float:
