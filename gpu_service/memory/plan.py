@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gpu_service.cache.request_states import all_states_bytes
+from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, pair_bytes
 from gpu_service.memory.device_memory import MemoryUse, gib
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import shard_config
@@ -104,9 +105,10 @@ def activation_bytes(
     # Residual, normed input, its output and one temporary; partial sum and answer in float32.
     stream = config.hidden_size * (4 * item + 2 * 4)
     attention = _attention_row(config) * item // ranks + _selection_row(config)
-    return step.tokens * (stream + max(attention, _mlp_row(config, ranks, has_resident_experts))) + (
-        logits_bytes(config, step)
-    )
+    mlp = step.tokens * _mlp_row(config, ranks)
+    if has_resident_experts:
+        mlp += _experts_bytes(config, step.tokens, ranks)
+    return step.tokens * stream + max(step.tokens * attention, mlp) + logits_bytes(config, step)
 
 
 def _attention_row(config: ModelConfig) -> int:
@@ -134,17 +136,28 @@ def _selection_row(config: ModelConfig) -> int:
     return query + 4 * (config.hidden_size + 2 * indexer.num_heads + indexer.top_k)
 
 
-def _mlp_row(config: ModelConfig, ranks: int, has_resident_experts: bool) -> int:
-    """Of one token's row in the widest second half of a layer."""
+def _mlp_row(config: ModelConfig, ranks: int) -> int:
+    """Of one token's row in the widest second half of a layer, without the products of experts."""
     item = config.dtype_bytes
     dense = config.intermediate_size if len(config.moe.layers) < config.num_layers else 0
     row = 3 * max(dense, config.moe.shared_intermediate_size) * item // ranks
     row += 3 * 4 * config.moe.router.num_experts
-    if has_resident_experts:
-        inner = 3 * config.moe.intermediate_size // ranks
-        # Each choice has its own sorted row in, its product, and its weighted row out.
-        row += config.moe.router.top_k * (inner * item + config.hidden_size * (item + 4))
     return row
+
+
+# Of one (row, choice) pair: its place among those of its expert, twice. Of an expert: pairs that pad a block.
+_ROUTING_PAIR, _ROUTING_EXPERT = 16, 1024
+
+
+def _experts_bytes(config: ModelConfig, tokens: int, ranks: int) -> int:
+    """Of products of experts that are on the device, resident or streamed: bounded, whatever the tokens."""
+    router, inner = config.moe.router, config.moe.intermediate_size // ranks
+    pairs = tokens * router.top_k
+    between = min(pairs * pair_bytes(inner, config.hidden_size, config.dtype_bytes), PAIRS_BYTES)
+    unpacked = 0
+    if pairs >= UNPACK_FROM * router.num_experts:
+        unpacked = min(UNPACKED_BYTES, router.num_experts * 3 * inner * config.hidden_size * 2)
+    return between + unpacked + _ROUTING_PAIR * pairs + _ROUTING_EXPERT * router.num_experts
 
 
 def logits_bytes(config: ModelConfig, step: StepSize) -> int:

@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels, TorchResidentKernels
 from gpu_service.experts.resident.make import warmed_up
+from gpu_service.experts.resident.panels import pair_bytes
 from gpu_service.experts.resident.triton_kernels import launch
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels, align
 from gpu_service.experts.resident.unpack import unpack_expert
@@ -71,7 +72,7 @@ def test_unpacked_once(weight_format: str, monkeypatch: pytest.MonkeyPatch) -> N
     hidden_states, ids, weights = routed(shape, 45, dtype=torch.float16)
     monkeypatch.setattr(launch, "UNPACK_FROM", 0)
     monkeypatch.setattr(launch, "UNPACKED_BYTES", 3 * launch.unpacked_bytes(slots.kind))
-    monkeypatch.setattr(launch, "PAIRS_BYTES", 20 * 2 * launch.pair_bytes(32, shape.hidden, 2))
+    monkeypatch.setattr(launch, "PAIRS_BYTES", 20 * 2 * pair_bytes(32, shape.hidden, 2))
     called: list[int] = []
     monkeypatch.setattr(kernels, "_unpacked", counted(kernels._unpacked, called))
     reference = TorchResidentKernels(shape.geometry)

@@ -18,6 +18,20 @@ _SCALE_VIEWS = {
 }
 
 
+# From so many (row, choice) pairs an expert on, weights are unpacked to 16 bits once, not by every tile
+# that reads them.
+UNPACK_FROM = 64
+# Memory that steps of many rows take: unpacked weights of some experts at a time, and what the pairs of some
+# rows at a time leave between the two products and after them. Larger steps are computed in parts.
+UNPACKED_BYTES = 640 * 2**20
+PAIRS_BYTES = 512 * 2**20
+
+
+def pair_bytes(intermediate_columns: int, hidden_size: int, item: int) -> int:
+    """Of one (row, choice) pair: its activations and, in float32, its output."""
+    return intermediate_columns * item + hidden_size * 4
+
+
 @dataclass(frozen=True, repr=False)
 class PanelFormat(PanelLayout):
     """One kind of panel as a compile-time constant of kernels; filled by `layer_format`."""

@@ -12,6 +12,7 @@ import functools
 import torch
 
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
+from gpu_service.experts.resident.panels import pair_bytes
 from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2
 from moebius.models.geometry import MoeGeometry
@@ -304,7 +305,7 @@ class TritonResidentKernels(ResidentKernels):
 def _row_parts(slots: LayerSlots, hidden_states: torch.Tensor, top_k: int) -> list[slice]:
     """Rows that are computed together: all of them, or equal parts of many."""
     rows, kind = hidden_states.shape[0], slots.kind
-    per_pair = launch.pair_bytes(kind.intermediate_columns, kind.hidden_size, hidden_states.dtype.itemsize)
+    per_pair = pair_bytes(kind.intermediate_columns, kind.hidden_size, hidden_states.dtype.itemsize)
     parts = launch.parts_of(rows, top_k * per_pair)
     return [slice(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]
 

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from gpu_service.experts.resident.panels import LayerFormat, PanelFormat
+from gpu_service.experts.resident.panels import (
+    PAIRS_BYTES,
+    UNPACK_FROM,
+    UNPACKED_BYTES,
+    LayerFormat,
+    PanelFormat,
+)
 
 # Up to this many token rows, a program per pair reads its expert's panels itself; above, pairs are grouped.
 FEW_ROWS = 8
@@ -75,14 +81,8 @@ def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int)
     return [min(few_rows, max_rows), *sorted({*largest.values(), *unpacked})]
 
 
-# From so many pairs an expert on, its weights are unpacked once, instead of by every tile that reads them.
-UNPACK_FROM = 64
 # From so many on, tiles are of 128 pairs.
 HIGH_TILE_FROM = 128
-# Memory that steps of many rows take: unpacked weights of some experts at a time, and what the pairs of some
-# rows at a time leave between the two products and after them. Larger steps are computed in parts.
-UNPACKED_BYTES = 640 * 2**20
-PAIRS_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +125,6 @@ def unpacked_bytes(kind: LayerFormat) -> int:
 def experts_at_once(kind: LayerFormat) -> int:
     """How many experts are unpacked together."""
     return max(1, UNPACKED_BYTES // unpacked_bytes(kind))
-
-
-def pair_bytes(intermediate_columns: int, hidden_size: int, item: int) -> int:
-    """Of one (row, choice) pair: its activations and, in float32, its output."""
-    return intermediate_columns * item + hidden_size * 4
 
 
 def parts_of(rows: int, bytes_per_row: int) -> int:
