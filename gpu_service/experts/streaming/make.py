@@ -196,7 +196,8 @@ def make_streamer(
         counts=_counts(config, geometry),
         largest=largest,
     )
-    if not _warm_up(streamer, plan.kinds, config.gpu.max_num_batched_tokens, dtype):
+    most_rows = max(config.gpu.max_num_batched_tokens, config.gpu.prefill_chunk_max or 0)
+    if not _warm_up(streamer, plan.kinds, most_rows, dtype):
         return None
     _log.info(
         "experts may be streamed to the device",
@@ -219,6 +220,9 @@ def _warm_up(
     except Exception as error:  # a compiler, a driver or a kernel may raise anything
         _log.warning("experts are not streamed: their kernels do not run on this device", error=brief(error))
         return False
+    if streamer.device.device.type == "cuda":
+        # What it took is not what steps will take, on another stream perhaps.
+        torch.cuda.empty_cache()
     return True
 
 

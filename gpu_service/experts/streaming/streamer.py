@@ -171,7 +171,7 @@ class ExpertStreamer:
     @property
     def break_even_rows(self) -> int:
         """Token rows from which streaming everything takes less time than leaving everything to servers."""
-        return self._chooser.break_even_rows
+        return self.chooser.break_even_rows
 
     @property
     def can_stream(self) -> bool:
