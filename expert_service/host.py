@@ -317,6 +317,12 @@ class ExpertHost:
             return make_engine(plan, part, self.placement, exact), held
         segment = SegmentSettings(str(path), identity, held, part.intermediate_begin)
         engine = make_engine(plan, part, self.placement, exact, segment)
+        if not engine.segment_in_memory:
+            log.warning(
+                "packed experts lie in a file on a disk, which the system writes and may drop from memory",
+                path=str(path),
+                remedy="--expert-weights-dir on tmpfs or hugetlbfs",
+            )
         if engine.segment_difference:
             log.warning("experts are packed anew", path=str(path), reason=engine.segment_difference)
         elif engine.segment_state != "new":

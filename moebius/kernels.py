@@ -277,6 +277,12 @@ class ExpertEngine:
         found = self._engine.segment_found
         return found[1] if found is not None and found[0] == "replaced" else ""
 
+    @property
+    def segment_in_memory(self) -> bool:
+        """False: the segment is a file of a disk's file system, which the system writes back; else true."""
+        found = self._engine.segment_found
+        return found is None or found[2]
+
     def segment_error(self, layer: int, expert: int) -> LoadError | None:
         """What rounding an expert of the segment cost; None: it is not packed, or there is no segment.
 

@@ -169,12 +169,13 @@ py::object segment_error(const ExpertEngine& engine, int64_t layer, int64_t expe
   return py::make_tuple(found->squared_error, found->squared_reference);
 }
 
-// (what was found, what differs) of the segment; None without one.
+// (what was found, what differs, whether it is in memory) of the segment; None without one.
 py::object segment_found(const ExpertEngine& engine) {
   const weights::Segment* segment = engine.store().segment();
   if (segment == nullptr) return py::none();
   constexpr const char* kNames[] = {"new", "complete", "partial", "replaced"};
-  return py::make_tuple(kNames[static_cast<int>(segment->found())], segment->difference());
+  return py::make_tuple(kNames[static_cast<int>(segment->found())], segment->difference(),
+                        segment->in_memory());
 }
 
 // Rows of PlanRow in moebius/kernels.py.

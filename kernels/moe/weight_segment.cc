@@ -356,12 +356,13 @@ void Segment::prepare(uint32_t record, ThreadPool& pool) {
   const auto tasks = static_cast<uint32_t>(round_up(range.bytes, kPrepareBytes) / kPrepareBytes);
   pool.parallel_for(tasks, [&](uint32_t task, uint32_t) {
     const size_t begin = task * kPrepareBytes, end = std::min(begin + kPrepareBytes, range.bytes);
-    for (size_t at = begin; at + kHugePage <= end && !hugetlb_; at += kHugePage) {
-      // One page first: a 2 MiB page is made on the node of what it replaces, and without any it would ignore the
-      // binding. Where the file system makes 2 MiB pages by itself, this was one, and nothing is left to be done.
-      if (!populate(data + at, kPage)) break;
-      madvise(data + at, kHugePage, MADV_COLLAPSE);  // advice: 4 KiB pages work too
-    }
+    const size_t huge_end = hugetlb_ ? begin : begin + (end - begin) / kHugePage * kHugePage;
+    // One page of each first: a 2 MiB page is made on the node of what it replaces, and without any it would ignore the
+    // binding. Where the file system makes 2 MiB pages by itself, this was one, and nothing is left to be done.
+    bool touched = huge_end > begin;
+    for (size_t at = begin; at < huge_end && touched; at += kHugePage) touched = populate(data + at, kPage);
+    // Advice: 4 KiB pages work too. All at once, because each call first waits for every CPU.
+    if (touched) madvise(data + begin, huge_end - begin, MADV_COLLAPSE);
     if (!populate(data + begin, end - begin)) whole.store(false);
   });
   if (!whole.load()) no_room();

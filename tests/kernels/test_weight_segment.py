@@ -27,6 +27,13 @@ HIDDEN, INTERMEDIATE, LAYERS, EXPERTS, FIRST = 24, 20, 3, 4, 2
 HELD: Mapping[int, Sequence[int]] = {0: (2, 3, 4, 5), 2: (3, 5)}
 IDENTITY = "checkpoint=0123\nexpert_dtype=keep\n"
 MIB2 = 2 << 20
+SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+# MADV_COLLAPSE of shared memory came with Linux 6.1; "deny" forbids it.
+COLLAPSES = (
+    tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 1)
+    and SHMEM_ENABLED.exists()
+    and "[deny]" not in SHMEM_ENABLED.read_text()
+)
 
 
 @pytest.fixture
@@ -360,6 +367,31 @@ ctypes.memset(engine.packed_expert(0, 2).ctypes.data, 1, 1)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert ended.returncode == -signal.SIGSEGV, ended.stderr
     assert make(path).verify_expert(0, 2)
+
+
+def test_memory_is_bound_and_in_large_pages(path: Path) -> None:
+    """On the node that was asked for; large layers in pages of 2 MiB where the system can make them."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 256, "weight_format": "float32", "numa_node": 0}
+    engine = make(path, held={0: (2, 3), 1: (2,)}, num_layers=2, **sizes)
+    for layer, number in ((0, 2), (0, 3), (1, 2)):
+        engine.load_expert(layer, number, *random_expert(np.random.default_rng(0), 1024, 256))
+    assert engine.packed_bytes == 10 << 20  # 6 MiB, and 3 MiB rounded up
+    assert WeightSegment.open(path).numa_node == 0
+    begin = engine.packed_expert(0, 2).ctypes.data
+    if engine.numa_bound:  # containers may forbid it
+        assert set(_kernels.page_nodes(begin, 6 << 20)) == {0}
+    assert 0 <= engine.huge_page_bytes() <= engine.packed_bytes
+    if COLLAPSES:
+        assert engine.huge_page_bytes() > 0
+
+
+def test_a_file_on_a_disk_is_told_from_memory(path: Path, tmp_path: Path) -> None:
+    """tmpfs is memory; what pytest gives may be either, as the system says."""
+    kind = subprocess.run(
+        ["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True
+    ).stdout
+    assert make(path).segment_in_memory
+    assert make(segment_path(str(tmp_path), 0)).segment_in_memory is (kind.strip() == "tmpfs")
 
 
 def test_without_a_segment_nothing_changes() -> None:

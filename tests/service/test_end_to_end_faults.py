@@ -53,6 +53,9 @@ def test_expert_server_killed_while_decoding(stack: Stack) -> None:
     assert answers == expected
     assert victim.pid not in [child.pid for child in stack.children("expert")]
     assert len(stack.children("expert")) == 2
+    # What it had packed was still there.
+    assert stack.log.read_text().count("experts loaded") == 3
+    assert stack.log.read_text().count("packed experts are there already") == 1
 
 
 def test_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
@@ -65,6 +68,11 @@ def test_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
         _, alive = psutil.wait_procs(children, timeout=20)
         assert alive == []
         assert len(mailboxes_of(first)) == 1
+        links = sorted(first.state_dir.rglob("*.weights"))
+        assert [(link.name, link.exists()) for link in links] == [
+            ("expert-0.weights", False),
+            ("expert-1.weights", False),
+        ]
     with running_stack(demo_checkpoint(), tmp_path, *flags) as second:
         assert complete(second, "One, two,", 4)
         assert mailboxes_of(first) == []
