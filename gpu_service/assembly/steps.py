@@ -56,7 +56,8 @@ def make_step_runner(
         )
     steps = DeviceRunner(runner, stream, uploader=uploader, graphs=graphs, recovery_timeout_s=recovery_s)
     try:
-        warm_up_attention(runner.attention, limits.context_limit)
+        with phase("warming attention up"):
+            warm_up_attention(runner.attention, limits.context_limit)
         steps.prepare()
     except BaseException:
         steps.close()

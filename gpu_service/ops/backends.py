@@ -26,7 +26,7 @@ from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.router import route
 from gpu_service.ops.sampling import argmax_and_finite, truncate_probabilities
 from moebius.errors import brief
-from moebius.progress import counted
+from moebius.progress import counted, phase
 
 _log = structlog.get_logger(__name__)
 
@@ -121,7 +121,8 @@ def load_tables(
     tables: dict[str, Mapping[str, Implementation]] = {}
     for name in names:
         try:
-            table = import_module(_TABLES[name])
+            with phase(f"importing {name}"):
+                table = import_module(_TABLES[name])
             if hasattr(table, "prepare"):
                 table.prepare(attention_modules())
             tables[name] = table.IMPLEMENTATIONS

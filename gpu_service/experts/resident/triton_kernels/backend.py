@@ -16,6 +16,7 @@ from gpu_service.experts.resident.panels import pair_bytes
 from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2
 from moebius.models.geometry import MoeGeometry
+from moebius.progress import counted
 
 _IDS_BLOCK = 256
 _COMBINE_BLOCK = 512
@@ -128,7 +129,8 @@ class TritonResidentKernels(ResidentKernels):
     def warm_up(self, slots: LayerSlots, max_rows: int, dtype: torch.dtype) -> None:
         """A call for each kind of tile, and one for few rows. No id is chosen."""
         geometry, device = self._geometry, slots.weights.device
-        for rows_ in launch.sizes_to_warm_up(geometry.num_experts, geometry.top_k, self._few_rows, max_rows):
+        sizes = launch.sizes_to_warm_up(geometry.num_experts, geometry.top_k, self._few_rows, max_rows)
+        for rows_ in counted(sizes, "compiling expert kernels", len(sizes)):
             ids = torch.full((rows_, geometry.top_k), -1, dtype=torch.int32, device=device)
             hidden_states = torch.zeros((rows_, geometry.hidden_size), dtype=dtype, device=device)
             weights = torch.zeros(ids.shape, dtype=torch.float32, device=device)
