@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
+import structlog
 import torch
 
 from gpu_service.assembly.built import Built, model_info
@@ -21,7 +23,7 @@ from gpu_service.assembly.experts import (
 )
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
 from gpu_service.assembly.process import prepare_process
-from gpu_service.assembly.rank_plan import make_kv_memory
+from gpu_service.assembly.rank_plan import has_room_to_stream, make_kv_memory
 from gpu_service.assembly.steps import (
     attention_that_runs,
     make_lane,
@@ -60,6 +62,7 @@ from moebius.config import MoebiusConfig
 from moebius.models.config import ModelConfig, ModelOverrides
 from moebius.models.read import read_model_config
 
+_log = structlog.get_logger(__name__)
 __all__ = ["Built", "WarmUpGate", "build_engine", "model_info"]
 
 
@@ -180,6 +183,15 @@ def _plan_memory(
     streaming = rank_streaming(config, moe, device)
     held = expert_memory(config, moe, dtype, group, streaming)
     vision = vision_memory(config, model.config)
+    if config.gpu.prefill_experts == "auto" and not has_room_to_stream(
+        config, model, held, group, device, vision
+    ):
+        _log.warning(
+            "experts are not streamed: the GPU has no room for their ring; `prefill_experts: stream` says "
+            "what would make room",
+            ring_gib=round(held.ring_bytes / 2**30, 2),
+        )
+        streaming, held = None, replace(held, ring_bytes=0)
     return *make_kv_memory(config, model, held, group, device, vision), streaming
 
 

@@ -239,6 +239,13 @@ class RankPlan:
         chosen = _with_gpu(config, prefill_chunk_max=self.prefill_chunk(config))
         return self._plan(Trial(chosen, self._experts.count))
 
+    def fits(self) -> bool:
+        """Whether there is a plan under the settings, with as few outputs in a step as may be."""
+        gpu = self._config.gpu
+        config = self._config if gpu.max_num_seqs is not None else _with_gpu(self._config, max_num_seqs=1)
+        chosen = _with_gpu(config, prefill_chunk_max=gpu.prefill_chunk_max or 0)
+        return self._fits(Trial(chosen, self._experts.count))
+
     def num_seqs(self) -> int:
         """What `max_num_seqs` is, or becomes where it is unset."""
         return chosen_num_seqs(self._config, self._fits, self._experts.count, self._longest)
@@ -340,6 +347,20 @@ def make_kv_memory(
     except MemoryShort as error:
         raise rank.refusal(config, error) from None
     return DeviceKvMemory(chosen, shape, MemoryLedger(plan, memory, before)), chosen
+
+
+def has_room_to_stream(
+    config: MoebiusConfig,
+    model: CausalLM,
+    experts: ExpertMemory,
+    group: RankGroup,
+    device: torch.device,
+    vision: VisionMemory | None = None,
+) -> bool:
+    """Whether the ring of `experts` fits with all else, on every rank; all of them call it."""
+    memory = make_device_memory(device)
+    fits = memory is None or RankPlan(config, model, memory.use(), experts, vision).fits()
+    return group.minimum("room to stream", int(fits)) == 1
 
 
 def with_num_seqs(config: MoebiusConfig, count: int) -> MoebiusConfig:

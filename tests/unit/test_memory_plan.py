@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.assembly.rank_plan import Trial, smallest_change
+from gpu_service.assembly.rank_plan import Trial, has_room_to_stream, smallest_change
 from gpu_service.cache.kv_cache import bytes_per_page
 from gpu_service.cache.request_states import num_state_slots
 from gpu_service.cache.state_cache import StateCache, state_bytes
+from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACKED_BYTES
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import (
     ACTIVATIONS,
@@ -36,6 +37,7 @@ from gpu_service.memory.plan import (
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.parallel.context import SOLO, ParallelContext
+from gpu_service.parallel.group import SoloGroup
 from moebius.app.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
@@ -93,6 +95,29 @@ def test_resident_experts_are_counted(model: CausalLM) -> None:
     assert held.of(RESIDENT) == 48 * 128 * INT4_EXPERT
     assert alone.kv_bytes - held.kv_bytes >= held.of(RESIDENT)
     assert held.of(ACTIVATIONS) > alone.of(ACTIVATIONS)
+
+
+def test_experts_of_many_rows_are_computed_in_parts(model: CausalLM) -> None:
+    """Products of experts take bounded memory however many the rows; the rest of a step grows with them."""
+    sizes = [
+        activation_bytes(model.config, StepSize(tokens, 1), SOLO, True)
+        - activation_bytes(model.config, StepSize(tokens, 1), SOLO, False)
+        for tokens in (16384, 65536)
+    ]
+    # 131072 and four times as many pairs, a few bytes each.
+    assert sizes[1] - sizes[0] <= 16 * 4 * 131072
+    assert UNPACKED_BYTES < sizes[0] < PAIRS_BYTES + UNPACKED_BYTES + 16 * 2**20
+
+
+@pytest.mark.parametrize(("ring_gib", "fits"), [(0, True), (1, True), (20, False)])
+def test_a_ring_that_does_not_fit_is_noticed(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch, ring_gib: int, fits: bool
+) -> None:
+    """Before anything is loaded, so that an engine that may do without streams nothing."""
+    monkeypatch.setattr("gpu_service.assembly.rank_plan.make_device_memory", lambda _: FakeMemory(24 * GIB))
+    held = ExpertMemory(ring_bytes=ring_gib * GIB)
+    found = has_room_to_stream(settings(), model, held, SoloGroup(), torch.device("cpu"))
+    assert found is fits
 
 
 def change_for(
