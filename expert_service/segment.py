@@ -183,7 +183,6 @@ class SegmentWatch:
         self._stop.set()
 
     def _run(self) -> None:
-        _lower_priority()
         begin = time.monotonic()
         damaged = 0
         for layer, expert in self._experts:
@@ -201,14 +200,6 @@ class SegmentWatch:
             log.info("checksums of packed experts compared", experts=count, damaged=damaged, seconds=seconds)
         # Only now: the kernel counts what this process has mapped, so of a predecessor's pages what it read.
         report_pages(self._engine)
-
-
-def _lower_priority() -> None:
-    """Of this thread: whoever computes goes first."""
-    try:
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-    except OSError as error:
-        log.debug("checksums are compared at normal priority", reason=str(error))
 
 
 def report_pages(engine: ExpertEngine) -> None:

@@ -303,7 +303,7 @@ class ExpertEngine:
         self._engine.finish_load(load_record.encode())
 
     def verify_expert(self, layer: int, expert: int) -> bool:
-        """Whether an expert's bytes in the segment are those that were packed; reads them all.
+        """Whether an expert's bytes in the segment are those that were packed; at low priority.
 
         When they are not, the expert counts as not packed for whoever opens the segment next. True without a
         segment, and for an expert that is not loaded.

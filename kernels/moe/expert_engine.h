@@ -84,7 +84,7 @@ class ExpertEngine final : public ExpertBackend {
   // Says to whoever opens the segment next that everything is packed, with a text for it; nothing without a segment.
   // Throws std::invalid_argument naming an expert that is missing.
   void finish_load(const std::string& load_record);
-  // By global id; see ExpertStore::verify.
+  // By global id; see ExpertStore::verify. Computed at the lowest priority.
   bool verify_expert(uint32_t layer, uint32_t expert);
   // By global id; see ExpertStore::record.
   const weights::ExpertRecord* segment_record(uint32_t layer, uint32_t expert) const;

@@ -287,7 +287,9 @@ void Segment::map() {
   if (mmap(base_, planned_.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, 0) == MAP_FAILED) {
     no_room();
   }
-  madvise(base_ + planned_.data_offset, planned_.total_bytes - planned_.data_offset, MADV_HUGEPAGE);  // advice
+  // Advice, both. A dump of the weights would keep a process that crashed from being started again.
+  madvise(base_ + planned_.data_offset, planned_.total_bytes - planned_.data_offset, MADV_HUGEPAGE);
+  madvise(base_ + planned_.data_offset, planned_.total_bytes - planned_.data_offset, MADV_DONTDUMP);
   experts_ = reinterpret_cast<ExpertRecord*>(base_ + planned_.experts_offset);
   // Unlike a write it fails instead of killing the process.
   if (madvise(base_, planned_.data_offset, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) no_room();
