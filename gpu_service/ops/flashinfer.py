@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from threading import Thread
 from typing import Any
 
+import structlog
 import torch
 from flashinfer import activation, norm, page, sampling
 from flashinfer import rope as flashinfer_rope
@@ -21,7 +23,10 @@ from flashinfer.jit.sampling import gen_sampling_module
 from gpu_service.ops import rope
 from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import RopeTable
+from moebius.errors import brief
 from moebius.progress import counted
+
+_log = structlog.get_logger(__name__)
 
 
 def can_append_kv(
@@ -205,18 +210,30 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def prepare(attention: Sequence[Any] = ()) -> None:
-    """Compiles side by side what the chosen ops need, and modules of `attention`: each takes up to a minute.
+    """Compiles side by side what the chosen ops need; one after the other would take the sum of the times.
 
-    What was compiled before is only checked. Raises what FlashInfer raises without a CUDA compiler.
+    Modules of `attention` are compiled meanwhile and go on in the background, while weights are loaded: who
+    needs one before it is there waits for it in FlashInfer's own lock. What was compiled before is only
+    checked. Raises what FlashInfer raises without a CUDA compiler.
     """
+    if attention:
+        Thread(target=_compile_ahead, args=(attention,), name="flashinfer-attention", daemon=True).start()
     specs = [gen_act_and_mul_module("silu"), gen_sampling_module()]
     # With its Python compiler installed the norms come from there, each in a second.
     if getattr(norm, "_USE_CUDA_NORM", True):
         specs.append(gen_norm_module())
-    compile_modules([*specs, *attention])
+    compile_modules(specs)
 
 
-def compile_modules(specs: Sequence[Any]) -> None:
+def _compile_ahead(specs: Sequence[Any]) -> None:
+    try:
+        compile_modules(specs, "compiling attention kernels")
+    # What a compiler raises is raised again, where attention is tried out, and decides there.
+    except Exception as error:
+        _log.warning("attention kernels could not be compiled ahead", error=brief(error))
+
+
+def compile_modules(specs: Sequence[Any], what: str = "compiling FlashInfer modules") -> None:
     """Builds FlashInfer's modules (`JitSpec`s) side by side, each in its own directory, as loading it does.
 
     FlashInfer's joint build (`build_jit_specs`) keeps a ninja log of its own: either build then finds the
@@ -224,7 +241,7 @@ def compile_modules(specs: Sequence[Any]) -> None:
     """
     with ThreadPoolExecutor(len(specs), "flashinfer-jit") as pool:
         building = [pool.submit(spec.build, verbose=False) for spec in specs]
-        for built in counted(as_completed(building), "compiling FlashInfer modules", len(specs)):
+        for built in counted(as_completed(building), what, len(specs)):
             built.result()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -104,12 +105,38 @@ def test_flashinfer_adapters_pass_what_flashinfer_documents(
 def test_attention_is_compiled_beside_the_ops(
     monkeypatch: pytest.MonkeyPatch, heads: int, storage: torch.dtype, modules: list[str]
 ) -> None:
-    """What the model's attention calls is compiled at the same time, not at the first step."""
+    """What the model's attention calls is compiled from the start on, not at the first step."""
     install_fake_flashinfer(monkeypatch)
     config = Geometry(num_heads=heads, num_kv_heads=2, head_dim=64).config()
     load_tables(["flashinfer"], lambda: attention_modules(config, torch.float16, storage))
+    for thread in threading.enumerate():
+        if thread.name == "flashinfer-attention":
+            thread.join()
     assert sorted(BUILT) == sorted([*modules, "norm", "sampling", "silu"])
     assert attention_modules(config, torch.float32, torch.float32) == []
+
+
+def test_ops_do_not_wait_for_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules take longest: weights are loaded meanwhile. One that can not be compiled costs a warning
+    here, and is attention's own failure when it is tried out."""
+    install_fake_flashinfer(monkeypatch)
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def build(self, verbose: bool) -> None:
+            begun.set()
+            go_on.wait(30)
+            raise RuntimeError("nvcc fatal: no such architecture")
+
+    with capture_logs() as logs:
+        assert set(load_tables(["flashinfer"], lambda: [Slow()])) == {"flashinfer"}
+        assert begun.wait(30)
+        assert sorted(BUILT) == ["norm", "sampling", "silu"]
+        go_on.set()
+        for thread in threading.enumerate():
+            if thread.name == "flashinfer-attention":
+                thread.join()
+    assert "nvcc fatal" in next(log["error"] for log in _warnings(logs))
 
 
 def test_arguments_beyond_a_library_go_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
