@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from moebius.__main__ import direct
 from moebius.app import cli
 from moebius.app.commands.serve import examples
 from moebius.config import MoebiusConfig
 from moebius.config_loader import leaves
+from moebius.errors import USER_ERROR_EXIT
 from moebius.topology import format_cpu_list
+from tests.helpers.checkpoints import TinyMoe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -209,3 +212,52 @@ def test_examples_name_the_real_server() -> None:
 def test_cpu_ranges(cpus: tuple[int, ...], text: str) -> None:
     """CPU lists are printed in the notation of sysfs."""
     assert format_cpu_list(cpus) == text
+
+
+EXPERT_ALONE = """
+import sys
+from moebius.__main__ import direct
+run = direct(["expert", "--config", sys.argv[1]])
+assert run is not None
+try:
+    run()
+except Exception as error:
+    print(error)
+slow = ("typer", "httpx", "prometheus_client", "moebius.models.read")
+print([name for name in slow if name in sys.modules])
+"""
+
+
+def test_an_expert_server_of_the_supervisor_loads_no_command_line(tmp_path: Path) -> None:
+    """A server that was killed is waited for: it imports what it needs, and ends by the same errors."""
+    model = TinyMoe().write(tmp_path / "model")
+    settings = tmp_path / "expert.yaml"
+    address = f"unix:{tmp_path}/none/socket"  # refused only once everything else was imported
+    settings.write_text(f"model: {{model: {model}}}\nexperts: {{expert_address: '{address}'}}\n")
+    command = [sys.executable, "-c", EXPERT_ALONE, str(settings)]
+    printed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert printed[-2].startswith("cannot listen on")
+    # The geometry, without a predecessor that noted it.
+    assert printed[-1] == "['moebius.models.read']"
+
+
+def test_only_what_the_supervisor_writes_goes_past_the_command_line() -> None:
+    """Options, other commands and help are the command line's."""
+    for words in (
+        "expert --help",
+        "expert /model",
+        "expert --config f --isa x",
+        "gpu --config f",
+        "expert",
+        "",
+    ):
+        assert direct(words.split()) is None
+    failed = [sys.executable, "-m", "moebius", "expert", "--config", "/none.yaml"]
+    ended = subprocess.run(failed, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == USER_ERROR_EXIT
+    assert (
+        ended.stderr
+        == "moebius: error: cannot read configuration file /none.yaml: No such file or directory\n"
+    )
