@@ -269,9 +269,10 @@ class RankPlan:
             )
         if wanted is not None:
             return wanted
-        room = _room_tokens(self._longest)[0]
         for tokens in PREFILL_CHUNKS:
             trial = Trial(_with_gpu(config, prefill_chunk_max=tokens), self._experts.count)
+            # The cache has to hold what such a step computes, and others' requests.
+            room = tokens + _room_tokens(self._longest)[-1]
             if gpu.max_num_batched_tokens < tokens <= most and self._fits(_with_room(trial, room)):
                 return tokens
         return 0

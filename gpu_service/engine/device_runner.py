@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -228,7 +229,8 @@ class DeviceLane(LaneRunner):
         # Pages that the main lane has given up may still be cleared by it.
         self._stream.wait_for(self._main.record())
         self._hold_residents(True)
-        launched = self._steps.launch(plan)
+        # No expert server is asked, and spans of the main lane's steps must not hang under this one's.
+        launched = self._steps.launch(replace(plan, trace_context=None))
         return LaneStep(launched, self._stream.record(), self._end)
 
     def mark(self) -> DeviceEvent:

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_service.engine.interface import Abort, Add, Message, Stop
+from gpu_service.engine.interface import Abort, Add, Message, NullObserver, Stop
+from gpu_service.engine.step import Batch
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.request import FinishReason, Request
 from tests.helpers.engine_harness import Knobs, make_request, prompt_of, running_engine
@@ -221,3 +222,38 @@ def test_a_lane_that_can_not_stream_leaves_prompts_to_the_main_lane() -> None:
     virtual.run([(0.0, add(prompt))])
     assert virtual.lane.launched == 0
     assert len(virtual.tokens(prompt)) == 4
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+def test_without_a_lane_a_step_of_prompts_grows_while_they_are_streamed(overlap: bool) -> None:
+    """The first rank tells all when that begins and ceases; tokens are the same."""
+    knobs = Knobs(num_pages=200, budget=16, overlap=overlap, context_limit=CONTEXT)
+    sizes = Sizes()
+    virtual = VirtualEngine(knobs, Times(), has_lane=False, prefill_chunk_max=100, observer=sizes)
+    virtual.steps.streams = True
+    warm = make_request("warm", prompt_of(1, 5), max_tokens=3)
+    first = make_request("first", prompt_of(2, 150), max_tokens=4)
+    virtual.run([(0.0, add(warm)), (0.3, add(first))])
+    assert max(sizes.seen) == 100
+    assert virtual.tokens(first) == truth(2, 150, 4, 0)
+    virtual.steps.streams = False
+    virtual.engine._look_again = 0.0
+    again = make_request("again", prompt_of(3, 150), max_tokens=4)
+    sizes.seen.clear()
+    virtual.run([(virtual.device.now, add(warm_again())), (virtual.device.now + 0.3, add(again))])
+    assert max(sizes.seen) <= 16
+
+
+class Sizes(NullObserver):
+    """Notes how many tokens each step has."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def launched(self, batch: Batch) -> None:
+        self.seen.append(batch.num_tokens)
+
+
+def warm_again() -> Request:
+    """So short that its size says nothing."""
+    return make_request("warm again", prompt_of(4, 5), max_tokens=3)

@@ -16,7 +16,7 @@ import torch
 from gpu_service.device.stream import DeviceEvent
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
-from gpu_service.engine.interface import Inbox, Message, OutputDelta
+from gpu_service.engine.interface import EngineObserver, Inbox, Message, OutputDelta
 from gpu_service.engine.model_runner import ModelRunner, TokenPool
 from gpu_service.engine.prefill_lane import LaneRunner, Pace, PrefillLane
 from gpu_service.engine.results import StepOutputs, StepResult, to_result
@@ -143,9 +143,16 @@ class _Run:
 class VirtualSteps(StepRunner):
     """The main lane, by the code that runs steps again on a GPU; its experts may be lost."""
 
+    # What `streams_prompts` says.
+    streams = False
+
     def __init__(self, device: VirtualDevice, runner: ModelRunner, times: Times) -> None:
         self._device, self._runner, self._times = device, runner, times
         self._steps = StepsInFlight(self._start, runner.experts, 100.0)
+
+    @property
+    def streams_prompts(self) -> bool:
+        return self.streams
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         return self._steps.launch(plan)
@@ -279,6 +286,7 @@ class VirtualEngine:
         prefill_chunk_max: int = 64,
         max_added_s: float | None = None,
         experts: VirtualExperts | None = None,
+        observer: EngineObserver | None = None,
     ) -> None:
         self.device = VirtualDevice(times.main_share, times.lane_share)
         self.experts = experts or VirtualExperts()
@@ -297,11 +305,13 @@ class VirtualEngine:
         self.lane = VirtualLane(self.device, runner(None), times)
         pace = Pace(max_added_s, lambda: self.device.now)
         self.inbox = VirtualInbox(self.device)
+        self.steps = VirtualSteps(self.device, runner(self.experts), times)
         self.engine = Engine(
             self.scheduler,
             InputBuilder(self.scheduler.limits, knobs.page_size),
-            VirtualSteps(self.device, runner(self.experts), times),
+            self.steps,
             self._on_output,
+            observer=observer,
             overlap=knobs.overlap,
             inbox=self.inbox,
             lane=PrefillLane(self.lane, pace) if has_lane else None,

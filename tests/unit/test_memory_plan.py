@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.assembly.rank_plan import Trial, has_room_to_stream, smallest_change
+from gpu_service.assembly.rank_plan import RankPlan, Trial, has_room_to_stream, smallest_change
 from gpu_service.cache.kv_cache import bytes_per_page
 from gpu_service.cache.request_states import num_state_slots
 from gpu_service.cache.state_cache import StateCache, state_bytes
@@ -21,6 +21,7 @@ from gpu_service.memory.plan import (
     DENSE,
     GRAPHS,
     KV,
+    LANE,
     RESIDENT,
     STATES,
     ExpertMemory,
@@ -118,6 +119,41 @@ def test_a_ring_that_does_not_fit_is_noticed(
     held = ExpertMemory(ring_bytes=ring_gib * GIB)
     found = has_room_to_stream(settings(), model, held, SoloGroup(), torch.device("cpu"))
     assert found is fits
+
+
+RING = ExpertMemory(ring_bytes=GIB)
+
+
+def test_the_prefill_lane_is_planned_with_where_experts_are_streamed(model: CausalLM) -> None:
+    """Its largest step comes on top of the main lane's; ranks of a group have a longer step instead of it."""
+    config = settings(prefill_chunk_max=16384)
+    nothing, lane = plan(model, config), plan(model, config, experts=RING)
+    assert nothing.of(LANE) == 0
+    assert lane.of(LANE) > lane.of(ACTIVATIONS)
+    ranks = plan(model, config, experts=RING, parallel=ParallelContext(tp_rank=0, tp_size=2))
+    assert ranks.of(LANE) == 0
+    assert ranks.of(ACTIVATIONS) > lane.of(ACTIVATIONS)
+
+
+@pytest.mark.parametrize(("gib", "least", "most"), [(140, 16384, 16384), (10, 4096, 12288), (6, 0, 0)])
+def test_the_chunk_of_a_streamed_step_is_what_fits(model: CausalLM, gib: int, least: int, most: int) -> None:
+    """Unset it leaves room for requests in the KV cache; without streaming, or without room, none."""
+    config, use = settings(max_num_batched_tokens=512, max_num_seqs=16), FakeMemory(gib * GIB).use()
+    found = RankPlan(config, model, use, RING).prefill_chunk(config)
+    assert least <= found <= most
+    assert RankPlan(config, model, use, ExpertMemory()).prefill_chunk(config) == 0
+
+
+def test_an_impossible_chunk_is_refused(model: CausalLM) -> None:
+    """Shorter than a usual step, by name and with what is allowed; too large for the card, with what fits."""
+    config = settings(prefill_chunk_max=1024)
+    with pytest.raises(UserError, match=r"prefill_chunk_max: 1024 is not allowed; allowed: 2048 .* to 65536"):
+        RankPlan(config, model, FakeMemory(H200).use(), RING).prefill_chunk(config)
+    config = settings(max_num_batched_tokens=512, prefill_chunk_max=65536, max_num_seqs=1)
+    rank = RankPlan(config, model, FakeMemory(9 * GIB).use(), RING)
+    with pytest.raises(MemoryShort, match="prefill lane") as caught:
+        rank.make(config)
+    assert "it fits with --prefill-chunk-max" in str(rank.refusal(config, caught.value))
 
 
 def change_for(
