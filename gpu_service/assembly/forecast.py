@@ -121,8 +121,8 @@ class Forecast:
     ) -> list[RankPlan]:
         empty = MemoryUse(total_bytes, total_bytes, 0, 0, 0, 0)
         return [
-            RankPlan(config, model, empty, held, self._vision)
-            for model, held in zip(self._models, experts, strict=True)
+            RankPlan(config, model, empty, held, self._vision, rank.dense_bytes)
+            for model, held, rank in zip(self._models, experts, self.ranks, strict=True)
         ]
 
     def shared_pages(self, config: MoebiusConfig) -> int:

@@ -23,6 +23,7 @@ from gpu_service.memory.plan import (
     MemoryShort,
     VisionMemory,
     most_chunk_tokens,
+    parameter_bytes,
     plan_memory,
 )
 from gpu_service.models.common import CausalLM
@@ -225,13 +226,16 @@ class RankPlan:
         use: MemoryUse,
         experts: ExpertMemory,
         vision: VisionMemory | None = None,
+        dense_bytes: int | None = None,
     ) -> None:
-        """`use`: the device before loading."""
+        """`use`: the device before loading; `dense_bytes`: `parameter_bytes(model)` where it is known."""
         self._config = config
         self._use = use
         self._experts = experts
         self._vision = vision
-        self._models: dict[str, CausalLM] = {config.model.dense_weights: model}
+        # By how dense weights are kept: the model, and its bytes, which hundreds of trials ask for.
+        held = parameter_bytes(model) if dense_bytes is None else dense_bytes
+        self._models = {config.model.dense_weights: (model, held)}
         self._parallel, self._longest = model.parallel, model.config.max_model_len
 
     def make(self, config: MoebiusConfig) -> MemoryPlan:
@@ -301,24 +305,24 @@ class RankPlan:
         return True
 
     def _plan(self, trial: Trial) -> MemoryPlan:
-        model, longest = self._model(trial.config), trial.config.model.max_model_len
+        (model, dense_bytes), longest = self._model(trial.config), trial.config.model.max_model_len
         page_bytes = cache_shape(trial.config.gpu, model.rank_config, torch.device("meta")).page_bytes
         held = replace(self._experts, count=trial.num_experts)
         # Weights do not depend on it.
         config = replace(model.config, max_model_len=longest or self._longest)
         return plan_memory(
-            trial.config, config, model, self._use, page_bytes, held, self._parallel, self._vision
+            trial.config, config, dense_bytes, self._use, page_bytes, held, self._parallel, self._vision
         )
 
-    def _model(self, config: MoebiusConfig) -> CausalLM:
+    def _model(self, config: MoebiusConfig) -> tuple[CausalLM, int]:
         """Composed anew where dense weights are kept otherwise. Raises UserError where they can not be."""
         key = config.model.dense_weights
         if key not in self._models:
-            composed = self._models[self._config.model.dense_weights]
+            composed, _ = self._models[self._config.model.dense_weights]
             model = build_model(composed.config, device=torch.device("meta"), parallel=self._parallel)
             if has_weights(config.model.model):
                 shape_weights(model, config.model)
-            self._models[key] = model
+            self._models[key] = model, parameter_bytes(model)
         return self._models[key]
 
 

@@ -259,14 +259,14 @@ class VisionMemory:
 def plan_memory(
     config: MoebiusConfig,
     model_config: ModelConfig,
-    model: nn.Module,
+    dense_bytes: int,
     use: MemoryUse,
     page_bytes: int,
     experts: ExpertMemory | None = None,
     parallel: ParallelContext = SOLO,
     vision: VisionMemory | None = None,
 ) -> MemoryPlan:
-    """The plan of this rank. `model` is its part, memory or not; `use` the device before loading.
+    """The plan of this rank. `dense_bytes`: `parameter_bytes` of its part; `use`: the device before loading.
 
     `vision` None: the model is text-only.
 
@@ -281,7 +281,7 @@ def plan_memory(
     has_resident = experts.count > 0 or experts.ring_bytes > 0
     states = all_states_bytes(config.gpu, shard_config(model_config, parallel))
     lines = (
-        MemoryLine(DENSE, parameter_bytes(model)),
+        MemoryLine(DENSE, dense_bytes),
         MemoryLine(VISION, vision.tower_bytes),
         MemoryLine(IMAGES, vision.image_bytes),
         MemoryLine(RESIDENT, experts.count * experts.bytes_each),

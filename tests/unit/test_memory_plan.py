@@ -73,7 +73,7 @@ def plan(
 ) -> MemoryPlan:
     use = (memory or FakeMemory(H200)).use()
     page = bytes_per_page(model.config, config.gpu.page_size, torch.bfloat16)
-    return plan_memory(config, model.config, model, use, page, experts, parallel)
+    return plan_memory(config, model.config, parameter_bytes(model), use, page, experts, parallel)
 
 
 def test_the_parts_make_up_the_budget(model: CausalLM) -> None:

@@ -17,7 +17,7 @@ from gpu_service.assembly.vision import encoding_bytes, vision_memory
 from gpu_service.cache.kv_cache import bytes_per_page
 from gpu_service.loader.load import load_tower
 from gpu_service.memory.device_memory import MemoryUse
-from gpu_service.memory.plan import IMAGES, VISION, plan_memory, size_kv_pool
+from gpu_service.memory.plan import IMAGES, VISION, parameter_bytes, plan_memory, size_kv_pool
 from gpu_service.models.compose import build_model
 from gpu_service.models.vision.registry import build_tower
 from gpu_service.vision.processor import PROCESSORS, ImagePreparer, KimiImageProcessor
@@ -112,8 +112,8 @@ def test_a_gpu_keeps_room_for_images(checkpoint: Path) -> None:
     model, gib = build_model(model_config), 2**30
     use = MemoryUse(10 * gib, 9 * gib, 0, 0, 0, 0)
     page = bytes_per_page(model_config, 16, torch.float32)
-    seeing = plan_memory(config, model_config, model, use, page, vision=vision)
-    blind = plan_memory(config, model_config, model, use, page)
+    seeing = plan_memory(config, model_config, parameter_bytes(model), use, page, vision=vision)
+    blind = plan_memory(config, model_config, parameter_bytes(model), use, page)
     assert seeing.of(VISION) + seeing.of(IMAGES) == vision.total == blind.kv_bytes - seeing.kv_bytes
     wide = config.model_copy(update={"gpu": config.gpu.model_copy(update={"max_num_seqs": 10**6})})
     pages = [size_kv_pool(plan, wide, model_config, use) for plan in (blind, seeing)]
