@@ -259,10 +259,8 @@ class RankPlan:
 
         Raises UserError for a value that is impossible whatever the memory.
         """
-        gpu, most = (
-            config.gpu,
-            most_chunk_tokens(self._models[config.model.dense_weights].config, self._parallel),
-        )
+        gpu, (model, _) = config.gpu, self._models[config.model.dense_weights]
+        most = most_chunk_tokens(model.config, self._parallel)
         if not self._experts.ring_bytes:
             return 0
         wanted = gpu.prefill_chunk_max
