@@ -110,7 +110,7 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(config: MoebiusConfig, jit_cache: Path) -> Iterator[Serving]:
+def serving(config: MoebiusConfig, jit_cache: str) -> Iterator[Serving]:
     """Starts the system and stops it. Raises UserError with its last lines when it does not become ready."""
     with tempfile.TemporaryDirectory(prefix="mb-start-") as directory:
         state, file = Path(directory) / "state", Path(directory) / "serve.yaml"
@@ -140,13 +140,13 @@ def serving(config: MoebiusConfig, jit_cache: Path) -> Iterator[Serving]:
             log.join()
 
 
-def _own_settings(config: MoebiusConfig, state: Path, jit_cache: Path) -> MoebiusConfig:
+def _own_settings(config: MoebiusConfig, state: Path, jit_cache: str) -> MoebiusConfig:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     changes: dict[str, dict[str, Any]] = {
         "gateway": {"host": "127.0.0.1", "port": port, "api_key": "", "api_key_file": ""},
-        "gpu": {"jit_cache_dir": str(jit_cache)},
+        "gpu": {"jit_cache_dir": jit_cache},
         "supervisor": {"state_dir": str(state)},
         "telemetry": {"log_format": "json", "log_level": "info"},
     }
@@ -166,16 +166,21 @@ def _wait_ready(base_url: str, process: subprocess.Popen[str], log: ServeLog) ->
     raise UserError("`moebius serve` ended before it was ready:\n" + "\n".join(log.last_lines))
 
 
-def run(config: MoebiusConfig, json_file: Path | None) -> list[StartRow]:
-    """Starts twice, kills once; prints a row each. Raises UserError."""
+def run(config: MoebiusConfig, json_file: Path | None, cold: bool = True) -> list[StartRow]:
+    """Starts twice, kills once; prints a row each. Raises UserError.
+
+    Without `cold` the first start is left out, and kernels come from where the configuration keeps them.
+    """
     TABLE.print_header()
     rows = []
-    with tempfile.TemporaryDirectory(prefix="mb-jit-") as jit_cache:
-        drop_from_page_cache(Path(config.model.model))
-        with serving(config, Path(jit_cache)) as cold:
-            rows.append(StartRow("cold", cold.ready_s, cold.ask(), dict(cold.log.phases)))
-            TABLE.print_row(rows[-1])
-        with serving(config, Path(jit_cache)) as warm:
+    with tempfile.TemporaryDirectory(prefix="mb-jit-") as directory:
+        jit_cache = directory if cold else config.gpu.jit_cache_dir
+        if cold:
+            drop_from_page_cache(Path(config.model.model))
+            with serving(config, jit_cache) as first:
+                rows.append(StartRow("cold", first.ready_s, first.ask(), dict(first.log.phases)))
+                TABLE.print_row(rows[-1])
+        with serving(config, jit_cache) as warm:
             rows.append(StartRow("warm", warm.ready_s, warm.ask(), dict(warm.log.phases)))
             TABLE.print_row(rows[-1])
             if warm.expert_servers():

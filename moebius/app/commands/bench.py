@@ -303,11 +303,17 @@ def steps(
 
 @app.command()
 @with_settings()
-def start(config: MoebiusConfig, json_file: JsonFile = None) -> None:
+def start(
+    config: MoebiusConfig,
+    cold: Annotated[
+        bool, typer.Option(help="Begin without page cache and compiled kernels (minutes on a GPU)")
+    ] = True,
+    json_file: JsonFile = None,
+) -> None:
     """Seconds until a model is served: cold, warm, and after the death of an expert server."""
     from moebius.app.bench.start import run
 
-    run(with_checkpoint(config), json_file)
+    run(with_checkpoint(config), json_file, cold)
 
 
 def _torch_first() -> None:
