@@ -101,6 +101,10 @@ class Forecast:
         """Each rank's ledger on an empty GPU of so many bytes. Raises MemoryShort: it can not fit."""
         return tuple(rank.make(config) for rank in self._on_device(config, total_bytes, experts))
 
+    def has_room(self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]) -> bool:
+        """Whether everything fits such GPUs, with as few outputs in a step as may be."""
+        return all(rank.fits() for rank in self._on_device(config, total_bytes, experts))
+
     def num_seqs(self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]) -> int:
         """What an engine on such GPUs would choose for `max_num_seqs` where it is unset."""
         return min(rank.num_seqs() for rank in self._on_device(config, total_bytes, experts))

@@ -24,6 +24,7 @@ from gpu_service.memory.plan import (
     CONTEXT,
     DENSE,
     KV,
+    RING,
     WORKSPACE,
     ExpertMemory,
     parameter_bytes,
@@ -171,10 +172,11 @@ def test_a_gpus_ledger_is_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("gpu_service.assembly.rank_plan.make_device_memory", lambda device: fake)
     model = build_model(Forecast(config, on_gpu=True).model_config)
     group = SoloGroup()
-    memory, _ = make_kv_memory(config, model, ExpertMemory(), group, torch.device("cpu"))
+    parts = {part.part: part.nbytes for part in plan.components if part.place == "GPU 0"}
+    held = ExpertMemory(ring_bytes=parts[RING])
+    memory, _ = make_kv_memory(config, model, held, group, torch.device("cpu"))
     ledger = memory.ledger
     assert ledger is not None
-    parts = {part.part: part.nbytes for part in plan.components if part.place == "GPU 0"}
     assert {line.part: line.nbytes for line in ledger.plan.lines if line.nbytes and line.part != KV} == {
         part: size for part, size in parts.items() if part != KV
     }

@@ -28,7 +28,8 @@ def planners(tmp_path_factory: pytest.TempPathFactory) -> Mapping[bool, Planner]
     config = parse_shape("small", 0).hf_config(None)
     directory = write_config(tmp_path_factory.mktemp("plan") / "small", config)
     return {
-        True: Planner(settings(directory), on_gpu=True),
+        # A larger GPU may spend memory on streaming, for which a smaller one has no room: no comparison.
+        True: Planner(settings(directory, prefill_experts="cpu"), on_gpu=True),
         False: Planner(settings(directory, kv_cache_gib="0.2"), on_gpu=False),
     }
 

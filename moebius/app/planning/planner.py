@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
@@ -32,6 +33,7 @@ from moebius.app.planning.memory import (
     expert_servers,
     filled_residency,
     has_placement,
+    packed_formats,
     ram_components,
     resident_bytes,
     stored_experts,
@@ -117,8 +119,9 @@ class Planner:
     def _with_num_seqs(self, hardware: Hardware) -> Planner:
         """The same, with as many outputs in a step as `moebius serve` would choose."""
         assert hardware.gpu is not None
-        held = self._all_held(chosen_residency(self.config, self.geometry))
-        count = self.forecast.num_seqs(self.config, hardware.gpu.memory_bytes, held)
+        memory = hardware.gpu.memory_bytes
+        held = self._all_held(chosen_residency(self.config, self.geometry), memory)
+        count = self.forecast.num_seqs(self.config, memory, held)
         other = copy(self)
         changed = self.config.gpu.model_copy(update={"max_num_seqs": count})
         other.config = self.config.model_copy(update={"gpu": changed})
@@ -131,7 +134,8 @@ class Planner:
         from gpu_service.memory.plan import MemoryShort
 
         assert hardware.gpu is not None
-        held, memory = self._all_held(residency), hardware.gpu.memory_bytes
+        memory = hardware.gpu.memory_bytes
+        held = self._all_held(residency, memory)
         try:
             return self.forecast.device_plans(self.config, memory, held)
         except ConfigError:
@@ -142,9 +146,32 @@ class Planner:
         except UserError as error:
             raise DoesNotFit(str(error)) from error
 
-    def _all_held(self, residency: Residency) -> list[ExpertMemory]:
-        """What the ranks hold, one after the other."""
-        return [self._held(rank, residency) for rank in range(len(self.forecast.ranks))]
+    def _all_held(self, residency: Residency, memory_bytes: int) -> list[ExpertMemory]:
+        """What the ranks hold, one after the other, with the rings that `moebius serve` streams through."""
+        held = [self._held(rank, residency) for rank in range(len(self.forecast.ranks))]
+        mode, serves = self.config.gpu.prefill_experts, self.config.experts.expert_transport == "mailbox"
+        if mode == "cpu" or not serves:
+            return held
+        rings = [self._ring_bytes(rank, residency, memory_bytes) for rank in range(len(held))]
+        with_rings = [replace(found, ring_bytes=ring) for found, ring in zip(held, rings, strict=True)]
+        if not any(rings) or mode == "stream":
+            return with_rings
+        return with_rings if self.forecast.has_room(self.config, memory_bytes, with_rings) else held
+
+    def _ring_bytes(self, rank: int, residency: Residency, memory_bytes: int) -> int:
+        from gpu_service.experts.streaming.make import StoredFormats, ring_of, served_parts
+
+        layers = self.forecast.ranks[rank].moe_layers
+        dtype = self.config.experts.expert_dtype
+        stored = {
+            layer: StoredFormats(*packed_formats(self.stored[layer], dtype), self.stored[layer].has_bias)
+            for layer in layers
+        }
+        group = math.lcm(*(found.group for found in self.stored.values()))
+        resident = {layer: range(residency.by_layer[layer]) for layer in layers}
+        parts = served_parts(self.config, self.geometry, stored, group, resident)
+        layout = ring_of(parts, self.config.parallel.tensor_parallel_size, memory_bytes)
+        return 0 if layout is None else layout.nbytes
 
     def _held(self, rank: int, residency: Residency) -> ExpertMemory:
         from gpu_service.memory.plan import ExpertMemory
