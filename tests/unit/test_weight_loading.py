@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+from gpu_service.loader import load, sources
 from gpu_service.loader.load import load_weights
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.reader import SliceReader
 from moebius.models.read import read_model_config
 
 Tensors = dict[str, torch.Tensor]
@@ -164,3 +171,38 @@ def test_bfloat16_values_survive_the_numpy_reader(checkpoint: Path) -> None:
     exact = torch.tensor([1.0, -0.5, 3.140625, 1e-30, -65280.0, 0.0], dtype=torch.bfloat16)
     _change(checkpoint, lambda tensors: tensors.update({"model.norm.weight": exact}))
     assert torch.equal(_load(checkpoint).model.norm.weight, exact.float())
+
+
+def test_threads_fill_one_parameter_together(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused projections are one parameter, whichever of the threads that read its parts is the first."""
+    monkeypatch.setattr(CausalLM, "pack", lambda model: None)  # packed weights can not be compared
+    expected = _load(checkpoint).state_dict()
+    monkeypatch.setattr(load, "_MAX_THREADS", 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    together = threading.Barrier(8)
+
+    class MetAtTheSameTime(SliceReader):
+        """All threads have begun before the first parameter is made."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            together.wait(30)
+
+    monkeypatch.setattr(load, "SliceReader", MetAtTheSameTime)
+
+    def slow(memory: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+        time.sleep(0.01)  # so that another thread could make the same one meanwhile
+        return nn.Parameter(memory, requires_grad=requires_grad)
+
+    monkeypatch.setattr(sources, "nn", SimpleNamespace(Parameter=slow))
+    found = _load(checkpoint).state_dict()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+
+
+def test_an_error_in_a_thread_ends_the_load(checkpoint: Path) -> None:
+    """It is raised as it was found, and the other threads take nothing more."""
+    _change(checkpoint, lambda tensors: tensors["model.layers.1.self_attn.o_proj.weight"].fill_(torch.nan))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.o_proj\.weight"):
+        _load(checkpoint)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("dense", "blocks"))]
