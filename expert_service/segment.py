@@ -1,4 +1,4 @@
-"""What a server leaves beside its packed experts for its successor, and the watch over both.
+"""What a server leaves next to its packed experts for its successor, and the watch over both.
 
 A successor of the same settings reads one record instead of the checkpoint, so that the time until it serves
 does not grow with the model. Any other one reads the checkpoint, and packs what is not packed already.

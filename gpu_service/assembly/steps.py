@@ -119,7 +119,9 @@ def make_lane(
 
 
 def lane_min_tokens(gpu: GpuConfig, break_even_rows: int) -> tuple[int, int]:
-    """As `LaneRunner.min_tokens`: beside nobody, link and servers together take what fits one usual step."""
+    """As `LaneRunner.min_tokens`: with nobody else, link and servers together take what fits one usual
+    step.
+    """
     if gpu.prefill_lane_min_tokens is not None:
         return gpu.prefill_lane_min_tokens, gpu.prefill_lane_min_tokens
     return break_even_rows, max(break_even_rows, gpu.max_num_batched_tokens + 1)

@@ -178,7 +178,7 @@ def test_a_bound_on_what_is_added_holds() -> None:
     assert worst[1e-3][1] - 0.2 < 2 * (worst[1.0][1] - 0.2)
 
 
-def test_short_prompts_are_served_beside_a_long_one() -> None:
+def test_short_prompts_are_served_with_a_long_one() -> None:
     """Who arrives while the lane computes gets its answer before the lane's step has ended."""
     virtual = VirtualEngine(long_knobs(), Times(lane=50e-3), prefill_chunk_max=512)
     prompt = make_request("prompt", prompt_of(3, 400), max_tokens=1)

@@ -133,7 +133,7 @@ class Harness:
 
 
 def build_scheduler(knobs: Knobs, prefill_chunk_max: int = 0) -> Scheduler:
-    """A scheduler with its own pool and tree; a lane's is told when it may open."""
+    """A scheduler with its own pool and tree; a lane's learns when it may open."""
     limits = SchedulerLimits(
         max_num_seqs=knobs.max_num_seqs,
         max_num_batched_tokens=knobs.budget,

@@ -26,7 +26,7 @@ from tests.helpers.fake_programs import QUICK, alive, plan, spec, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Adds a byte to the memory beside its mark, as an expert server would, and notes how many there are.
+# Adds a byte to the memory next to its mark, as an expert server would, and notes how many there are.
 PACKING = """
 import pathlib, signal, sys
 mark = pathlib.Path(sys.argv[1])

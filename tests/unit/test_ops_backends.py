@@ -102,7 +102,7 @@ def test_flashinfer_adapters_pass_what_flashinfer_documents(
         ),
     ],
 )
-def test_attention_is_compiled_beside_the_ops(
+def test_attention_is_compiled_with_the_ops(
     monkeypatch: pytest.MonkeyPatch, heads: int, storage: torch.dtype, modules: list[str]
 ) -> None:
     """What the model's attention calls is compiled from the start on, not at the first step."""

@@ -237,7 +237,7 @@ def test_decode_steps_stream_where_asked() -> None:
 
 
 def test_who_streams() -> None:
-    """Only where there are segments; a CPU only where it is told to."""
+    """Only where there are segments; a CPU only where it is set to."""
 
     def settings(mode: str, directory: str) -> MoebiusConfig:
         return MoebiusConfig(

@@ -26,7 +26,7 @@ _COPY_BYTES = 8 * 2**20
 
 
 class TransferDevice(ABC):
-    """What a ring needs of a device: a stream for copies beside those that compute, and events between them.
+    """What a ring needs of a device: a stream for copies next to those that compute, and events between them.
 
     `current` is the stream on which the calling thread launches its kernels.
     """

@@ -42,7 +42,7 @@ class KimiTower(VisionTower):
         return projected.squeeze(1)[None]
 
     def parts(self, name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """See the base class: queries, keys and values are one tensor in checkpoints."""
+        """Queries, keys and values are one tensor in checkpoints."""
         if _FUSED not in name:
             yield name, values
             return

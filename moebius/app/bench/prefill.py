@@ -19,7 +19,7 @@ from moebius.app.bench.engine.measure import (
     PrefillResult,
     Setting,
     make_setting,
-    measure_beside,
+    measure_during_decode,
     measure_prefill,
 )
 from moebius.app.bench.engine.servers import running_servers
@@ -47,7 +47,7 @@ class PrefillOptions:
     modes: Sequence[str] = ("auto",)
     repeats: int = 3
     # Numbers of streams that decode while a prompt of each length prefills; empty: none.
-    beside: Sequence[int] = ()
+    decoding: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def run(config: MoebiusConfig, options: PrefillOptions, json_file: Path | None =
     link = link_rate(device)
     print(f"copies to {device}: {link / 1e9:.1f} GB/s (page-locked memory, {_LINK_BYTES >> 20} MiB)")
     rows: list[PrefillRow] = []
-    beside: list[dict[str, Any]] = []
+    decoding: list[dict[str, Any]] = []
     with running_servers(config) as servers:
         _TABLE.print_header()
         for mode in options.modes:
@@ -115,9 +115,11 @@ def run(config: MoebiusConfig, options: PrefillOptions, json_file: Path | None =
                 setting = make_setting(engine, own, Bandwidths(0.0, None))
                 found = _measure(engine, setting, mode, options, link)
                 rows += found
-                beside += [{"mode": mode} | asdict(row) for row in _beside(engine, setting, found, options)]
+                decoding += [
+                    {"mode": mode} | asdict(row) for row in _during_decode(engine, setting, found, options)
+                ]
             if json_file is not None:  # after every mode: an interrupted run keeps what it has
-                table = {"prefill": [asdict(row) for row in rows], "beside_decode": beside}
+                table = {"prefill": [asdict(row) for row in rows], "during_decode": decoding}
                 write_json({"host": facts(device)} | table, json_file)
     return rows
 
@@ -170,20 +172,20 @@ def _measure(
     return rows
 
 
-def _beside(
+def _during_decode(
     engine: EngineUnderTest, setting: Setting, alone: Sequence[PrefillRow], options: PrefillOptions
 ) -> list[BesideResult]:
-    """Each length beside each number of streams."""
+    """Each length while each number of streams decodes."""
     found: list[BesideResult] = []
     for row in alone:
-        for streams in options.beside:
+        for streams in options.decoding:
             if not found:
-                print("prompts beside streams that decode:")
+                print("prompts while streams decode:")
                 _BESIDE.print_header()
             idle = PrefillResult(
                 row.prompt_len, row.seconds_to_first_token, row.tokens_per_second, row.expert_busy
             )
-            found.append(measure_beside(engine, setting, idle, streams))
+            found.append(measure_during_decode(engine, setting, idle, streams))
             _BESIDE.print_row(found[-1])
     return found
 

@@ -224,7 +224,7 @@ def prefill(
         str, typer.Option(help="Values of prefill_experts, comma separated; empty: the one that is set")
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length; the best counts")] = 3,
-    beside: Annotated[
+    decoding: Annotated[
         str, typer.Option(help="Numbers of streams that decode while each length prefills; 0: none")
     ] = "1",
     json_file: JsonFile = None,
@@ -236,7 +236,7 @@ def prefill(
 
     log_warnings_only("bench")
     chosen = tuple(modes.split(",")) if modes else (config.gpu.prefill_experts,)
-    others = () if beside == "0" else parse_counts(beside, "--beside")
+    others = () if decoding == "0" else parse_counts(decoding, "--decoding")
     options = PrefillOptions(parse_counts(lengths, "--lengths"), chosen, repeats, others)
     run(with_checkpoint(config), options, json_file)
 

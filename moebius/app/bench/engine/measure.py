@@ -230,7 +230,9 @@ def measure_prefill(
 
 @dataclass(frozen=True)
 class BesideResult:
-    """A prompt that prefills while streams decode; filled by `measure_beside`. The keys of the JSON rows."""
+    """A prompt that prefills while streams decode; filled by `measure_during_decode`. The keys of the
+    JSON rows.
+    """
 
     prompt_len: int
     streams: int
@@ -238,7 +240,7 @@ class BesideResult:
     idle_decode_tokens_per_second: float
     decode_tokens_per_second: float
     fraction_of_idle_decode: float
-    # Of the prompt, alone and beside the streams.
+    # Of the prompt, alone and while the streams decode.
     idle_prefill_tokens_per_second: float
     prefill_tokens_per_second: float
     fraction_of_idle_prefill: float
@@ -247,7 +249,7 @@ class BesideResult:
     longest_wait_seconds: float
 
 
-def measure_beside(
+def measure_during_decode(
     engine: EngineUnderTest, setting: Setting, idle: PrefillResult, streams: int, idle_seconds: float = 2.0
 ) -> BesideResult:
     """`idle`: the same prompt length alone. Raises UserError when the context is too short for both."""
@@ -263,7 +265,7 @@ def measure_beside(
     end = long.wait(1)
     if any(event.ended for event in running.events):
         raise UserError(
-            f"--beside: streams of {max_tokens} tokens ended before a prompt of {idle.prompt_len} was "
+            f"--decoding: streams of {max_tokens} tokens ended before a prompt of {idle.prompt_len} was "
             "prefilled; a larger max_model_len allows longer ones"
         )
     engine.abort(running)
