@@ -32,7 +32,7 @@ from moebius.expert_slices import (
     identity_part,
     plan_slice,
 )
-from moebius.kernels import ExpertEngine, FloatArray, SegmentSettings, float32_isa
+from moebius.kernels import ExpertEngine, FloatArray, SegmentError, SegmentSettings, float32_isa
 from moebius.models.geometry import MoeGeometry
 from moebius.placement import make_placement
 from moebius.progress import phase
@@ -136,30 +136,27 @@ def make_engine(
 ) -> ExpertEngine:
     """An engine for a slice of the plan's experts; `exact`: `LoadSettings.batch_invariant_experts`.
 
-    Empty, or with what a predecessor has packed in `segment`. Raises StartupError when that can not be used.
+    Empty, or with what a predecessor has packed in `segment`. Raises SegmentError when that can not be used.
     """
     model = plan.model
-    try:
-        return ExpertEngine(
-            model.hidden_size,
-            part.intermediate_size,
-            part.num_experts,
-            model.num_layers,
-            expert_begin=part.expert_begin,
-            weight_format=plan.gate_up_formats,
-            down_format=plan.down_formats,
-            activation=model.activation,
-            alpha=model.alpha,
-            limit=[model.limit_of(layer) for layer in range(model.num_layers)],
-            has_bias=plan.has_bias,
-            num_threads=placement.num_threads,
-            cpus=placement.cpus,
-            numa_node=placement.numa_node,
-            isa=float32_isa() if exact else "auto",
-            segment=segment,
-        )
-    except RuntimeError as error:
-        raise StartupError(str(error)) from error
+    return ExpertEngine(
+        model.hidden_size,
+        part.intermediate_size,
+        part.num_experts,
+        model.num_layers,
+        expert_begin=part.expert_begin,
+        weight_format=plan.gate_up_formats,
+        down_format=plan.down_formats,
+        activation=model.activation,
+        alpha=model.alpha,
+        limit=[model.limit_of(layer) for layer in range(model.num_layers)],
+        has_bias=plan.has_bias,
+        num_threads=placement.num_threads,
+        cpus=placement.cpus,
+        numa_node=placement.numa_node,
+        isa=float32_isa() if exact else "auto",
+        segment=segment,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +232,11 @@ class ExpertHost:
             self._on_loaded()
             if self._watch is not None:
                 self._watch.start()
-        except BaseException:
+        except BaseException as error:
             self._loaded = self._watch = None
             self._loading.release()
+            if isinstance(error, SegmentError):
+                raise StartupError(str(error)) from error
             raise
         return self._loaded
 

@@ -204,6 +204,8 @@ def page_nodes(address: int, nbytes: int) -> list[int]: ...
 
 # --- segments of packed experts (kernels/bindings/bind_mailbox_layout.cc) -------------------------------
 
+class SegmentError(RuntimeError): ...
+
 WEIGHT_SEGMENT_MAGIC: int
 WEIGHT_SEGMENT_ABI_VERSION: int
 

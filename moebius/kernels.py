@@ -126,6 +126,7 @@ class SegmentSettings:
     """first channel of every expert that is held here"""
 
 
+SegmentError = _kernels.SegmentError
 SegmentState = Literal["new", "complete", "partial", "replaced"]
 
 
@@ -169,7 +170,7 @@ class ExpertEngine:
 
     Raises:
         ValueError: an argument is out of range, named with its value and what is allowed.
-        RuntimeError: the segment is another server's, no file of ours, or has no room; names it.
+        SegmentError: the segment is another server's, no file of ours, or has no room; names it.
     """
 
     def __init__(
@@ -248,6 +249,7 @@ class ExpertEngine:
 
         Raises:
             ValueError: wrong shape or dtype, layer or expert not held here, or loaded before.
+            SegmentError: there is no memory for the layer.
         """
         return LoadError(*self._engine.load_expert(layer, expert, gate, up, down))
 

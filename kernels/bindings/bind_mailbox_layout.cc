@@ -190,6 +190,7 @@ void bind_mailbox_layout(py::module_& m) {
   m.attr("MAILBOX_MAGIC") = kMagic;
   m.attr("MAILBOX_MAX_SERVERS") = kMaxServers;
   m.def("mailbox_layout", &mailbox_layout);
+  py::register_exception<weights::SegmentError>(m, "SegmentError", PyExc_RuntimeError);
   m.attr("WEIGHT_SEGMENT_MAGIC") = weights::kMagic;
   m.attr("WEIGHT_SEGMENT_ABI_VERSION") = weights::kAbiVersion;
   m.def("weight_segment_layout", &weight_segment_layout);

@@ -19,11 +19,8 @@
 #include "kernels/pool/thread_pool.h"
 #include "kernels/topology/files.h"
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // Linux 5.14; older headers lack it
-#endif
 #ifndef MADV_COLLAPSE
-#define MADV_COLLAPSE 25  // Linux 6.1
+#define MADV_COLLAPSE 25  // Linux 6.1; older headers lack it
 #endif
 
 namespace moebius::weights {
@@ -184,12 +181,12 @@ void Segment::open(const std::string& path) {
   struct stat info{};
   if (fstat(fd_, &info) != 0) fail("can not be looked at", errno);
   if (!S_ISREG(info.st_mode) || info.st_uid != geteuid()) {
-    throw std::runtime_error("expert weights " + path_ + ": not a file of ours (owner " + std::to_string(info.st_uid) +
+    throw SegmentError("expert weights " + path_ + ": not a file of ours (owner " + std::to_string(info.st_uid) +
                              "); delete it or give another directory");
   }
   if ((info.st_mode & 0177) != 0 && fchmod(fd_, 0600) != 0) fail("can not be closed to others", errno);
   if (flock(fd_, LOCK_EX | LOCK_NB) != 0) {
-    throw std::runtime_error("expert weights " + path_ + ": another expert server uses this file; each needs its own" +
+    throw SegmentError("expert weights " + path_ + ": another expert server uses this file; each needs its own" +
                              " (--expert-weights-dir, --split-index)");
   }
   struct statfs system{};
@@ -264,7 +261,7 @@ std::string Segment::compare() const {
   }();
   munmap(mapping, planned_.data_offset);
   if (differs == "no segment") {
-    throw std::runtime_error("expert weights " + path_ + ": the file is something else; delete it or give another" +
+    throw SegmentError("expert weights " + path_ + ": the file is something else; delete it or give another" +
                              " directory");
   }
   return differs;
@@ -291,8 +288,7 @@ void Segment::map() {
   madvise(base_ + planned_.data_offset, planned_.total_bytes - planned_.data_offset, MADV_HUGEPAGE);
   madvise(base_ + planned_.data_offset, planned_.total_bytes - planned_.data_offset, MADV_DONTDUMP);
   experts_ = reinterpret_cast<ExpertRecord*>(base_ + planned_.experts_offset);
-  // Unlike a write it fails instead of killing the process.
-  if (madvise(base_, planned_.data_offset, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) no_room();
+  if (!populate(base_, planned_.data_offset)) no_room();
 }
 
 // Not before the first expert is packed: a server that is refused for another reason has changed nothing by then.
@@ -413,18 +409,19 @@ void Segment::protect() {
 }
 
 void Segment::fail(const std::string& what, int error) const {
-  throw std::runtime_error("expert weights " + path_ + " " + what + ": " + strerror(error));
+  throw SegmentError("expert weights " + path_ + " " + what + ": " + strerror(error));
 }
 
 void Segment::no_room() const {
   struct statvfs system{};
   const bool known = fstatvfs(fd_, &system) == 0;
   const auto mib = [](uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
-  throw std::runtime_error(
+  throw SegmentError(
       "expert weights " + path_ + ": no room for " + mib(planned_.total_bytes) +
       (hugetlb_ ? ", of reserved 2 MiB pages " + mib(free_reserved_bytes()) + " are free (vm.nr_hugepages)"
                 : known && system.f_blocks > 0
-                      ? "; free on its file system: " + mib(uint64_t{system.f_bavail} * system.f_frsize)
+                      ? "; its file system has " + mib(uint64_t{system.f_blocks} * system.f_frsize) + ", of which " +
+                            mib(uint64_t{system.f_bavail} * system.f_frsize) + " are free now"
                       : "; the machine has no more memory"));
 }
 

@@ -23,6 +23,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -107,6 +108,12 @@ struct SegmentOptions {
   std::vector<std::vector<uint32_t>> held;  // [layers], global ids of the experts held here, ascending
 };
 
+// The file can not be used; the message names it and says why. The Python exception class is a RuntimeError.
+class SegmentError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // What the server found under the path.
 enum class Found { kNew, kComplete, kPartial, kReplaced };
 
@@ -115,7 +122,7 @@ class Segment {
  public:
   // Opens or makes the file, locks it and compares what it holds; what is to be replaced stays until the first
   // prepare() or finish(). Throws std::invalid_argument for impossible options,
-  // std::runtime_error naming the path when another server has it, when it is something else or has no room.
+  // SegmentError naming the path when another server has it, when it is something else or has no room.
   Segment(const SegmentOptions& segment, const EngineOptions& engine, const std::vector<ExpertLayout>& layouts,
           const std::vector<uint32_t>& layout_index);
   ~Segment();
@@ -139,7 +146,7 @@ class Segment {
   MemoryRange memory(uint32_t record) const;  // of a layer, rounded up to whole pages
 
   // Not from several threads at once. Gives the layer's pages memory, bound and in 2 MiB pages where the system grants them, on the pool's threads.
-  // Throws std::runtime_error when there is not enough.
+  // Throws SegmentError when there is not enough.
   void prepare(uint32_t record, ThreadPool& pool);
   void set_packed(ExpertRecord& record, uint64_t digest, double squared_error, double squared_reference);
   // The expert's bytes are not what was packed: it is missing from now on, and readers learn of it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.errors import USER_ERROR_EXIT, StartupError
 from moebius.expert_slices import SliceRequest, parse_expert_dtype
-from moebius.kernels import ExpertEngine
+from moebius.kernels import ExpertEngine, SegmentError
 from moebius.weight_segment import WeightSegment, segment_path
 from protos import expert_pb2, expert_pb2_grpc
 from tests.helpers.checkpoints import TinyMoe
@@ -265,6 +266,27 @@ def test_memory_that_can_not_be_had_is_named(tmp_path: Path) -> None:
     """A directory that is not there."""
     with pytest.raises(StartupError, match=r"/none/expert-0\.weights can not be opened: No such file"):
         new_host(tmp_path / "none").load(SliceRequest(str(MODEL.write(tmp_path))))
+
+
+def test_memory_that_runs_out_while_loading_is_named(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line for the user, not a traceback; experts that were packed stay for the next try."""
+    request, packed = SliceRequest(str(MODEL.write(tmp_path))), list[None]()
+
+    def no_room(self: ExpertEngine, layer: int, *rest: Any) -> Any:
+        packed.append(None)
+        if layer == 2:
+            raise SegmentError("expert weights f: no room")
+        return load_expert(self, layer, *rest)
+
+    load_expert = ExpertEngine.load_expert
+    monkeypatch.setattr(ExpertEngine, "load_expert", no_room)
+    with pytest.raises(StartupError, match="no room"):
+        new_host(memory).load(request)
+    monkeypatch.undo()
+    gc.collect()  # the error knows the engine
+    assert packed_by(memory, request) == 5
 
 
 def test_a_record_of_another_version_is_no_record(tmp_path: Path, memory: Path) -> None:

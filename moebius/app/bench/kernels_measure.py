@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moebius import _kernels, _kernels_testing
 from moebius.app.bench.kernels_inputs import ExpertShape, Routing, WorkingSet, exact, uniform
 from moebius.errors import UserError
-from moebius.kernels import ExpertEngine, Isa, SegmentSettings
+from moebius.kernels import ExpertEngine, Isa, SegmentError, SegmentSettings
 from moebius.weight_formats import WEIGHT_FORMATS
 
 MIN_ITERATIONS = 5
@@ -64,7 +64,7 @@ class EngineSetting:
                 kernel=self.kernel,
                 segment=segment,
             )
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, SegmentError) as error:
             raise UserError(f"{shape.name}, {weight_format}: {error}") from None
         for layer in range(layers):
             _kernels_testing.fill_random(engine.backend, layer, SEED + layer)
