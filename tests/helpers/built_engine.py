@@ -28,6 +28,10 @@ class RunningEngine:
         """Submits all at once; the tokens of each when all have ended well."""
         for request in requests:
             self.built.engine.submit([request])
+        return self.wait(requests)
+
+    def wait(self, requests: Sequence[Request]) -> list[list[int]]:
+        """The tokens of each when so many have ended, and well."""
         for _ in requests:
             assert self.ended.acquire(timeout=WAIT_S)
         assert [request.error_message for request in requests] == [""] * len(requests)

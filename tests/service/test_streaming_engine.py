@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.streaming.plan import SHARES
 from gpu_service.request import Request, SamplingParams
 from moebius.config import MoebiusConfig, PlacementConfig
@@ -100,6 +101,43 @@ def test_streamed_prompts(split: str, model: Path, tmp_path: Path, monkeypatch: 
             monkeypatch.setattr(streamer.chooser, "share", lambda rows: 20)
             assert engine.run([*requests()]) == wanted
             assert 20 in watched.shares
+
+
+def test_long_prompts_stream_in_a_lane_of_their_own(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The assembled lane on the host's stream: whole layers streamed, while servers compute for the others;
+    prompts go on while a server is away, and say the same.
+    """
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    servers = running_cluster(model, tmp_path / "servers", dtype="float32", expert_weights_dir=str(memory))
+    with servers as cluster:
+        with running_engine(settings(cluster, prefill_experts="cpu")) as engine:
+            wanted = engine.run(requests())
+        monkeypatch.setattr("gpu_service.build.make_lane_stream", lambda *_: HostDeviceStream())
+        lane = {"prefill_chunk_max": 48, "prefill_lane_min_tokens": 20, "overlap_scheduling": False}
+        # Steps of the main lane stream nothing.
+        config = settings(cluster, prefill_experts="stream", stream_min_rows=1000, **lane)
+        with running_engine(config) as engine:
+            wait_until_streaming(engine)
+            streamer = engine.built.streamer
+            assert streamer is not None
+            # So long the engine believes an earlier answer.
+            time.sleep(0.05)
+            before = streamer.streamed_steps
+            assert engine.run(requests()) == wanted
+            assert streamer.streamed_steps >= before + 2
+            cluster.processes[0].kill()
+            cluster.processes[0].wait()
+            prompt = requests()[2]
+            engine.built.engine.submit([prompt])
+            deadline = time.monotonic() + READY_S
+            while not prompt.output_token_ids:
+                assert time.monotonic() < deadline, "the prompt asked a server that is dead"
+                time.sleep(0.01)
+            cluster.start(0)
+            assert engine.wait([prompt]) == [wanted[2]]
 
 
 def test_servers_that_load_again_are_streamed_from_again(
