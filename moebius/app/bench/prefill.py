@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from moebius.app.bench.engine.bounds import Bandwidths, facts
 from moebius.app.bench.engine.drive import EngineUnderTest, running_engine
 from moebius.app.bench.engine.measure import (
-    BesideResult,
+    DuringDecodeResult,
     PrefillResult,
     Setting,
     make_setting,
@@ -82,7 +82,7 @@ _TABLE = BenchTable[PrefillRow](
 )
 
 
-_BESIDE = BenchTable[BesideResult](
+_DURING_DECODE = BenchTable[DuringDecodeResult](
     Column("tokens", lambda row: f"{row.prompt_len}", 7),
     Column("streams", lambda row: f"{row.streams}"),
     Column("decode tokens/s", lambda row: f"{row.decode_tokens_per_second:.1f}"),
@@ -174,19 +174,19 @@ def _measure(
 
 def _during_decode(
     engine: EngineUnderTest, setting: Setting, alone: Sequence[PrefillRow], options: PrefillOptions
-) -> list[BesideResult]:
+) -> list[DuringDecodeResult]:
     """Each length while each number of streams decodes."""
-    found: list[BesideResult] = []
+    found: list[DuringDecodeResult] = []
     for row in alone:
         for streams in options.decoding:
             if not found:
                 print("prompts while streams decode:")
-                _BESIDE.print_header()
+                _DURING_DECODE.print_header()
             idle = PrefillResult(
                 row.prompt_len, row.seconds_to_first_token, row.tokens_per_second, row.expert_busy
             )
             found.append(measure_during_decode(engine, setting, idle, streams))
-            _BESIDE.print_row(found[-1])
+            _DURING_DECODE.print_row(found[-1])
     return found
 
 

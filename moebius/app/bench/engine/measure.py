@@ -229,7 +229,7 @@ def measure_prefill(
 
 
 @dataclass(frozen=True)
-class BesideResult:
+class DuringDecodeResult:
     """A prompt that prefills while streams decode; filled by `measure_during_decode`. The keys of the
     JSON rows.
     """
@@ -251,7 +251,7 @@ class BesideResult:
 
 def measure_during_decode(
     engine: EngineUnderTest, setting: Setting, idle: PrefillResult, streams: int, idle_seconds: float = 2.0
-) -> BesideResult:
+) -> DuringDecodeResult:
     """`idle`: the same prompt length alone. Raises UserError when the context is too short for both."""
     max_tokens = min(engine.built.context_limit - 64, 16384)
     running = engine.submit(random_prompts(streams, 32, setting.vocab_size, 7), max_tokens, 0.0)
@@ -271,7 +271,7 @@ def measure_during_decode(
     engine.abort(running)
     before, meanwhile = span(running.events, begin, submitted), span(running.events, submitted, end)
     prefill = idle.prompt_len / (end - submitted)
-    return BesideResult(
+    return DuringDecodeResult(
         idle.prompt_len,
         streams,
         before[0],
