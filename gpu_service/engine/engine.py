@@ -270,6 +270,8 @@ class Engine:
             if has_ended:
                 self._commit_oldest()
             launched = len(self._in_flight) < self._depth and self.launch_next()
+            if self._lane is not None and not self._in_flight:
+                self._lane.pace.idled()
             return has_ended or launched
         except Exception as error:  # raised again once the lane's step is launched
             self._defect = error

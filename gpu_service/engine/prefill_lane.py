@@ -124,7 +124,7 @@ class Pace:
 
     def idled(self) -> None:
         """The main lane has nothing to do: the next token's time says nothing, and nobody is held up."""
-        self._last, self._debt = None, 0.0
+        self._last, self._debt, self.ahead = None, 0.0, float(_MOST_AHEAD)
         self._go_on()
 
     def may_go_on(self, queued: int) -> bool:

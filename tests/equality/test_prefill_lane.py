@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_service.engine.interface import Abort, Add, Message, NullObserver, Stop
+from gpu_service.engine.prefill_lane import Pace
 from gpu_service.engine.step import Batch
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.request import FinishReason, Request
@@ -176,6 +177,32 @@ def test_a_bound_on_what_is_added_holds() -> None:
         worst[bound] = sum(meanwhile) / len(meanwhile), ended
     assert worst[1e-3][0] < worst[1.0][0]
     assert worst[1e-3][1] - 0.2 < 2 * (worst[1.0][1] - 0.2)
+
+
+def test_late_tokens_hold_the_lane_only_while_somebody_decodes() -> None:
+    """A late token pauses the lane once what is queued has ended, for a bounded time; idleness frees it."""
+    now = [0.0]
+    pace = Pace(None, lambda: now[0])
+    decode = Batch([make_request("r", [1])], [0], [1], [True])
+
+    def token(after: float, lane_is_open: bool) -> None:
+        now[0] += after
+        pace.committed(decode, lane_is_open)
+
+    for _ in range(3):
+        token(0.01, False)
+    pace.opened()
+    token(0.01, True)
+    assert pace.may_go_on(queued=3)
+    token(0.05, True)
+    assert not pace.may_go_on(queued=1)
+    assert not pace.may_go_on(queued=0), "the main lane has the device for itself"
+    now[0] += 0.65 * 0.06
+    assert pace.may_go_on(queued=0), "the prompt keeps more than half of its rate"
+    assert not pace.may_go_on(queued=2), "slices are smaller now"
+    token(0.05, True)
+    pace.idled()
+    assert pace.may_go_on(queued=3)
 
 
 def test_short_prompts_are_served_with_a_long_one() -> None:
