@@ -28,6 +28,7 @@ EVERYWHERE = {
     "_prefill_kernel",
     "_mla_kernel",
     "gate_up_tiles",
+    "gate_up_dense",
 }
 
 
