@@ -247,7 +247,8 @@ class RankPlan:
         """Whether there is a plan under the settings, with as few outputs in a step as may be."""
         gpu = self._config.gpu
         config = self._config if gpu.max_num_seqs is not None else _with_gpu(self._config, max_num_seqs=1)
-        chosen = _with_gpu(config, prefill_chunk_max=gpu.prefill_chunk_max or 0)
+        # A chunk that was asked for and does not fit is refused by name, later.
+        chosen = _with_gpu(config, prefill_chunk_max=0)
         return self._fits(Trial(chosen, self._experts.count))
 
     def num_seqs(self) -> int:

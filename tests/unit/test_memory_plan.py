@@ -151,6 +151,7 @@ def test_an_impossible_chunk_is_refused(model: CausalLM) -> None:
         RankPlan(config, model, FakeMemory(H200).use(), RING).prefill_chunk(config)
     config = settings(max_num_batched_tokens=512, prefill_chunk_max=65536, max_num_seqs=1)
     rank = RankPlan(config, model, FakeMemory(9 * GIB).use(), RING)
+    assert rank.fits(), "it is the chunk that does not"
     with pytest.raises(MemoryShort, match="prefill lane") as caught:
         rank.make(config)
     assert "it fits with --prefill-chunk-max" in str(rank.refusal(config, caught.value))
