@@ -201,8 +201,8 @@ def test_stats_equal_an_offline_recount(tmp_path: Path) -> None:
 def test_bytes_that_are_no_message_do_not_keep_the_process(
     lonely: tuple[grpc.Channel, MoebiusConfig],
 ) -> None:
-    """gRPC forgets to forget such a stream; the fixture's SIGTERM still ends the process with status 0."""
+    """They are refused (moebius/grpc_refusal.py); the fixture's SIGTERM ends the process with status 0."""
     call = lonely[0].stream_stream("/moebius.expert.v1.Expert/Compute")
     for _ in range(20):
         code, _details = refusal(lambda: list(call(iter([b"\xff" * 20]), timeout=20)))
-        assert code == grpc.StatusCode.INTERNAL
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
