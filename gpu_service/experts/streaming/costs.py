@@ -175,6 +175,7 @@ def describe(costs: LayerCosts) -> dict[str, object]:
         "copy_ms": round(costs.copy * 1e3, 3),
         "server_ms": {rows: round(seconds * 1e3, 3) for rows, seconds in costs.cpu.points},
         "gpu_ms": {rows: round(seconds * 1e3, 3) for rows, seconds in costs.gpu.points},
+        "scales": (round(costs.copy_scale, 3), round(costs.cpu_scale, 3)),
         "streams_from_rows": break_even,
         "share_at_512": round(costs.best_share(512) / SHARES, 2),
     }

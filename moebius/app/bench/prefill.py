@@ -139,6 +139,7 @@ def _measure(
     streamer, rows = engine.built.streamer, []
     if streamer is not None:
         wait_until_streaming(streamer)
+        _print_costs(streamer, "measured")
     elif mode != "cpu":
         print(f"prefill_experts {mode}: nothing is streamed with these settings")
     for length in options.lengths:
@@ -169,7 +170,21 @@ def _measure(
             )
         )
         _TABLE.print_row(rows[-1])
+    if streamer is not None:
+        _print_costs(streamer, "after these prompts")
     return rows
+
+
+def _print_costs(streamer: ExpertStreamer, when: str) -> None:
+    """What the split of a layer is chosen by."""
+    from gpu_service.experts.streaming.costs import ShareChooser, describe
+
+    chooser = streamer.chooser
+    if isinstance(chooser, ShareChooser) and chooser.costs is not None:
+        print(
+            f"a layer, {when}: "
+            + ", ".join(f"{key} {value}" for key, value in describe(chooser.costs).items())
+        )
 
 
 def _during_decode(
