@@ -133,6 +133,17 @@ class SegmentSource:
         for begin in range(0, run.nbytes, _STAGING_BYTES):
             self._stage(target[begin : begin + _STAGING_BYTES], source[begin : begin + _STAGING_BYTES])
 
+    def time_copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> float:
+        """Seconds of a run's copy while nothing else is copied."""
+        stored = piece.stored
+        if (stored.segment, stored.layer) not in self._staged:
+            source = segments.data[stored.segment][run.source : run.source + run.nbytes]
+            return self._device.time_copy(target, source)
+        begin = time.perf_counter()
+        self.copy(segments, target, piece, run)
+        self._device.wait(self._device.record_copied())
+        return time.perf_counter() - begin
+
     def wait_ready(self, timeout_s: float) -> bool:
         """Blocks until experts can be streamed; False: not within the time."""
         deadline = time.monotonic() + timeout_s
