@@ -25,6 +25,7 @@ FAST = (
     "tests/unit/test_checkpoint_*.py",
     "tests/unit/test_cli.py",
     "tests/unit/test_config_loader.py",
+    "tests/unit/test_docs.py",
     "tests/unit/test_gateway_*.py",
     "tests/unit/test_hf_*.py",
     "tests/unit/test_model_config.py",
