@@ -8,6 +8,7 @@ import io
 import json
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -78,14 +79,18 @@ def test_source_package_is_unpacked(scripts: SimpleNamespace, tmp_path: Path) ->
 class ChainedServer:
     """Answers as a model with a chained head does, a token every few milliseconds."""
 
-    def __init__(self, pause_s: float = 0.0, wrong_at: int = -1) -> None:
+    def __init__(self, pause_s: float = 0.0, wrong_at: int = -1, streams: int = 1) -> None:
         self.bodies: list[dict[str, Any]] = []
+        # All have their first token before any has its second: they decode together, however busy the host.
+        self._begun = threading.Barrier(streams, timeout=60)
         self._pause_s, self._wrong_at = pause_s, wrong_at
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[StreamPiece]:
         self.bodies.append(body)
         token = np.array(body["prompt"][-1:])
         for number in range(body["max_tokens"]):
+            if number == 1:
+                self._begun.wait()
             time.sleep(self._pause_s)
             token = successor(token, VOCAB)
             yield StreamPiece(" w0" if number == self._wrong_at else f" w{token[0]}", None, None)
@@ -95,7 +100,7 @@ class ChainedServer:
 def test_generated_tokens_are_the_known_ones(scripts: SimpleNamespace) -> None:
     """One wrong token of eight shows, and keys that only one system knows reach that one."""
     load = scripts.serving_load
-    for client, share in ((ChainedServer(), 1.0), (ChainedServer(wrong_at=3), 7 / 8)):
+    for client, share in ((ChainedServer(streams=2), 1.0), (ChainedServer(wrong_at=3, streams=2), 7 / 8)):
         server = load.RunningServer(client, 1.0, {"cache_prompt": False})
         found = load.measure_decode(server, "model", load.Prompts(VOCAB), 2, 8, 2, length=16)
         assert found.correct == pytest.approx(share)
