@@ -60,7 +60,8 @@ def judged(status: int, content: bytes) -> tuple[Fate, str]:
 
 async def _body(client: httpx.AsyncClient, rng: random.Random) -> Outcome:
     path, valid = rng.choice(BODIES)
-    content = mutations.json_bytes(rng, valid)
+    # Some take seconds to make, in which other clients would stand still until the server gives them up.
+    content = await asyncio.to_thread(mutations.json_bytes, rng, valid)
     headers = {"content-type": _TYPES[0] if rng.random() < 0.9 else rng.choice(_TYPES)}
     started = time.monotonic()
     fate: Fate
