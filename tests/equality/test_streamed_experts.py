@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.experts import Share
+from gpu_service.experts.streaming.costs import CostCurve
+from gpu_service.experts.streaming.measure import MeasuredCosts, measure_link
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import StreamedStep
 from gpu_service.layers.moe import start_experts
@@ -196,3 +200,18 @@ def test_all_ranks_stream_or_none() -> None:
     answers.append(1)
     with pytest.raises(ExpertUnavailable, match="another rank"):
         streamed.check()
+
+
+def test_the_link_is_as_fast_as_its_fastest_copy() -> None:
+    """A host that comes late between two copies makes the link no slower than it is."""
+    made_up = streaming(made(tensor_split(SHAPE, 2)))
+    late = itertools.cycle([8.0, 1.0, 3.0])
+    made_up.source.seconds_of = lambda run: next(late) * run.nbytes / 50e9
+    segments = made_up.source.segments()
+    assert segments is not None
+    curve = CostCurve(((1, 1.0),))
+    measure_link(made_up.streamer, made_up.source, segments, MeasuredCosts(curve, curve))
+    costs = made_up.chooser.costs
+    assert costs is not None
+    layer_bytes = sum(stored.nbytes for stored in segments.stored[0])
+    assert costs.copy == pytest.approx(layer_bytes / 50e9)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -203,6 +203,7 @@ class MadeSource:
     ) -> None:
         self.made = segments
         self.copied_bytes = 0
+        self.seconds_of: Callable[[CopyRun], float] = lambda run: run.nbytes / 50e9
         self._layers = layers
         self._device = device
         self._opened: ExpertSegments | None = ExpertSegments(segments, layers)
@@ -220,6 +221,11 @@ class MadeSource:
         self.copied_bytes += run.nbytes
         self._device.copy(target, data[run.source : run.source + run.nbytes])
 
+    def time_copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> float:
+        """What `seconds_of` says, for a copy that is made."""
+        self.copy(segments, target, piece, run)
+        return self.seconds_of(run)
+
     def close(self) -> None:
         self._opened = None
 
@@ -230,6 +236,7 @@ class FixedShare:
 
     value: int = SHARES
     observed: list[tuple[int, int, float]] = field(default_factory=list)
+    costs: LayerCosts | None = None
 
     @property
     def break_even_rows(self) -> int:
@@ -242,7 +249,7 @@ class FixedShare:
         return self.value
 
     def measured(self, costs: LayerCosts) -> None:
-        """It knows already."""
+        self.costs = costs
 
     def observe(self, rows: int, share: int, seconds: float) -> None:
         self.observed.append((rows, share, seconds))

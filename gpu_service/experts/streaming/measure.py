@@ -16,8 +16,7 @@ from gpu_service.experts.resident.panels import LayerFormat
 from gpu_service.experts.streaming.costs import CostCurve, LayerCosts
 from gpu_service.experts.streaming.plan import SHARES, plan_layer
 from gpu_service.experts.streaming.segments import ExpertSegments
-from gpu_service.experts.streaming.source import SegmentSource
-from gpu_service.experts.streaming.streamer import ExpertStreamer
+from gpu_service.experts.streaming.streamer import ExpertSource, ExpertStreamer
 
 _log = structlog.get_logger(__name__)
 # Rows of a layer that are tried; servers are slow with many, and grow evenly by then.
@@ -120,7 +119,7 @@ def _time(stream: DeviceStream, work: Callable[[_Rows], None], rows: _Rows) -> f
 
 
 def measure_link(
-    streamer: ExpertStreamer, source: SegmentSource, segments: ExpertSegments, costs: MeasuredCosts
+    streamer: ExpertStreamer, source: ExpertSource, segments: ExpertSegments, costs: MeasuredCosts
 ) -> None:
     """Copies a layer again and again, and tells the streamer's chooser all. No step may stream yet.
 

@@ -48,6 +48,9 @@ class ExpertSource(Protocol):
     def copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
         """Launches a run's copy to device memory."""
 
+    def time_copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> float:
+        """Seconds of a run's copy while there is no other. Not for the thread that launches steps."""
+
     def close(self) -> None:
         """Gives everything up; copies must have ended."""
 
