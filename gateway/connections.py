@@ -88,8 +88,10 @@ class ConnectionTable:
         return next(iter(self.asking), None) or next(iter(self.sending_body), None)
 
 
-# A client that was answered in the middle of its body may go on for so long, and pause for so long, seconds.
+# A client that was answered in the middle of its body may go on for so long, and pause for so long, seconds,
+# and send so many bytes: what people send by mistake, and no endless upload.
 _LINGER_S, _LINGER_PAUSE_S = 30.0, 5.0
+_LINGER_BYTES = 64 * 2**20
 
 
 class LingeringTransport:
@@ -153,6 +155,8 @@ class HttpConnection(H11Protocol):
         """Counts the bytes that arrive, and keeps track of which part of a request they are."""
         self._received += len(data)
         if self.lingers:
+            if self._received > _LINGER_BYTES:
+                self._give_up_lingering()
             return
         super().data_received(data)
         self._note_phase()
@@ -177,10 +181,13 @@ class HttpConnection(H11Protocol):
     def _linger_on(self, received: int) -> None:
         """While more arrives."""
         if self._received == received or self.loop.time() - self._since > _LINGER_S:
-            self._leave()
-            self.transport.abort()
+            self._give_up_lingering()
             return
         self._deadline = self.loop.call_later(_LINGER_PAUSE_S, self._linger_on, self._received)
+
+    def _give_up_lingering(self) -> None:
+        self._leave()
+        self.transport.abort()
 
     def shutdown(self) -> None:
         """The process ends."""

@@ -96,7 +96,8 @@ def test_bodies_are_bounded_as_they_arrive(setup: Setup) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
     except (httpx.WriteError, httpx.ReadError):
         pass  # the gateway closed the connection while this client still wrote, and was not reading
-    assert sent < 64 * MIB
+    # It reads and drops 64 MiB for the sake of clients that read only then.
+    assert sent < 192 * MIB
 
 
 @pytest.mark.parametrize(
