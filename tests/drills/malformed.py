@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+
 from tests.drills import malformed_files, malformed_grpc, malformed_http
 from tests.drills.load import GreedyLoad, Outcome, tally
 from tests.drills.report import Report
@@ -52,6 +54,9 @@ def run(report: Report, requests: int, seed: int) -> None:
             "no 5xx, no crash", numbers.count("broken", "wrong", "refused") == 0, numbers.count("broken")
         )
         report.promise("no hang", numbers.count("late") == 0, numbers.count("late"))
+        lines = httpx.get(f"{session.stack.base_url}/metrics").text.splitlines()
+        closed = [line for line in lines if line.startswith("moebius:gateway_connections_closed_total")]
+        report.facts["connections closed against the client's will"] = closed
         report.promise_flat([*_growth(samples), *_file_growth(growth)])
 
 
