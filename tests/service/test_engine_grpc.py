@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
@@ -201,6 +202,17 @@ async def test_abort_ends_the_stream() -> None:
         service.harness.model.gate.set()
         ends = [r.complete async for r in messages if r.WhichOneof("response") == "complete"]
     assert [end.finish_reason for end in ends] == ["abort", "abort"]
+
+
+async def test_an_abort_of_what_nobody_has_fills_no_log() -> None:
+    """Ids may be of any length and number; only those of live requests are worth a line."""
+    async with served() as service:
+        call = service.stub.Generate(message("live", max_tokens=110))
+        await anext(aiter(call))
+        with structlog.testing.capture_logs() as lines:
+            await service.stub.Abort(pb.AbortRequest(request_ids=["x" * 10_000, "live"], reason="y" * 10_000))
+        assert [line["request_id"] for line in lines if line["event"] == "abort"] == ["live"]
+        assert len(str(lines)) < 1000
 
 
 async def test_full_queue_is_resource_exhausted() -> None:
