@@ -20,30 +20,10 @@ from gpu_service.parallel.context import SOLO, ParallelContext
 from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine
 from moebius.models.geometry import MoeGeometry
+from moebius.weight_segment import SegmentLayer
 from tests.helpers.resident_layers import Shape
 
 _ALIGNMENT = 4096
-
-
-@dataclass(frozen=True)
-class MadeLayer:
-    """`StoredLayer`."""
-
-    layer: int
-    offset: int
-    expert_bytes: int
-    experts: tuple[int, ...]
-    gate_up_format: str
-    down_format: str
-    has_bias: bool
-    hidden_size: int
-    intermediate_begin: int
-    intermediate_end: int
-
-    @property
-    def nbytes(self) -> int:
-        """All slots."""
-        return len(self.experts) * self.expert_bytes
 
 
 @dataclass
@@ -51,7 +31,7 @@ class MadeSegment:
     """`Segment`, whose state a test changes."""
 
     data: NDArray[np.uint8]
-    layers: Mapping[int, MadeLayer]
+    layers: Mapping[int, SegmentLayer]
     identity: str = "expert_dtype=keep\n"
     generation: int = 1
     is_complete: bool = True
@@ -131,7 +111,7 @@ class MadeServer:
         layers, pieces, end = {}, [], _ALIGNMENT
         for layer, engine in enumerate(self.engines):
             packed = [np.array(engine.packed_expert(0, expert)) for expert in self.part.experts]
-            layers[layer] = MadeLayer(
+            layers[layer] = SegmentLayer(
                 layer,
                 end,
                 packed[0].nbytes,

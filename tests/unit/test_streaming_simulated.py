@@ -23,11 +23,11 @@ from gpu_service.experts.streaming.ring import BufferRing
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.layers.moe import start_experts
+from moebius.weight_segment import SegmentLayer
 from tests.helpers.resident_layers import Shape
 from tests.helpers.simulated_streams import SimulatedDevice, SimulatedEvent, SimulatedKernels
 from tests.helpers.stored_experts import (
     FixedShare,
-    MadeLayer,
     MadeSegment,
     MadeSource,
     Part,
@@ -47,7 +47,7 @@ def marked_segment(part: Part, server: int = 0) -> MadeSegment:
     kind = layer_format("int8", "int8", SHAPE.hidden, part.end - part.begin, False)
     layers, end = {}, 0
     for layer in range(LAYERS):
-        layers[layer] = MadeLayer(
+        layers[layer] = SegmentLayer(
             layer, end, kind.expert_bytes, part.experts, "int8", "int8", False, SHAPE.hidden,
             part.begin, part.end,
         )  # fmt: skip
