@@ -170,7 +170,7 @@ class HttpConnection(H11Protocol):
             return False
         self._leave()
         self.lingers = True
-        self.table.asking[self] = None  # the first to give way
+        self.table.asking[self] = None  # it gives way as one that waits
         transport.write_eof()
         if self.flow.read_paused:
             self.flow.resume_reading()
