@@ -199,7 +199,6 @@ def engine(
     json_file: JsonFile = None,
 ) -> None:
     """Decode and prefill speed of the engine, with the bound of what its experts really read."""
-    _torch_first()
     from moebius.app.bench.engine.run import EngineBenchOptions, run
     from moebius.app.bench.kernels_inputs import parse_counts
 
@@ -230,7 +229,6 @@ def prefill(
     json_file: JsonFile = None,
 ) -> None:
     """Prefill speed by prompt length, with the limit of the link for what was streamed."""
-    _torch_first()
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.bench.prefill import PrefillOptions, run
 
@@ -259,7 +257,6 @@ def placement(
     json_file: JsonFile = None,
 ) -> None:
     """Decode speed by share of experts on the GPU, for each static placement strategy."""
-    _torch_first()
     from moebius.app.bench.engine.run import EngineBenchOptions
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.bench.placement import PlacementOptions, run
@@ -294,7 +291,6 @@ def steps(
     json_file: JsonFile = None,
 ) -> None:
     """What the GPU and the host do in decode steps: kernels, gaps between graphs, host functions."""
-    _torch_first()
     from moebius.app.bench.steps import StepsOptions, run
 
     log_warnings_only("bench")
@@ -314,8 +310,3 @@ def start(
     from moebius.app.bench.start import run
 
     run(with_checkpoint(config), json_file, cold)
-
-
-def _torch_first() -> None:
-    """Before the kernels' modules: on a CUDA host with torch 2.11, `import torch` crashed after them."""
-    import torch  # noqa: F401
