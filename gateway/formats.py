@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.output import Delta, Finish, TokenLogprob, chat_logprobs, completion_logprobs
+from gateway.output import Delta, chat_logprobs, completion_logprobs
+from gateway.parsers.events import Finish, TokenLogprob
 from gateway.text.tokenizer import Tokenizer
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.errors import ApiError
+from gateway.parsers.events import Finish, TokenLogprob
 from gateway.text.detokenizer import StopStrings, make_detokenizer
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
@@ -18,16 +19,6 @@ _LOWEST = -9999.0
 def finite(logprob: float) -> float:
     """`logprob`, or the lowest number JSON clients are used to."""
     return max(logprob, _LOWEST)
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """One token of prompt or output; filled by `output.py` from the engine's message."""
-
-    token_id: int
-    logprob: float | None  # natural log; None for the first prompt token
-    top: tuple[tuple[int, float], ...]  # alternatives (token id, logprob), best first
-    offset: int  # characters of text before this token
 
 
 def alternatives(
@@ -95,14 +86,6 @@ class OutputRules:
     skip_special_tokens: bool
     prompt_text: str | None = None  # set when the prompt is echoed
     echo_only: bool = False  # max_tokens was 0: the engine's one token is dropped
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Why an output ended; filled by `OutputState`."""
-
-    reason: str  # stop, length, abort
-    stop_reason: str | int | None = None  # the stop string or stop token found
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from gateway.errors import to_api_error
 from gateway.formats import ResponseFormat, usage_object
 from gateway.generation import merge
 from gateway.model import ServedModel
-from gateway.output import Delta, Finish, TokenLogprob
+from gateway.output import Delta
+from gateway.parsers.events import Finish, TokenLogprob
 from gateway.prompts.contract import Prepared
 from gateway.schemas.common import StreamOptions
 from gateway.state import Gateway

@@ -1,0 +1,1 @@
+"""What models write besides content: reasoning and tool calls, read from their output as it grows."""

@@ -1,0 +1,126 @@
+"""What an output consists of, once its reasoning and its tool calls are told apart from its content.
+
+`OutputState` (gateway/output.py) gives out a `ParsedDelta` per message of the engine; the response formats
+of all APIs consume it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """A piece of the thought; filled by reasoning parsers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """A piece of the answer's text; filled by parsers, and by `OutputState` where an output has none."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """A tool call begins; once per call, before its arguments. Filled by tool parsers."""
+
+    index: int  # of the output's calls, from 0 without gaps
+    call_id: str  # unique; as the model wrote it where its format has ids
+    name: str  # of one of the request's tools
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """A piece of a call's arguments; all pieces of a call that was not cut off concatenate to a JSON object.
+
+    Filled by tool parsers.
+    """
+
+    index: int
+    text: str
+
+
+OutputEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token of prompt or output; filled by `gateway/output.py` from the engine's message."""
+
+    token_id: int
+    logprob: float | None  # natural log; None for the first prompt token
+    top: tuple[tuple[int, float], ...]  # alternatives (token id, logprob), best first
+    offset: int  # characters of text before this token
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why an output ended; filled by `OutputState`."""
+
+    reason: str  # stop, length, abort; tool_calls: it made calls and ended by itself
+    stop_reason: str | int | None = None  # the stop string or stop token found
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedDelta:
+    """New content of one output, in the order in which the model wrote it; filled by `OutputState`."""
+
+    index: int
+    events: tuple[OutputEvent, ...]  # texts are never empty
+    logprobs: tuple[TokenLogprob, ...]  # of tokens whose text is content
+    token_ids: tuple[int, ...]  # of this message, whatever they became
+    new_tokens: int
+    reasoning_tokens: int = 0  # of new_tokens
+    finish: Finish | None = None
+
+    @property
+    def content(self) -> str:
+        """The text of all `ContentDelta`s."""
+        return "".join(event.text for event in self.events if isinstance(event, ContentDelta))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A function of the request; filled in the prompt process."""
+
+    name: str
+    parameters: dict[str, Any] = field(default_factory=dict)  # JSON schema of the arguments object
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """How an output is parsed; made in the prompt process from request and model, carried in `PromptJob`.
+
+    Picklable: parsers are named, and made per output (`gateway/parsers/registry.py`).
+    """
+
+    reasoning_parser: str | None = None
+    tool_parser: str | None = None
+    starts_in_reasoning: bool = False  # the prompt's end opened the thought
+    tools: tuple[ToolSpec, ...] = ()
+    forced: bool = False  # required or named: a grammar makes the output, after the thought, calls alone
+    max_calls: int | None = None  # 1 without parallel_tool_calls: generation ends after it; None: any number
+    show_reasoning: bool = True  # False: thoughts are counted and dropped
+
+
+class OutputParser(ABC):
+    """Reads one output as it grows, in linear time; never raises for what a model writes."""
+
+    @abstractmethod
+    def feed(self, text: str, marker_id: int | None = None) -> list[OutputEvent]:
+        """What became certain with this piece.
+
+        Args:
+            text: the next characters. A special token that belongs to the format comes as a piece of its own.
+            marker_id: the id of that token; None: ordinary text, in which only the markers count that the
+                tokenizer has no token for.
+        """
+
+    @abstractmethod
+    def finish(self) -> list[OutputEvent]:
+        """What was held back, at the end of the output; nothing may be fed after it."""
