@@ -74,7 +74,7 @@ class ImageInput(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., detail: _Optional[_Union[ImageDetail, str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "tokenized", "sampling_params", "stream", "trace_context", "priority", "cache_salt", "images")
+    __slots__ = ("request_id", "tokenized", "sampling_params", "stream", "trace_context", "priority", "cache_salt", "images", "constraint")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokenized: TokenizedInput
     sampling_params: SamplingParams
@@ -98,7 +99,42 @@ class GenerateRequest(_message.Message):
     priority: int
     cache_salt: str
     images: _containers.RepeatedCompositeFieldContainer[ImageInput]
-    def __init__(self, request_id: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stream: _Optional[bool] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., images: _Optional[_Iterable[_Union[ImageInput, _Mapping]]] = ...) -> None: ...
+    constraint: Constraint
+    def __init__(self, request_id: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stream: _Optional[bool] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., images: _Optional[_Iterable[_Union[ImageInput, _Mapping]]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
+
+class Constraint(_message.Message):
+    __slots__ = ("json_schema", "regex", "lark", "json_object", "choice", "structural_tag", "ebnf", "after_token_ids", "start_token_ids", "max_reasoning_tokens", "forced_token_ids", "no_whitespace")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    LARK_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURAL_TAG_FIELD_NUMBER: _ClassVar[int]
+    EBNF_FIELD_NUMBER: _ClassVar[int]
+    AFTER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    START_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORCED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NO_WHITESPACE_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    regex: str
+    lark: str
+    json_object: bool
+    choice: Choice
+    structural_tag: str
+    ebnf: str
+    after_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    start_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    max_reasoning_tokens: int
+    forced_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    no_whitespace: bool
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ..., json_object: _Optional[bool] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., structural_tag: _Optional[str] = ..., ebnf: _Optional[str] = ..., after_token_ids: _Optional[_Iterable[int]] = ..., start_token_ids: _Optional[_Iterable[int]] = ..., max_reasoning_tokens: _Optional[int] = ..., forced_token_ids: _Optional[_Iterable[int]] = ..., no_whitespace: _Optional[bool] = ...) -> None: ...
+
+class Choice(_message.Message):
+    __slots__ = ("options",)
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    options: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OutputLogProbs(_message.Message):
     __slots__ = ("token_logprobs", "token_ids", "top_logprobs")

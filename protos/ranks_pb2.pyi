@@ -90,7 +90,7 @@ class Add(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("request_id", "index", "priority", "cache_namespace", "prompt_token_ids", "params", "images")
+    __slots__ = ("request_id", "index", "priority", "cache_namespace", "prompt_token_ids", "params", "images", "constraint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class Output(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
     priority: int
@@ -105,7 +106,8 @@ class Output(_message.Message):
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     params: _engine_pb2.SamplingParams
     images: _containers.RepeatedCompositeFieldContainer[ImagePlace]
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., priority: _Optional[int] = ..., cache_namespace: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[_engine_pb2.SamplingParams, _Mapping]] = ..., images: _Optional[_Iterable[_Union[ImagePlace, _Mapping]]] = ...) -> None: ...
+    constraint: _engine_pb2.Constraint
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., priority: _Optional[int] = ..., cache_namespace: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[_engine_pb2.SamplingParams, _Mapping]] = ..., images: _Optional[_Iterable[_Union[ImagePlace, _Mapping]]] = ..., constraint: _Optional[_Union[_engine_pb2.Constraint, _Mapping]] = ...) -> None: ...
 
 class ImagePlace(_message.Message):
     __slots__ = ("image", "start")

@@ -203,6 +203,11 @@ class Tokenizer:
         return split if usual is None else pre_tokenizers.Sequence([split, usual])
 
     @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that text is searched for before it is cut, by their text."""
+        return {text: token_id for token_id, text in self._added_text.items()}
+
+    @cached_property
     def text_size(self) -> TextSize:
         """How much text one token can stand for at most; takes a moment for a large vocabulary."""
         return TextSize.of(self._backend)
