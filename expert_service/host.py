@@ -32,11 +32,19 @@ from moebius.expert_slices import (
     identity_part,
     plan_slice,
 )
-from moebius.kernels import ExpertEngine, FloatArray, SegmentError, SegmentSettings, float32_isa
+from moebius.kernels import (
+    ExpertEngine,
+    FloatArray,
+    PlanRow,
+    SegmentError,
+    SegmentSettings,
+    float32_isa,
+)
 from moebius.models.geometry import MoeGeometry
 from moebius.placement import make_placement
 from moebius.progress import phase
 from moebius.topology import Topology, pin_thread
+from moebius.weight_formats import PackedExpertLayout, expert_layout
 from moebius.weight_segment import segment_path
 
 if TYPE_CHECKING:
@@ -159,6 +167,40 @@ def make_engine(
     )
 
 
+def packed_layouts(plan: Packing, part: ExpertSlice) -> tuple[PackedExpertLayout, ...]:
+    """How an expert of each decoder layer is packed in this slice."""
+    model, gated = plan.model, plan.model.activation != "relu2"
+    formats = zip(plan.gate_up_formats, plan.down_formats, strict=True)
+    return tuple(
+        expert_layout(*pair, model.hidden_size, part.intermediate_size, plan.has_bias, gated)
+        for pair in formats
+    )
+
+
+def calibrated_rate(plan: Sequence[PlanRow], layout: PackedExpertLayout) -> float:
+    """Bytes of packed weights read in a second, with one bfloat16 row for each expert; 0: not measured.
+
+    As `ExpertEngine.calibrate` found it with all threads at work: the roofline of decoding, which is what the
+    same kernels reach without routing, waiting and adding up.
+    """
+    gate_up_panels = layout.intermediate_blocks * layout.panels_per_column_block
+    matrices = {
+        ("gate_up", layout.gate_up.name): gate_up_panels,
+        ("down", layout.down.name): layout.down_panels,
+    }
+    nanoseconds = 0.0
+    for matrix, panels in matrices.items():
+        measured = [
+            row.nanoseconds
+            for row in plan
+            if (row.matrix, row.format) == matrix and row.row_type == "bfloat16" and row.rows_from == 1
+        ]
+        if not measured or not all(measured):
+            return 0.0
+        nanoseconds += panels * min(measured)
+    return layout.expert_bytes / nanoseconds * 1e9
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedSlice:
     """What is loaded; filled by `ExpertHost.load`."""
@@ -174,6 +216,10 @@ class LoadedSlice:
     relative_errors: Mapping[int, float]
     # As `expert_identity` writes it.
     identity: str
+    # How an expert of each decoder layer is packed here.
+    layouts: tuple[PackedExpertLayout, ...]
+    # Packed weights that the kernels read in a second where each expert has one row, see `calibrated_rate`.
+    calibrated_bytes_per_second: float
 
 
 class ExpertHost:
@@ -267,7 +313,9 @@ class ExpertHost:
         self._choose_kernels(engine, record, part)
         self._watch = SegmentWatch(engine, packed_already(engine, held), self._on_damage)
         errors, seconds = record.relative_errors, time.monotonic() - begin
-        return LoadedSlice(request, model, part, record.weight_format, engine, seconds, errors, identity)
+        form, layouts = record.weight_format, packed_layouts(record, part)
+        rate = calibrated_rate(engine.plan(), layouts[model.moe_layers[0]])
+        return LoadedSlice(request, model, part, form, engine, seconds, errors, identity, layouts, rate)
 
     def _read(self, request: SliceRequest, path: Path | None, begin: float) -> LoadedSlice:
         """Pack from the checkpoint what no predecessor has packed in the segment."""
@@ -303,7 +351,9 @@ class ExpertHost:
             )
             self._watch = SegmentWatch(engine, kept, self._on_damage)
         seconds = time.monotonic() - begin
-        return LoadedSlice(request, model, part, plan.weight_format, engine, seconds, errors, identity)
+        form, layouts = plan.weight_format, packed_layouts(plan, part)
+        rate = calibrated_rate(engine.plan(), layouts[model.moe_layers[0]])
+        return LoadedSlice(request, model, part, form, engine, seconds, errors, identity, layouts, rate)
 
     def _make_engine(
         self, plan: Packing, part: ExpertSlice, request: SliceRequest, identity: str, path: Path | None

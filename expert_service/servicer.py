@@ -195,6 +195,7 @@ def _describe(loaded: LoadedSlice, response: pb.InfoResponse) -> None:
     response.num_threads = engine.num_threads
     response.identity = loaded.identity
     response.weights_digest = engine.weights_digest
+    response.calibrated_bytes_per_second = loaded.calibrated_bytes_per_second
 
 
 def _stats(loaded: LoadedSlice) -> pb.StatsResponse:
@@ -205,6 +206,10 @@ def _stats(loaded: LoadedSlice) -> pb.StatsResponse:
         busy_seconds=stats.busy_seconds,
         nonfinite_outputs=stats.nonfinite_outputs,
         nonfinite_inputs=stats.nonfinite_inputs,
+        weight_bytes=sum(
+            experts * layout.expert_bytes
+            for experts, layout in zip(stats.layer_experts.tolist(), loaded.layouts, strict=True)
+        ),
     )
     before = [0] * loaded.part.expert_begin
     after = [0] * (loaded.model.num_experts - loaded.part.expert_end)

@@ -21,6 +21,7 @@ import uvloop
 from gpu_service.build import Built, WarmUpGate, build_engine, model_info
 from gpu_service.engine.interface import NullObserver
 from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.live import make_live_experts
 from gpu_service.memory.ledger import export
 from gpu_service.responses import OutputRouter
 from gpu_service.server import SERVICE_NAME, EngineServicer, HealthReport, Readiness, Service
@@ -160,8 +161,9 @@ async def _serve(config: MoebiusConfig) -> tuple[int, bool]:
     bounds = Bounds(built.model_config.vocab_size, built.context_limit, config.gpu.random_seed)
     info = model_info(config, built)
     preparer = None if built.vision is None else built.vision.preparer
+    live = make_live_experts(config, built.recorder, built.streamer)
     servicer.service = Service(
-        built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder, preparer
+        built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder, preparer, live
     )
     readiness = Readiness(report, built.engine, built.experts)
     built.engine.on_lost = lambda reason: _set_from_thread(loop, readiness.lost)
@@ -175,6 +177,8 @@ async def _serve(config: MoebiusConfig) -> tuple[int, bool]:
     await server.stop(_LAST_WORDS_S)
     for task in (watching, stopping, losing):
         task.cancel()
+    if live is not None:
+        await live.close()
     if readiness.lost.is_set():
         # Nothing of the device can be closed in order; whoever started this process starts it again.
         return 1, False

@@ -23,6 +23,7 @@ from gpu_service import responses
 from gpu_service.engine.engine import Engine
 from gpu_service.expert_recorder import START, STOP, ExpertRecorder, dumped, recorder_errors
 from gpu_service.experts.client import ExpertClient
+from gpu_service.live import LiveExperts
 from gpu_service.request import Request
 from gpu_service.responses import CallBuffer, CallEnded, OutputRouter
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused
@@ -126,6 +127,7 @@ class Service:
     page_size: int
     recorder: ExpertRecorder | None = None  # None: the model has no MoE layers.
     preparer: ImagePreparer | None = None  # None: the model is text-only.
+    live: LiveExperts | None = None  # None: the model has no MoE layers.
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
@@ -201,23 +203,20 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: _Context) -> pb.GetLoadResponse:
         """The engine thread's last snapshot."""
+        return _load(await self._ready(context))
+
+    async def GetLive(self, request: pb.GetLiveRequest, context: _Context) -> pb.GetLiveResponse:
+        """The same, and what is known of experts and their servers."""
         service = await self._ready(context)
-        load, page_size = service.engine.load, service.page_size
-        return pb.GetLoadResponse(
-            timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
-            version=__version__,
-            num_running_reqs=load.num_running,
-            num_waiting_reqs=load.num_waiting,
-            num_total_reqs=load.num_running + load.num_waiting,
-            num_used_tokens=load.used_pages * page_size,
-            max_total_num_tokens=load.usable_pages * page_size,
-            token_usage=load.used_pages / load.usable_pages,
-            gen_throughput=service.telemetry.throughput(),
-            cache_hit_rate=load.hit_tokens / max(1, load.query_tokens),
-            max_running_requests=service.engine.scheduler.limits.max_num_seqs,
-            num_preemptions=load.num_preemptions,
-            num_cached_tokens=load.cached_pages * page_size,
+        live = pb.GetLiveResponse(
+            load=_load(service), prompt_throughput=service.telemetry.prompt_throughput()
         )
+        starts = service.telemetry.start_times()
+        if starts is not None:
+            live.first_token.CopyFrom(pb.LiveTimes(count=starts.count, p50=starts.p50, p95=starts.p95))
+        if service.live is not None:
+            await service.live.describe(live)
+        return live
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: _Context) -> pb.FlushCacheResponse:
         """Runs in the engine thread, between two steps."""
@@ -268,6 +267,25 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
             raise AssertionError("abort returned")
         return self.service
+
+
+def _load(service: Service) -> pb.GetLoadResponse:
+    load, page_size = service.engine.load, service.page_size
+    return pb.GetLoadResponse(
+        timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
+        version=__version__,
+        num_running_reqs=load.num_running,
+        num_waiting_reqs=load.num_waiting,
+        num_total_reqs=load.num_running + load.num_waiting,
+        num_used_tokens=load.used_pages * page_size,
+        max_total_num_tokens=load.usable_pages * page_size,
+        token_usage=load.used_pages / load.usable_pages,
+        gen_throughput=service.telemetry.throughput(),
+        cache_hit_rate=load.hit_tokens / max(1, load.query_tokens),
+        max_running_requests=service.engine.scheduler.limits.max_num_seqs,
+        num_preemptions=load.num_preemptions,
+        num_cached_tokens=load.cached_pages * page_size,
+    )
 
 
 async def _validated(

@@ -85,6 +85,17 @@ class EngineMetrics:
 
 
 _WINDOW_S = 10.0
+_STARTS_WINDOW_S = 60.0
+_MOST_STARTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimes:
+    """Submission to first token of outputs that started in the last minute; filled by `EngineTelemetry`."""
+
+    count: int
+    p50: float  # seconds
+    p95: float
 
 
 @dataclass(slots=True)
@@ -105,6 +116,8 @@ class EngineTelemetry:
         self._times: dict[str, Times] = {}
         self._last = EngineLoad()
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
+        # Of each output that started: when (monotonic), seconds to its first token, tokens of its prompt.
+        self._starts: collections.deque[tuple[float, float, int]] = collections.deque(maxlen=_MOST_STARTS)
         # Every n-th step with a traced request records expert spans: no randomness, an even share.
         self._span_every = round(1 / expert_span_ratio) if expert_span_ratio > 0 else 0
         self._traced_steps = 0
@@ -113,6 +126,20 @@ class EngineTelemetry:
         """Output tokens per second over the last 10 s."""
         since = time.monotonic() - _WINDOW_S
         return sum(count for at, count in list(self._recent) if at >= since) / _WINDOW_S
+
+    def prompt_throughput(self) -> float:
+        """Prompt tokens per second of the outputs that started in the last 10 s, cached ones included."""
+        since = time.monotonic() - _WINDOW_S
+        return sum(tokens for at, _, tokens in list(self._starts) if at >= since) / _WINDOW_S
+
+    def start_times(self) -> StartTimes | None:
+        """Of the last minute, of at most the last 4096 outputs; None: none started. Any thread may ask."""
+        since = time.monotonic() - _STARTS_WINDOW_S
+        seconds = sorted(wait for at, wait, _ in list(self._starts) if at >= since)
+        if not seconds:
+            return None
+        last = len(seconds) - 1
+        return StartTimes(len(seconds), seconds[last // 2], seconds[round(0.95 * last)])
 
     def submitted(self, request: Request) -> None:
         """Starts the request's clock."""
@@ -181,6 +208,8 @@ class EngineTelemetry:
             return
         times.first_token = time.time_ns()
         if self.enabled:
+            waited = (times.first_token - times.submitted) / 1e9
+            self._starts.append((time.monotonic(), waited, delta.request.prompt_len))
             self.metrics.prompt_tokens.inc(delta.request.prompt_len)
             self.metrics.prompt_tokens_cached.inc(delta.cached_tokens)
 

@@ -308,6 +308,82 @@ class GetLoadResponse(_message.Message):
     num_cached_tokens: int
     def __init__(self, timestamp: _Optional[str] = ..., version: _Optional[str] = ..., num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_total_reqs: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., max_total_num_tokens: _Optional[int] = ..., token_usage: _Optional[float] = ..., gen_throughput: _Optional[float] = ..., cache_hit_rate: _Optional[float] = ..., max_running_requests: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
+class GetLiveRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLiveResponse(_message.Message):
+    __slots__ = ("load", "prompt_throughput", "first_token", "num_experts", "top_k", "layers", "servers", "streamed_steps", "streamed_bytes", "recorder_is_on")
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_THROUGHPUT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    STREAMED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    STREAMED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECORDER_IS_ON_FIELD_NUMBER: _ClassVar[int]
+    load: GetLoadResponse
+    prompt_throughput: float
+    first_token: LiveTimes
+    num_experts: int
+    top_k: int
+    layers: _containers.RepeatedCompositeFieldContainer[LiveLayer]
+    servers: _containers.RepeatedCompositeFieldContainer[LiveExpertServer]
+    streamed_steps: int
+    streamed_bytes: int
+    recorder_is_on: bool
+    def __init__(self, load: _Optional[_Union[GetLoadResponse, _Mapping]] = ..., prompt_throughput: _Optional[float] = ..., first_token: _Optional[_Union[LiveTimes, _Mapping]] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LiveLayer, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[LiveExpertServer, _Mapping]]] = ..., streamed_steps: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., recorder_is_on: _Optional[bool] = ...) -> None: ...
+
+class LiveTimes(_message.Message):
+    __slots__ = ("count", "p50", "p95")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    P50_FIELD_NUMBER: _ClassVar[int]
+    P95_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    p50: float
+    p95: float
+    def __init__(self, count: _Optional[int] = ..., p50: _Optional[float] = ..., p95: _Optional[float] = ...) -> None: ...
+
+class LiveLayer(_message.Message):
+    __slots__ = ("layer", "gpu_experts", "cpu_rows", "chosen")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    GPU_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    CPU_ROWS_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    gpu_experts: _containers.RepeatedScalarFieldContainer[int]
+    cpu_rows: _containers.RepeatedScalarFieldContainer[int]
+    chosen: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., gpu_experts: _Optional[_Iterable[int]] = ..., cpu_rows: _Optional[_Iterable[int]] = ..., chosen: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LiveExpertServer(_message.Message):
+    __slots__ = ("index", "is_up", "instance_id", "busy_seconds", "weight_bytes", "calibrated_bytes_per_second", "packed_bytes", "weight_format", "isa", "num_threads", "numa_node")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    IS_UP_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATED_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    PACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    ISA_FIELD_NUMBER: _ClassVar[int]
+    NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    NUMA_NODE_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    is_up: bool
+    instance_id: int
+    busy_seconds: float
+    weight_bytes: int
+    calibrated_bytes_per_second: float
+    packed_bytes: int
+    weight_format: str
+    isa: str
+    num_threads: int
+    numa_node: int
+    def __init__(self, index: _Optional[int] = ..., is_up: _Optional[bool] = ..., instance_id: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., calibrated_bytes_per_second: _Optional[float] = ..., packed_bytes: _Optional[int] = ..., weight_format: _Optional[str] = ..., isa: _Optional[str] = ..., num_threads: _Optional[int] = ..., numa_node: _Optional[int] = ...) -> None: ...
+
 class FlushCacheRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -54,6 +54,11 @@ class EngineStub:
                 request_serializer=protos_dot_engine__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=protos_dot_engine__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.GetLive = channel.unary_unary(
+                '/moebius.engine.v1.Engine/GetLive',
+                request_serializer=protos_dot_engine__pb2.GetLiveRequest.SerializeToString,
+                response_deserializer=protos_dot_engine__pb2.GetLiveResponse.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/moebius.engine.v1.Engine/FlushCache',
                 request_serializer=protos_dot_engine__pb2.FlushCacheRequest.SerializeToString,
@@ -103,6 +108,14 @@ class EngineServicer:
 
     def GetLoad(self, request, context):
         """A snapshot of queues and cache occupancy.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLive(self, request, context):
+        """What a live view shows: queues, latencies, and who computes the experts of each layer. Nothing is
+        counted or asked for it unless it is called; expert servers that do not answer are left out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,6 +171,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=protos_dot_engine__pb2.GetLoadRequest.FromString,
                     response_serializer=protos_dot_engine__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'GetLive': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLive,
+                    request_deserializer=protos_dot_engine__pb2.GetLiveRequest.FromString,
+                    response_serializer=protos_dot_engine__pb2.GetLiveResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -288,6 +306,33 @@ class Engine:
             '/moebius.engine.v1.Engine/GetLoad',
             protos_dot_engine__pb2.GetLoadRequest.SerializeToString,
             protos_dot_engine__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLive(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moebius.engine.v1.Engine/GetLive',
+            protos_dot_engine__pb2.GetLiveRequest.SerializeToString,
+            protos_dot_engine__pb2.GetLiveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,7 +66,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("version", "abi_version", "model_path", "hidden_size", "num_layers", "num_experts", "top_k", "split", "split_index", "split_count", "intermediate_begin", "intermediate_end", "expert_begin", "expert_end", "weight_dtype", "packed_bytes", "isa", "num_threads", "numa_node", "cpus", "pid", "weight_format", "requantise_errors", "identity", "weights_digest", "instance_id")
+    __slots__ = ("version", "abi_version", "model_path", "hidden_size", "num_layers", "num_experts", "top_k", "split", "split_index", "split_count", "intermediate_begin", "intermediate_end", "expert_begin", "expert_end", "weight_dtype", "packed_bytes", "isa", "num_threads", "numa_node", "cpus", "pid", "weight_format", "requantise_errors", "identity", "weights_digest", "instance_id", "calibrated_bytes_per_second")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ABI_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class InfoResponse(_message.Message):
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATED_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     version: str
     abi_version: int
     model_path: str
@@ -119,7 +120,8 @@ class InfoResponse(_message.Message):
     identity: str
     weights_digest: int
     instance_id: int
-    def __init__(self, version: _Optional[str] = ..., abi_version: _Optional[int] = ..., model_path: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., intermediate_begin: _Optional[int] = ..., intermediate_end: _Optional[int] = ..., expert_begin: _Optional[int] = ..., expert_end: _Optional[int] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., packed_bytes: _Optional[int] = ..., isa: _Optional[str] = ..., num_threads: _Optional[int] = ..., numa_node: _Optional[int] = ..., cpus: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., weight_format: _Optional[str] = ..., requantise_errors: _Optional[_Iterable[_Union[LayerError, _Mapping]]] = ..., identity: _Optional[str] = ..., weights_digest: _Optional[int] = ..., instance_id: _Optional[int] = ...) -> None: ...
+    calibrated_bytes_per_second: float
+    def __init__(self, version: _Optional[str] = ..., abi_version: _Optional[int] = ..., model_path: _Optional[str] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., split: _Optional[_Union[ExpertSplit, str]] = ..., split_index: _Optional[int] = ..., split_count: _Optional[int] = ..., intermediate_begin: _Optional[int] = ..., intermediate_end: _Optional[int] = ..., expert_begin: _Optional[int] = ..., expert_end: _Optional[int] = ..., weight_dtype: _Optional[_Union[DType, str]] = ..., packed_bytes: _Optional[int] = ..., isa: _Optional[str] = ..., num_threads: _Optional[int] = ..., numa_node: _Optional[int] = ..., cpus: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., weight_format: _Optional[str] = ..., requantise_errors: _Optional[_Iterable[_Union[LayerError, _Mapping]]] = ..., identity: _Optional[str] = ..., weights_digest: _Optional[int] = ..., instance_id: _Optional[int] = ..., calibrated_bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()
@@ -140,20 +142,22 @@ class LayerStats(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., expert_rows: _Optional[_Iterable[int]] = ..., experts: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("calls", "rows", "busy_seconds", "layers", "nonfinite_outputs", "nonfinite_inputs")
+    __slots__ = ("calls", "rows", "busy_seconds", "layers", "nonfinite_outputs", "nonfinite_inputs", "weight_bytes")
     CALLS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_INPUTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     calls: int
     rows: int
     busy_seconds: float
     layers: _containers.RepeatedCompositeFieldContainer[LayerStats]
     nonfinite_outputs: int
     nonfinite_inputs: int
-    def __init__(self, calls: _Optional[int] = ..., rows: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerStats, _Mapping]]] = ..., nonfinite_outputs: _Optional[int] = ..., nonfinite_inputs: _Optional[int] = ...) -> None: ...
+    weight_bytes: int
+    def __init__(self, calls: _Optional[int] = ..., rows: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerStats, _Mapping]]] = ..., nonfinite_outputs: _Optional[int] = ..., nonfinite_inputs: _Optional[int] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_ms",)

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from moebius.config import MoebiusConfig, TelemetryConfig
 from moebius.mailbox_plan import MOST_GRPC_ROWS, grpc_message_bytes
+from moebius.weight_formats import expert_layout
 from protos import expert_pb2 as pb
 from protos import expert_pb2_grpc
 from tests.helpers.checkpoints import TinyMoe
@@ -189,6 +190,11 @@ def test_stats_equal_an_offline_recount(tmp_path: Path) -> None:
             assert found == {0: counted[0].tolist(), 2: counted[2].tolist()}
             assert {layer.layer: layer.rows for layer in stats.layers} == {0: 14, 2: 41}
             assert stats.rows == 55
+            info = stub.Info(pb.InfoRequest())
+            channels = info.intermediate_end - info.intermediate_begin
+            one = expert_layout(info.weight_format, info.weight_format, info.hidden_size, channels)
+            read = sum(layer.experts for layer in stats.layers)
+            assert (read > 0, stats.weight_bytes) == (True, read * one.expert_bytes)
             clients[1].close()
             stub.Drain(pb.DrainRequest(timeout_ms=5000))
             assert refusal(partial(send, stub, record()))[0] is grpc.StatusCode.UNAVAILABLE

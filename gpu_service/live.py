@@ -1,0 +1,140 @@
+"""Who computes the experts of each layer, and how often they are chosen: for a live view, when one asks.
+
+The figures are counted anyhow: expert servers count every row they compute, and the expert recorder, where it
+is on, every choice. Nothing here runs unless `describe` is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+
+from gpu_service.expert_recorder import ExpertRecorder
+from gpu_service.experts.streaming.streamer import ExpertStreamer
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+from moebius.models.geometry import MoeGeometry
+from moebius.models.read import read_geometry
+from moebius.placement import make_placement
+from protos import engine_pb2 as pb
+from protos import expert_pb2, expert_pb2_grpc
+
+# A server in the middle of a prompt answers when a thread of it has time.
+_ANSWER_S = 1.0
+_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_reconnect_backoff_ms", 1000)]
+
+
+class LiveExperts:
+    """Of all ranks' layers; one event loop calls it."""
+
+    def __init__(
+        self,
+        geometry: MoeGeometry,
+        resident: Mapping[int, Sequence[int]],
+        addresses: Sequence[str],
+        recorder: ExpertRecorder | None,
+        streamer: ExpertStreamer | None,
+    ) -> None:
+        """`resident`: experts on the device by layer; `addresses`: of the expert servers, by share."""
+        self._geometry = geometry
+        self._resident = {layer: sorted(resident.get(layer, ())) for layer in geometry.moe_layers}
+        self._addresses = tuple(addresses)
+        self._recorder = recorder
+        self._streamer = streamer
+        self._channels: list[grpc.aio.Channel] = []
+
+    async def describe(self, live: pb.GetLiveResponse) -> None:
+        """Fills everything that concerns experts; takes at most about a second, whatever servers do."""
+        answers = await asyncio.gather(*map(self._ask, range(len(self._addresses))))
+        recorder = self._recorder
+        chosen: Mapping[int, Any] = {}
+        if recorder is not None and recorder.is_recording:
+            live.recorder_is_on = True
+            chosen = await asyncio.to_thread(_choices, recorder)
+        live.num_experts, live.top_k = self._geometry.num_experts, self._geometry.top_k
+        if self._streamer is not None:
+            live.streamed_steps = self._streamer.streamed_steps
+            live.streamed_bytes = self._streamer.streamed_bytes
+        live.servers.extend(server for server, _ in answers)
+        rows = self._rows([stats for _, stats in answers])
+        for layer, experts in self._resident.items():
+            live.layers.append(
+                pb.LiveLayer(
+                    layer=layer,
+                    gpu_experts=experts,
+                    cpu_rows=rows.get(layer, ()),
+                    chosen=chosen[layer].tolist() if layer in chosen else (),
+                )
+            )
+
+    async def _ask(self, index: int) -> tuple[pb.LiveExpertServer, expert_pb2.StatsResponse | None]:
+        """One server's answer; None: it gave none in time."""
+        if not self._channels:
+            self._channels = [
+                grpc.aio.insecure_channel(address, options=_OPTIONS) for address in self._addresses
+            ]
+        stub: Any = expert_pb2_grpc.ExpertStub(self._channels[index])  # type: ignore[no-untyped-call]
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                info = await stub.Info(expert_pb2.InfoRequest())
+                stats = await stub.Stats(expert_pb2.StatsRequest())
+        except (grpc.aio.AioRpcError, TimeoutError):
+            return pb.LiveExpertServer(index=index), None
+        server = pb.LiveExpertServer(
+            index=index,
+            is_up=True,
+            instance_id=info.instance_id,
+            busy_seconds=stats.busy_seconds,
+            weight_bytes=stats.weight_bytes,
+            calibrated_bytes_per_second=info.calibrated_bytes_per_second,
+            packed_bytes=info.packed_bytes,
+            weight_format=info.weight_format,
+            isa=info.isa,
+            num_threads=info.num_threads,
+            numa_node=info.numa_node,
+        )
+        return server, stats
+
+    def _rows(self, answers: Sequence[expert_pb2.StatsResponse | None]) -> dict[int, list[int]]:
+        """Rows of each expert by layer. Servers that share every expert have all computed the same rows,
+        servers of whole experts each its own: the largest count is right for both."""
+        if not answers or any(stats is None for stats in answers):
+            return {}
+        num_experts = self._geometry.num_experts
+        rows = {layer: np.zeros(num_experts, np.int64) for layer in self._geometry.moe_layers}
+        for stats in answers:
+            assert stats is not None
+            for layer in stats.layers:
+                if layer.layer in rows:
+                    counts = np.array(layer.expert_rows, np.int64)
+                    np.maximum(rows[layer.layer], counts, out=rows[layer.layer])
+        return {layer: counts.tolist() for layer, counts in rows.items()}
+
+    async def close(self) -> None:
+        """Closes the connections to servers."""
+        for channel in self._channels:
+            await channel.close()
+        self._channels = []
+
+
+def _choices(recorder: ExpertRecorder) -> Mapping[int, Any]:
+    """Counts by layer since the recorder's start; none when it was stopped meanwhile and never started."""
+    try:
+        return recorder.dump().counts_by_layer()
+    except UserError:
+        return {}
+
+
+def make_live_experts(
+    config: MoebiusConfig, recorder: ExpertRecorder | None, streamer: ExpertStreamer | None
+) -> LiveExperts | None:
+    """None for a model without experts. Raises UserError for a placement that can not be."""
+    geometry = read_geometry(config.model.model, config.model.top_k)
+    if not geometry.moe_layers:
+        return None
+    resident = make_placement(config.placement, geometry).resident
+    return LiveExperts(geometry, resident, config.experts.expert_addresses, recorder, streamer)

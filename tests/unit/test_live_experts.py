@@ -1,0 +1,175 @@
+"""Guards what a live view gets: counts of the right experts, nothing made up, no wait for silent servers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+import gpu_service.live as live_module
+from expert_service.host import calibrated_rate
+from gpu_service.live import LiveExperts
+from gpu_service.telemetry import EngineMetrics, EngineTelemetry
+from moebius.kernels import PlanRow
+from moebius.models.geometry import MoeGeometry
+from moebius.weight_formats import expert_layout
+from protos import engine_pb2 as pb
+from protos import expert_pb2, expert_pb2_grpc
+from tests.helpers.engine_harness import make_request, prompt_of, running_engine
+
+GEOMETRY = MoeGeometry("qwen3_moe", 64, 3, (1, 2), 4, 2, 32, "silu", "float32")
+
+
+class Server(expert_pb2_grpc.ExpertServicer):
+    """An expert server that has computed what it is given."""
+
+    def __init__(self, rows: dict[int, list[int]], silent: bool = False) -> None:
+        self.rows = rows
+        self.silent = silent
+        self.calls = 0
+
+    async def Info(self, request: Any, context: Any) -> expert_pb2.InfoResponse:
+        """What it holds."""
+        self.calls += 1
+        if self.silent:
+            await asyncio.sleep(60)
+        return expert_pb2.InfoResponse(
+            instance_id=7, calibrated_bytes_per_second=5e9, weight_format="int8", num_threads=2, numa_node=1
+        )
+
+    async def Stats(self, request: Any, context: Any) -> expert_pb2.StatsResponse:
+        """What it computed."""
+        layers = [expert_pb2.LayerStats(layer=n, expert_rows=rows) for n, rows in self.rows.items()]
+        return expert_pb2.StatsResponse(busy_seconds=2.0, weight_bytes=10**9, layers=layers)
+
+
+@asynccontextmanager
+async def experts_of(
+    directory: Path, servers: Sequence[Server | None], resident: dict[int, list[int]]
+) -> AsyncIterator[LiveExperts]:
+    """The view of servers at unix sockets; None: nobody listens there."""
+    addresses, running = [], []
+    for index, servicer in enumerate(servers):
+        addresses.append(f"unix:{directory}/{index}.sock")
+        if servicer is not None:
+            server = grpc.aio.server()
+            expert_pb2_grpc.add_ExpertServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+            server.add_insecure_port(addresses[-1])
+            await server.start()
+            running.append(server)
+    view = LiveExperts(GEOMETRY, resident, addresses, None, None)
+    try:
+        yield view
+    finally:
+        await view.close()
+        for server in running:
+            await server.stop(None)
+
+
+def described(directory: Path, servers: Sequence[Server | None], resident: dict[int, list[int]]) -> Any:
+    """What `describe` says of them."""
+
+    async def run() -> pb.GetLiveResponse:
+        live = pb.GetLiveResponse()
+        async with experts_of(directory, servers, resident) as view:
+            await view.describe(live)
+        return live
+
+    return asyncio.run(run())
+
+
+def test_servers_that_share_experts_count_rows_once(tmp_path: Path) -> None:
+    """Servers with a slice of each expert have computed the same rows, those with whole experts their own."""
+    same = [Server({1: [3, 0, 5, 0], 2: [0, 1, 1, 0]}), Server({1: [3, 0, 5, 0], 2: [0, 1, 1, 0]})]
+    live = described(tmp_path, same, {1: [1, 3]})
+    assert [(layer.layer, list(layer.gpu_experts), list(layer.cpu_rows)) for layer in live.layers] == [
+        (1, [1, 3], [3, 0, 5, 0]),
+        (2, [], [0, 1, 1, 0]),
+    ]
+    assert (live.num_experts, live.top_k, live.recorder_is_on) == (4, 2, False)
+    assert not live.HasField("streamed_steps")
+    assert [list(layer.chosen) for layer in live.layers] == [[], []]
+    divided = [Server({1: [3, 4, 0, 0]}), Server({1: [0, 0, 5, 6]})]
+    live = described(tmp_path, divided, {})
+    assert [list(layer.cpu_rows) for layer in live.layers] == [[3, 4, 5, 6], [0, 0, 0, 0]]
+    assert [(one.index, one.is_up, one.busy_seconds, one.weight_bytes) for one in live.servers] == [
+        (0, True, 2.0, 10**9),
+        (1, True, 2.0, 10**9),
+    ]
+    assert {one.calibrated_bytes_per_second for one in live.servers} == {5e9}
+
+
+def test_a_lost_or_silent_server_makes_counts_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not known is left out, never zero; and the caller waits no longer than for one answer."""
+    monkeypatch.setattr(live_module, "_ANSWER_S", 0.3)
+    for number, broken in enumerate([None, Server({}, silent=True)]):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        begin = time.monotonic()
+        live = described(directory, [Server({1: [1, 1, 1, 1]}), broken], {2: [0]})
+        assert time.monotonic() - begin < 20
+        assert [one.is_up for one in live.servers] == [True, False]
+        assert [list(layer.cpu_rows) for layer in live.layers] == [[], []]
+        assert [list(layer.gpu_experts) for layer in live.layers] == [[], [0]]
+
+
+def test_nobody_is_asked_unless_somebody_looks(tmp_path: Path) -> None:
+    """Making the view connects to nobody: only `describe` does."""
+    server = Server({})
+
+    async def run() -> int:
+        async with experts_of(tmp_path, [server], {}) as view:
+            await asyncio.sleep(0.1)
+            before = server.calls
+            await view.describe(pb.GetLiveResponse())
+            return before
+
+    assert (asyncio.run(run()), server.calls) == (0, 1)
+
+
+def test_the_roofline_is_that_of_both_matrices() -> None:
+    """Bytes of an expert over the measured time of all its panels; nothing where one was not measured."""
+    layout = expert_layout("bfloat16", "bfloat16", 64, 32)
+    up = layout.intermediate_blocks * layout.panels_per_column_block
+
+    def row(matrix: Any, nanoseconds: float, rows_from: int = 1, row_type: Any = "bfloat16") -> PlanRow:
+        return PlanRow(matrix, "bfloat16", row_type, rows_from, None, "k", nanoseconds)
+
+    plan = [
+        row("gate_up", 100.0),
+        row("down", 50.0),
+        row("down", 1.0, rows_from=2),
+        row("down", 1.0, 1, "float32"),
+    ]
+    seconds = (up * 100 + layout.down_panels * 50) * 1e-9
+    assert calibrated_rate(plan, layout) == pytest.approx(layout.expert_bytes / seconds)
+    assert calibrated_rate(plan[:1], layout) == 0
+    assert calibrated_rate([row("gate_up", 100.0), row("down", 0.0)], layout) == 0
+
+
+def test_start_times_are_those_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None before anything started; afterwards one wait per output, forgotten after a minute."""
+    observer = EngineTelemetry(EngineMetrics("m", CollectorRegistry()))
+    with running_engine(observer=observer) as harness:
+        harness.run([make_request("warm-up", prompt_of(5, 9))])
+        assert observer.start_times() is None
+        observer.enabled = True
+        harness.run([make_request(f"r{number}", prompt_of(number, 20)) for number in range(5)])
+    found = observer.start_times()
+    assert found is not None
+    assert found.count == 5
+    assert 0 < found.p50 <= found.p95 < 60
+    assert observer.prompt_throughput() == pytest.approx(10.0)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    assert observer.start_times() is None
+    assert observer.prompt_throughput() == 0
