@@ -64,7 +64,9 @@ class RequestRun:
         self._span = trace.get_current_span()
         for number, job in enumerate(self._jobs):
             job.request.request_id = form.id if len(self._jobs) == 1 else f"{form.id}-{number}"
-        telemetry.describe_request(self._span, form.operation, body, self._jobs[0].request.sampling_params)
+        telemetry.describe_request(
+            self._span, form.operation, body, self._jobs[0].request.sampling_params, model.name
+        )
         self._context = otel_context.get_current()
         self._admitted = False
         self._first: asyncio.Future[bytes] | None = None

@@ -132,12 +132,14 @@ class Gateway:
             max_body_bytes=self._max_body_bytes,
             memory_bytes=int(settings.prompt_memory_gib * 2**30),
             cpu_s=settings.prompt_timeout_s,
+            strict_parameters=settings.strict_parameters,
         )
 
     async def generation(self, request: Request, kind: Kind) -> Prepared:
         """A generation request read, validated and tokenised; see `prepare`."""
         prepared = await self.prepare(request, kind)
         assert isinstance(prepared, Prepared)
+        self.metrics.ignored(prepared.ignored)
         return prepared
 
     async def prepare(self, request: Request, kind: Kind) -> Prepared | bytes:

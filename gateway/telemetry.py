@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 
+import structlog
 from opentelemetry.trace import Span, Status, StatusCode
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from gateway.schemas.common import GenerationFields
 from protos import engine_pb2
 
+logger = structlog.get_logger(__name__)
+MAX_IGNORED_NAMES = 256
+OTHER_NAMES = "(others)"
+_NAME = re.compile(r"[\w.\[\]-]{1,100}", re.ASCII)
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _TOKEN_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
@@ -53,6 +59,14 @@ class GatewayMetrics:
             registry=self.registry,
         )
 
+        self._ignored = Counter(
+            "moebius:gateway_ignored_parameters",
+            "Requests that sent a field without an effect, by field",
+            ["parameter"],
+            registry=self.registry,
+        )
+        self._ignored_names: set[str] = set()
+
     def _counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(f"vllm:{name}", text, ["model_name", label], registry=self.registry)
 
@@ -66,6 +80,21 @@ class GatewayMetrics:
     def rejected(self, reason: str) -> None:
         """A request was answered with 429."""
         self._rejections.labels(self._model, reason).inc()
+
+    def ignored(self, names: Sequence[str]) -> None:
+        """A request's fields of these names had no effect; each name is logged once.
+
+        Names are the clients': the first `MAX_IGNORED_NAMES` that look like names are kept, all others are
+        one.
+        """
+        for name in names:
+            known = self._ignored_names
+            if name not in known and (len(known) >= MAX_IGNORED_NAMES or not _NAME.fullmatch(name)):
+                name = OTHER_NAMES
+            if name not in known:
+                known.add(name)
+                logger.info("a parameter of requests has no effect", parameter=name)
+            self._ignored.labels(name).inc()
 
     def failed(self, status: int) -> None:
         """An admitted request ended with an error of this HTTP status, in its answer or in its stream."""
@@ -108,17 +137,21 @@ class GatewayMetrics:
 
 
 def describe_request(
-    span: Span, operation: str, body: GenerationFields, params: engine_pb2.SamplingParams
+    span: Span, operation: str, body: GenerationFields, params: engine_pb2.SamplingParams, model: str
 ) -> None:
-    """Names the span `{operation} {model}` and records what was asked for; never the content."""
+    """Names the span `{operation} {model}` and records what was asked for; never the content.
+
+    `model` is the served one, for requests that name none.
+    """
     if not span.is_recording():
         return
-    span.update_name(f"{operation} {body.model}")
+    name = body.model or model
+    span.update_name(f"{operation} {name}")
     span.set_attributes(
         {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "moebius",
-            "gen_ai.request.model": body.model,
+            "gen_ai.request.model": name,
             "gen_ai.request.max_tokens": params.max_tokens,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,

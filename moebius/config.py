@@ -122,6 +122,11 @@ class GatewayConfig(Section):
     chat_template: str = Field(
         default="", description="File with a Jinja chat template; empty: the tokenizer's own"
     )
+    strict_parameters: bool = Field(
+        default=False,
+        description="Refuse unknown fields of requests and hints that have no effect, instead of naming them "
+        "once in the log",
+    )
     sse_keepalive_s: float = Field(
         default=15.0, gt=0, description="Seconds of silence before an SSE comment is sent"
     )

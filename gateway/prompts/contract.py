@@ -36,6 +36,7 @@ class WorkerSetup:
     max_body_bytes: int  # without images
     memory_bytes: int  # what a request may take beyond what the process has when it starts
     cpu_s: float  # processor time of one request
+    strict_parameters: bool = False  # unknown fields are refused
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Prepared:
     jobs: list[PromptJob]  # without images and the response's id
     logprobs: int | None  # alternatives per output token; None: no log-probabilities
     images: list[tuple[str, ImageUrl]]  # parameter name and place of each image, in prompt order
+    ignored: tuple[str, ...] = ()  # some of the fields that were sent and have no effect, by name
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from gateway.output import OutputRules
 from gateway.schemas.common import GenerationFields
 from protos import engine_pb2
 
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+
 
 def check_prompt(model: ServedModel, prompt_ids: list[int], param: str) -> None:
     """Raises ApiError 400 for an empty prompt, one that is too long, or ids outside the vocabulary."""
@@ -130,7 +132,7 @@ def build_jobs(
             tokenized=engine_pb2.TokenizedInput(input_ids=prompt_ids),
             sampling_params=params,
             stream=bool(body.stream or stops),  # stop strings are found while the text grows
-            priority=body.priority,
+            priority=max(INT32_MIN, min(body.priority, INT32_MAX)),
             cache_salt=body.cache_salt or "",
         )
         rules = _rules(body, model, text if plan.echo else None, plan.limit == 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -13,7 +14,7 @@ from gateway.errors import ApiError, bad_request, describe_validation_error
 from gateway.model import CONTEXT_LENGTH_EXCEEDED, ServedModel
 from gateway.prompts.contract import Answer, Broken, Kind, Prepared, Refused
 from gateway.prompts.jobs import JobPlan, build_jobs
-from gateway.schemas.common import JsonError, parse_json
+from gateway.schemas.common import JsonError, Tolerance, parse_json
 from gateway.schemas.requests import (
     ChatCompletionRequest,
     ChatMessage,
@@ -28,13 +29,18 @@ from moebius.config import ImageConfig
 
 T = TypeVar("T", bound=BaseModel)
 _LONGEST_MESSAGE = 1000
+MAX_IGNORED = 64  # names told of one request
 
 
 class Preparer:
     """Prepares requests for one model; used by one thread."""
 
-    def __init__(self, model: ServedModel, images: ImageConfig, max_body_bytes: int) -> None:
+    def __init__(
+        self, model: ServedModel, images: ImageConfig, max_body_bytes: int, strict_parameters: bool = False
+    ) -> None:
         """`max_body_bytes` bounds a body less its images, which have bounds of their own."""
+        self._strict = strict_parameters
+        self._tolerance = Tolerance(strict_parameters)  # of the request at hand
         self._model = model
         self._images = images
         self._max_body_bytes = max_body_bytes
@@ -47,8 +53,12 @@ class Preparer:
 
     def answer(self, kind: Kind, data: bytes | bytearray) -> Answer:
         """The request of this kind whose body is `data`, prepared or refused; raises MemoryError only."""
+        self._tolerance = Tolerance(self._strict)
         try:
-            return self._kinds[kind](data)
+            answer = self._kinds[kind](data)
+            if isinstance(answer, Prepared) and self._tolerance.ignored:
+                answer = replace(answer, ignored=tuple(sorted(self._tolerance.ignored)[:MAX_IGNORED]))
+            return answer
         except ApiError as error:
             return Refused(error.status, error.message[:_LONGEST_MESSAGE], error.param, error.code)
         except MemoryError:
@@ -66,7 +76,7 @@ class Preparer:
                 f"{where} is not acceptable: {error.message}", error.param, error.code
             ) from None
         try:
-            return schema.model_validate(value)
+            return schema.model_validate(value, context=self._tolerance)
         except ValidationError as error:
             found = error.errors(include_url=False)
             located = [{**one, "loc": ("body", *one["loc"])} for one in found]

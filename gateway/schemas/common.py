@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Container
-from typing import Annotated, Any, Literal, Self
+from dataclasses import dataclass, field
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from gateway.errors import param_error, shown
 from moebius.request_limits import (
@@ -96,27 +107,18 @@ def _check_text(text: str, place: str) -> None:
         raise JsonError(f"half of a surrogate pair (\\u{ord(half.group()):04x}) is no text", place or None)
 
 
-# OpenAI's fields, then fields other servers offer. None always means "not set".
+# Fields that change the answer and have no implementation, with the values that ask for nothing; null always
+# does. OpenAI's, then those that other servers offer.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "metadata": ({},),
     "modalities": (["text"],),
-    "moderation": (),
     "parallel_tool_calls": (True,),
-    "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_options": ({},),
-    "prompt_cache_retention": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "tool_choice": ("none",),
     "tools": ([],),
-    "verbosity": (),
     "web_search_options": (),
     "best_of": (1,),
     "suffix": ("",),
@@ -124,6 +126,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "chat_template": (),
+    "custom_logit_processor": (),
     "documents": ([],),
     "ebnf": (),
     "guided_choice": (),
@@ -133,35 +136,76 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "lora_path": (),
     "prompt_logprobs": (),
     "regex": (),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+    "stop_regex": (),
     "structured_outputs": (),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 
+# Fields that leave the answer as it is, whatever they say; `--strict-parameters` takes only these values.
+HINTS: dict[str, tuple[Any, ...]] = {
+    "metadata": ({},),
+    "moderation": (),
+    "prediction": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": ({},),
+    "prompt_cache_retention": (),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "verbosity": (),
+}
 
-def refuse_unsupported(data: dict[str, Any], implemented: Container[str]) -> dict[str, Any]:
-    """`data` without unsupported fields at neutral values.
+
+def refuse_unsupported(
+    data: dict[str, Any], implemented: Container[str], tolerance: Tolerance
+) -> dict[str, Any]:
+    """`data` without unsupported fields at neutral values, and without hints.
 
     Raises:
         PydanticCustomError: such a field has another value; the error names it and what is allowed.
     """
     kept: dict[str, Any] = {}
     for name, value in data.items():
-        if name in implemented or name not in NEUTRAL_VALUES:
-            kept[name] = value  # unknown names are refused by the schema itself
-            continue
-        allowed = NEUTRAL_VALUES[name]
-        if value is not None and not any(type(value) is type(item) and value == item for item in allowed):
-            choices = " or ".join(["unset", *(repr(item) for item in allowed)])
-            raise param_error(
-                name, f"{name!r} is not supported yet: leave it {choices}", "unsupported_parameter"
-            )
+        if name in implemented:
+            kept[name] = value
+        elif name in HINTS and not tolerance.strict:
+            if value is not None:
+                tolerance.ignored.add(name)
+        elif name in NEUTRAL_VALUES or name in HINTS:
+            _check_neutral(name, value, NEUTRAL_VALUES.get(name, HINTS.get(name, ())))
+        else:
+            kept[name] = value  # unknown names are the schema's concern
     return kept
+
+
+def _check_neutral(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value is not None and not any(type(value) is type(item) and value == item for item in allowed):
+        choices = " or ".join(["unset", *(repr(item) for item in allowed)])
+        raise param_error(name, f"{name!r} is not supported yet: leave it {choices}", "unsupported_parameter")
+
+
+@dataclass
+class Tolerance:
+    """How what the schemas do not know is met, and what of it was met; the context of a validation."""
+
+    strict: bool = False  # as in `strict_parameters`
+    ignored: set[str] = field(default_factory=set)  # names of fields left out, filled by validators
+
+
+def tolerance_of(info: ValidationInfo) -> Tolerance:
+    """The validation's own; one that is lenient and forgotten where it has none."""
+    return info.context if isinstance(info.context, Tolerance) else Tolerance()
 
 
 # Of what is kept while a request runs: names and labels, not prompts.
@@ -173,9 +217,58 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 class StrictModel(BaseModel):
-    """Unknown fields and values of the wrong JSON type are errors."""
+    """Values of the wrong JSON type are errors; unknown fields are left out, or errors if that is wanted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    place: ClassVar[str] = ""  # before the names of its fields, where ignored ones are named
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tolerate(cls, data: Any, info: ValidationInfo) -> Any:
+        """Leaves out what is unknown, and reads 2.0 as 2 where an integer belongs."""
+        tolerance = tolerance_of(info)
+        if tolerance.strict or not isinstance(data, dict):
+            return data
+        names, integers = _names_of(cls)
+        unknown = data.keys() - names
+        tolerance.ignored.update(f"{cls.place}{name}" for name in unknown if data[name] is not None)
+        return {
+            name: _integral(value) if name in integers else value
+            for name, value in data.items()
+            if name not in unknown
+        }
+
+
+@functools.cache
+def _names_of(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names that fields of `model` are sent by, and those of them that hold integers or lists of them."""
+    names: set[str] = set()
+    integers: set[str] = set()
+    for name, declared in model.model_fields.items():
+        alias = declared.validation_alias
+        aliases = alias.choices if isinstance(alias, AliasChoices) else [alias]
+        sent_by = {name, *(choice for choice in aliases if isinstance(choice, str))}
+        names |= sent_by
+        if _holds_integers(declared.annotation):
+            integers |= sent_by
+    return frozenset(names), frozenset(integers)
+
+
+def _holds_integers(hint: Any) -> bool:
+    """Whether `hint` is int, or a union or list of it, and float is no part of it."""
+    if get_origin(hint) is Annotated:
+        return _holds_integers(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType, list):
+        parts = [part for part in get_args(hint) if part is not NoneType]
+        return float not in parts and any(map(_holds_integers, parts))
+    return hint is int
+
+
+def _integral(value: Any) -> Any:
+    """Floats without a fraction as integers, also in a list."""
+    if isinstance(value, list):
+        return [_integral(item) if isinstance(item, float) else item for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -184,15 +277,19 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 class StreamOptions(StrictModel):
     """What a stream carries in addition to the text."""
 
+    place = "stream_options."
+
     include_usage: bool = Field(False, description="A last chunk with the token counts")
     continuous_usage_stats: bool = Field(False, description="Token counts so far on every chunk")
-    include_obfuscation: Literal[False] | None = Field(None, description="Not done: padding of chunks")
+    include_obfuscation: bool | None = Field(None, description="Not done: padding of chunks")
 
 
 class GenerationFields(StrictModel):
     """Sampling and stream parameters; unset ones take the model's generation defaults, then the API's."""
 
-    model: str = Field(max_length=MAX_LABEL_CHARACTERS, description="Name as in /v1/models")
+    model: str | None = Field(
+        None, max_length=MAX_LABEL_CHARACTERS, description="Name as in /v1/models; unset: the served one"
+    )
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31, description="Candidates kept; -1 or 0 keep all")
@@ -214,22 +311,31 @@ class GenerationFields(StrictModel):
         None, max_length=MAX_LOGIT_BIAS, description="Token ids as text, and what is added to their logits"
     )
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="No difference: special tokens are written as they are"
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(
         None, max_length=MAX_LABEL_CHARACTERS, description="Recorded on the request's span and log line"
     )
-    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Larger runs earlier among waiting requests")
+    priority: int = Field(
+        0, ge=INT64_MIN, le=INT64_MAX, description="Lower runs earlier among waiting requests"
+    )
     cache_salt: str | None = Field(
         None, max_length=MAX_LABEL_CHARACTERS, description="Prefixes are shared only between equal salts"
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
+    def _refuse_unsupported(cls, data: Any, info: ValidationInfo) -> Any:
         """Known fields without an implementation pass only with the value that asks for nothing."""
-        return refuse_unsupported(data, cls.model_fields) if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        tolerance = tolerance_of(info)
+        if tolerance.strict and "model" not in data:
+            raise param_error("model", "missing required parameter: 'model'", "missing_required_parameter")
+        return refuse_unsupported(data, cls.model_fields, tolerance)
 
     @field_validator("stop", mode="after")
     @classmethod

@@ -23,6 +23,7 @@ def _parse_arguments(arguments: Any) -> Any:
 class ImageUrl(StrictModel):
     """Where an image is; `detail` "low" bounds its pixels, the others leave them to the checkpoint."""
 
+    place = "messages[].content[].image_url."
     url: str
     detail: Literal["auto", "high", "low"] | None = None
 
@@ -30,6 +31,7 @@ class ImageUrl(StrictModel):
 class ContentPart(StrictModel):
     """One part of a message's content: text or an image."""
 
+    place = "messages[].content[]."
     type: Literal["text", "image_url"]
     text: str | None = None
     image_url: ImageUrl | None = None
@@ -56,6 +58,7 @@ Arguments = Annotated[
 class FunctionCall(StrictModel):
     """A function an assistant message of the history called; `arguments` is a JSON object as text."""
 
+    place = "messages[].tool_calls[].function."
     name: str
     arguments: Annotated[
         dict[str, Any], BeforeValidator(_parse_arguments, json_schema_input_type=str | dict[str, Any])
@@ -65,6 +68,7 @@ class FunctionCall(StrictModel):
 class ToolCall(StrictModel):
     """A tool call in the history; handed to the chat template."""
 
+    place = "messages[].tool_calls[]."
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -76,6 +80,7 @@ Parts = Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)
 class ChatMessage(StrictModel):
     """One message of the conversation."""
 
+    place = "messages[]."
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Parts | None = None
     name: str | None = None

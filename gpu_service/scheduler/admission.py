@@ -15,8 +15,8 @@ from gpu_service.scheduler.limits import SchedulerLimits, ends_by_length
 
 
 def seniority(request: Request) -> tuple[int, int, int]:
-    """Sort key: larger priority first, then earlier arrival, then output index."""
-    return (-request.priority, request.arrival, request.index)
+    """Sort key: lower priority first, then earlier arrival, then output index."""
+    return (request.priority, request.arrival, request.index)
 
 
 def chunk_size(start: int, remaining: int, budget: int, page_size: int, splits: bool = False) -> int:
@@ -129,8 +129,8 @@ def divide_among_prompts(
 
 
 def turn(prompt: Prompt) -> tuple[int, int, tuple[int, int, int]]:
-    """Sort key: larger priority first, then shorter, then older."""
-    return (-prompt.request.priority, prompt.need, seniority(prompt.request))
+    """Sort key: lower priority first, then shorter, then older."""
+    return (prompt.request.priority, prompt.need, seniority(prompt.request))
 
 
 def _waits_for_end(request: Request, limits: SchedulerLimits) -> bool:

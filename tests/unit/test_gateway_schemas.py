@@ -1,4 +1,4 @@
-"""Guards that no field of the API is dropped in silence: it is implemented, or refused by name."""
+"""Guards what becomes of each field: implemented, refused by name, or named as one without an effect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel, ValidationError
 
 from gateway.errors import describe_validation_error
-from gateway.schemas.common import NEUTRAL_VALUES
+from gateway.schemas.common import HINTS, NEUTRAL_VALUES, Tolerance
 from gateway.schemas.requests import ChatCompletionRequest, CompletionRequest
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -33,7 +33,7 @@ def refusal(schema: type[BaseModel], body: dict[str, Any]) -> tuple[str, str | N
 )
 def test_every_field_of_the_openai_client_is_known(schema: type[BaseModel], params: type[Any]) -> None:
     """A field the openai client can send is in the schema or in the table of refused ones."""
-    assert set(params.__annotations__) - set(schema.model_fields) - set(NEUTRAL_VALUES) == set()
+    assert set(params.__annotations__) - set(schema.model_fields) - set(NEUTRAL_VALUES) - set(HINTS) == set()
 
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL_VALUES))
@@ -71,8 +71,6 @@ def test_neutral_false_is_not_zero() -> None:
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-        ({"no_such": None}, "no_such"),
     ],
 )
 @pytest.mark.parametrize("base", [CHAT, TEXT], ids=["chat", "text"])
@@ -134,3 +132,88 @@ def test_conflicting_limits_and_turns_are_refused() -> None:
     assert refusal(ChatCompletionRequest, {**CHAT, **both})[1] == "continue_final_message"
     assert refusal(CompletionRequest, {**TEXT, "max_tokens": 0})[1] == "max_tokens"
     assert refusal(ChatCompletionRequest, {**CHAT, "chat_template_kwargs": {"messages": []}})[1]
+
+
+@pytest.mark.parametrize("base", [CHAT, TEXT], ids=["chat", "text"])
+def test_what_does_not_change_the_answer_is_named_and_left_out(base: dict[str, Any]) -> None:
+    """Hints and unknown fields, wherever they stand, pass and are named; null says nothing."""
+    schema = ChatCompletionRequest if "messages" in base else CompletionRequest
+    tolerance = Tolerance()
+    more = {"metadata": {"a": "b"}, "store": True, "verbosity": "low", "no_such": [1], "nothing": None}
+    stream = {"stream": True, "stream_options": {"x": 1}}
+    made = schema.model_validate({**base, **more, **stream}, context=tolerance)
+    assert tolerance.ignored == {"metadata", "store", "verbosity", "no_such", "stream_options.x"}
+    assert made == schema.model_validate({**base, "stream": True, "stream_options": {}})
+
+
+def test_unknown_fields_of_messages_and_parts_are_left_out() -> None:
+    """Templates see the same message with and without them."""
+    tolerance = Tolerance()
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    call = {"id": "1", "index": 0, "function": {"name": "f", "arguments": "{}", "strict": True}}
+    messages = [
+        {"role": "user", "content": [part], "tenant": 1},
+        {"role": "assistant", "tool_calls": [call], "annotations": []},
+    ]
+    body = {**CHAT, "messages": messages}
+    read = ChatCompletionRequest.model_validate(body, context=tolerance).messages
+    assert tolerance.ignored == {
+        "messages[].tenant",
+        "messages[].annotations",
+        "messages[].content[].cache_control",
+        "messages[].tool_calls[].index",
+        "messages[].tool_calls[].function.strict",
+    }
+    assert read[0].for_template() == {"role": "user", "content": "x"}
+    assert read[1].for_template()["tool_calls"] == [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    ]
+
+
+@pytest.mark.parametrize("base", [CHAT, TEXT], ids=["chat", "text"])
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"no_such": None}, "no_such"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"store": True}, "store"),
+        ({"metadata": {"a": "b"}}, "metadata"),
+        ({"max_tokens": 2.0}, "max_tokens"),
+        ({"model": ...}, "model"),
+    ],
+)
+def test_strict_parameters_refuse_what_else_is_tolerated(
+    base: dict[str, Any], more: dict[str, Any], param: str
+) -> None:
+    """With `strict_parameters` unknown names, hints, 2.0 for 2 and a missing model are errors by name."""
+    schema = ChatCompletionRequest if "messages" in base else CompletionRequest
+    body = {name: value for name, value in {**base, **more}.items() if value is not ...}
+    schema.model_validate(body)
+    with pytest.raises(ValidationError) as caught:
+        schema.model_validate(body, context=Tolerance(strict=True))
+    assert describe_validation_error([dict(error) for error in caught.value.errors()])[1] == param
+    for hint, (*values,) in HINTS.items():
+        for value in (None, *values):
+            schema.model_validate({**base, hint: value}, context=Tolerance(strict=True))
+
+
+def test_integral_floats_are_integers() -> None:
+    """2.0 is 2 wherever an integer belongs; 2.5 is none, and what may be a float stays one."""
+    sent = {
+        "max_tokens": 2.0,
+        "n": 1.0,
+        "seed": 7.0,
+        "stop_token_ids": [3.0],
+        "temperature": 1.0,
+        "top_k": 4.0,
+    }
+    read = CompletionRequest.model_validate({**TEXT, **sent})
+    got = (read.max_tokens, read.n, read.seed, read.stop_token_ids, read.top_k)
+    assert got == (2, 1, 7, [3], 4)
+    assert all(type(value) is int for value in (read.max_tokens, read.n, read.seed, read.top_k))
+    assert type(read.temperature) is float
+    assert refusal(CompletionRequest, {**TEXT, "max_tokens": 2.5})[1] == "max_tokens"
+    kwargs = {"depth": 2.0}
+    chat = ChatCompletionRequest.model_validate({**CHAT, "chat_template_kwargs": kwargs})
+    assert chat.chat_template_kwargs == kwargs
+    assert type((chat.chat_template_kwargs or {})["depth"]) is float

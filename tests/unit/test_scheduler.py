@@ -248,10 +248,10 @@ def test_the_youngest_is_preempted_and_resumes_from_the_tree() -> None:
 
 
 def test_priority_goes_first_among_waiting() -> None:
-    """Larger priority is admitted before an earlier arrival."""
+    """Lower priority is admitted before an earlier arrival."""
     scheduler = build_scheduler(replace(Knobs(), max_num_seqs=1))
     first, second = make_request("first", [1, 2]), make_request("second", [3, 4])
-    second.priority = 1
+    second.priority = -1
     scheduler.add(first)
     scheduler.add(second)
     assert step(scheduler).requests == [second]

@@ -147,12 +147,12 @@ def test_of_long_prompts_the_older_is_done_first() -> None:
     assert ended == [4, 8, 12, 16]
 
 
-def test_a_larger_priority_is_not_overtaken_by_a_shorter_prompt() -> None:
+def test_a_lower_priority_is_not_overtaken_by_a_shorter_prompt() -> None:
     """Shortness decides among equals only."""
     scheduler = roomy(64)
     first = make_request("first", prompt_of(1, 400), max_tokens=1)
     urgent = make_request("urgent", prompt_of(2, 200), max_tokens=1)
-    urgent.priority = 1
+    urgent.priority = -1
     for request in (first, urgent, make_request("short", prompt_of(3, 8), max_tokens=1)):
         scheduler.add(request)
     batch = step(scheduler)
