@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import structlog
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError
-from gateway.streaming import DONE, EventStream, event
 from gateway.telemetry import GatewayMetrics
 
 RETRY_AFTER_S = 1
@@ -120,10 +118,15 @@ class DrainMiddleware:
                 if not self._drain.is_cut:
                     raise
                 task.uncancel()
-                logger.warning("request ended by the shutdown", path=scope["path"], streamed=answer.is_stream)
+                logger.warning("request ended by the shutdown", path=scope["path"], streamed=is_stream(scope))
                 self._failed(503)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(answer.end(scope, receive), _LAST_WORDS_S)
+
+
+def is_stream(scope: Scope) -> bool:
+    """Whether the request is answered by a stream, which `RequestRun` notes with how such a stream fails."""
+    return "stream_failure" in scope.get("state", {})
 
 
 class _Answer:
@@ -133,14 +136,11 @@ class _Answer:
         self._send = send
         self._has_begun = False
         self._has_ended = False
-        self.is_stream = False
 
     async def send(self, message: Message) -> None:
         """Passes a message on and notes it."""
         if message["type"] == "http.response.start":
             self._has_begun = True
-            content_type = Headers(raw=message["headers"]).get("content-type", "")
-            self.is_stream = content_type.startswith(EventStream.media_type)
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._has_ended = True
@@ -149,8 +149,8 @@ class _Answer:
         """The error, in the way that fits what the client has seen."""
         if not self._has_begun:
             await _refuse(scope, receive, self._send)
-        elif self.is_stream and not self._has_ended:
-            body = event(shutting_down().body()) + DONE
+        elif is_stream(scope) and not self._has_ended:
+            body = scope["state"]["stream_failure"](shutting_down())
             await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -1,41 +1,137 @@
-"""How outputs look in JSON: chat completions and text completions."""
+"""What a response consists of on the wire, for every API, and the two of OpenAI that have choices."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.errors import ApiError
 from gateway.output import Delta, chat_logprobs, completion_logprobs
 from gateway.parsers.events import Finish, TokenLogprob
+from gateway.schemas.common import StreamOptions
+from gateway.streaming import DONE, KEEP_ALIVE, event
 from gateway.text.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request over all its prompts, and how long they took; filled by `RequestRun`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # of prompt_tokens
+    reasoning_tokens: int = 0  # of completion_tokens
+    prompt_s: float = 0.0  # from the request's arrival to its first token, seconds
+    total_s: float = 0.0  # from the request's arrival until now, seconds
+
+
+@dataclass
+class Output:
+    """One output being collected for a non-streamed answer; filled by `RequestRun`."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Takes what is new."""
+        self.text.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
+        self.finish = delta.finish or self.finish
+
+
 class ResponseFormat(ABC):
-    """Builds the JSON objects of one response; all objects of a stream share id and creation time."""
+    """One response of one API; made per request. Either `whole` is used, or the methods of streams."""
 
     operation: str  # gen_ai.operation.name
+    id: str
+    media_type = "text/event-stream"  # of streams
+    keep_alive = KEEP_ALIVE  # sent during silence, also before the stream's first data
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """A non-streamed answer."""
+
+    @abstractmethod
+    def stream_delta(self, delta: Delta, usage: Callable[[], Usage]) -> bytes:
+        """What a stream sends for new content, its own opening before the first; empty: nothing yet.
+
+        `usage` counts what is known so far.
+        """
+
+    @abstractmethod
+    def stream_end(self, usage: Usage) -> bytes:
+        """What a stream sends once all outputs have ended."""
+
+    @abstractmethod
+    def stream_failure(self, error: ApiError) -> bytes:
+        """What a stream sends last, wherever it is, when the request fails."""
+
+    async def settle(self, usage: Usage) -> None:  # noqa: B027 - most formats keep nothing
+        """Called once all outputs have ended, before `whole` or `stream_end`."""
+
+
+class ChoiceFormat(ResponseFormat):
+    """JSON objects with `choices`; all objects of a stream share id and creation time."""
+
     id_prefix: str
     whole_object: str  # `object` of a non-streamed answer
     chunk_object: str  # `object` of a stream's chunks
 
-    def __init__(self, model: str, tokenizer: Tokenizer, logprobs: int | None) -> None:
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, logprobs: int | None, options: StreamOptions | None = None
+    ) -> None:
         """`logprobs` is the number of alternatives asked for; None: no log-probabilities."""
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._model = model
         self._tokenizer = tokenizer
         self._logprobs = logprobs
+        self._options = options or StreamOptions.model_validate({})
+        self._opened: set[int] = set()
 
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """One object of a stream."""
-        return self._envelope(self.chunk_object, choices)
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """One choice per output."""
+        choices = [
+            self.full(index, "".join(output.text), output.logprobs, output.finish or Finish("abort"))
+            for index, output in enumerate(outputs)
+        ]
+        return {**self._envelope(self.whole_object, choices), "usage": usage_object(usage)}
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        """A non-streamed answer."""
-        return {**self._envelope(self.whole_object, choices), "usage": usage}
+    def stream_delta(self, delta: Delta, usage: Callable[[], Usage]) -> bytes:
+        """Chunks in the order clients rely on: opening, content, closing."""
+        choices: list[dict[str, Any]] = []
+        if delta.index not in self._opened:
+            self._opened.add(delta.index)
+            opening = self.opening(delta.index)
+            choices += [opening] if opening is not None else []
+        if delta.text or delta.logprobs:
+            choices.append(self.delta_choice(delta))
+        if delta.finish is not None:
+            choices.append(self.closing(delta.index, delta.finish))
+        return b"".join(self._chunk(choice, usage) for choice in choices)
+
+    def stream_end(self, usage: Usage) -> bytes:
+        """The usage where it was asked for, and the end."""
+        if not self._options.include_usage:
+            return DONE
+        return event({**self._envelope(self.chunk_object, []), "usage": usage_object(usage)}) + DONE
+
+    def stream_failure(self, error: ApiError) -> bytes:
+        """The error's object, and the end."""
+        return event(error.body()) + DONE
+
+    def _chunk(self, choice: dict[str, Any], usage: Callable[[], Usage]) -> bytes:
+        payload = self._envelope(self.chunk_object, [choice])
+        if self._options.continuous_usage_stats:
+            payload["usage"] = usage_object(usage())
+        elif self._options.include_usage:
+            payload["usage"] = None
+        return event(payload)
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -63,17 +159,17 @@ class ResponseFormat(ABC):
         """The choice of a non-streamed answer."""
 
 
-def usage_object(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def usage_object(usage: Usage) -> dict[str, Any]:
     """Token counts as OpenAI gives them."""
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
 
 
-class ChatFormat(ResponseFormat):
+class ChatFormat(ChoiceFormat):
     """A role chunk, content chunks, then an empty delta with the finish reason."""
 
     operation = "chat"
@@ -119,7 +215,7 @@ class ChatFormat(ResponseFormat):
         return None if self._logprobs is None else chat_logprobs(self._tokenizer, tokens, self._logprobs)
 
 
-class CompletionFormat(ResponseFormat):
+class CompletionFormat(ChoiceFormat):
     """Text chunks, then an empty text with the finish reason."""
 
     operation = "text_completion"

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -18,26 +17,15 @@ from starlette.responses import JSONResponse, Response
 
 from gateway import telemetry
 from gateway.errors import to_api_error
-from gateway.formats import ResponseFormat, usage_object
+from gateway.formats import Output, ResponseFormat, Usage
 from gateway.generation import merge
 from gateway.model import ServedModel
 from gateway.output import Delta
-from gateway.parsers.events import Finish, TokenLogprob
 from gateway.prompts.contract import Prepared
-from gateway.schemas.common import StreamOptions
 from gateway.state import Gateway
-from gateway.streaming import DONE, EventStream, event, run_until_disconnect
+from gateway.streaming import EventStream, run_until_disconnect
 
 logger = structlog.get_logger(__name__)
-
-
-@dataclass
-class Choice:
-    """One output being collected for a non-streamed answer; filled by `RequestRun.whole`."""
-
-    text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: Finish | None = None
 
 
 class RequestRun:
@@ -56,10 +44,10 @@ class RequestRun:
         self._model = model
         self._jobs = prepared.jobs
         self._format = form
-        self._options = body.stream_options or StreamOptions.model_validate({})
         self._stream = bool(body.stream)
         self._log = logger if body.user is None else logger.bind(user=body.user)
         self._started = time.perf_counter()
+        self._first_token_s = 0.0  # after `_started`; 0: there is none yet
         self._last_token: dict[int, float] = {}
         self._span = trace.get_current_span()
         for number, job in enumerate(self._jobs):
@@ -99,8 +87,14 @@ class RequestRun:
         finally:
             if not opened:
                 await self._close()
-        keepalive_s = self._gateway.config.gateway.sse_keepalive_s
-        return EventStream(self._in_band(self._first, self._events_ahead), keepalive_s, self._close)
+        request.state.stream_failure = self._format.stream_failure
+        return EventStream(
+            self._in_band(self._first, self._events_ahead),
+            self._gateway.config.gateway.sse_keepalive_s,
+            self._close,
+            media_type=self._format.media_type,
+            comment=self._format.keep_alive,
+        )
 
     async def _close(self) -> None:
         """Cancels what still runs and gives the admission place back, once; also when nothing had begun."""
@@ -114,9 +108,8 @@ class RequestRun:
             self._gateway.metrics.in_flight(-1)
             self._gateway.admission.leave()
 
-    @staticmethod
     async def _in_band(
-        first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]
+        self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]
     ) -> AsyncGenerator[bytes, None]:
         """The stream once its status line is sent: a failure becomes an error event."""
         try:
@@ -124,8 +117,7 @@ class RequestRun:
             async for data in events:
                 yield data
         except Exception as error:
-            yield event(to_api_error(error).body())
-            yield DONE
+            yield self._format.stream_failure(to_api_error(error))
 
     async def _wait_first(self, first: asyncio.Future[bytes]) -> None:
         """Waits for the first event, at most one keep-alive interval; raises its failure."""
@@ -146,69 +138,41 @@ class RequestRun:
             raise
 
     async def _whole(self) -> dict[str, Any]:
-        choices: dict[int, Choice] = {}
+        outputs: dict[int, Output] = {}
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
                 self._observe(delta)
-                choice = choices.setdefault(delta.index, Choice())
-                choice.text.append(delta.text)
-                choice.logprobs.extend(delta.logprobs)
-                choice.finish = delta.finish or choice.finish
-        self._finished()
-        listed = [
-            self._format.full(index, "".join(choice.text), choice.logprobs, choice.finish or Finish("abort"))
-            for index, choice in sorted(choices.items())
-        ]
-        return self._format.whole(listed, self._usage())
+                outputs.setdefault(delta.index, Output()).add(delta)
+        usage = self._finished()
+        await self._format.settle(usage)
+        return self._format.whole([output for _, output in sorted(outputs.items())], usage)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """The stream's bytes; raises what goes wrong."""
-        opened: set[int] = set()
         try:
             async with aclosing(self._deltas()) as deltas:
                 async for delta in deltas:
                     self._observe(delta)
-                    for choice in self._choices(delta, opened):
-                        yield self._chunk(choice)
+                    data = self._format.stream_delta(delta, self._usage)
+                    if data:
+                        yield data
         except Exception as error:
             self._failed(error)
             raise
-        self._finished()
-        if self._options.include_usage:
-            yield event({**self._format.chunk([]), "usage": self._usage()})
-        yield DONE
+        usage = self._finished()
+        await self._format.settle(usage)
+        yield self._format.stream_end(usage)
 
-    def _choices(self, delta: Delta, opened: set[int]) -> list[dict[str, Any]]:
-        """The choices one delta gives, in the order clients rely on: opening, content, closing."""
-        choices: list[dict[str, Any]] = []
-        if delta.index not in opened:
-            opened.add(delta.index)
-            opening = self._format.opening(delta.index)
-            choices += [opening] if opening is not None else []
-        if delta.text or delta.logprobs:
-            choices.append(self._format.delta_choice(delta))
-        if delta.finish is not None:
-            choices.append(self._format.closing(delta.index, delta.finish))
-        return choices
-
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        payload = self._format.chunk([choice])
-        if self._options.continuous_usage_stats:
-            payload["usage"] = self._usage()
-        elif self._options.include_usage:
-            payload["usage"] = None
-        return event(payload)
-
-    def _totals(self) -> tuple[int, int, int]:
-        """Prompt, completion and cached tokens over all prompts."""
-        return (
-            sum(job.prompt_tokens for job in self._jobs),
-            sum(job.completion_tokens for job in self._jobs),
-            sum(job.cached_tokens for job in self._jobs),
+    def _usage(self) -> Usage:
+        """What is counted so far."""
+        jobs = self._jobs
+        return Usage(
+            prompt_tokens=sum(job.prompt_tokens for job in jobs),
+            completion_tokens=sum(job.completion_tokens for job in jobs),
+            cached_tokens=sum(job.cached_tokens for job in jobs),
+            prompt_s=self._first_token_s,
+            total_s=time.perf_counter() - self._started,
         )
-
-    def _usage(self) -> dict[str, Any]:
-        return usage_object(*self._totals())
 
     def _observe(self, delta: Delta) -> None:
         """Latencies of calls that stream from the engine: when each token came."""
@@ -222,10 +186,11 @@ class RequestRun:
         self._last_token[delta.index] = now
 
     def _first_token(self, seconds: float) -> None:
+        self._first_token_s = seconds
         self._gateway.metrics.first_token(seconds)
         telemetry.describe_first_token(self._span, seconds)
 
-    def _finished(self) -> None:
+    def _finished(self) -> Usage:
         # Of an answer that came as a whole only the engine knows when it began.
         whole = [
             job.called_at - self._started + job.first_token_s
@@ -234,13 +199,19 @@ class RequestRun:
         ]
         if whole:
             self._first_token(min(whole))
-        prompt, completion, cached = self._totals()
+        total = self._usage()
         reasons = [reason for job in self._jobs for reason in job.finish_reasons]
-        seconds = time.perf_counter() - self._started
-        self._gateway.metrics.finished(seconds, prompt, completion, reasons)
-        usage = {"input": prompt, "output": completion, "cache_read": cached}
+        self._gateway.metrics.finished(total.total_s, total.prompt_tokens, total.completion_tokens, reasons)
+        usage = {
+            "input": total.prompt_tokens,
+            "output": total.completion_tokens,
+            "cache_read": total.cached_tokens,
+        }
         telemetry.describe_response(self._span, self._format.id, self._model.name, reasons, usage)
-        self._log.info("generation finished", response_id=self._format.id, seconds=round(seconds, 4), **usage)
+        self._log.info(
+            "generation finished", response_id=self._format.id, seconds=round(total.total_s, 4), **usage
+        )
+        return total
 
     def _failed(self, error: Exception) -> None:
         failure = to_api_error(error)

@@ -57,22 +57,23 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """Sends an iterator of SSE bytes, with comments during silence; closes the iterator on disconnect."""
-
-    media_type = "text/event-stream"
+    """Sends an iterator of bytes, with a comment during silence; closes the iterator on disconnect."""
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         keepalive_s: float,
         on_close: Callable[[], Awaitable[None]],
+        media_type: str = "text/event-stream",
+        comment: bytes = KEEP_ALIVE,
     ) -> None:
         """`on_close` runs once the stream has ended for any reason, even if no event was sent."""
-        super().__init__(headers=HEADERS)
+        super().__init__(headers=HEADERS, media_type=media_type)
         del self.headers["content-length"]  # set by Response for its empty body
         self._events = events
         self._keepalive_s = keepalive_s
         self._on_close = on_close
+        self._comment = comment
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs until the iterator ends or the client is gone."""
@@ -88,21 +89,23 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(keep_alive(self._events, self._keepalive_s)) as events:
+        async with aclosing(keep_alive(self._events, self._keepalive_s, self._comment)) as events:
             async for data in events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def keep_alive(events: AsyncGenerator[bytes, None], interval_s: float) -> AsyncGenerator[bytes, None]:
-    """`events`, with an SSE comment after each `interval_s` of silence: proxies close idle lines."""
+async def keep_alive(
+    events: AsyncGenerator[bytes, None], interval_s: float, comment: bytes = KEEP_ALIVE
+) -> AsyncGenerator[bytes, None]:
+    """`events`, with `comment` after each `interval_s` of silence: proxies close idle lines."""
     pending: asyncio.Future[bytes] | None = None
     try:
         while True:
             pending = pending or asyncio.ensure_future(anext(events))
             done, _ = await asyncio.wait({pending}, timeout=interval_s)
             if not done:
-                yield KEEP_ALIVE
+                yield comment
                 continue
             try:
                 data = pending.result()
