@@ -155,7 +155,7 @@ class _Answer:
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    response = shutting_down().response()
+    response = shutting_down().response(scope)
     # The next request of this client shall reach another server, or the one that follows.
     response.headers["Connection"] = "close"
     await response(scope, receive, send)

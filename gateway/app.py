@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admission import DrainMiddleware
-from gateway.errors import ApiError, install_error_handlers
+from gateway.errors import MESSAGES_PATH, ApiError, install_error_handlers
 from gateway.openapi import install_openapi
 from gateway.routes import router
 from gateway.schemas.requests import (
@@ -61,7 +61,10 @@ class RequestContextMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                if scope["path"].startswith(MESSAGES_PATH):
+                    headers["Request-Id"] = request_id  # Anthropic's name for it
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id):
@@ -78,8 +81,19 @@ class RequestContextMiddleware:
                 )
 
 
+def _sent_keys(headers: Headers) -> list[bytes]:
+    """The keys a client brought, in OpenAI's header and in Anthropic's."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    keys = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    # Headers are read as latin-1; the bytes that were sent count.
+    return [key.strip().encode("latin-1") for key in keys if key.strip()]
+
+
 class AuthMiddleware:
-    """Requires `Authorization: Bearer <key>` on every path but probes, metrics and documentation."""
+    """Requires a key on every path but probes, metrics and documentation.
+
+    It is sent as `Authorization: Bearer KEY` or as `x-api-key: KEY`.
+    """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
@@ -87,16 +101,20 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection."""
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
-            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            # Headers are read as latin-1; the bytes that were sent count.
-            if scheme.lower() != "bearer" or not self._keys.accepts(key.strip().encode("latin-1")):
-                error = ApiError(
-                    401, "missing or wrong API key: send 'Authorization: Bearer KEY'", code="invalid_api_key"
-                )
-                await error.response()(scope, receive, send)
-                return
+        if self._refuses(scope):
+            error = ApiError(
+                401,
+                "missing or wrong API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
+            )
+            await error.response(scope)(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _refuses(self, scope: Scope) -> bool:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
+            return False
+        return not any(self._keys.accepts(key) for key in _sent_keys(Headers(scope=scope)))
 
 
 _CLIENT_CLOSED = 499  # nginx's number; nobody reads the answer, but the log line does

@@ -1,4 +1,7 @@
-"""Every failure leaves the gateway in the OpenAI shape: {"error": {message, type, param, code}}."""
+"""Every failure leaves the gateway in the shape of the API it was sent to.
+
+That is OpenAI's, {"error": {message, type, param, code}}, but for paths of Anthropic's API and of Ollama's.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 logger = structlog.get_logger(__name__)
 
@@ -75,9 +79,47 @@ class ApiError(Exception):
             headers["Connection"] = "close"  # or the rest of the body would still be read
         return headers
 
-    def response(self) -> JSONResponse:
-        """The HTTP answer."""
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers())
+    def response(self, scope: Scope) -> JSONResponse:
+        """The HTTP answer to the request of `scope`, in the shape of its path's API."""
+        path, status, body = scope["path"], self.status, self.body()
+        if path.startswith(MESSAGES_PATH):
+            status, body = anthropic_error(self, scope.get("state", {}).get("request_id"))
+        elif path.startswith(OLLAMA_PATH):
+            body = ollama_error(self)
+        return JSONResponse(body, status_code=status, headers=self.headers())
+
+
+MESSAGES_PATH = "/v1/messages"
+OLLAMA_PATH = "/api/"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def anthropic_error(error: ApiError, request_id: str | None) -> tuple[int, dict[str, Any]]:
+    """Status and body as Anthropic's API has them: what is not available now is overloaded, 529."""
+    status = 529 if error.status == 503 else error.status
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    message = error.body()["error"]["message"]
+    if error.code == CONTEXT_LENGTH_EXCEEDED:
+        message = f"prompt is too long: {message}"  # agents shorten their conversation by these words
+    body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+    if request_id is not None:
+        body["request_id"] = request_id
+    return status, body
+
+
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    """The body as Ollama has it."""
+    return {"error": error.body()["error"]["message"]}
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
@@ -115,10 +157,10 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"internal error: {type(error).__name__}", code="internal_error")
 
 
-async def _on_validation_error(_request: Request, error: Exception) -> JSONResponse:
+async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     message, param, code = describe_validation_error(error.errors())
-    return bad_request(message, param, code).response()
+    return bad_request(message, param, code).response(request.scope)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
@@ -129,13 +171,13 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
         message, code = f"{request.method} is not allowed on {request.url.path}", "method_not_allowed"
     else:
         message, code = str(error.detail), "http_error"
-    response = ApiError(error.status_code, message, code=code).response()
+    response = ApiError(error.status_code, message, code=code).response(request.scope)
     response.headers.update(error.headers or {})
     return response
 
 
-async def _on_exception(_request: Request, error: Exception) -> JSONResponse:
-    return to_api_error(error).response()
+async def _on_exception(request: Request, error: Exception) -> JSONResponse:
+    return to_api_error(error).response(request.scope)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from gateway.errors import ApiError, bad_request
+from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
-
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class ServedModel:
     tokenizer: Tokenizer
     supports_vision: bool = False
     image_token_id: int = -1  # what stands for one image in a prompt; only when supports_vision
+    aliases: tuple[str, ...] = ()  # patterns of further names that clients may send
     max_waiting_outputs: int = 0  # most the engine ever queues; 0: it did not tell
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
@@ -62,8 +62,10 @@ class ServedModel:
             )
 
     def check_name(self, name: str | None) -> None:
-        """Raises ApiError 404 naming `model` when `name` is neither None nor this model's."""
-        if name is not None and name != self.name:
+        """Raises ApiError 404 naming `model` when `name` is neither None, this model's, nor an alias."""
+        if name is None or name == self.name:
+            return
+        if not any(fnmatchcase(name, alias) for alias in self.aliases):
             raise ApiError(
                 404,
                 f"the model {name!r} does not exist; this server has {self.name!r}",
@@ -73,9 +75,14 @@ class ServedModel:
 
 
 def load_served_model(
-    info: engine_pb2.GetModelInfoResponse, tokenizer: Tokenizer, served_name: str
+    info: engine_pb2.GetModelInfoResponse,
+    tokenizer: Tokenizer,
+    served_name: str,
+    aliases: tuple[str, ...] = (),
 ) -> ServedModel:
-    """Joins the tokenizer with the engine's answer; `served_name` is what clients send (empty: the engine's).
+    """Joins the tokenizer with the engine's answer.
+
+    `served_name` is what clients send (empty: the engine's), or what matches one of `aliases`.
 
     Raises:
         ValueError: the engine's sampling defaults are no JSON.
@@ -94,5 +101,6 @@ def load_served_model(
         tokenizer=tokenizer,
         supports_vision=info.supports_vision,
         image_token_id=info.image_token_id if info.supports_vision else -1,
+        aliases=aliases,
         max_waiting_outputs=info.max_waiting_requests,
     )

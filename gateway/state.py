@@ -86,7 +86,7 @@ class Gateway:
             info = await self._model_info()
             directory = info.tokenizer_path or info.model_path
             tokenizer = tokenizer or await self._read_tokenizer(directory)
-            model = load_served_model(info, tokenizer, settings.served_model_name)
+            model = load_served_model(info, tokenizer, settings.served_model_name, settings.model_aliases)
             await self._prompts.start(self._worker_setup(info, settings.model or directory))
             self._model = model
         except Exception as error:
@@ -128,6 +128,7 @@ class Gateway:
             model_info=info.SerializeToString(),
             files=self._model_files(tokenizer_dir),
             served_name=self.config.model.served_model_name,
+            aliases=self.config.model.model_aliases,
             images=self.config.images,
             max_body_bytes=self._max_body_bytes,
             memory_bytes=int(settings.prompt_memory_gib * 2**30),

@@ -26,6 +26,10 @@ class ModelConfigSection(Section):
     served_model_name: str = Field(
         default="", description="Name clients send; empty: the directory's or file's name"
     )
+    model_aliases: tuple[str, ...] = Field(
+        default=("claude-*",),
+        description="Further names clients may send; * stands for anything. Claude Code sends claude-...",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="Type of dense weights, activations and KV; auto: the checkpoint's, bfloat16 for float16",

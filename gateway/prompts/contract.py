@@ -36,6 +36,7 @@ class WorkerSetup:
     max_body_bytes: int  # without images
     memory_bytes: int  # what a request may take beyond what the process has when it starts
     cpu_s: float  # processor time of one request
+    aliases: tuple[str, ...] = ()  # patterns of further names of the model
     strict_parameters: bool = False  # unknown fields are refused
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.errors import ApiError, bad_request
+from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request
 from gateway.generation import PromptJob
-from gateway.model import CONTEXT_LENGTH_EXCEEDED, ServedModel
+from gateway.model import ServedModel
 from gateway.output import OutputRules
 from gateway.schemas.common import GenerationFields
 from protos import engine_pb2

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from gateway.errors import ApiError, bad_request, describe_validation_error
-from gateway.model import CONTEXT_LENGTH_EXCEEDED, ServedModel
+from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request, describe_validation_error
+from gateway.model import ServedModel
 from gateway.prompts.contract import Answer, Broken, Kind, Prepared, Refused
 from gateway.prompts.jobs import JobPlan, build_jobs
 from gateway.schemas.common import JsonError, Tolerance, parse_json

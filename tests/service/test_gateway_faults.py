@@ -235,6 +235,12 @@ def test_api_key_guards_all_but_probes(setup: Setup) -> None:
             client_for(url, "wrong").models.list()
         assert caught.value.code == "invalid_api_key"
         assert [card.id for card in client_for(url, "secret").models.list()] == [MODEL]
+        for headers in ({"x-api-key": "secret"}, {"x-api-key": "secret", "Authorization": "Bearer wrong"}):
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+        assert httpx.get(f"{url}/v1/models", headers={"x-api-key": "wrong"}).status_code == 401
+        refusal = httpx.post(f"{url}/v1/messages", json={})
+        assert (refusal.status_code, refusal.json()["error"]["type"]) == (401, "authentication_error")
+        assert refusal.json()["request_id"] == refusal.headers["request-id"]
         assert httpx.get(f"{url}/nowhere").status_code == 401
         assert httpx.post(f"{url}/tokenize", json={"prompt": "x"}).status_code == 401
         for path in ("/health", "/ready", "/metrics", "/version"):
