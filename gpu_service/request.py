@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 Entries = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
 
+@dataclass(frozen=True, slots=True)
+class BadWordEntries:
+    """`SamplingParams.bad_words` as arrays; filled by the sampling plan."""
+
+    lengths: npt.NDArray[np.int64]  # [n], tokens of each
+    last_ids: npt.NDArray[np.int64]  # [n]
+    # [n, longest - 1]: the ids before the last one, aligned at the end, -1 before them.
+    prefixes: npt.NDArray[np.int64]
+
+
 class FinishReason(enum.Enum):
     """Why an output ended; the value is what `GenerateComplete.finish_reason` carries."""
 
@@ -55,6 +65,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     seed: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
 
     @property
     def is_greedy(self) -> bool:
@@ -120,9 +133,10 @@ class Request:
     error_message: str = ""
 
     # Filled by the sampling plan when first needed, and read in every step: `logit_bias`, and stop tokens
-    # masked before `min_tokens`.
+    # masked before `min_tokens`, and sequences that must not be completed.
     bias_entries: Entries | None = None
     stop_entries: Entries | None = None
+    bad_word_entries: BadWordEntries | None = None
 
     reported_len: int = 0  # Filled by the engine: output tokens handed to whoever asked for them.
 

@@ -10,7 +10,16 @@ from gpu_service.engine.sampling_plan import derive_seed
 from gpu_service.request import Request, SamplingParams
 from gpu_service.vision.processor import ImagePreparer
 from gpu_service.vision.prompt import ImageError, PreparedImage, VisionPrompt, place_images
-from moebius.request_limits import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_OUTPUTS, MAX_STOP_TOKEN_IDS
+from moebius.request_limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_IDS,
+    MAX_BAD_WORD_SEQUENCES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_LOGPROBS,
+    MAX_OUTPUTS,
+    MAX_STOP_TOKEN_IDS,
+)
 from protos import engine_pb2 as pb
 
 
@@ -124,6 +133,9 @@ def _params(sampling: pb.SamplingParams, prompt_len: int, bounds: Bounds) -> Sam
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
         logit_bias=tuple(sorted(sampling.logit_bias.items())),
+        allowed_token_ids=tuple(sorted(set(sampling.allowed_token_ids))),
+        bad_words=tuple(tuple(sequence.token_ids) for sequence in sampling.bad_words),
+        logprob_token_ids=tuple(sampling.logprob_token_ids),
     )
 
 
@@ -148,9 +160,37 @@ def _check_ranges(sampling: pb.SamplingParams, bounds: Bounds) -> None:
     _check_count("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIAS)
     _check_ids("sampling_params.stop_token_ids", sampling.stop_token_ids, bounds)
     _check_ids("sampling_params.logit_bias", sampling.logit_bias, bounds)
+    _check_token_lists(sampling, bounds)
     for value in sampling.logit_bias.values():
         if not -100.0 <= value <= 100.0:
             raise InvalidField("sampling_params.logit_bias", value, "-100 to 100")
+
+
+def _check_token_lists(sampling: pb.SamplingParams, bounds: Bounds) -> None:
+    for name, most in (
+        ("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS),
+        ("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS),
+    ):
+        token_ids = getattr(sampling, name)
+        _check_count(name, len(token_ids), most)
+        _check_ids(f"sampling_params.{name}", token_ids, bounds)
+    if sampling.logprob_token_ids and not sampling.HasField("logprobs"):
+        raise InvalidField(
+            "sampling_params.logprob_token_ids",
+            f"{len(sampling.logprob_token_ids)} ids",
+            "they need 'logprobs' to be set",
+        )
+    words = sampling.bad_words
+    _check_count("bad_words", len(words), MAX_BAD_WORD_SEQUENCES)
+    longest = max((len(sequence.token_ids) for sequence in words), default=0)
+    if len(words) * longest > MAX_BAD_WORD_IDS or any(not sequence.token_ids for sequence in words):
+        raise InvalidField(
+            "sampling_params.bad_words",
+            f"{len(words)} sequences of up to {longest} ids",
+            f"1 or more ids each, and at most {MAX_BAD_WORD_IDS} if all were as long as the longest",
+        )
+    for sequence in words:
+        _check_ids("sampling_params.bad_words", sequence.token_ids, bounds)
 
 
 def _check_count(name: str, count: int, most: int) -> None:

@@ -11,6 +11,16 @@ from __future__ import annotations
 MAX_LOGIT_BIAS = 4096
 # Compared with a sampled token in one look-up; masked one by one while `min_tokens` holds: 20 KiB a step.
 MAX_STOP_TOKEN_IDS = 1024
+# 16 bytes each that a step copies to the device per output.
+MAX_ALLOWED_TOKEN_IDS = 8192
+# Each is two sequences of tokens (at a word's beginning and elsewhere), compared with the output's end in
+# every step; so many sequences, and so many ids if all were as long as the longest.
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
+MAX_BAD_WORD_IDS = 8192
+MAX_BAD_WORD_CHARACTERS = 256
+# Columns of a gather, and of what comes back to the host.
+MAX_LOGPROB_TOKEN_IDS = 128
 # Every output searches its new text for each of them in every step.
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARACTERS = 1024

@@ -96,6 +96,9 @@ class InputBuilder:
             state_writes=_state_slots(batch.state_writes),
             prompt_logprobs=_prompt_logprob_rows(batch),
             num_top_logprobs=[r.params.logprobs for r in requests if r.params.logprobs is not None],
+            num_scored_ids=[
+                len(r.params.logprob_token_ids) for r in requests if r.params.logprobs is not None
+            ],
             trace_context=trace_context,
             mrope_positions=_axis_positions(batch, positions) if self._has_mrope else None,
             images=_plan_images(batch),

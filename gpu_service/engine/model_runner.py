@@ -178,7 +178,7 @@ class ModelRunner:
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         """Draws from float32 `[S, V]` logits, and puts the tokens where the next step reads them."""
         assert plan.sampling is not None
-        sampled = self.sampler.sample(logits, plan.sampling)
+        sampled = self.sampler.sample(logits, plan.sampling, self.token_pool.tokens)
         self.token_pool.scatter(plan.sample_slots, plan.sample_positions, sampled.token_ids)
         return sampled
 

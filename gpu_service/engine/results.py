@@ -13,7 +13,9 @@ from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.request import TokenLogprobs
 from gpu_service.scheduler.scheduler import RowResult
 
-NON_FINITE_LOGITS = "the model produced NaN or Inf logits for this request"
+NON_FINITE_LOGITS = (
+    "the model produced NaN or Inf logits for this request, or what it asked for left no token to choose"
+)
 # Of N rows: the chosen tokens' log-probabilities [N], the best ids [N, top] and their values [N, top].
 Logprobs = tuple[Tensor, Tensor, Tensor]
 
@@ -23,7 +25,7 @@ class Sampled:
     """A token for each of R rows; filled by `Sampler`."""
 
     token_ids: Annotated[Tensor, TensorField("R", int64)]
-    # False: the logits held NaN or Inf and the token means nothing.
+    # False: the logits held NaN or Inf, or none was left, and the token means nothing.
     finite: Annotated[Tensor, TensorField("R", boolean)]
     logprobs: Logprobs | None  # of the plan's logprob_rows
 
@@ -59,7 +61,8 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
         records: list[TokenLogprobs] = []
         for scored in pieces:
             targets = wanted.target_ids[len(records) : len(records) + scored[0].shape[0]].tolist()
-            records += _to_records(targets, scored, [wanted.num_top] * len(targets))
+            tops = [wanted.num_top] * len(targets)
+            records += _to_records(targets, scored, tops, [0] * len(targets))
         row = rows[wanted.batch_index]
         row.prompt_logprobs_start, row.prompt_logprobs = wanted.start, records
     if outputs.sampled is not None:
@@ -77,15 +80,24 @@ def _add_sampled(plan: StepPlan, sampled: Sampled, rows: list[RowResult]) -> Non
             row.error = NON_FINITE_LOGITS
     if plan.sampling is not None and sampled.logprobs is not None:
         scored = plan.sampling.logprob_rows
-        records = _to_records([token_ids[row] for row in scored], sampled.logprobs, plan.num_top_logprobs)
+        records = _to_records(
+            [token_ids[row] for row in scored], sampled.logprobs, plan.num_top_logprobs, plan.num_scored_ids
+        )
         for index, record in zip(scored, records, strict=True):
             sampling[index].logprobs = record if finite[index] else None
 
 
-def _to_records(token_ids: list[int], computed: Logprobs, num_top: list[int]) -> list[TokenLogprobs]:
-    """Host records; row l keeps its own `num_top[l]` alternatives."""
+def _to_records(
+    token_ids: list[int], computed: Logprobs, num_top: list[int], num_scored: list[int]
+) -> list[TokenLogprobs]:
+    """Host records; row l keeps its own `num_top[l]` alternatives and the first `num_scored[l]` of the last
+    columns, which are ids that requests named."""
+    width = computed[1].shape[1]
+    begin = width - max(num_scored, default=0)
     chosen, ids, values = (tensor.tolist() for tensor in computed)
-    return [
-        TokenLogprobs(token_id, chosen[row], tuple(ids[row][:top]), tuple(values[row][:top]))
-        for row, (token_id, top) in enumerate(zip(token_ids, num_top, strict=True))
-    ]
+    records = []
+    for row, token_id in enumerate(token_ids):
+        kept = [*range(min(num_top[row], begin)), *range(begin, begin + num_scored[row])]
+        own = tuple(ids[row][column] for column in kept), tuple(values[row][column] for column in kept)
+        records.append(TokenLogprobs(token_id, chosen[row], *own))
+    return records

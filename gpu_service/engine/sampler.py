@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from gpu_service.engine.results import Logprobs, Sampled
-from gpu_service.engine.step import PenaltyRows, SamplingPlan
+from gpu_service.engine.step import BadWords, PenaltyRows, SamplingPlan
 from gpu_service.ops.sampling import argmax_and_finite, truncate_probabilities
 
 
@@ -98,17 +98,19 @@ class Sampler:
         token_ids, finite = argmax_and_finite(logits)
         return Sampled(token_ids, finite, None)
 
-    def sample(self, logits: torch.Tensor, plan: SamplingPlan) -> Sampled:
+    def sample(self, logits: torch.Tensor, plan: SamplingPlan, tokens: torch.Tensor | None = None) -> Sampled:
         """Draws a token for each row of float32 `[R, V]` logits, which are not changed.
 
-        Order: logit bias, penalties, min_tokens mask, temperature, min_p, top_k, top_p, draw; that is
-        vLLM's order, so that equal parameters mean equal distributions.
+        Order: logit bias, penalties, masks (min_tokens, bad words, allowed ids), temperature, min_p, top_k,
+        top_p, draw; that is vLLM's order, so that equal parameters mean equal distributions. `tokens` is the
+        token pool, int32 `[slots + 1, length]`; None where no plan has bad words.
         """
-        adjusted = self._adjust(logits, plan)
+        adjusted = self._adjust(logits, plan, tokens)
         token_ids, finite = argmax_and_finite(logits)
         if adjusted is not logits:
             # Not finite by intention where tokens are banned.
             token_ids, _ = argmax_and_finite(adjusted)
+            finite &= adjusted.gather(1, token_ids.unsqueeze(1)).squeeze(1) > -torch.inf
         if plan.random_rows.numel():
             token_ids[plan.random_rows] = self._draw(adjusted, plan)
         if plan.penalties is not None:
@@ -116,11 +118,12 @@ class Sampler:
         logprobs = None
         if plan.logprob_rows:
             rows = plan.logprob_index
-            logprobs = token_logprobs(logits[rows], token_ids[rows], plan.num_top_logprobs)
+            logprobs = token_logprobs(logits[rows], token_ids[rows], plan.num_top_logprobs, plan.scored_ids)
         return Sampled(token_ids, finite, logprobs)
 
-    def _adjust(self, logits: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
-        if plan.bias is None and plan.penalties is None and plan.banned is None:
+    def _adjust(self, logits: torch.Tensor, plan: SamplingPlan, tokens: torch.Tensor | None) -> torch.Tensor:
+        changes = (plan.bias, plan.penalties, plan.banned, plan.allowed, plan.bad_words)
+        if all(change is None for change in changes):
             return logits
         logits = logits.clone()
         if plan.bias is not None:
@@ -129,6 +132,14 @@ class Sampler:
             self.penalties.apply(logits, plan.penalties)
         if plan.banned is not None:
             logits[plan.banned.rows, plan.banned.token_ids] = plan.banned.values
+        if plan.bad_words is not None:
+            assert tokens is not None, "a plan with bad words needs the token pool"
+            _ban_last_ids(logits, plan.bad_words, tokens)
+        if plan.allowed is not None:
+            entries = plan.allowed.entry_rows, plan.allowed.token_ids
+            kept = logits[entries]
+            logits.index_fill_(0, plan.allowed.rows, -torch.inf)
+            logits[entries] = kept
         return logits
 
     def _draw(self, logits: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
@@ -145,6 +156,15 @@ class Sampler:
         return _inverse_cdf(probabilities, plan.uniform)
 
 
+def _ban_last_ids(logits: torch.Tensor, words: BadWords, tokens: torch.Tensor) -> None:
+    """Minus infinity, in place, for what would complete a sequence whose other tokens come just before."""
+    before = tokens[words.slots.unsqueeze(1), words.positions]
+    matches = ((before == words.prefixes) | (words.prefixes < 0)).all(dim=1)
+    # Added, since several sequences of a row may end with one id.
+    values = torch.zeros_like(words.last_ids, dtype=logits.dtype).masked_fill_(matches, -torch.inf)
+    logits.view(-1).scatter_add_(0, words.rows * logits.shape[1] + words.last_ids, values)
+
+
 def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """The first index whose cumulative weight exceeds `uniform` times the total: never one of weight 0."""
     cumulative = weights.double().cumsum(dim=-1)
@@ -153,15 +173,21 @@ def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return index.clamp_(max=weights.shape[-1] - 1)
 
 
-def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, scored_ids: torch.Tensor | None = None
+) -> Logprobs:
     """From raw logits float32 `[L, V]`, before bias, penalties and temperature; chosen ids int64 `[L]`.
 
     Returns the chosen tokens' natural log-probabilities `[L]`, and the `num_top` best ids and
-    log-probabilities `[L, num_top]`, best first.
+    log-probabilities `[L, num_top]`, best first, followed by `scored_ids` `[L, M]` and theirs.
     """
     normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
     chosen = logits.gather(1, token_ids.unsqueeze(1)) - normaliser
     top = min(num_top, logits.shape[-1])
     # At least one: not every device takes an empty selection.
     values, ids = torch.topk(logits, max(top, 1), dim=-1)
-    return chosen.squeeze(1), ids[:, :top], (values - normaliser)[:, :top]
+    ids, values = ids[:, :top], (values - normaliser)[:, :top]
+    if scored_ids is not None:
+        ids = torch.cat((ids, scored_ids), dim=1)
+        values = torch.cat((values, logits.gather(1, scored_ids) - normaliser), dim=1)
+    return chosen.squeeze(1), ids, values

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from gpu_service.engine.step import PenaltyRows, SamplingPlan, SparseBias
-from gpu_service.request import Entries, Request
+from gpu_service.engine.step import AllowedTokens, BadWords, PenaltyRows, SamplingPlan, SparseBias
+from gpu_service.request import BadWordEntries, Entries, Request
 from gpu_service.scheduler.limits import SchedulerLimits, stop_token_ids
 
 _MASK = (1 << 64) - 1
@@ -67,6 +68,9 @@ def build_sampling_plan(
         logprob_rows=logprob_rows,
         logprob_index=_index(logprob_rows),
         num_top_logprobs=max((params[row].logprobs or 0 for row in logprob_rows), default=0),
+        allowed=_allowed(requests),
+        bad_words=_bad_words(requests, positions),
+        scored_ids=_scored_ids([params[row].logprob_token_ids for row in logprob_rows]),
     )
 
 
@@ -111,6 +115,62 @@ def _stop_entries(request: Request, limits: SchedulerLimits) -> Entries:
         ids = np.array(sorted(stop_token_ids(request, limits)), dtype=np.int64)
         request.stop_entries = ids, np.full(len(ids), -np.inf, dtype=np.float32)
     return request.stop_entries
+
+
+def _allowed(requests: Sequence[Request]) -> AllowedTokens | None:
+    rows = [row for row, request in enumerate(requests) if request.params.allowed_token_ids]
+    if not rows:
+        return None
+    lists = [requests[row].params.allowed_token_ids for row in rows]
+    entry_rows = np.repeat(rows, [len(ids) for ids in lists])
+    token_ids = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in lists])
+    return AllowedTokens(_index(rows), torch.from_numpy(entry_rows), torch.from_numpy(token_ids))
+
+
+def _bad_words(requests: Sequence[Request], positions: Sequence[int]) -> BadWords | None:
+    """Sequences that the next token could complete: only the device knows the tokens before it."""
+    entries: list[tuple[int, BadWordEntries, npt.NDArray[np.bool_]]] = []
+    for row, request in enumerate(requests):
+        if request.params.bad_words:
+            own = _bad_word_entries(request)
+            possible = own.lengths <= positions[row] + 1
+            if possible.any():
+                entries.append((row, own, possible))
+    if not entries:
+        return None
+    width = max(own.prefixes.shape[1] for _, own, _ in entries)
+    prefixes, places, rows, slots = [], [], [], []
+    for row, own, possible in entries:
+        request, chosen = requests[row], own.prefixes[possible]
+        padded = np.full((len(chosen), width), -1, dtype=np.int64)
+        padded[:, width - chosen.shape[1] :] = chosen
+        end = request.prompt_len + positions[row]
+        prefixes.append(padded)
+        places.append(np.where(padded >= 0, np.arange(end - width, end), 0))
+        rows.append(np.full(len(chosen), row))
+        slots.append(np.full(len(chosen), request.slot))
+    last_ids = np.concatenate([own.last_ids[possible] for _, own, possible in entries])
+    arrays = (np.concatenate(rows), last_ids, np.concatenate(slots), np.concatenate(prefixes))
+    return BadWords(*(torch.from_numpy(array) for array in (*arrays, np.concatenate(places))))
+
+
+def _bad_word_entries(request: Request) -> BadWordEntries:
+    """The request's `bad_words`; made once, and kept with it."""
+    if request.bad_word_entries is None:
+        words = request.params.bad_words
+        width = max(map(len, words)) - 1
+        prefixes = np.full((len(words), width), -1, dtype=np.int64)
+        for number, word in enumerate(words):
+            prefixes[number, width - len(word) + 1 :] = word[:-1]
+        lengths = np.array([len(word) for word in words], dtype=np.int64)
+        last_ids = np.array([word[-1] for word in words], dtype=np.int64)
+        request.bad_word_entries = BadWordEntries(lengths, last_ids, prefixes)
+    return request.bad_word_entries
+
+
+def _scored_ids(lists: Sequence[tuple[int, ...]]) -> torch.Tensor | None:
+    width = max(map(len, lists), default=0)
+    return torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in lists]) if width else None
 
 
 def has_penalties(request: Request) -> bool:

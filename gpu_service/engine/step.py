@@ -202,6 +202,28 @@ class SparseBias:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """Rows of which only some logits are kept."""
+
+    rows: Annotated[Tensor, TensorField("A", int64)]
+    # One of `rows` and an id for each of N logits that are kept.
+    entry_rows: Annotated[Tensor, TensorField("N", int64)]
+    token_ids: Annotated[Tensor, TensorField("N", int64)]
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """N sequences of tokens that outputs must not complete, each of one row."""
+
+    rows: Annotated[Tensor, TensorField("N", int64)]
+    last_ids: Annotated[Tensor, TensorField("N", int64)]
+    slots: Annotated[Tensor, TensorField("N", int64)]  # rows of the token pool
+    # The ids before the last one, and where in the token pool they are; -1 and 0 where a sequence is short.
+    prefixes: Annotated[Tensor, TensorField("N K", int64)]
+    positions: Annotated[Tensor, TensorField("N K", int64)]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingPlan:
     """Filled by `build_sampling_plan`. None or an empty list: nobody in the batch asked for it."""
 
@@ -219,12 +241,22 @@ class SamplingPlan:
     logprob_rows: list[int]
     logprob_index: Annotated[Tensor, TensorField("L", int64)]  # the same
     num_top_logprobs: int
+    allowed: AllowedTokens | None = None
+    bad_words: BadWords | None = None
+    # Ids that are scored in addition to the best ones, padded with 0.
+    scored_ids: Annotated[Tensor | None, TensorField("L M", int64)] = None
+
+    def logprob_columns(self, vocab_size: int) -> int:
+        """Ids that a logprob row has values of, besides the chosen one."""
+        extra = 0 if self.scored_ids is None else self.scored_ids.shape[1]
+        return min(self.num_top_logprobs, vocab_size) + extra
 
     @property
     def takes_argmax(self) -> bool:
         """Whether every row's token is that of its largest logit, and nothing else is asked."""
-        changed = (self.bias, self.banned, self.penalties)
-        return self.random_rows.numel() == 0 and not self.logprob_rows and changed == (None, None, None)
+        changed = (self.bias, self.banned, self.penalties, self.allowed, self.bad_words)
+        is_plain = all(change is None for change in changed)
+        return self.random_rows.numel() == 0 and not self.logprob_rows and is_plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -245,8 +277,9 @@ class StepPlan(ForwardInputs):
     # None: no row is sampled from.
     sampling: SamplingPlan | None = None
     prompt_logprobs: list[PromptLogprobRows] = field(default_factory=list)
-    # Per logprob row.
+    # Per logprob row: alternatives, and ids scored in addition.
     num_top_logprobs: list[int] = field(default_factory=list)
+    num_scored_ids: list[int] = field(default_factory=list)
     # The parent of this step's expert spans; None: no spans are recorded.
     trace_context: Context | None = None
     # None: no token of the step is part of an image.

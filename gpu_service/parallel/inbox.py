@@ -88,6 +88,10 @@ def _encode_request(
     output.params.stop_token_ids.extend(sorted(params.stop_token_ids))
     for token, bias in params.logit_bias:
         output.params.logit_bias[token] = bias
+    output.params.allowed_token_ids.extend(params.allowed_token_ids)
+    output.params.logprob_token_ids.extend(params.logprob_token_ids)
+    for sequence in params.bad_words:
+        output.params.bad_words.add(token_ids=sequence)
     for placed in () if request.vision is None else request.vision.images:
         key = placed.image.key
         if key not in images:
@@ -118,6 +122,9 @@ def _decode_params(params: engine_pb2.SamplingParams) -> SamplingParams:
         **same,
         stop_token_ids=frozenset(params.stop_token_ids),
         logit_bias=tuple(sorted(params.logit_bias.items())),
+        allowed_token_ids=tuple(params.allowed_token_ids),
+        bad_words=tuple(tuple(sequence.token_ids) for sequence in params.bad_words),
+        logprob_token_ids=tuple(params.logprob_token_ids),
     )
 
 

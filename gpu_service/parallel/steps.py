@@ -35,9 +35,9 @@ class RankSampler(Sampler):
         own = super().greedy(logits) if self.parallel.is_last_stage else None
         return Sampled(*self._share(own, logits.shape[0]), None)
 
-    def sample(self, logits: torch.Tensor, plan: SamplingPlan) -> Sampled:
+    def sample(self, logits: torch.Tensor, plan: SamplingPlan, tokens: torch.Tensor | None = None) -> Sampled:
         """`logits` is `[R, 0]` on stages without a head."""
-        own = super().sample(logits, plan) if self.parallel.is_last_stage else None
+        own = super().sample(logits, plan, tokens) if self.parallel.is_last_stage else None
         token_ids, finite = self._share(own, logits.shape[0])
         if plan.penalties is not None and self.parallel.rank != self.parallel.sampling_rank:
             if own is not None:
@@ -46,8 +46,13 @@ class RankSampler(Sampler):
         logprobs = None
         if plan.logprob_rows:
             mine = None if own is None else own.logprobs
-            logprobs = self.share_logprobs(mine, len(plan.logprob_rows), plan.num_top_logprobs)
+            columns = plan.logprob_columns(self._vocab_size)
+            logprobs = self.share_logprobs(mine, len(plan.logprob_rows), columns)
         return Sampled(token_ids, finite, logprobs)
+
+    def columns(self, num_top: int) -> int:
+        """Alternatives that there are for `num_top` wanted ones."""
+        return min(num_top, self._vocab_size)
 
     def _share(self, own: Sampled | None, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The sampling rank's token ids int64 `[R]`, and whether their logits were finite, bool `[R]`."""
@@ -58,19 +63,19 @@ class RankSampler(Sampler):
         self.parallel.world_group.broadcast(shared, self.parallel.sampling_rank)
         return shared[0], shared[1].bool()
 
-    def share_logprobs(self, own: Logprobs | None, rows: int, num_top: int) -> Logprobs:
-        """Log-probabilities of `rows` rows from the sampling rank; `own` is None on stages without a head."""
+    def share_logprobs(self, own: Logprobs | None, rows: int, columns: int) -> Logprobs:
+        """Log-probabilities of `rows` rows with `columns` alternatives each, from the sampling rank; `own` is
+        None on stages without a head."""
         if self.parallel.num_stages == 1:
             assert own is not None
             return own
-        top = min(num_top, self._vocab_size)
         # float64 holds ids and float32 values exactly.
-        shared = torch.zeros((rows, 1 + 2 * top), dtype=torch.float64, device=self._device)
+        shared = torch.zeros((rows, 1 + 2 * columns), dtype=torch.float64, device=self._device)
         if own is not None:
             chosen, ids, values = own
             shared = torch.cat((chosen.unsqueeze(1).double(), ids.double(), values.double()), dim=1)
         self.parallel.world_group.broadcast(shared, self.parallel.sampling_rank)
-        ids, values = shared[:, 1 : 1 + top], shared[:, 1 + top :]
+        ids, values = shared[:, 1 : 1 + columns], shared[:, 1 + columns :]
         return shared[:, 0].float(), ids.long(), values.float()
 
 
@@ -95,7 +100,7 @@ class RankModelRunner(ModelRunner):
             pieces = super()._score_prompt(wanted, hidden_states)
             chosen, ids, values = (torch.cat(parts) for parts in zip(*pieces, strict=True))
             own = (chosen, ids, values)
-        return [sampler.share_logprobs(own, len(wanted.rows), wanted.num_top)]
+        return [sampler.share_logprobs(own, len(wanted.rows), sampler.columns(wanted.num_top))]
 
 
 # All ranks raise these alike (`RankExperts.failure`), so their engines go on alike.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from gpu_service.request import Request
@@ -128,3 +130,24 @@ def test_stop_token_ends_the_output_although_known_late(loop: dict[str, bool]) -
         (late,) = harness.run([held])
     assert late[:until] != free[:until]
     assert stop not in late[:8]
+
+
+@LOOPS
+def test_bad_words_do_not_depend_on_the_order_of_steps(loop: dict[str, bool]) -> None:
+    """With the tokens before known to the device only, a pair that was said is not said any more."""
+    with running_engine(budget=256, prefix_caching=False) as harness:
+        said = [harness.run([r])[0] for r in workload()]
+        pairs = [(tokens[2], tokens[3]) for tokens in said]
+        expected = [
+            harness.run([make_request(f"b{i}", prompt_of(i, n), seed=i, bad_words=(pairs[i],))])[0]
+            for i, n in enumerate(LENGTHS)
+        ]
+    with running_engine(budget=16, **loop) as harness:
+        requests = [
+            make_request(f"r{i}", prompt_of(i, n), seed=i, bad_words=(pairs[i],))
+            for i, n in enumerate(LENGTHS)
+        ]
+        assert harness.run(requests) == expected
+    for tokens, before, pair in zip(expected, said, pairs, strict=True):
+        assert tokens[:3] == before[:3]
+        assert pair not in itertools.pairwise(tokens)

@@ -45,6 +45,8 @@ SAMPLED: dict[str, Any] = {
     "presence_penalty": 0.7,
     "repetition_penalty": 1.2,
     "logit_bias": ((9, 1.0),),
+    "allowed_token_ids": tuple(range(3, 60)),
+    "bad_words": ((9,), (5, 7), (5, 5, 8)),
     "min_tokens": 2,
 }
 

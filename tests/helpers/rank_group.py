@@ -137,10 +137,14 @@ class Script:
         cases["prefix"] = self.wait([self.submit(f"b{i}", [*p, 5, 6]) for i, p in enumerate(prompts)])
         sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.3}
         sampled |= {"frequency_penalty": 0.3, "logit_bias": ((9, 2.0),), "min_tokens": 3}
+        sampled |= {"allowed_token_ids": tuple(range(5, 60)), "bad_words": ((7,), (9, 8), (8, 8, 9))}
         cases["sampled"] = self.wait(
             [self.submit(f"c{i}", p, seed=i + 1, **sampled) for i, p in enumerate(prompts)]
         )
-        scored = [self.submit(f"d{i}", p, logprobs=2, prompt_logprobs=1) for i, p in enumerate(prompts[:2])]
+        scored = [
+            self.submit(f"d{i}", p, logprobs=2, logprob_token_ids=(4, 9), prompt_logprobs=1)
+            for i, p in enumerate(prompts[:2])
+        ]
         cases["scored"] = self.wait(scored)
         long = self.submit("long", prompts[0], max_tokens=200, ignore_eos=True)
         concurrent = self.submit("concurrent", prompts[3], ignore_eos=True)

@@ -29,6 +29,9 @@ PARAMS = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 200_000), st.floats(-100, 100, width=32), max_size=3).map(
         lambda biases: tuple(sorted(biases.items()))
     ),
+    allowed_token_ids=st.lists(st.integers(0, 200_000), max_size=3).map(tuple),
+    bad_words=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    logprob_token_ids=st.lists(st.integers(0, 200_000), max_size=3).map(tuple),
 )
 REQUESTS = st.builds(
     Request,

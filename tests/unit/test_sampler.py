@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_service.engine.results import Sampled
+from gpu_service.engine.results import Sampled, _to_records
 from gpu_service.engine.sampler import Sampler, token_logprobs
 from gpu_service.engine.sampling_plan import build_sampling_plan, derive_seed, uniform
 from gpu_service.request import Request, SamplingParams
@@ -30,7 +30,15 @@ def draw(requests: list[Request], positions: list[int], logits: torch.Tensor | N
     """Samples one row per request from LOGITS."""
     rows = LOGITS.expand(len(requests), -1) if logits is None else logits
     plan = build_sampling_plan(requests, positions, LIMITS)
-    return Sampler(VOCAB, torch.device("cpu")).sample(rows, plan)
+    return Sampler(VOCAB, torch.device("cpu")).sample(rows, plan, pool_of(requests))
+
+
+def pool_of(requests: list[Request]) -> torch.Tensor:
+    """The token pool that holds what is known of the requests, 0 elsewhere."""
+    pool = torch.zeros((1 + max(request.slot for request in requests), 64), dtype=torch.int32)
+    for request in requests:
+        pool[request.slot, : request.total_len] = torch.tensor(request.known_tokens(0, request.total_len))
+    return pool
 
 
 def reference(params: SamplingParams) -> np.ndarray:
@@ -135,6 +143,72 @@ def test_bias_and_min_tokens() -> None:
         temperature=0.0, logit_bias=((9, 90.0),), min_tokens=2, stop_token_ids=frozenset({9}), ignore_eos=True
     )
     assert draw([stopped], [1]).token_ids.item() not in (9,)
+
+
+def test_only_allowed_ids_are_drawn() -> None:
+    """Whatever bias and temperature say, and of each row its own; the other rows do not change."""
+    one = request_with(temperature=0.0, allowed_token_ids=(30,))
+    plain = request_with(temperature=0.0)
+    drawn = set()
+    for seed in range(40):
+        few = request_with(temperature=5.0, allowed_token_ids=(3, 11), logit_bias=((9, 100.0),), seed=seed)
+        tokens = draw([few, plain, one], [0, 0, 0]).token_ids.tolist()
+        drawn.add(tokens[0])
+        assert tokens[1:] == [int(LOGITS.argmax()), 30]
+    assert drawn == {3, 11}
+
+
+def test_bad_words_are_not_completed() -> None:
+    """The last id of a sequence is impossible exactly where the output ends with the others.
+
+    A prompt that ends with them does not count, as in vLLM; several sequences may end with one id.
+    """
+    best, second, third = LOGITS.argsort(descending=True)[:3].tolist()
+    words = ((5, best), (6, 5, best), (4, 4, 4, 4, best), (1, 2, 2, best))
+    cases: list[tuple[list[int], tuple[tuple[int, ...], ...], int]] = [
+        ([], ((best,),), second),
+        ([], words, best),
+        ([5], words, second),
+        ([6, 5], words, second),
+        ([9, 5], words, second),
+        ([5, 9], words, best),
+        ([4, 4, 4], words, best),
+        ([4, 4, 4, 4], words, second),
+        ([], (*words, (best,), (second,)), third),
+    ]
+    requests, positions = [], []
+    for slot, (output, banned, _) in enumerate(cases):
+        request = request_with(slot, temperature=0.0, bad_words=banned)
+        request.output_token_ids = output
+        requests.append(request)
+        positions.append(len(output))
+    expected = [token for *_, token in cases]
+    assert draw(requests, positions).token_ids.tolist() == expected
+    assert [draw([r], [p]).token_ids.item() for r, p in zip(requests, positions, strict=True)] == expected, (
+        "a row must not depend on its batch"
+    )
+
+
+def test_a_request_that_leaves_no_token_fails_alone() -> None:
+    """Nothing that was forbidden is drawn; the row is marked as one without a token."""
+    impossible = request_with(temperature=0.0, allowed_token_ids=(3,), bad_words=((3,),))
+    sampled = draw([request_with(), impossible, request_with(temperature=0.0)], [0, 0, 0])
+    assert sampled.finite.tolist() == [True, False, True]
+
+
+def test_named_ids_are_scored() -> None:
+    """After the best ones of the row, in the order in which they were named; rows have their own."""
+    first = request_with(temperature=0.0, logprobs=2, logprob_token_ids=(8, 1, 8))
+    second = request_with(temperature=0.0, logprobs=0, logprob_token_ids=(4,))
+    sampled = draw([request_with(), first, second], [0, 0, 0])
+    assert sampled.logprobs is not None
+    _, ids, values = sampled.logprobs
+    best = LOGITS.argsort(descending=True)[:2].tolist()
+    assert ids.tolist() == [[*best, 8, 1, 8], [*best, 4, 0, 0]]
+    raw = LOGITS.double().log_softmax(0)
+    assert values[0].tolist() == pytest.approx(raw[ids[0]].tolist(), abs=1e-5)
+    records = _to_records([1, 2], sampled.logprobs, [2, 0], [3, 1])
+    assert [record.top_ids for record in records] == [(*best, 8, 1, 8), (4,)]
 
 
 class CountedTuple(tuple[tuple[int, float], ...]):

@@ -28,8 +28,22 @@ from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, p
 DUMMIES = {Dummy.SLOT: 8, Dummy.STATE: 3}
 PARAMS: list[dict[str, Any]] = [
     {},
-    {"temperature": 0.9, "top_p": 0.5, "logprobs": 2, "logit_bias": ((3, 1.0),), "prompt_logprobs": 1},
-    {"temperature": 1.0, "presence_penalty": 1.0, "min_tokens": 3, "stop_token_ids": frozenset({5})},
+    {
+        "temperature": 0.9,
+        "top_p": 0.5,
+        "logprobs": 2,
+        "logit_bias": ((3, 1.0),),
+        "prompt_logprobs": 1,
+        "allowed_token_ids": (1, 2, 9),
+        "logprob_token_ids": (7, 8, 9),
+    },
+    {
+        "temperature": 1.0,
+        "presence_penalty": 1.0,
+        "min_tokens": 3,
+        "stop_token_ids": frozenset({5}),
+        "bad_words": ((3,), (4, 5)),
+    },
 ]
 
 
@@ -79,7 +93,15 @@ def test_built_steps_are_as_declared(has_mrope: bool) -> None:
                 for letter, size in zip(letters, tensor.shape, strict=True):
                     expected = int(letter) if letter.isdigit() else axes.setdefault(letter, size)
                     assert size == expected, f"{name}: {letter}"
-    assert {"token_slots", "repetition", "target_ids", "values", "truncated"} <= seen
+    assert {
+        "token_slots",
+        "repetition",
+        "target_ids",
+        "values",
+        "truncated",
+        "prefixes",
+        "scored_ids",
+    } <= seen
     assert ("mrope_positions" in seen) == has_mrope
 
 
