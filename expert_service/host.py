@@ -43,7 +43,7 @@ from moebius.kernels import (
 from moebius.models.geometry import MoeGeometry
 from moebius.placement import make_placement
 from moebius.progress import phase
-from moebius.topology import Topology, pin_thread
+from moebius.topology import Topology, format_cpu_list, pin_thread
 from moebius.weight_formats import PackedExpertLayout, expert_layout
 from moebius.weight_segment import segment_path
 
@@ -68,16 +68,49 @@ class ThreadPlacement:
 SPARED = 2
 
 
-def place_process(experts: ExpertConfig) -> ThreadPlacement:
+def node_of_cpus(topology: Topology, setting: str, split_index: int) -> int:
+    """The node that all CPUs of this process are of; -1: the machine has one node, or none that it tells.
+
+    Where they are of several, "auto" takes one in turn, by `split_index`, and "cpuset" refuses: the container
+    was to have CPUs of one node for itself, and does not. Raises ValueError.
+    """
+    if len(topology.nodes) < 2:
+        return -1
+    nodes = [node.id for node in topology.nodes if topology.usable_cpus(node.id)]
+    if len(nodes) == 1:
+        allowed = [node.id for node in topology.nodes if node.memory_allowed]
+        if setting == "cpuset" and nodes[0] not in allowed:
+            raise ValueError(
+                f"numa_node is cpuset, but the CPUs given to this process are of node {nodes[0]}, its memory "
+                f"of {allowed}; the kubelet aligns both with memoryManagerPolicy Static and "
+                "topologyManagerPolicy restricted or single-numa-node; numa_node auto does without"
+            )
+        return nodes[0]
+    if setting == "auto":
+        usable = topology.server_nodes()
+        return usable[split_index % len(usable)]
+    parts = ", ".join(f"node {node}: {format_cpu_list(topology.usable_cpus(node))}" for node in nodes)
+    raise ValueError(
+        f"numa_node is cpuset, but the CPUs given to this process are of {len(nodes)} nodes ({parts}); in a "
+        "Pod the kubelet gives those of one with cpuManagerPolicy static, topologyManagerPolicy restricted "
+        "or single-numa-node, equal integer CPU requests and limits of all containers, and no more CPUs for "
+        "this one than a node has; numa_node auto does without"
+    )
+
+
+def place_process(experts: ExpertConfig, topology: Topology | None = None) -> ThreadPlacement:
     """Pin the calling thread, and all it starts, to the node's CPUs that this process may use.
 
     Without a node the process stays where its parent put it; its threads get a CPU each where the process
     has nearly as many to itself. Unless set, the number of threads is what cores and cgroup quota allow,
     divided by the number of servers when servers are not bound to nodes. Raises ValueError when the
-    node does not exist or holds no usable CPU.
+    node does not exist or holds no usable CPU, or when "cpuset" finds the CPUs of several nodes.
     """
-    topology = Topology.detect()
+    topology = topology or Topology.detect()
     node = experts.numa_node
+    if isinstance(node, str):
+        node = node_of_cpus(topology, node, experts.split_index)
+        log.info("NUMA node found", numa_node=node, setting=experts.numa_node)
     if node < 0:
         share = max(1, topology.recommended_threads(-1) // experts.split_count)
         threads = experts.expert_threads or share

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import structlog
 
@@ -10,14 +12,28 @@ from expert_service.spans import Call, SpanRecorder
 from moebius.config import MoebiusConfig
 from moebius.expert_slices import SliceRequest
 from moebius.kernels import ExpertEngine
-from moebius.mailbox import Mailbox, MailboxServer
+from moebius.mailbox import MailboxServer, open_mailbox, server_health
 from moebius.mailbox_plan import mailbox_geometry
 from moebius.models.geometry import MoeGeometry
 
 log = structlog.get_logger(__name__)
 
-# The launcher makes the segment before it starts servers; by hand, someone may be slower.
-ATTACH_TIMEOUT_S = 30.0
+
+class Standstill:
+    """Whether a counter that should always move has stood still for too long."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` is in seconds."""
+        self.limit_s = limit_s
+        self._clock = clock
+        self._progress: int | None = None
+        self._moved_at = clock()
+
+    def lasts(self, progress: int | None) -> bool:
+        """One look; None: nothing is counted yet."""
+        if progress is None or progress != self._progress:
+            self._progress, self._moved_at = progress, self._clock()
+        return self._clock() - self._moved_at > self.limit_s
 
 
 class MailboxService:
@@ -34,16 +50,17 @@ class MailboxService:
     def attach(self, engine: ExpertEngine, model: MoeGeometry, request: SliceRequest, identity: str) -> None:
         """Check geometry and identity and claim the index; nothing when no mailbox is configured.
 
-        Raises MailboxError when it does not appear within 30 s, or naming what differs.
+        Where nobody has made the mailbox yet it is made: an engine may take minutes until it asks for it.
+        Raises MailboxError naming what differs.
         """
         name = self._config.experts.mailbox
         if not name:
             return
-        expected = mailbox_geometry(self._config, model)
-        Mailbox.attach(name, ATTACH_TIMEOUT_S, expected)
+        opened = open_mailbox(name, mailbox_geometry(self._config, model))
         server = MailboxServer(
             name, request.split_index, engine.backend, num_threads=engine.num_threads, identity=identity
         )
+        del opened  # held until here, so that it was not a leftover that others replace
         with self._lock:
             self._server = server
             self._engine = engine
@@ -77,6 +94,13 @@ class MailboxService:
     def has_ended(self) -> bool:
         """True when the serve loop left by itself: the mailbox was shut down, or a client sent it away."""
         return self._started and self._server is not None and not self._server.is_running
+
+    @property
+    def progress(self) -> int | None:
+        """A counter that stands still only where the serve loop does; None: no mailbox is served."""
+        if self._server is None or not self._started:
+            return None
+        return server_health(self._server.mailbox_name)[self._server.server_index].progress
 
     @property
     def rejection(self) -> str:

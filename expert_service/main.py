@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from expert_service.errors import LoadCancelled
 from expert_service.host import ExpertHost, LoadSettings, place_process
-from expert_service.mailbox_service import MailboxService
+from expert_service.mailbox_service import MailboxService, Standstill
 from expert_service.segment import find_load_record
 from expert_service.servicer import ExpertServicer
 from expert_service.spans import SpanRecorder
@@ -61,8 +61,9 @@ class ExpertProcess:
         # A second signal: what was asked is not finished any more.
         self._hurry = False
         experts = config.experts
+        placement = place_process(experts)
         self._spans = SpanRecorder(
-            {"moebius.expert.server": experts.split_index, "moebius.expert.numa_node": experts.numa_node}
+            {"moebius.expert.server": experts.split_index, "moebius.expert.numa_node": placement.numa_node}
         )
         self._mailbox = MailboxService(config, self._spans)
         settings = LoadSettings(
@@ -73,7 +74,7 @@ class ExpertProcess:
         )
         self._damage = ""
         self._host = ExpertHost(
-            place_process(experts),
+            placement,
             self._mailbox.attach,
             self._on_loaded,
             settings,
@@ -182,9 +183,14 @@ class ExpertProcess:
         self._stop.set()
 
     def _serve(self) -> None:
+        standstill = Standstill(self._config.supervisor.hang_timeout_s)
         while not self._stop.wait(POLL_S) and not self._mailbox.has_ended:
             self._mailbox.record_spans()
             self._spans.flush()
+            if standstill.lasts(self._mailbox.progress):
+                # Whoever asks whether the process works (a kubelet's liveness probe) starts another one.
+                log.error("the serve loop stands still", hang_timeout_s=standstill.limit_s)
+                self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._damage:
             raise DamagedWeights(
                 f"packed experts were damaged in memory ({self._damage}); they are packed anew"

@@ -25,6 +25,8 @@ class ExpertCollector(Collector):
             "1 when weights are loaded and work is accepted",
             int(self._host.is_serving),
         )
+        node = self._host.placement.numa_node
+        yield GaugeMetricFamily("moebius:expert_numa_node", "NUMA node it is bound to; -1: none", node)
         loaded = self._host.loaded
         if loaded is None:
             return

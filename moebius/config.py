@@ -8,8 +8,9 @@ one exception and is read by C++). Loading, merging and the closest-match errors
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Ge
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -262,7 +263,11 @@ class ExpertConfig(Section):
     expert_threads: int = Field(
         default=0, ge=0, description="Worker threads per expert process; 0: from the cores allowed"
     )
-    numa_node: int = Field(default=-1, ge=-1, description="NUMA node this expert process binds to; -1: none")
+    numa_node: Annotated[int, Ge(-1)] | Literal["auto", "cpuset"] = Field(
+        default=-1,
+        description="NUMA node this expert process binds to; -1: none; auto: its CPUs' node, or one by "
+        "split_index; cpuset: its CPUs' node, and nothing else will do",
+    )
     expert_address: str = Field(
         default="127.0.0.1:50061", description="gRPC address an expert process listens on"
     )
@@ -317,6 +322,10 @@ class ParallelConfig(Section):
     tensor_parallel_size: int = Field(default=1, ge=1, le=64, description="GPUs that share every layer")
     pipeline_parallel_size: int = Field(default=1, ge=1, le=64, description="Stages of consecutive layers")
     rank: int = Field(default=0, ge=0, description="Which rank this engine process is")
+    rank_hosts: int = Field(
+        default=1, ge=1, le=64, description="Hosts that the ranks are divided over, as many on each"
+    )
+    host_index: int = Field(default=0, ge=0, description="Which of these hosts this is; rank 0 is on host 0")
     rank_address: str = Field(
         default="", description="Where ranks meet (host:port); empty: chosen by the supervisor"
     )
@@ -327,6 +336,17 @@ class ParallelConfig(Section):
         default="nccl",
         description="How GPUs add small tensors; one-shot: each reads the others' memory, over NVLink",
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all hosts."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def host_ranks(self) -> range:
+        """Those that run on this host, by the numbers of its GPUs."""
+        each = self.num_ranks // self.rank_hosts
+        return range(self.host_index * each, (self.host_index + 1) * each)
 
 
 class PlacementConfig(Section):

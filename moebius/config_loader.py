@@ -12,7 +12,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
@@ -32,7 +32,7 @@ class Leaf:
 
     section: str
     name: str
-    # The type without `None`, e.g. int, or Literal["a", "b"], or tuple[int, ...].
+    # The type without `None`, e.g. int, Literal["a", "b"], int | Literal["a"], or tuple[int, ...].
     annotation: Any
     optional: bool
     default: Any
@@ -62,6 +62,19 @@ class Leaf:
         """What stands for the value in `--help`."""
         if typing.get_origin(self.annotation) is Literal:
             return "|".join(map(str, typing.get_args(self.annotation)))
+        if _is_union(self.annotation):
+            kinds = typing.get_args(self.annotation)
+            return "|".join(
+                (
+                    "INTEGER",
+                    *(
+                        w
+                        for kind in kinds
+                        if typing.get_origin(kind) is Literal
+                        for w in typing.get_args(kind)
+                    ),
+                )
+            )
         return "A,B,…" if self.is_list else {int: "INTEGER", float: "NUMBER"}.get(self.annotation, "TEXT")
 
     def parse(self, text: str) -> Any:
@@ -110,14 +123,29 @@ def _leaf(section: str, name: str, field: FieldInfo) -> Leaf:
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:
     """Splits `X | None` into (X, True); anything else is (itself, False)."""
-    if typing.get_origin(annotation) in (Union, types.UnionType):
+    if _is_union(annotation) and type(None) in typing.get_args(annotation):
         kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
         return kinds[0], True
     return annotation, False
 
 
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (Union, types.UnionType)
+
+
 def _scalar(kind: Any, text: str) -> Any:
-    """One value of a plain type from text; raises ValueError. Literals are checked by pydantic."""
+    """One value of a plain type from text; raises ValueError. Literals are checked by pydantic.
+
+    A union is a number or one of some words.
+    """
+    if _is_union(kind):
+        words = [
+            word
+            for one in typing.get_args(kind)
+            if typing.get_origin(one) is Literal
+            for word in typing.get_args(one)
+        ]
+        return text if text in words else int(text)
     if kind is bool:
         lowered = text.lower()
         if lowered not in TRUE_WORDS + FALSE_WORDS:
@@ -131,6 +159,11 @@ def _scalar(kind: Any, text: str) -> Any:
 def _type_words(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in typing.get_args(kind))
+    if _is_union(kind):
+        return ", or ".join(_type_words(one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) is Annotated:
+        base, *limits = typing.get_args(kind)
+        return ", ".join([_type_words(base), *map(_limit_words, limits)])
     if typing.get_origin(kind) is tuple:
         return f"a list, each {_type_words(typing.get_args(kind)[0])}"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]

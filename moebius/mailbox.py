@@ -389,3 +389,24 @@ class Mailbox:
     def shut_down(self) -> None:
         """Tells every user of the mailbox to leave; permanent for this segment."""
         self.kernel.shut_down()
+
+
+OPEN_TIMEOUT_S = 60.0
+
+
+def open_mailbox(name: str, geometry: MailboxGeometry, client: int = 0, group: int = 0) -> Mailbox:
+    """The supervisor's segment, or, where processes are started by hand or in a Pod, in any order, one made
+    by the first of them: the engine's first rank (0, 0), or an expert server.
+
+    One made here stays when this process ends, so that a restarted process finds the others still attached;
+    once nobody holds it any more, the next one of that name replaces it.
+    Raises MailboxError naming what does not fit.
+    """
+    if (client, group) == (0, 0) and (Mailbox.is_stale(name) or not Mailbox.exists(name)):
+        try:
+            return Mailbox.create(name, geometry)
+        except MailboxError:
+            # Another process was quicker; what else was wrong is said below.
+            if not Mailbox.exists(name):
+                raise
+    return Mailbox.attach(name, OPEN_TIMEOUT_S, geometry, client=client, group=group)

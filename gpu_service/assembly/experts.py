@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from gpu_service.assembly.process import resolve_device
+from gpu_service.assembly.process import local_rank, resolve_device
 from gpu_service.device.stream import DeviceStream
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.factory import make_expert_client
@@ -107,7 +107,7 @@ def connect_experts(
     placed = make_placement(config.placement, moe.geometry).resident
     if all(len(placed.get(layer, ())) == moe.geometry.num_experts for layer in moe.geometry.moe_layers):
         return None
-    device = resolve_device(config.gpu, config.parallel.rank)
+    device = resolve_device(config.gpu, local_rank(config.parallel))
     client = make_expert_client(config, moe.geometry, device)
     shared = group.experts(client, divides_rows=config.experts.expert_transport != "mailbox")
     assert shared is not None

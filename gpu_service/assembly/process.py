@@ -16,7 +16,7 @@ import structlog
 import torch
 
 from gpu_service.attention.registry import check_attention_backend
-from moebius.config import GpuConfig, MoebiusConfig
+from moebius.config import GpuConfig, MoebiusConfig, ParallelConfig
 from moebius.errors import UserError
 
 _log = structlog.get_logger(__name__)
@@ -60,6 +60,11 @@ def resolve_device(gpu: GpuConfig, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def local_rank(parallel: ParallelConfig) -> int:
+    """Number of the rank's GPU on its host, whose ranks have their order."""
+    return parallel.rank % max(1, parallel.num_ranks // parallel.rank_hosts)
+
+
 # torch leaves these untyped.
 _cuda: Any = torch.cuda
 
@@ -67,8 +72,7 @@ _cuda: Any = torch.cuda
 def prepare_process(config: MoebiusConfig) -> torch.device:
     """The rank's device, made current; threads and the place of compiled kernels. Raises UserError."""
     use_jit_cache(config.gpu.jit_cache_dir)
-    # All ranks of a model are on this host, so their order is that of its GPUs.
-    device = resolve_device(config.gpu, config.parallel.rank)
+    device = resolve_device(config.gpu, local_rank(config.parallel))
     check_attention_backend(config.gpu.attention_backend, device)
     if device.type == "cuda":
         # The host only fills small tensors; more threads would spin on the cores of the expert servers.

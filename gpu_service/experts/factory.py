@@ -12,12 +12,11 @@ from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.mailbox_client import MailboxExpertClient
 from moebius.config import MoebiusConfig
 from moebius.expert_slices import checkpoint_fingerprint
-from moebius.mailbox import Mailbox, MailboxGeometry
+from moebius.mailbox import Mailbox, open_mailbox
 from moebius.mailbox_plan import activation_dtype, mailbox_geometry, slots_of
 from moebius.models.checkpoint import open_index
 from moebius.models.geometry import MoeGeometry
 
-ATTACH_TIMEOUT_S = 60.0
 CPU = torch.device("cpu")
 
 
@@ -41,18 +40,6 @@ def _dtype(config: MoebiusConfig, geometry: MoeGeometry) -> torch.dtype:
 
 def _fingerprint(config: MoebiusConfig) -> str:
     return checkpoint_fingerprint(open_index(config.model.model))
-
-
-def open_mailbox(name: str, geometry: MailboxGeometry, client: int = 0, group: int = 0) -> Mailbox:
-    """The supervisor's segment, or, where processes are started by hand, one made here.
-
-    One made here stays when this process ends, so that a restarted engine finds the servers still
-    attached; once nobody holds it any more, the next engine of that name replaces it.
-    Raises MailboxError naming what does not fit.
-    """
-    if (client, group) == (0, 0) and (Mailbox.is_stale(name) or not Mailbox.exists(name)):
-        return Mailbox.create(name, geometry)
-    return Mailbox.attach(name, ATTACH_TIMEOUT_S, geometry, client=client, group=group)
 
 
 def _mailbox(config: MoebiusConfig, geometry: MoeGeometry, device: torch.device) -> ExpertClient:

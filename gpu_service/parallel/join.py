@@ -29,6 +29,8 @@ _PROTOCOL = 2
 # How long a connection may take to say what it is; scanners and health checks say nothing.
 _HELLO_S = 3.0
 _RETRY_S = 0.1
+# An address that swallows packets, as that of a Pod that is gone, is not waited for to the end.
+_ATTEMPT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,13 @@ class Rendezvous:
     address: str
     timeout_s: float
     fingerprint: str  # Digest of all settings that every rank must share.
+    # Longest wait for all ranks to be there; None: `timeout_s`.
+    meet_timeout_s: float | None = None
+
+    @property
+    def meet_s(self) -> float:
+        """Seconds."""
+        return self.timeout_s if self.meet_timeout_s is None else self.meet_timeout_s
 
     @property
     def host_port(self) -> tuple[str, int]:
@@ -65,7 +74,7 @@ def meet(
 
 def _gather(rendezvous: Rendezvous, welcome: ranks_pb2.Welcome) -> dict[int, RankConnection]:
     host, port = rendezvous.host_port
-    end = time.monotonic() + rendezvous.timeout_s
+    end = time.monotonic() + rendezvous.meet_s
     connections: dict[int, RankConnection] = {}
     try:
         listener = socket.create_server((host, port), family=_family(host), backlog=rendezvous.size)
@@ -80,7 +89,7 @@ def _gather(rendezvous: Rendezvous, welcome: ranks_pb2.Welcome) -> dict[int, Ran
                 missing = [rank for rank in range(1, rendezvous.size) if rank not in connections]
                 raise UserError(
                     f"rank {', '.join(map(str, missing))} did not join at {rendezvous.address} within "
-                    f"{rendezvous.timeout_s:g} s (rank_timeout_s)"
+                    f"{rendezvous.meet_s:g} s (rank_timeout_s)"
                 ) from None
             _admit(rendezvous, RankConnection(accepted, _HELLO_S), connections)
     for connection in connections.values():
@@ -124,8 +133,9 @@ def _refusal(rendezvous: Rendezvous, hello: ranks_pb2.Hello, connections: dict[i
 
 
 def _join(rendezvous: Rendezvous) -> tuple[RankConnection, ranks_pb2.Welcome]:
-    end = time.monotonic() + rendezvous.timeout_s
-    connection = RankConnection(_connect(rendezvous, end), rendezvous.timeout_s)
+    end = time.monotonic() + rendezvous.meet_s
+    # Rank 0 answers when the last one is there.
+    connection = RankConnection(_connect(rendezvous, end), rendezvous.meet_s)
     hello = ranks_pb2.Hello(
         protocol=_PROTOCOL, rank=rendezvous.rank, size=rendezvous.size, fingerprint=rendezvous.fingerprint
     )
@@ -138,6 +148,7 @@ def _join(rendezvous: Rendezvous) -> tuple[RankConnection, ranks_pb2.Welcome]:
     if kind != "welcome":
         why = answer.refused if kind == "refused" else f"it sent {kind}"
         raise UserError(f"rank {rendezvous.rank} was refused by rank 0 at {rendezvous.address}: {why}")
+    connection.set_timeout(rendezvous.timeout_s)
     return connection, answer.welcome
 
 
@@ -145,12 +156,13 @@ def _connect(rendezvous: Rendezvous, end: float) -> socket.socket:
     """Tries until rank 0 listens: processes start in any order."""
     while True:
         try:
-            return socket.create_connection(rendezvous.host_port, timeout=max(0.001, end - time.monotonic()))
+            left = max(0.001, min(_ATTEMPT_S, end - time.monotonic()))
+            return socket.create_connection(rendezvous.host_port, timeout=left)
         except OSError as error:
             if time.monotonic() + _RETRY_S > end:
                 raise UserError(
                     f"rank {rendezvous.rank}: rank 0 is not reachable at {rendezvous.address} within "
-                    f"{rendezvous.timeout_s:g} s (rank_timeout_s): {error.strerror or error}"
+                    f"{rendezvous.meet_s:g} s (rank_timeout_s): {error.strerror or error}"
                 ) from error
             time.sleep(_RETRY_S)
 
@@ -164,7 +176,7 @@ def _family(host: str) -> socket.AddressFamily:
 _COLLECTIVE_PATIENCE = 5
 # Settings that ranks of one group may differ in: a rank's own, and what only rank 0 uses.
 _OWN_LEAVES = {
-    "parallel": {"rank"},
+    "parallel": {"rank", "host_index"},
     "gpu": {"gpu_metrics_port", "gpu_address", "gpu_threads"},
 }
 _OWN_SECTIONS = {"gateway", "supervisor", "telemetry"}
@@ -172,7 +184,8 @@ _OWN_SECTIONS = {"gateway", "supervisor", "telemetry"}
 
 def place_of(settings: ParallelConfig) -> ParallelContext:
     """Which part this rank holds, without collectives yet. Raises ConfigError for a rank out of range."""
-    size = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    size = settings.num_ranks
+    check_hosts(settings)
     if settings.rank >= size:
         raise ConfigError(f"rank: {settings.rank} is not allowed; allowed: 0 to {size - 1}")
     if size > 1 and not settings.rank_address:
@@ -184,6 +197,19 @@ def place_of(settings: ParallelConfig) -> ParallelContext:
         stage=stage,
         num_stages=settings.pipeline_parallel_size,
     )
+
+
+def check_hosts(settings: ParallelConfig) -> None:
+    """Raises ConfigError where the ranks can not be divided over the hosts as is set."""
+    hosts = settings.rank_hosts
+    if settings.num_ranks % hosts:
+        raise ConfigError(
+            f"rank_hosts: {settings.num_ranks} ranks can not be divided equally over {hosts} hosts"
+        )
+    if settings.host_index >= hosts:
+        raise ConfigError(f"host_index: {settings.host_index} is not allowed; allowed: 0 to {hosts - 1}")
+    if hosts > 1 and settings.small_all_reduce == "one-shot":
+        raise ConfigError("small_all_reduce: one-shot is for ranks of one host; allowed with several: nccl")
 
 
 def end_process(reason: str, own: bool) -> None:
@@ -211,6 +237,8 @@ def join_group(
         address=settings.rank_address,
         timeout_s=settings.rank_timeout_s,
         fingerprint=_fingerprint(config),
+        # Processes of other hosts are started by somebody else, who may have to fetch an image first.
+        meet_timeout_s=None if settings.rank_hosts == 1 else config.supervisor.ready_timeout_s,
     )
     host, _ = rendezvous.host_port
     if host in ("127.0.0.1", "::1", "localhost"):

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpu_service.experts.factory import open_mailbox
-from moebius.mailbox import GeometryMismatch, Mailbox, MailboxGeometry
+from moebius.mailbox import GeometryMismatch, Mailbox, MailboxGeometry, open_mailbox
 
 GEOMETRY = MailboxGeometry(
     num_layers=2, hidden_size=8, top_k=2, num_slots=2, max_rows=4, num_servers=1, dtype="float32"

@@ -110,3 +110,14 @@ def test_printed_config_shows_everything_but_secrets() -> None:
     assert "hunter2" not in text
     shown = yaml.safe_load(text)
     assert {name for values in shown.values() for name in values} == {leaf.name for leaf in leaves()}
+
+
+def test_a_number_or_a_word(tmp_path: Path) -> None:
+    """A leaf that takes either reads both from flags and files, and its error names both."""
+    path = tmp_path / "c.yaml"
+    path.write_text("experts: {numa_node: auto}\n")
+    assert load_config(path).experts.numa_node == "auto"
+    assert load_config(path, {"numa_node": "1"}).experts.numa_node == 1
+    for wrong in ("somewhere", "-2"):
+        with pytest.raises(ConfigError, match=f"{wrong}.*an integer, >= -1, or one of auto, cpuset"):
+            load_config(None, {"numa_node": wrong})

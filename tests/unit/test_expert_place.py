@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from expert_service import host as host_module
-from expert_service.host import place_process
+from expert_service.host import node_of_cpus, place_process
 from moebius.config import ExpertConfig
+from moebius.topology import Topology
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,30 @@ def test_threads_have_a_cpu_each_where_the_server_has_them_to_itself(
     monkeypatch.setattr(host_module, "Topology", SimpleNamespace(detect=lambda: topology))
     found = place_process(ExpertConfig.model_validate(settings))
     assert (found.numa_node, found.num_threads, found.cpus) == (-1, threads, pinned)
+
+
+def two_nodes(usable: dict[int, tuple[int, ...]], memory: tuple[int, ...] = (0, 1)) -> Topology:
+    """Nodes 0 and 1, of which a process may use some CPUs and the memory of some."""
+    nodes = tuple(SimpleNamespace(id=node, memory_allowed=node in memory) for node in (0, 1))
+    found = SimpleNamespace(
+        nodes=nodes,
+        usable_cpus=lambda node: usable.get(node, ()),
+        server_nodes=lambda: tuple(node for node in (0, 1) if usable.get(node) and node in memory),
+    )
+    return cast(Topology, found)
+
+
+def test_a_server_finds_the_node_that_its_container_was_given() -> None:
+    """CPUs of one node name it; of several, "auto" takes turns and "cpuset" says which setting would help."""
+    pinned = two_nodes({1: (4, 5)})
+    assert node_of_cpus(pinned, "auto", 0) == node_of_cpus(pinned, "cpuset", 0) == 1
+    shared = two_nodes({0: (0, 1), 1: (4, 5)})
+    assert [node_of_cpus(shared, "auto", index) for index in range(3)] == [0, 1, 0]
+    with pytest.raises(ValueError, match=r"of 2 nodes \(node 0: 0-1, node 1: 4-5\).*topologyManagerPolicy"):
+        node_of_cpus(shared, "cpuset", 0)
+    with pytest.raises(
+        ValueError, match=r"CPUs .* of node 1, its memory of \[0\]; .*memoryManagerPolicy Static"
+    ):
+        node_of_cpus(two_nodes({1: (4, 5)}, memory=(0,)), "cpuset", 0)
+    one = cast(Topology, SimpleNamespace(nodes=(SimpleNamespace(id=0, memory_allowed=True),)))
+    assert node_of_cpus(one, "cpuset", 1) == -1

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from moebius.app.supervisor.placement import Gpu, find_gpus, place_ranks
+from gpu_service.assembly.process import local_rank
+from moebius.app.supervisor.health import GrpcProbe
+from moebius.app.supervisor.placement import Gpu, find_gpus, place_ranks, rank_settings
+from moebius.app.supervisor.plan import ENGINE_HEALTH, plan_ranks
 from moebius.config import GpuConfig, MoebiusConfig, ParallelConfig
+from moebius.config_loader import load_config
 from moebius.errors import ConfigError
 from tests.unit.test_supervisor_plan import model, planned
 
@@ -74,3 +78,30 @@ def test_all_ranks_are_planned_as_one_group(model: Path) -> None:
     assert stages == sorted(set(stages))
     alone, _ = planned(model, expert_transport="local")
     assert [spec.group for spec in alone.plan.processes] == ["", ""]
+
+
+def test_hosts_start_their_own_ranks(model: Path) -> None:
+    """As many on each; GPUs are counted from 0 on every host, and only rank 0 is asked by whoever probes."""
+    flags = {"model": str(model), "device": "cpu", "tensor_parallel_size": "4", "rank_hosts": "2"}
+    flags |= {
+        "rank_address": "leader:29500",
+        "gpu_address": "0.0.0.0:50051",
+        "state_dir": str(model.parent / "s"),
+    }
+    first, second = (plan_ranks(load_config(None, flags | {"host_index": str(index)})) for index in (0, 1))
+    assert [spec.name for spec in first.plan.processes] == ["gpu", "gpu-1"]
+    assert [spec.name for spec in second.plan.processes] == ["gpu-2", "gpu-3"]
+    assert {spec.probe for spec in second.plan.processes} == {GrpcProbe("leader:50051", ENGINE_HEALTH)}
+    assert [spec.ends_with_leader for spec in (*first.plan.processes, *second.plan.processes)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    placed = place_ranks(second.config, [Gpu(1), Gpu(0)], NODES)
+    assert [rank.rank for rank in placed] == [2, 3]
+    assert [local_rank(rank_settings(second.config, one).parallel) for one in placed] == [0, 1]
+    with pytest.raises(ConfigError, match="4 ranks, rank_hosts 3"):
+        plan_ranks(load_config(None, flags | {"rank_hosts": "3"}))
+    with pytest.raises(ConfigError, match="rank_address: empty"):
+        plan_ranks(load_config(None, flags | {"rank_address": ""}))

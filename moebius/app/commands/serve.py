@@ -99,6 +99,22 @@ def _add_services(app: typer.Typer) -> None:
         raise typer.Exit(run(config))
 
     @app.command()
+    @with_settings("model", "images", "gpu", "experts", "parallel", "placement", "supervisor", "telemetry")
+    def ranks(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
+        """Run all ranks of one engine that are of this host (--rank-hosts, --host-index); restart them.
+
+        Expert servers and the gateway are started by others, as for `moebius gpu`.
+        """
+        from moebius.app.commands.running import running
+        from moebius.app.supervisor.plan import plan_ranks
+        from moebius.telemetry import configure_logging
+
+        config = _prepared(config, print_config)
+        configure_logging(config.telemetry, "supervisor")
+        with running(plan_ranks(config)) as supervisor:
+            supervisor.run()
+
+    @app.command()
     @with_settings("model", "experts", "placement", "telemetry")
     def expert(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
         """Run one expert server alone: share --split-index of --split-count.

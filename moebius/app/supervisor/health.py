@@ -161,6 +161,8 @@ class ProcessSpec:
     group: str = ""
     # Its signs of life; None: others notice its silence, only that it is stopped is seen here.
     liveness: Liveness | None = None
+    # Its group's leader, on another host, drains and then tells it to end; asked only when that is late.
+    ends_with_leader: bool = False
 
 
 @dataclass(frozen=True)

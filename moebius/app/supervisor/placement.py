@@ -127,14 +127,20 @@ def runs_on_gpus(config: MoebiusConfig, gpus: Sequence[Gpu]) -> bool:
 def place_ranks(
     config: MoebiusConfig, gpus: Sequence[Gpu], node_cpus: Mapping[int, Sequence[int]]
 ) -> tuple[RankBinding, ...]:
-    """One placement per rank; `node_cpus` maps NUMA node -> CPUs we may use there.
+    """One placement per rank of this host; `node_cpus` maps NUMA node -> CPUs we may use there.
 
     Raises ConfigError when there are more ranks than GPUs.
     """
     settings = config.parallel
-    count = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    ranks = settings.host_ranks
+    count = len(ranks)
     on_gpus = runs_on_gpus(config, gpus)
     if on_gpus and gpus and count > len(gpus):
+        if settings.rank_hosts > 1:
+            raise ConfigError(
+                f"{settings.num_ranks} ranks on {settings.rank_hosts} hosts (rank_hosts) are {count} each; "
+                f"there are {len(gpus)} GPUs here"
+            )
         raise ConfigError(
             f"tensor_parallel_size {settings.tensor_parallel_size} × pipeline_parallel_size "
             f"{settings.pipeline_parallel_size} are {count} ranks, but there are {len(gpus)} GPUs; "
@@ -144,24 +150,30 @@ def place_ranks(
         usable = sum(len(cpus) for cpus in node_cpus.values())
         # Ranks on CPUs share the machine; alone, the engine leaves a core to its other threads itself.
         threads = config.gpu.gpu_threads or (max(1, usable // count) if count > 1 else 0)
-        return tuple(RankBinding(rank, (), threads) for rank in range(count))
+        return tuple(RankBinding(rank, (), threads) for rank in ranks)
     threads = config.gpu.gpu_threads
-    return tuple(RankBinding(rank, _near(rank, gpus, node_cpus), threads) for rank in range(count))
+    return tuple(
+        RankBinding(rank, _near(number, gpus, node_cpus), threads) for number, rank in enumerate(ranks)
+    )
 
 
-def _near(rank: int, gpus: Sequence[Gpu], node_cpus: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+def _near(number: int, gpus: Sequence[Gpu], node_cpus: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
     """All CPUs of the GPU's node, where that leaves any out."""
-    node = gpus[rank].numa_node if rank < len(gpus) else -1
+    node = gpus[number].numa_node if number < len(gpus) else -1
     near = tuple(sorted(node_cpus.get(node, ())))
     return near if len(node_cpus) > 1 else ()
 
 
 def rank_address(config: MoebiusConfig) -> str:
-    """Where the ranks meet: a free port of this machine, unless one is given; empty for one rank."""
+    """Where the ranks meet: a free port of this machine, unless one is given; empty for one rank.
+
+    Raises ConfigError where ranks of several hosts are not told.
+    """
     settings = config.parallel
-    alone = settings.tensor_parallel_size * settings.pipeline_parallel_size == 1
-    if settings.rank_address or alone:
+    if settings.rank_address or settings.num_ranks == 1:
         return settings.rank_address
+    if settings.rank_hosts > 1:
+        raise ConfigError("rank_address: empty, but ranks of several hosts have to meet; allowed: host:port")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moebius.app.supervisor.health import (
@@ -102,6 +102,44 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
     )
 
 
+def plan_ranks(config: MoebiusConfig) -> ServePlan:
+    """The ranks of this host alone (`moebius ranks`), for a Pod or a host whose other processes others start.
+
+    Raises ConfigError for what ranks would refuse, StartupError for a state directory that can not be used.
+    """
+    settings = config.parallel
+    if settings.num_ranks % settings.rank_hosts or settings.host_index >= settings.rank_hosts:
+        raise ConfigError(
+            f"{settings.num_ranks} ranks, rank_hosts {settings.rank_hosts} and host_index "
+            f"{settings.host_index} do not fit: hosts have equally many ranks, and are numbered from 0"
+        )
+    chosen = config.supervisor.state_dir
+    state_dir = own_state_directory(Path(chosen).absolute() if chosen else default_state_dir())
+    clean_up_stale(state_dir)
+    config = _replace(config, "parallel", rank=0, rank_address=rank_address(config))
+    own, port = config.gpu.gpu_address, config.gpu.gpu_address.rpartition(":")[2]
+    leader = own if settings.host_index == 0 else f"{config.parallel.rank_address.rpartition(':')[0]}:{port}"
+    directory = state_dir / f"ranks-{settings.host_index}-{Path(port).stem}"
+    ranks = place_ranks(config, find_gpus(), usable_cpus()[0])
+    members = [_rank_member(config, placed, GrpcProbe(leader, ENGINE_HEALTH), "ranks") for placed in ranks]
+    return ServePlan(
+        plan=Plan(
+            directory=directory,
+            processes=tuple(
+                replace(_process(member, directory), ends_with_leader=settings.host_index > 0)
+                for member in members
+            ),
+            files=tuple(
+                (_settings_file(member, directory), effective_config(member.config)) for member in members
+            ),
+            json_logs=config.telemetry.log_format == "json",
+        ),
+        timing=_timing(config),
+        base_url="",
+        config=config,
+    )
+
+
 @dataclass(frozen=True)
 class _Member:
     """One process before it is a command line; filled by `_members`."""
@@ -132,14 +170,17 @@ def _members(
     # Rank 0 is ready once a step has gone through all ranks.
     engine_probe = GrpcProbe(config.gpu.gpu_address, ENGINE_HEALTH)
     group = "ranks" if len(ranks) > 1 else ""
-    for placed in ranks:
-        own, stage = rank_settings(config, placed), STOP_RANKS if placed.rank else STOP_GPU
-        # The other ranks answer nobody; that one of them is silent is noticed by the group.
-        life = None if placed.rank else engine_probe
-        members.append(_Member(placed.name, "gpu", own, engine_probe, stage, placed.cpus, group, life))
+    members += [_rank_member(config, placed, engine_probe, group) for placed in ranks]
     host, port = _reachable(config.gateway.host), config.gateway.port
     ready, alive = HttpProbe(host, port, "/ready"), HttpProbe(host, port, "/health")
     return [*members, _Member("gateway", "gateway", config, ready, STOP_GATEWAY, liveness=alive)]
+
+
+def _rank_member(config: MoebiusConfig, placed: RankBinding, engine_probe: GrpcProbe, group: str) -> _Member:
+    own, stage = rank_settings(config, placed), STOP_RANKS if placed.rank else STOP_GPU
+    # The other ranks answer nobody; that one of them is silent is noticed by the group.
+    life = None if placed.rank else engine_probe
+    return _Member(placed.name, "gpu", own, engine_probe, stage, placed.cpus, group, life)
 
 
 def _process(member: _Member, directory: Path) -> ProcessSpec:
@@ -264,10 +305,16 @@ def _expert_settings(config: MoebiusConfig, index: int, placement: ServerBinding
         "experts",
         split_index=index,
         expert_address=experts.expert_addresses[index],
-        numa_node=placement.numa_node if experts.numa_node < 0 else experts.numa_node,
+        numa_node=_server_node(config, placement),
         expert_threads=experts.expert_threads or placement.threads,
         expert_metrics_port=port + index if port else 0,
     )
+
+
+def _server_node(config: MoebiusConfig, placement: ServerBinding) -> int:
+    """What was set for all servers, or the place that was found for this one."""
+    node = config.experts.numa_node
+    return placement.numa_node if isinstance(node, str) or node < 0 else node
 
 
 def _weight_files(
@@ -286,7 +333,7 @@ def _weight_files(
         WeightFile(
             segment_path(str(directory), index),
             nbytes,
-            placement.numa_node if config.experts.numa_node < 0 else config.experts.numa_node,
+            _server_node(config, placement),
         )
         for index, (placement, nbytes) in enumerate(zip(placements, sizes, strict=True))
     )

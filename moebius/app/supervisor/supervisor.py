@@ -261,6 +261,7 @@ class Supervisor:
         """Stops stage after stage: SIGTERM, grace, SIGKILL. Afterwards no process is left."""
         for stage in sorted({process.spec.stop_stage for process in self.processes}):
             members = [process for process in self.processes if process.spec.stop_stage == stage]
+            self._await_leader(members)
             for process in members:
                 process.terminate()
             begin, hurried = time.monotonic(), False
@@ -280,6 +281,15 @@ class Supervisor:
                     log.error("process does not end, it waits inside the kernel", name=process.spec.name)
                 if process.last_pid is not None:
                     self._on_event(process.spec.name, "stopped")
+
+    def _await_leader(self, members: Sequence[ManagedProcess]) -> None:
+        """While those that a leader on another host ends still run; a second signal, or its end, hurries."""
+        end = time.monotonic() + self._timing.stop_timeout_s
+        while time.monotonic() < end and self._signals_seen < 2:
+            led = [process for process in members if process.spec.ends_with_leader]
+            if not led or any(process.pid is None for process in led):
+                return
+            self._pause()
 
     def _update_record(self) -> None:
         """While serving, a directory without room is no reason to end."""

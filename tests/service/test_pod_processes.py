@@ -1,0 +1,163 @@
+"""Guards processes started one by one, as the containers of Pods are: in any order, without a supervisor."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from expert_service.mailbox_service import Standstill
+from moebius.app.supervisor.health import GrpcProbe
+from moebius.app.supervisor.plan import ENGINE_HEALTH, EXPERT_HEALTH
+from moebius.mailbox import Mailbox, server_health
+from tests.helpers.rank_serving import TOKENS, generate
+from tests.helpers.stack import ROOT, free_port
+from tests.helpers.tiny_models import TinyModel, write_tiny_model
+
+MODEL = TinyModel("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2})
+LIMIT_S = 120.0
+
+
+class Containers:
+    """Commands that share one configuration file; all are gone at the end of the test."""
+
+    def __init__(self, directory: Path) -> None:
+        write_tiny_model(MODEL, directory / "model", seed=5)
+        self.directory = directory
+        self.config = directory / "moebius.yaml"
+        self.mailbox = f"moebius-test-{directory.name[-20:]}-{free_port()}"
+        self.experts = [free_port(), free_port()]
+        self.engine = free_port()
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def settings(self, transport: str, **parallel: object) -> None:
+        """Writes what all containers read."""
+        tree = {
+            "model": {"model": str(self.directory / "model"), "dtype": "float32"},
+            "gpu": {"device": "cpu", "num_pages": 64, "gpu_address": f"127.0.0.1:{self.engine}"},
+            "experts": {
+                "expert_transport": transport,
+                "split_count": 2,
+                "expert_servers": 2,
+                "expert_threads": 1,
+                "numa_node": "auto",
+                "mailbox": self.mailbox if transport == "mailbox" else "",
+                "expert_addresses": [f"127.0.0.1:{port}" for port in self.experts],
+                "expert_weights_dir": str(self.directory),
+            },
+            "parallel": parallel,
+            "supervisor": {"state_dir": str(self.directory / "s"), "stop_timeout_s": 10.0},
+        }
+        self.config.write_text(yaml.safe_dump(tree))
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """`moebius …`"""
+        command = [sys.executable, "-m", "moebius", *arguments, "--config", str(self.config)]
+        with (self.directory / "log").open("ab") as log:
+            process = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=log)
+        self.running.append(process)
+        return process
+
+    def start_expert(self, index: int) -> subprocess.Popen[bytes]:
+        """One expert server's container."""
+        address = f"127.0.0.1:{self.experts[index]}"
+        return self.start("expert", "--split-index", str(index), "--expert-address", address)
+
+    def wait_serving(self, port: int, service: str) -> None:
+        """Until a gRPC probe would say so."""
+        probe, end = GrpcProbe(f"127.0.0.1:{port}", service), time.monotonic() + LIMIT_S
+        while not probe.ready():
+            assert time.monotonic() < end, (self.directory / "log").read_text()[-3000:]
+            assert all(process.poll() is None for process in self.running), self.log
+            time.sleep(0.1)
+
+    @property
+    def log(self) -> str:
+        return (self.directory / "log").read_text()
+
+
+@pytest.fixture
+def containers(tmp_path: Path) -> Iterator[Containers]:
+    made = Containers(tmp_path)
+    yield made
+    for process in made.running:
+        process.kill()
+        process.wait()
+    Mailbox.unlink(made.mailbox)
+
+
+def test_sidecars_are_ready_before_anybody_asks_for_them(containers: Containers) -> None:
+    """Expert servers load without an engine: the first of them makes the mailbox. The engine comes later,
+    an expert server that is killed comes back under the same name, and all end well at SIGTERM."""
+    containers.settings("mailbox")
+    experts = [containers.start_expert(index) for index in range(2)]
+    for port in containers.experts:
+        containers.wait_serving(port, EXPERT_HEALTH)
+    engine = containers.start("gpu")
+    containers.wait_serving(containers.engine, ENGINE_HEALTH)
+    address = f"127.0.0.1:{containers.engine}"
+    expected = generate(address)
+    assert len(expected) == TOKENS
+    experts[1].kill()
+    experts[1].wait()
+    containers.running.remove(experts[1])
+    experts[1] = containers.start_expert(1)
+    assert generate(address) == expected
+    for process in (engine, *experts):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0, containers.log
+
+
+def test_a_standing_server_says_so_to_a_liveness_probe(containers: Containers) -> None:
+    """Health "" is SERVING while the serve loop counts, and it counts without a request."""
+    now = [0.0]
+    standstill = Standstill(2.5, lambda: now[0])
+    for now[0], count, lasts in (
+        (9.0, None, False),
+        (10, 1, False),
+        (20, 2, False),
+        (22, 2, False),
+        (23, 2, True),
+    ):
+        assert standstill.lasts(count) is lasts
+    containers.settings("mailbox")
+    containers.start_expert(0)
+    containers.wait_serving(containers.experts[0], EXPERT_HEALTH)
+    with grpc.insecure_channel(f"127.0.0.1:{containers.experts[0]}") as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    counted = server_health(containers.mailbox)[0].progress
+    time.sleep(1.0)
+    assert server_health(containers.mailbox)[0].progress > counted
+
+
+def test_ranks_of_two_hosts_meet_late_and_end_together(containers: Containers) -> None:
+    """Host 1 waits for host 0 for as long as a start may take, not for `rank_timeout_s`; both get SIGTERM at
+    once, and rank 0 finishes what it has before the others go."""
+    containers.settings(
+        "grpc",
+        tensor_parallel_size=2,
+        rank_hosts=2,
+        rank_address=f"127.0.0.1:{free_port()}",
+        rank_timeout_s=3.0,
+    )
+    for index in range(2):
+        containers.start_expert(index)
+    second = containers.start("ranks", "--host-index", "1")
+    time.sleep(8)
+    assert second.poll() is None, containers.log
+    first = containers.start("ranks", "--host-index", "0")
+    containers.wait_serving(containers.engine, ENGINE_HEALTH)
+    assert len(generate(f"127.0.0.1:{containers.engine}")) == TOKENS
+    for process in (second, first):
+        process.send_signal(signal.SIGTERM)
+    assert [process.wait(timeout=40) for process in (first, second)] == [0, 0], containers.log
+    assert "did not stop in time" not in containers.log
