@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Literal
 
-import h11
 import structlog
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import ApiError
 from moebius.config import GatewayConfig
@@ -27,6 +26,8 @@ logger = structlog.get_logger(__name__)
 
 # A slow line may send a large body: each second beyond the limit has to bring so many bytes.
 SLOWEST_BODY = 16 * 1024
+# Of a request's first line and headers, bytes: the parser itself has no limit.
+LONGEST_HEAD = 64 * 1024
 # Of the process itself: its sockets to the engine, event loops, logs, images being fetched.
 _OWN_DESCRIPTORS = 64
 _FEWEST, _MOST = 8, 16384
@@ -92,6 +93,7 @@ class ConnectionTable:
 # and send so many bytes: what people send by mistake, and no endless upload.
 _LINGER_S, _LINGER_PAUSE_S = 30.0, 5.0
 _LINGER_BYTES = 64 * 2**20
+_TOO_LONG = f"the request's head is longer than {LONGEST_HEAD // 1024} KiB"
 
 
 class LingeringTransport:
@@ -100,6 +102,7 @@ class LingeringTransport:
     def __init__(self, transport: asyncio.Transport, connection: HttpConnection) -> None:
         self._transport = transport
         self._connection = connection
+        self.write = transport.write  # once per token: not looked up each time
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -114,7 +117,7 @@ class LingeringTransport:
             self._transport.close()
 
 
-class HttpConnection(H11Protocol):
+class HttpConnection(HttpToolsProtocol):
     """One connection, with a deadline while it waits for its client. `protocol_for` binds the table.
 
     Closing a socket whose input is not read resets the connection, and takes away from the client the answer
@@ -131,6 +134,12 @@ class HttpConnection(H11Protocol):
     _unread: asyncio.TimerHandle | None = None
     lingers = False  # answered and closed for writing; what still arrives is dropped
     _is_lost = False
+    # Which part of a request was parsed last; "between" also before the first one.
+    _parsing: Literal["between", "head", "body"] = "between"
+    _head_bytes = 0
+    # The request that is being answered, or was last: `self.cycle` is the one parsed last, which may have
+    # to wait for the answers to those before it.
+    _active: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes a place: a free one, that of who has waited longest, or none (503)."""
@@ -149,6 +158,9 @@ class HttpConnection(H11Protocol):
         """Frees the connection's place."""
         self._is_lost = True
         self._leave()
+        if self._active is not None and not self._active.response_complete:
+            self._active.disconnected = True
+            self._active.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -158,15 +170,40 @@ class HttpConnection(H11Protocol):
             if self._received > _LINGER_BYTES:
                 self._give_up_lingering()
             return
+        if self.transport.is_closing():  # answered because it was no HTTP: the parser has ended
+            return
+        if self._parsing != "body":
+            self._head_bytes += len(data)
         super().data_received(data)
+        if self._parsing == "head" and self._head_bytes > LONGEST_HEAD and not self.transport.is_closing():
+            self.send_400_response(_TOO_LONG)
         self._note_phase()
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        self._parsing, self._head_bytes = "head", 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """The head is complete, and its request may run."""
+        self._parsing = "body"
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The whole request is there."""
+        self._parsing = "between"
+        super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._active = cycle
+        super()._start_asgi_task(cycle, app)
 
     def linger(self, transport: asyncio.Transport) -> bool:
         """Instead of closing: whether the client still sends a body, and is given time to read its answer."""
         if self.lingers or self._is_lost or transport.is_closing():
             return self.lingers and not self._is_lost
-        was_answered = self.cycle is not None and self.cycle.response_complete
-        if self.conn.their_state is not h11.SEND_BODY or not was_answered or not transport.can_write_eof():
+        was_answered = self._active is not None and self._active.response_complete
+        if self._parsing != "body" or not was_answered or not transport.can_write_eof():
             return False
         self._leave()
         self.lingers = True
@@ -223,22 +260,21 @@ class HttpConnection(H11Protocol):
         """What the client owes; None: nothing, its request is complete or the connection is closing."""
         if self.transport.is_closing():
             return None
-        if self.conn.their_state is h11.SEND_BODY:
-            return "body"
-        if self.conn.their_state is not h11.IDLE:
-            return None
-        is_between = self.cycle is not None and not self.conn.trailing_data[0]
-        return "idle" if is_between else "head"
+        if self._active is not None and not self._active.response_complete:
+            return "body" if self._active.more_body else None
+        if self._parsing == "body":
+            return "body"  # answered before all of it had come
+        return "idle" if self._active is not None and self._parsing == "between" else "head"
 
     def _note_phase(self) -> None:
         """Starts the clock of a new phase. Of pipelined requests each has its own."""
         if self.lingers:
             return
         phase = self._where()
-        if (phase, self.cycle) == self._phase:
+        if (phase, self._active) == self._phase:
             return
         self._leave()
-        self._phase, self._since, self._received = (phase, self.cycle), self.loop.time(), 0
+        self._phase, self._since, self._received = (phase, self._active), self.loop.time(), 0
         if phase is None:
             return
         (self.table.sending_body if phase == "body" else self.table.asking)[self] = None
@@ -281,7 +317,7 @@ class HttpConnection(H11Protocol):
         """Says why, unless the client never said a word or had its answer before it had sent all."""
         self.table.on_close(reason)
         never_spoke = reason == "head_timeout" and not self._received
-        was_answered = reason == "body_timeout" and self.cycle.response_started
+        was_answered = reason == "body_timeout" and self._has_begun_to_answer()
         self._leave()
         self.connections.discard(self)
         if never_spoke or was_answered:
@@ -291,13 +327,17 @@ class HttpConnection(H11Protocol):
 
     def _answer_and_close(self, error: ApiError) -> None:
         """Unless another answer is being sent."""
-        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
-            if self.cycle is not None:
+        active = self._active
+        if active is None or not active.response_started or active.response_complete:
+            if active is not None:
                 # What the application would answer to half a request is not sent any more.
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
+                active.disconnected = True
+                active.message_event.set()
             self.transport.write(_raw_answer(error))
         self.transport.close()
+
+    def _has_begun_to_answer(self) -> bool:
+        return self._active is not None and self._active.response_started
 
     def _give_way(self) -> None:
         self._give_up("displaced")

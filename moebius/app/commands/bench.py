@@ -1,4 +1,4 @@
-"""`moebius bench mailbox|decode|kernels|quota|load|start`; `engine|prefill|placement|steps` of one here."""
+"""`moebius bench mailbox|decode|kernels|quota|load|start|gateway`; `engine|prefill|placement|steps` of one here."""
 
 from __future__ import annotations
 
@@ -310,3 +310,29 @@ def start(
     from moebius.app.bench.start import run
 
     run(with_checkpoint(config), json_file, cold)
+
+
+@app.command()
+def gateway(
+    streams: Annotated[int, typer.Option(min=1, help="Streams whose cost is measured")] = 64,
+    step_ms: Annotated[float, typer.Option(min=1, help="Time between two tokens of a stream")] = 10.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Measuring time per figure")] = 4.0,
+    arrivals: Annotated[int, typer.Option(min=1, help="Streams that arrive together")] = 256,
+    connections: Annotated[int, typer.Option(min=1, help="Connections of requests not streamed")] = 32,
+    engine: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Another engine [default: a scripted one]")
+    ] = "",
+    heavy: Annotated[
+        str, typer.Option(help="Requests whose effect on another stream is measured, or all, or none")
+    ] = "all",
+    json_file: JsonFile = None,
+) -> None:
+    """What the HTTP process costs: per streamed token, at the first byte, and next to heavy requests."""
+    from moebius.app.bench.gateway.run import GatewayOptions, run
+    from moebius.app.bench.gateway.stalls import HEAVY
+
+    names = {"all": tuple(HEAVY), "none": ()}.get(heavy, tuple(heavy.split(",")))
+    options = GatewayOptions(
+        streams, step_ms, seconds, arrivals, connections, engine=engine, heavy=names
+    )
+    run(options, json_file)
