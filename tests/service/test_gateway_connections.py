@@ -322,3 +322,40 @@ def wait_until_reset(connection: socket.socket) -> float:
             break
         time.sleep(0.5)
     return time.monotonic() - began
+
+
+def test_a_head_without_end_is_refused(engine: tuple[FakeEngine, str]) -> None:
+    """The parser keeps what it has of a header: a client can not fill memory with one that never ends."""
+    with gateway(engine) as (_, port), dial(port, HALF_A_HEAD) as connection:
+        with contextlib.suppress(OSError):
+            for _ in range(64):
+                connection.sendall(b"x" * 8192)
+        status, error = error_in(answer_on(connection))
+        assert (status, error["code"]) == (400, "invalid_http")
+
+
+def test_pipelined_requests_are_answered_in_order(engine: tuple[FakeEngine, str]) -> None:
+    """A request sent before the answer to the last one waits for its turn, and its connection has no deadline
+    meanwhile: it is we who do not answer."""
+    with gateway(engine, header_timeout_s=0.3, body_timeout_s=0.3) as (_, port):
+        engine[0].script = Script(delay_s=0.1)
+        first = json.dumps({**BODY, "max_tokens": 10, "ignore_eos": True}).encode()
+        second = json.dumps({**BODY, "prompt": "Two"}).encode()
+        head = head_for(first).replace(b"Connection: close\r\n", b"")
+        with dial(port, head + first + head_for(second) + second) as connection:
+            answers = answer_on(connection)
+        assert answers.count(b"HTTP/1.1 200") == 2
+        assert answers.index(b'"completion_tokens":10') < answers.rindex(b"HTTP/1.1 200")
+
+
+def test_a_client_that_leaves_cancels_what_runs_though_it_asked_more(engine: tuple[FakeEngine, str]) -> None:
+    """The parser has gone on to the next request; the one that runs must learn of the end all the same."""
+    with gateway(engine) as (_, port):
+        engine[0].script = Script(delay_s=0.05)
+        body = json.dumps({**BODY, "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
+        head = head_for(body).replace(b"Connection: close\r\n", b"")
+        with dial(port, head + body) as connection:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            connection.sendall(head_for(body) + body)
+            time.sleep(0.2)
+        assert engine[0].seen.cancelled.wait(5)

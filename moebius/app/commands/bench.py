@@ -332,7 +332,5 @@ def gateway(
     from moebius.app.bench.gateway.stalls import HEAVY
 
     names = {"all": tuple(HEAVY), "none": ()}.get(heavy, tuple(heavy.split(",")))
-    options = GatewayOptions(
-        streams, step_ms, seconds, arrivals, connections, engine=engine, heavy=names
-    )
+    options = GatewayOptions(streams, step_ms, seconds, arrivals, connections, engine=engine, heavy=names)
     run(options, json_file)
