@@ -1,4 +1,4 @@
-"""`moebius bench mailbox|decode|kernels|quota|load|start|gateway`; `engine|prefill|placement|steps` of one here."""
+"""`moebius bench mailbox|decode|kernels|quota|load|start|gateway`; `engine|prefill|placement|steps`, too."""
 
 from __future__ import annotations
 

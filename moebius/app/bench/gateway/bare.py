@@ -1,4 +1,4 @@
-"""The limit of `moebius bench gateway`: `python -m moebius.app.bench.gateway.bare PORT DIRECTORY STEP_MS`.
+"""The limit of `moebius bench gateway`; its arguments are PORT DIRECTORY STEP_MS.
 
 A bare ASGI application that reads the request's body and sends the bytes of a recorded answer, one event per
 stream and step. `DIRECTORY` holds the records: events.json (a list of strings), whole.json.

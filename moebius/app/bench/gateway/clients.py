@@ -1,4 +1,4 @@
-"""The clients of `moebius bench gateway`: many connections on one event loop, reading as little as they can."""
+"""The clients of `moebius bench gateway`: many connections on one event loop that look at little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine of `moebius bench gateway`: `python -m moebius.app.bench.gateway.engine ADDRESS DIRECTORY STEP_MS`.
+"""The scripted engine of `moebius bench gateway`; its arguments are ADDRESS DIRECTORY STEP_MS.
 
 It speaks the contract of protos/engine.proto and makes the tokens of a table instead of a model's: the first
 at once, then one per stream and step. Its messages are serialised once. Ends when its standard input does.
@@ -24,7 +24,7 @@ from protos import engine_pb2 as pb
 MODEL = "scripted"
 SERVICE = "moebius.engine.v1.Engine"
 CONTEXT = 2**21  # tokens: prompts of any length are measured
-WORDS = "time year people way day man thing woman life child world school state family student group".split()
+WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
 IMAGE, END = "<|image|>", "<|end|>"
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n"

@@ -7,13 +7,20 @@ import contextlib
 import json
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moebius.app.bench.gateway.clients import connect, first_bytes, request_bytes, whole_requests
-from moebius.app.bench.gateway.engine import MODEL, write_tokenizer
+from moebius.app.bench.gateway.clients import (
+    connect,
+    first_bytes,
+    read_answer,
+    request_bytes,
+    whole_requests,
+)
+from moebius.app.bench.gateway.engine import write_tokenizer
 from moebius.app.bench.gateway.processes import (
     bare_server,
     cpu_seconds,
@@ -143,8 +150,6 @@ def _settings(options: GatewayOptions, address: str, directory: Path) -> Moebius
 
 
 def _served_model(port: int) -> str:
-    import urllib.request
-
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30) as answer:
         return str(json.load(answer)["data"][0]["id"])
 
@@ -170,8 +175,6 @@ async def _record(port: int, model: str, directory: Path) -> None:
     parts = [events[0] + events[1], events[2], "".join(events[-2:])]
     (directory / "events.json").write_text(json.dumps(parts))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    from moebius.app.bench.gateway.clients import read_answer
-
     writer.write(chat(model, _WHOLE_TOKENS, False))
     (directory / "whole.json").write_bytes(await read_answer(reader))
     writer.close()
@@ -221,14 +224,15 @@ def _events(clients: list[Any]) -> int:
 
 
 def _rows(ours: Figures, limit: Figures) -> Iterator[GatewayRow]:
-    figures = (
-        ("processor time per streamed token", "µs", ours.cpu_us_per_token, limit.cpu_us_per_token),
-        ("tokens per second meanwhile", "1/s", ours.tokens_per_second, limit.tokens_per_second),
-        ("first byte of streams that arrive together, p50", "ms", ours.first_byte_p50_ms, limit.first_byte_p50_ms),
-        ("first byte of streams that arrive together, p99", "ms", ours.first_byte_p99_ms, limit.first_byte_p99_ms),
-        ("requests that are not streamed", "1/s", ours.requests_per_second, limit.requests_per_second),
-    )  # fmt: skip
-    for name, unit, one, other in figures:
+    named = (
+        ("cpu_us_per_token", "processor time per streamed token", "µs"),
+        ("tokens_per_second", "tokens per second meanwhile", "1/s"),
+        ("first_byte_p50_ms", "first byte of streams that arrive together, p50", "ms"),
+        ("first_byte_p99_ms", "first byte of streams that arrive together, p99", "ms"),
+        ("requests_per_second", "requests that are not streamed", "1/s"),
+    )
+    for field, name, unit in named:
+        one, other = getattr(ours, field), getattr(limit, field)
         yield GatewayRow(name, unit, one, other, one / max(other, 1e-9))
 
 

@@ -1,0 +1,49 @@
+"""Guards `moebius bench gateway`: it runs for anybody, and its figures are of what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from moebius.app.bench.gateway.processes import cpu_seconds, descendants
+from moebius.app.bench.gateway.run import GatewayOptions, run
+
+
+def test_every_figure_is_measured_together_with_its_limit(tmp_path: Path) -> None:
+    """The streams run at the pace that was asked for, in front of both servers; heavy requests are answered
+    (another status ends the bench), and the rows are in the file."""
+    file = tmp_path / "rows.json"
+    options = GatewayOptions(
+        streams=4, step_ms=20, seconds=0.5, arrivals=8, connections=2, heavy=("128k words", "20 images")
+    )
+    rows = {row.figure: row for row in run(options, file)}
+    assert [row["figure"] for row in json.loads(file.read_text())] == list(rows)
+    assert len(rows) == 7
+    assert all(row.ours > 0 and row.limit > 0 for row in rows.values())
+    paced = rows["tokens per second meanwhile"]
+    # 4 streams, 50 tokens a second each; a busy machine makes it fewer, nothing makes it more.
+    assert 20 < paced.ours < 260
+    assert 20 < paced.limit < 260
+
+
+def test_processor_time_is_that_of_the_process_and_not_of_the_clock() -> None:
+    """A process that sleeps has used nearly none, one that computes has."""
+    busy = (
+        "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", busy]) as process:
+        try:
+            end = time.monotonic() + 60
+            while cpu_seconds([process.pid]) < 0.3:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            before = cpu_seconds([process.pid])
+            time.sleep(0.3)
+            assert cpu_seconds([process.pid]) - before < 0.1
+            assert process.pid in descendants(os.getpid())
+        finally:
+            process.kill()
