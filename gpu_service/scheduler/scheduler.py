@@ -250,7 +250,9 @@ class Scheduler:
         return any(request.scheduled_len >= request.prompt_len for request in self.running)
 
     def _weigh_lane(self) -> None:
-        self.lane.worth = self.lane.min_tokens if self._decodes() else self.lane.idle_min_tokens
+        worth = self.lane.min_tokens if self._decodes() else self.lane.idle_min_tokens
+        # Streaming may pay from one token on, but a single token is the main lane's: that is decoding.
+        self.lane.worth = max(2, worth)
 
     def _lane_prompts(self) -> list[Prompt]:
         needs = [request.planned_len - request.scheduled_len for request in self.running]

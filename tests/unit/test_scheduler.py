@@ -47,16 +47,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Adds, aborts, launches and commits, up to two steps in flight and one of the prefill lane."""
 
     @initialize(
-        pages=st.integers(6, 30), budget=st.integers(3, 24), caching=st.booleans(), states=st.booleans()
+        pages=st.integers(6, 30),
+        budget=st.integers(3, 24),
+        caching=st.booleans(),
+        states=st.booleans(),
+        lane_from=st.sampled_from([(1, 1), (1, 9), (6, 9)]),
     )
-    def build(self, pages: int, budget: int, caching: bool, states: bool) -> None:
+    def build(self, pages: int, budget: int, caching: bool, states: bool, lane_from: tuple[int, int]) -> None:
         knobs = Knobs(num_pages=pages, page_size=4, max_num_seqs=4, budget=budget, prefix_caching=caching)
         self.scheduler = build_scheduler(knobs, prefill_chunk_max=20)
         if states:
             held = RequestStates(StatePool(1 + SLOTS_PER_REQUEST * 4 + 3), 3)
             tree = RadixCache(4, held.forget)
             self.scheduler.cache = RequestCache(PagePool(pages), tree, caching, held)
-        self.scheduler.lane.min_tokens, self.scheduler.lane.idle_min_tokens = 6, 9
+        self.scheduler.lane.min_tokens, self.scheduler.lane.idle_min_tokens = lane_from
         self.in_flight: list[Batch] = []
         self.requests: list[Request] = []
 
@@ -264,3 +268,23 @@ def test_chunks_end_on_pages_or_make_progress() -> None:
     assert chunk_size(1, 100, 2, 4) == 2
     assert chunk_size(5, 7, 10, 4) == 7
     assert chunk_size(0, 7, 0, 4) == 0
+
+
+def test_a_token_is_the_main_lanes_even_where_streaming_pays_from_one_on() -> None:
+    """Of a model whose experts are streamed at any length, decoding is never left to the prefill lane, which
+    takes prompts only: nobody would compute it.
+    """
+    scheduler = build_scheduler(
+        Knobs(num_pages=30, page_size=4, max_num_seqs=4, budget=8), prefill_chunk_max=20
+    )
+    scheduler.lane.is_ready, scheduler.lane.min_tokens, scheduler.lane.idle_min_tokens = True, 1, 1
+    scheduler.add(make_request("short", prompt_of(0, 1), max_tokens=4))
+    scheduler.add(make_request("long", prompt_of(1, 12), max_tokens=4))
+    for _ in range(20):
+        if scheduler.wants_lane():
+            lane = scheduler.schedule_lane()
+            assert lane is not None
+            scheduler.commit(lane, results(lane))
+        if scheduler.has_work:
+            step(scheduler)
+    assert not scheduler.has_work
