@@ -6,7 +6,6 @@ of all APIs consume it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +30,7 @@ class ToolCallStart:
 
     index: int  # of the output's calls, from 0 without gaps
     call_id: str  # unique; as the model wrote it where its format has ids
-    name: str  # of one of the request's tools
+    name: str  # as the model wrote it: a client has to refuse what it has not got
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +93,9 @@ class ToolSpec:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """How an output is parsed; made in the prompt process from request and model, carried in `PromptJob`.
+    """How an output is parsed; made in the prompt process from request and model, carried in `OutputRules`.
 
-    Picklable: parsers are named, and made per output (`gateway/parsers/registry.py`).
+    Picklable: parsers are named here, and made per output (`gateway/parsers/registry.py`).
     """
 
     reasoning_parser: str | None = None
@@ -106,21 +105,3 @@ class OutputPlan:
     forced: bool = False  # required or named: a grammar makes the output, after the thought, calls alone
     max_calls: int | None = None  # 1 without parallel_tool_calls: generation ends after it; None: any number
     show_reasoning: bool = True  # False: thoughts are counted and dropped
-
-
-class OutputParser(ABC):
-    """Reads one output as it grows, in linear time; never raises for what a model writes."""
-
-    @abstractmethod
-    def feed(self, text: str, marker_id: int | None = None) -> list[OutputEvent]:
-        """What became certain with this piece.
-
-        Args:
-            text: the next characters. A special token that belongs to the format comes as a piece of its own.
-            marker_id: the id of that token; None: ordinary text, in which only the markers count that the
-                tokenizer has no token for.
-        """
-
-    @abstractmethod
-    def finish(self) -> list[OutputEvent]:
-        """What was held back, at the end of the output; nothing may be fed after it."""

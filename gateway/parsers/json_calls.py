@@ -1,0 +1,285 @@
+"""Tool calls whose arguments are JSON: they pass through as they are produced."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+
+from gateway.grammar import ToolFraming
+from gateway.parsers.json_reader import MOST_LABEL, pass_value, read_label
+from gateway.parsers.machine import ToolFormat
+from gateway.parsers.scanner import END, Markers, Steps
+
+_NAME = ("name",)
+_ARGUMENTS = ("arguments", "parameters")
+_OTHER = ("type", "id", "function", "call_id")  # of calls as APIs write them
+
+
+class NamedObject(ToolFormat):
+    """A call is one object with its name and its arguments, in any order."""
+
+    framing = ToolFraming('{"name": "{name}", "arguments": ', "}")
+
+    def object(self) -> Steps[bool]:
+        """Reads the object, `{` not taken yet; False: it is no call."""
+        if not (yield from self.scan.accept("{")):
+            return False
+        name: str | None = None
+        early: list[str] = []  # arguments that came before the name
+        while True:
+            first = yield from self.scan.skip_space()
+            if first == ",":
+                yield from self.scan.accept(",")
+                continue
+            if first == "}":
+                yield from self.scan.accept("}")
+                return self._whole(name, early)
+            key = yield from read_label(self.scan, self.tokens)
+            if key is None or (yield from self.scan.skip_space()) != ":":
+                return (yield from self._cut_off(name))
+            yield from self.scan.accept(":")
+            first = yield from self.scan.skip_space()
+            if key in _NAME:
+                name = yield from read_label(self.scan, self.tokens)
+                if name is None:
+                    return False
+            elif key in _ARGUMENTS and name is not None and not early:
+                if not (yield from self.call_with_json(name, ends=(*self.closers, "}"))):
+                    return False
+                return (yield from self._rest())
+            elif key in _ARGUMENTS or key in _OTHER:
+                early = [] if key in _ARGUMENTS else early
+                keep = early.append if key in _ARGUMENTS else (lambda _piece: None)
+                if not (yield from pass_value(self.scan, keep, self.tokens)):
+                    return (yield from self._cut_off(name))
+            else:
+                return False
+
+    def _rest(self) -> Steps[bool]:
+        """What the object has after the arguments."""
+        while not self.sink.is_full:
+            first = yield from self.scan.skip_space()
+            if first != ",":
+                yield from self.scan.accept("}")
+                return True
+            yield from self.scan.accept(",")
+            yield from self.scan.skip_space()
+            yield from read_label(self.scan, self.tokens)
+            yield from self.scan.skip_space()
+            if not (yield from self.scan.accept(":")):
+                return True
+            yield from self.scan.skip_space()
+            yield from pass_value(self.scan, lambda _piece: None, self.tokens)
+        return True
+
+    def _whole(self, name: str | None, arguments: list[str]) -> bool:
+        """The object is over and its arguments were not given out."""
+        text = "".join(arguments) or "{}"
+        if name is None or not text.startswith("{"):
+            return False
+        self.sink.start_call(name)
+        self.sink.arguments(text)
+        self.sink.end_call()
+        return True
+
+    def _cut_off(self, name: str | None) -> Steps[bool]:
+        """The text is not an object's: where it just ends, what is known is a call."""
+        if name is None or (yield from self.scan.peek()) != END:
+            return False
+        self.sink.start_call(name)
+        return True
+
+
+class Hermes(NamedObject):
+    """An object in tags: Hermes, Qwen 2.5 and 3, and many that learned from them."""
+
+    framing = ToolFraming('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", separator="\n")
+    openers = ("<tool_call>",)
+    closers = ("</tool_call>",)
+
+    def read(self, opener: str) -> Steps[bool]:
+        """After the opening tag; some models write several objects in one pair."""
+        yield from self.scan.skip_space()
+        if not (yield from self.object()):
+            return False
+        while not self.sink.is_full and (yield from self.scan.skip_space()) == "{":
+            if not (yield from self.object()):
+                break
+        return True
+
+
+class LlamaJson(NamedObject):
+    """Llama 3.1 and later: bare objects with `parameters`, several apart by semicolons."""
+
+    framing = ToolFraming('{"name": "{name}", "parameters": ', "}", separator="; ")
+    openers = ("<|python_tag|>",)
+    bare = "{"
+
+    def read(self, opener: str) -> Steps[bool]:
+        """At the beginning of the answer, or after the tag."""
+        yield from self.scan.skip_space()
+        if not (yield from self.object()):
+            return False
+        while not self.sink.is_full:
+            if (yield from self.scan.skip_space()) == ";":
+                yield from self.scan.accept(";")
+            if (yield from self.scan.skip_space()) != "{":
+                break
+            if not (yield from self.object()):
+                break
+        return True
+
+
+class JsonList(NamedObject):
+    """A list of objects: what is forced of models whose own way is not known."""
+
+    framing = ToolFraming('{"name": "{name}", "parameters": ', "}", begin="[", separator=", ", end="]")
+    bare = "["
+
+    def read(self, opener: str) -> Steps[bool]:
+        """At the list's beginning."""
+        yield from self.scan.skip_space()
+        if not (yield from self.scan.accept("[")):
+            return False
+        return (yield from self.objects())
+
+    def objects(self) -> Steps[bool]:
+        """The objects of a list, after its beginning; False: the first is no call."""
+        calls = self.sink.calls
+        while not self.sink.is_full:
+            first = yield from self.scan.skip_space()
+            if first == "{":
+                if not (yield from self.object()):
+                    break
+            elif first == ",":
+                yield from self.scan.accept(",")
+            else:
+                yield from self.scan.accept("]")
+                break
+        return self.sink.calls > calls
+
+
+_NAME_TEXT = re.compile(r"[^\[{]*")
+_MISTRAL_ID = string.ascii_letters + string.digits
+
+
+class Mistral(JsonList):
+    """A token, then a list of objects or, since 2025, name and arguments with a token between them."""
+
+    framing = ToolFraming("[TOOL_CALLS]{name}[ARGS]", "")
+    openers = ("[TOOL_CALLS]",)
+    inner = ("[ARGS]", "[CALL_ID]")
+    bare = ""
+
+    def read(self, opener: str) -> Steps[bool]:
+        """After the token."""
+        first = yield from self.scan.skip_space()
+        if first == "[" and (yield from self.scan.accept("[")):
+            return (yield from self.objects())
+        if first == "{":
+            return (yield from self.object())
+        name, call_id = (yield from self._text()), ""
+        if (yield from self.scan.accept("[CALL_ID]")):
+            call_id = yield from self._text()
+        yield from self.scan.accept("[ARGS]")
+        if not name or (yield from self.scan.peek()) not in ("{", END):
+            return False
+        call_id = call_id or "".join(secrets.choice(_MISTRAL_ID) for _ in range(9))
+        return (yield from self.call_with_json(name, call_id))
+
+    def _text(self) -> Steps[str]:
+        """A name or an id: up to the next bracket; empty when it is too long for one."""
+        text, over = "", False
+        while not over and len(text) <= MOST_LABEL:
+            piece, over = yield from self.scan.take_while(_up_to_bracket)
+            text += piece
+        return text.strip() if over and len(text) <= MOST_LABEL else ""
+
+
+def _up_to_bracket(text: str, start: int, limit: int) -> tuple[int, bool]:
+    match = _NAME_TEXT.match(text, start, limit)
+    end = start if match is None else match.end()
+    return end, end < limit
+
+
+class KimiK2(ToolFormat):
+    """Kimi K2: every call has an id of function and number, which its next turn has to repeat."""
+
+    framing = ToolFraming(
+        "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        begin="<|tool_calls_section_begin|>",
+        end="<|tool_calls_section_end|>",
+    )
+    openers = ("<|tool_call_begin|>",)
+    sections = ("<|tool_calls_section_begin|>",)
+    closers = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
+    inner = ("<|tool_call_argument_begin|>",)
+
+    def read(self, opener: str) -> Steps[bool]:
+        """After the call's beginning."""
+        markers = self.markers(*self.inner, *self.closers)
+        head, marker = yield from self.scan.collect(markers, MOST_LABEL)
+        if marker not in self.inner:
+            return False
+        call_id = head.strip()
+        name = call_id.removeprefix("functions.")
+        base, colon, number = name.rpartition(":")
+        name = base if colon and number.strip().isdigit() else name
+        return bool(name) and (yield from self.call_with_json(name, call_id, self.closers))
+
+
+class DeepseekV31(ToolFormat):
+    """DeepSeek V3.1: name, token, JSON."""
+
+    framing = ToolFraming(
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        begin="<｜tool▁calls▁begin｜>",
+        end="<｜tool▁calls▁end｜>",
+    )
+    openers = ("<｜tool▁call▁begin｜>",)
+    sections = ("<｜tool▁calls▁begin｜>",)
+    closers = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+    inner = ("<｜tool▁sep｜>",)
+
+    def read(self, opener: str) -> Steps[bool]:
+        """After the call's beginning."""
+        name = yield from self._head()
+        return bool(name) and (yield from self.call_with_json(name, ends=self.closers))
+
+    def _head(self) -> Steps[str]:
+        """What stands before the separator; empty when there is none."""
+        text, marker = yield from self.scan.collect(self.markers(*self.inner, *self.closers), MOST_LABEL)
+        return text.strip() if marker in self.inner else ""
+
+
+_LINE = Markers(("\n",))
+
+
+class DeepseekV3(DeepseekV31):
+    """DeepSeek V3 and R1: the kind of tool, its name, and the arguments in a block of Markdown."""
+
+    framing = ToolFraming(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        begin="<｜tool▁calls▁begin｜>",
+        separator="\n",
+        end="<｜tool▁calls▁end｜>",
+    )
+
+    def read(self, opener: str) -> Steps[bool]:
+        """After the call's beginning."""
+        if not (yield from self._head()):
+            return False
+        name, marker = yield from self.scan.collect(_LINE, MOST_LABEL)
+        if marker != "\n" or not name.strip():
+            return False
+        yield from self.scan.skip_space()
+        yield from self.scan.accept("```json")
+        if not (yield from self.call_with_json(name.strip(), ends=("```", *self.closers))):
+            return False
+        yield from self.scan.skip_space()
+        yield from self.scan.accept("```")
+        return True

@@ -1,0 +1,110 @@
+"""JSON in a text that still grows: values are handed on as they come, understood only as far as needed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+
+from gateway.parsers.scanner import Scanner, Steps
+
+_OUTSIDE = re.compile(r'["{}\[\]]')
+_INSIDE = re.compile(r'["\\]')
+_SCALAR = re.compile(r"[^\s,:\]}\"{\[]*")
+_CLOSING = {"{": "}", "[": "]"}
+MOST_LABEL = 4096  # characters of a key or a name; longer ones are no call
+
+
+class _Value:
+    """Where one JSON value ends; brackets have to match, all else may be anything."""
+
+    def __init__(self) -> None:
+        self.is_whole = False
+        self._closing: list[str] = []
+        self._in_string = False
+        self._escaped = False
+        self._began = False
+        self._is_scalar = False
+
+    def advance(self, text: str, start: int, limit: int) -> tuple[int, bool]:
+        """How far the value reaches in `text[start:limit]`, and whether it is over."""
+        place = start
+        if not self._began and place < limit:
+            self._began, self._is_scalar = True, text[place] not in '"{['
+        if self._is_scalar:
+            return self._scalar(text, start, limit)
+        while place < limit:
+            if self._escaped:
+                self._escaped, place = False, place + 1
+                continue
+            match = (_INSIDE if self._in_string else _OUTSIDE).search(text, place, limit)
+            if match is None:
+                return limit, False
+            place = match.end()
+            if not self._take(match.group()):
+                return match.start(), True
+            if not self._in_string and not self._closing:
+                self.is_whole = True
+                return place, True
+        return place, False
+
+    def _take(self, character: str) -> bool:
+        """Takes a character that counts; False for a bracket that closes another one."""
+        if character == '"':
+            self._in_string = not self._in_string
+        elif character == "\\":
+            self._escaped = True
+        elif character in _CLOSING:
+            self._closing.append(_CLOSING[character])
+        elif not self._closing or self._closing.pop() != character:
+            return False
+        return True
+
+    def _scalar(self, text: str, start: int, limit: int) -> tuple[int, bool]:
+        match = _SCALAR.match(text, start, limit)
+        end = start if match is None else match.end()
+        self.is_whole = self.is_whole or end > start
+        return end, end < limit
+
+
+def pass_value(scan: Scanner, give: Callable[[str], None], tokens: Collection[str] = ()) -> Steps[bool]:
+    """Hands one JSON value on as it comes; whether it was whole.
+
+    Args:
+        scan: at the value's first character.
+        give: takes the pieces.
+        tokens: the value is over where one of these is, whatever is missing.
+    """
+    value = _Value()
+    while True:
+        piece, over = yield from scan.take_while(value.advance, tokens)
+        if piece:
+            give(piece)
+        if over:
+            return value.is_whole
+
+
+def read_value(scan: Scanner, tokens: Collection[str] = (), most: int | None = None) -> Steps[str | None]:
+    """The text of one JSON value; None when it is not whole or longer than `most` characters."""
+    pieces: list[str] = []
+    is_whole = yield from pass_value(scan, pieces.append, tokens)
+    text = "".join(pieces)
+    return text if is_whole and (most is None or len(text) <= most) else None
+
+
+def read_label(scan: Scanner, tokens: Collection[str] = ()) -> Steps[str | None]:
+    """A JSON string, decoded: a key or a name; None when there is none here."""
+    if (yield from scan.peek()) != '"':
+        return None
+    text = yield from read_value(scan, tokens, MOST_LABEL)
+    value = None if text is None else loaded(text)
+    return value if isinstance(value, str) else None
+
+
+def loaded(text: str) -> object:
+    """The value of JSON that a model wrote, line breaks in strings allowed; `...` when it is none."""
+    try:
+        value: object = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return ...
+    return value

@@ -1,0 +1,233 @@
+"""The state machine of outputs that have one thought, content and tool calls, told apart by markers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import structlog
+
+from gateway.grammar import ToolFraming
+from gateway.parsers.events import OutputPlan, ToolSpec
+from gateway.parsers.json_reader import loaded, pass_value, read_value
+from gateway.parsers.scanner import END, Markers, Scanner, Steps
+from gateway.parsers.sink import OutputParser, Sink
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ThinkFormat:
+    """How a family writes its thoughts; one constant per reasoning parser."""
+
+    begin: str
+    end: str
+    # The thought is also over where a tool call begins with a token: some models leave out its end.
+    ends_at_calls: bool = False
+    # The output begins with the thought unless the prompt closed it, whether or not `begin` was written.
+    always: bool = False
+
+    @property
+    def tokens(self) -> frozenset[str]:
+        """What may be a special token, kept for the parser."""
+        return frozenset((self.begin, self.end))
+
+
+@dataclass
+class Reading:
+    """What the parts of a parser share; made per output."""
+
+    scan: Scanner
+    sink: Sink
+    tools: dict[str, ToolSpec]
+    tokens: frozenset[str]  # the format's texts that count only as tokens
+
+
+class ToolFormat(ABC):
+    """How a family writes tool calls; a class per tool parser, an instance per output."""
+
+    framing: ToolFraming  # as grammars make it
+    openers: tuple[str, ...] = ()  # begin a call; what follows is for `read`
+    # Around calls: dropped where an opener follows, else content.
+    sections: tuple[str, ...] = ()
+    closers: tuple[str, ...] = ()  # after calls: dropped
+    bare: str = ""  # first characters of outputs that are a call without an opener
+    inner: tuple[str, ...] = ()  # further texts that may be tokens
+    stop_tokens: tuple[str, ...] = ()  # end the output after a call
+
+    def __init__(self, reading: Reading) -> None:
+        self.scan, self.sink, self.tools = reading.scan, reading.sink, reading.tools
+        self.tokens = reading.tokens
+
+    @classmethod
+    def texts(cls) -> frozenset[str]:
+        """All texts of the format that the tokenizer may have tokens for."""
+        return frozenset((*cls.openers, *cls.sections, *cls.closers, *cls.inner))
+
+    @abstractmethod
+    def read(self, opener: str) -> Steps[bool]:
+        """Reads a call after its opener (empty: a bare one); False: it is none, and nothing was given out."""
+
+    def markers(self, *texts: str) -> Markers:
+        """Some of the format's texts, to look for."""
+        return Markers(texts, self.tokens)
+
+    def call_with_json(self, name: str, call_id: str = "", ends: Collection[str] = ()) -> Steps[bool]:
+        """Gives out a call whose arguments follow as a JSON object, or as a string that spells one.
+
+        Args:
+            name: of the tool.
+            call_id: as the model wrote it; empty: a new one.
+            ends: texts after which the call has no arguments, and tokens that end them.
+        Returns:
+            False: what follows is neither, nor the end of the output.
+        """
+        first = yield from self.scan.skip_space()
+        tokens = self.tokens & frozenset(ends)
+        if first == "{":
+            self.sink.start_call(name, call_id)
+            self.scan.forget()  # no way back
+            if (yield from pass_value(self.scan, self.sink.arguments, tokens)):
+                self.sink.end_call()
+            return True
+        if first == END:
+            self.sink.start_call(name, call_id)
+            return True
+        if any(text.startswith(first) for text in ends):
+            self.sink.start_call(name, call_id)
+            self.sink.arguments("{}")
+            self.sink.end_call()
+            return True
+        text = yield from read_value(self.scan, tokens)
+        value = None if text is None else loaded(text)
+        if isinstance(value, str) and isinstance(loaded(value), dict):
+            text = value
+        elif text != "null":
+            return False
+        self.sink.start_call(name, call_id)
+        self.sink.arguments("{}" if text is None or text == "null" else text)
+        self.sink.end_call()
+        return True
+
+
+class StreamParser(OutputParser):
+    """Content, with a thought before it and calls in it."""
+
+    def __init__(
+        self,
+        plan: OutputPlan,
+        think: ThinkFormat | None,
+        tools: type[ToolFormat] | None,
+        tokens: Collection[str],
+    ) -> None:
+        """`tokens`: texts that the tokenizer has tokens for."""
+        super().__init__(Sink(plan.max_calls, plan.show_reasoning))
+        self._think = think
+        # Grammars may spell markers letter by letter: in forced outputs they count either way.
+        strict = frozenset() if plan.forced else frozenset(tokens)
+        named = {tool.name: tool for tool in plan.tools}
+        self._tools = None if tools is None else tools(Reading(self.scan, self.sink, named, strict))
+        self._strict = strict
+        self._starts_in_reasoning = plan.starts_in_reasoning and think is not None
+        if self._starts_in_reasoning:
+            self.sink.begin_reasoning()  # before the first token, which counts as reasoning
+
+    def _run(self) -> Steps[None]:
+        think, tools = self._think, self._tools
+        pending: str | None = None  # a marker that ended the thought
+        if think is not None and self._starts_in_reasoning:
+            pending = yield from self._thought(think)
+        always = (think.begin, think.end) if think is not None else ()
+        of_tools = (*tools.openers, *tools.sections, *tools.closers) if tools is not None else ()
+        markers = Markers((*always, *of_tools), self._strict)
+        is_start = True
+        while not self.sink.is_full:
+            if is_start and pending is None and tools is not None and tools.bare:
+                yield from self._bare_call(tools)
+            is_start = False
+            piece, marker = ("", pending) if pending is not None else (yield from self.scan.until(markers))
+            pending = None
+            self.sink.content(piece, self.scan.piece_start)
+            if marker == END:
+                return
+            if marker is None:
+                continue
+            if think is not None and marker in (think.begin, think.end):
+                if marker == think.begin and (marker in self._strict or not self.sink.has_content):
+                    pending = yield from self._thought(think)
+                    is_start = pending is None
+                elif marker not in self._strict:
+                    self._text(marker)
+            elif tools is not None:
+                yield from self._marked(tools, marker)
+
+    def _text(self, marker: str) -> None:
+        """A marker that is content: its characters were just taken."""
+        self.sink.content(marker, self.scan.offset - len(marker))
+
+    def _thought(self, think: ThinkFormat) -> Steps[str | None]:
+        """The thought, up to its end; the opener that ended it instead, if one did."""
+        sink, scan = self.sink, self.scan
+        sink.begin_reasoning()
+        openers: tuple[str, ...] = ()
+        if think.ends_at_calls and self._tools is not None:
+            all_openers = (*self._tools.openers, *self._tools.sections)
+            openers = tuple(opener for opener in all_openers if opener in self._strict)
+        markers = Markers((think.begin, think.end, *openers), self._strict)
+        is_start = True
+        while True:
+            piece, marker = yield from scan.until(markers)
+            sink.reasoning(piece, scan.piece_start)
+            is_start = is_start and not piece.strip()
+            if marker == think.begin:
+                if not is_start:
+                    sink.reasoning(marker, scan.offset - len(marker))
+            elif marker is not None:
+                if marker != END:
+                    sink.end_reasoning()
+                return marker if marker in openers else None
+
+    def _bare_call(self, tools: ToolFormat) -> Steps[None]:
+        """A call that the output begins with, without an opener; anything else is left or becomes content."""
+        self.scan.record()
+        first = yield from self.scan.skip_space()
+        if first != END and first in tools.bare and (yield from tools.read("")):
+            self.scan.forget()
+        else:
+            self._refused("", self.scan.recorded())
+
+    def _marked(self, tools: ToolFormat, marker: str) -> Steps[None]:
+        """What a marker of the tools' format begins."""
+        scan = self.scan
+        scan.record()
+        if marker in tools.closers and self.sink.calls:
+            scan.forget()
+            return
+        start, raw = scan.record_start - len(marker), marker
+        if marker in tools.sections:
+            opener = yield from self._opener_after(tools)
+            is_call = opener is not None and (yield from tools.read(opener))
+        else:
+            is_call = marker in tools.openers and (yield from tools.read(marker))
+        if is_call:
+            scan.forget()
+        else:
+            self._refused(raw, scan.recorded(), start)
+
+    def _opener_after(self, tools: ToolFormat) -> Steps[str | None]:
+        """The opener that follows, after white space at most; None: there is none."""
+        first = yield from self.scan.skip_space()
+        if first == END:
+            return None
+        for opener in tools.openers:
+            if (yield from self.scan.accept(opener)):
+                return opener
+        return None
+
+    def _refused(self, marker: str, taken: str, start: int | None = None) -> None:
+        """What is no call after all is content."""
+        text = marker + taken
+        if marker or taken.strip():
+            logger.debug("no tool call", format=type(self._tools).__name__, text=text[:200])
+        self.sink.content(text, self.scan.record_start if start is None else start)
