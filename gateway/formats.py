@@ -5,13 +5,22 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.errors import ApiError
-from gateway.output import Delta, chat_logprobs, completion_logprobs
-from gateway.parsers.events import Finish, TokenLogprob
+from gateway.output import chat_logprobs, completion_logprobs
+from gateway.parsers.events import (
+    ContentDelta,
+    Finish,
+    OutputEvent,
+    ParsedDelta,
+    ReasoningDelta,
+    TokenLogprob,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from gateway.schemas.common import StreamOptions
 from gateway.streaming import DONE, KEEP_ALIVE, event
 from gateway.text.tokenizer import Tokenizer
@@ -30,18 +39,61 @@ class Usage:
 
 
 @dataclass
+class OutputCall:
+    """One tool call of an output; filled by `Output.calls`."""
+
+    call_id: str
+    name: str
+    arguments: str  # a JSON object, unless the output was cut off in it or the model wrote something else
+
+
+@dataclass
 class Output:
     """One output being collected for a non-streamed answer; filled by `RequestRun`."""
 
-    text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    deltas: list[ParsedDelta] = field(default_factory=list)
     finish: Finish | None = None
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: ParsedDelta) -> None:
         """Takes what is new."""
-        self.text.append(delta.text)
-        self.logprobs.extend(delta.logprobs)
+        self.deltas.append(delta)
         self.finish = delta.finish or self.finish
+
+    @property
+    def text(self) -> str:
+        """The content."""
+        return "".join(delta.content for delta in self.deltas)
+
+    @property
+    def reasoning(self) -> str:
+        """The thought; empty: there is none."""
+        return "".join(new.text for new in self._events() if isinstance(new, ReasoningDelta))
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """Those of the content."""
+        return [token for delta in self.deltas for token in delta.logprobs]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens, whatever they became."""
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    def calls(self) -> list[OutputCall]:
+        """The tool calls in their order."""
+        names: list[ToolCallStart] = []
+        arguments: list[list[str]] = []
+        for new in self._events():
+            if isinstance(new, ToolCallStart):
+                names.append(new)
+                arguments.append([])
+            elif isinstance(new, ToolCallArguments):
+                arguments[new.index].append(new.text)
+        pairs = zip(names, arguments, strict=True)
+        return [OutputCall(start.call_id, start.name, "".join(pieces)) for start, pieces in pairs]
+
+    def _events(self) -> Iterator[OutputEvent]:
+        return (new for delta in self.deltas for new in delta.events)
 
 
 class ResponseFormat(ABC):
@@ -57,7 +109,7 @@ class ResponseFormat(ABC):
         """A non-streamed answer."""
 
     @abstractmethod
-    def stream_delta(self, delta: Delta, usage: Callable[[], Usage]) -> bytes:
+    def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
         """What a stream sends for new content, its own opening before the first; empty: nothing yet.
 
         `usage` counts what is known so far.
@@ -97,20 +149,18 @@ class ChoiceFormat(ResponseFormat):
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """One choice per output."""
         choices = [
-            self.full(index, "".join(output.text), output.logprobs, output.finish or Finish("abort"))
-            for index, output in enumerate(outputs)
+            self.full(index, output, output.finish or Finish("abort")) for index, output in enumerate(outputs)
         ]
         return {**self._envelope(self.whole_object, choices), "usage": usage_object(usage)}
 
-    def stream_delta(self, delta: Delta, usage: Callable[[], Usage]) -> bytes:
+    def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
         """Chunks in the order clients rely on: opening, content, closing."""
         choices: list[dict[str, Any]] = []
         if delta.index not in self._opened:
             self._opened.add(delta.index)
             opening = self.opening(delta.index)
             choices += [opening] if opening is not None else []
-        if delta.text or delta.logprobs:
-            choices.append(self.delta_choice(delta))
+        choices += self.delta_choices(delta)
         if delta.finish is not None:
             choices.append(self.closing(delta.index, delta.finish))
         return b"".join(self._chunk(choice, usage) for choice in choices)
@@ -147,15 +197,15 @@ class ChoiceFormat(ResponseFormat):
         """The choice that opens output `index` in a stream; None when the API has no such thing."""
 
     @abstractmethod
-    def delta_choice(self, delta: Delta) -> dict[str, Any]:
-        """The choice for new text and log-probabilities; says nothing of the end."""
+    def delta_choices(self, delta: ParsedDelta) -> list[dict[str, Any]]:
+        """The choices for what is new, log-probabilities included; they say nothing of the end."""
 
     @abstractmethod
     def closing(self, index: int, finish: Finish) -> dict[str, Any]:
         """The choice that ends output `index` in a stream."""
 
     @abstractmethod
-    def full(self, index: int, text: str, logprobs: Sequence[TokenLogprob], finish: Finish) -> dict[str, Any]:
+    def full(self, index: int, output: Output, finish: Finish) -> dict[str, Any]:
         """The choice of a non-streamed answer."""
 
 
@@ -166,7 +216,44 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+
+
+def chat_delta(new: OutputEvent) -> dict[str, Any]:
+    """The `delta` of a chunk that carries one event."""
+    if isinstance(new, ContentDelta):
+        return {"content": new.text}
+    if isinstance(new, ReasoningDelta):  # servers and clients are divided over the name: both
+        return {"reasoning": new.text, "reasoning_content": new.text}
+    call: dict[str, Any] = {"index": new.index}
+    if isinstance(new, ToolCallStart):
+        call |= {"id": new.call_id, "type": "function", "function": {"name": new.name, "arguments": ""}}
+    else:
+        call["function"] = {"arguments": new.text}
+    return {"tool_calls": [call]}
+
+
+def chat_message(output: Output) -> dict[str, Any]:
+    """The `message` of a whole answer; content is null where there are only calls or only a thought."""
+    content, reasoning, calls = output.text, output.reasoning, output.calls()
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": content or (None if calls or reasoning else ""),
+        "refusal": None,
+    }
+    if reasoning:
+        message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+    return message
 
 
 class ChatFormat(ChoiceFormat):
@@ -182,14 +269,24 @@ class ChatFormat(ChoiceFormat):
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta_choice(self, delta: Delta) -> dict[str, Any]:
-        """The delta of a chunk: what was decoded since the last one."""
-        return {
-            "index": delta.index,
-            "delta": {"content": delta.text},
-            "logprobs": self._logprobs_of(delta.logprobs),
-            "finish_reason": None,
-        }
+    def delta_choices(self, delta: ParsedDelta) -> list[dict[str, Any]]:
+        """A chunk per kind of new content, in the order in which the model wrote it."""
+        choices = [
+            {"index": delta.index, "delta": chat_delta(event_), "logprobs": None, "finish_reason": None}
+            for event_ in delta.events
+        ]
+        if self._logprobs is not None:
+            self._add_logprobs(delta, choices)
+        return choices
+
+    def _add_logprobs(self, delta: ParsedDelta, choices: list[dict[str, Any]]) -> None:
+        """Gives a delta's log-probabilities to the first content in it."""
+        places = [number for number, new in enumerate(delta.events) if isinstance(new, ContentDelta)]
+        if not places and not delta.logprobs:
+            return
+        if not places:
+            choices.append({"index": delta.index, "delta": {"content": ""}, "finish_reason": None})
+        choices[places[0] if places else -1]["logprobs"] = self._logprobs_of(delta.logprobs)
 
     def closing(self, index: int, finish: Finish) -> dict[str, Any]:
         """An empty delta with the finish reason."""
@@ -201,12 +298,12 @@ class ChatFormat(ChoiceFormat):
             "stop_reason": finish.stop_reason,
         }
 
-    def full(self, index: int, text: str, logprobs: Sequence[TokenLogprob], finish: Finish) -> dict[str, Any]:
+    def full(self, index: int, output: Output, finish: Finish) -> dict[str, Any]:
         """A whole message."""
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._logprobs_of(logprobs),
+            "message": chat_message(output),
+            "logprobs": self._logprobs_of(output.logprobs),
             "finish_reason": finish.reason,
             "stop_reason": finish.stop_reason,
         }
@@ -227,9 +324,11 @@ class CompletionFormat(ChoiceFormat):
         """Text completions open with their first text."""
         return None
 
-    def delta_choice(self, delta: Delta) -> dict[str, Any]:
+    def delta_choices(self, delta: ParsedDelta) -> list[dict[str, Any]]:
         """The text of a chunk: what was decoded since the last one."""
-        return self._choice(delta.index, delta.text, delta.logprobs, None)
+        if not delta.events and not delta.logprobs:
+            return []
+        return [self._choice(delta.index, delta.content, delta.logprobs, None)]
 
     def closing(self, index: int, finish: Finish) -> dict[str, Any]:
         """Empty text with the finish reason."""
@@ -237,9 +336,9 @@ class CompletionFormat(ChoiceFormat):
         choice["logprobs"] = None
         return choice
 
-    def full(self, index: int, text: str, logprobs: Sequence[TokenLogprob], finish: Finish) -> dict[str, Any]:
+    def full(self, index: int, output: Output, finish: Finish) -> dict[str, Any]:
         """A whole text."""
-        return self._choice(index, text, logprobs, finish)
+        return self._choice(index, output.text, output.logprobs, finish)
 
     def _choice(
         self, index: int, text: str, tokens: Sequence[TokenLogprob], finish: Finish | None

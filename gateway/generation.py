@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from gateway.engine_client import EngineClient
 from gateway.errors import ApiError
-from gateway.output import Delta, OutputRules, OutputState
+from gateway.output import OutputRules, OutputState
+from gateway.parsers.events import ParsedDelta
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
 
@@ -26,6 +27,7 @@ class PromptJob:
     rules: OutputRules
     first_index: int  # choice index of the first of the n outputs
     completion_tokens: int = 0
+    reasoning_tokens: int = 0  # of completion_tokens
     cached_tokens: int = 0
     # With images more than were sent; 0: the engine has not reported it yet.
     counted_prompt_tokens: int = 0
@@ -46,7 +48,7 @@ class PromptJob:
 
     async def run(
         self, engine: EngineClient, tokenizer: Tokenizer, context: Any
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[ParsedDelta, None]:
         """The outputs' new content as the engine sends it.
 
         Ends when all outputs have finished; cancels the call when one of them did so at a stop string,
@@ -77,7 +79,7 @@ class PromptJob:
             502, "the engine closed the stream before the output was complete", code="engine_error"
         )
 
-    def _take(self, states: list[OutputState], response: engine_pb2.GenerateResponse) -> Delta | None:
+    def _take(self, states: list[OutputState], response: engine_pb2.GenerateResponse) -> ParsedDelta | None:
         """Gives one message to its output; None when that output had finished at a stop string."""
         if response.WhichOneof("response") == "complete":
             message: engine_pb2.GenerateComplete | engine_pb2.GenerateStreamChunk = response.complete
@@ -94,6 +96,7 @@ class PromptJob:
         else:
             delta = state.feed(message)
         self.completion_tokens += delta.new_tokens
+        self.reasoning_tokens += delta.reasoning_tokens
         if delta.finish is not None:
             self.finish_reasons.append(delta.finish.reason)
         return delta

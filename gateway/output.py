@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.errors import ApiError
-from gateway.parsers.events import Finish, TokenLogprob
+from gateway.parsers.events import (
+    ContentDelta,
+    Finish,
+    OutputPlan,
+    ParsedDelta,
+    TokenLogprob,
+)
+from gateway.parsers.parsed_text import ParsedText
 from gateway.text.detokenizer import StopStrings, make_detokenizer
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
@@ -86,22 +93,12 @@ class OutputRules:
     skip_special_tokens: bool
     prompt_text: str | None = None  # set when the prompt is echoed
     echo_only: bool = False  # max_tokens was 0: the engine's one token is dropped
-
-
-@dataclass(frozen=True)
-class Delta:
-    """New content of one output; filled by `OutputState`."""
-
-    index: int
-    text: str
-    logprobs: tuple[TokenLogprob, ...]
-    new_tokens: int
-    finish: Finish | None = None
+    plan: OutputPlan | None = None  # how reasoning and tool calls are told apart; None: all is content
 
 
 class OutputState:
-    """Detokenises, looks for stop strings and aligns log-probabilities; log-probabilities of tokens whose
-    text is held back are held back with it."""
+    """Detokenises, looks for stop strings, has reasoning and tool calls told apart, and aligns
+    log-probabilities; those of tokens whose text is held back are held back with it."""
 
     def __init__(
         self, index: int, tokenizer: Tokenizer, rules: OutputRules, prompt_ids: Sequence[int]
@@ -118,13 +115,16 @@ class OutputState:
         self._echoed = rules.prompt_text is None
         self._decoded_length = 0  # characters detokenised, the echoed prompt's included
         self._shown_length = 0  # characters given out
+        self._parsing = None if rules.plan is None else ParsedText.of(rules.plan, tokenizer)
+        if self._parsing is not None:
+            self._detokenizer.keep(self._parsing.marked)
 
-    def feed(self, chunk: engine_pb2.GenerateStreamChunk) -> Delta:
+    def feed(self, chunk: engine_pb2.GenerateStreamChunk) -> ParsedDelta:
         """Takes the tokens of one message; tokens after a stop string are ignored."""
         logprobs = chunk.output_logprobs if chunk.HasField("output_logprobs") else None
         return self._advance(self._echo(chunk.input_logprobs), chunk.token_ids, logprobs, 0)
 
-    def complete(self, message: engine_pb2.GenerateComplete) -> Delta:
+    def complete(self, message: engine_pb2.GenerateComplete) -> ParsedDelta:
         """Takes the last message, with any tokens that no chunk carried; ends the output.
 
         Raises:
@@ -134,15 +134,9 @@ class OutputState:
             raise ApiError(500, f"the engine failed: {message.error_message}", code="engine_error")
         logprobs = message.output_logprobs if message.HasField("output_logprobs") else None
         seen = 0 if self._rules.echo_only else self.token_count
-        delta = self._advance(self._echo(message.input_logprobs), message.output_ids[seen:], logprobs, seen)
-        if delta.finish is not None:
-            return delta
-        text = delta.text + self._settle(self._detokenizer.flush())
-        if self.finish is None:
-            text += self._stops.flush()
-            self.finish = self._reason(message)
-        self._shown_length += len(text) - len(delta.text)
-        return Delta(self.index, text, delta.logprobs + self._release(), delta.new_tokens, self.finish)
+        return self._advance(
+            self._echo(message.input_logprobs), message.output_ids[seen:], logprobs, seen, message
+        )
 
     def _advance(
         self,
@@ -150,9 +144,13 @@ class OutputState:
         token_ids: Sequence[int],
         logprobs: engine_pb2.OutputLogProbs | None,
         first: int,
-    ) -> Delta:
-        """Feeds tokens until a stop string; `first` is the position of token_ids[0] in `logprobs`."""
-        before = self.token_count
+        last: engine_pb2.GenerateComplete | None = None,
+    ) -> ParsedDelta:
+        """Feeds tokens until a stop string, and what was held back after the last message's.
+
+        `text` is what comes before them; `first` is the position of token_ids[0] in `logprobs`.
+        """
+        before, parsing = self.token_count, self._parsing
         for position, token_id in enumerate(() if self._rules.echo_only else token_ids, start=first):
             self.token_count += 1
             if logprobs is not None:
@@ -164,13 +162,51 @@ class OutputState:
                         self._decoded_length,
                     )
                 )
+            piece = ""
             if token_id not in self._rules.stop_token_ids or self._rules.include_stop:
-                text += self._settle(self._detokenizer.step(token_id))
+                piece = self._detokenizer.step(token_id)
+            if parsing is None:
+                text += self._settle(piece)
+            else:
+                parsing.feed(self._settle(piece), token_id, piece)
+                if parsing.is_full and self.finish is None:
+                    self.finish = Finish("tool_calls")
             if self.finish is not None:
                 break
+        if last is not None and self.finish is None:
+            rest = self._settle(self._detokenizer.flush())
+            if self.finish is None:
+                rest += self._stops.flush()
+                self.finish = self._reason(last)
+            if parsing is None:
+                text += rest
+            else:
+                parsing.feed(rest)
+        count = self.token_count - before
+        if parsing is not None:
+            return self._parsed(parsing, text, tuple(token_ids[:count]))
         self._shown_length += len(text)
         released = self._release() if text or self.finish else ()
-        return Delta(self.index, text, released, self.token_count - before, self.finish)
+        events = (ContentDelta(text),) if text else ()
+        return ParsedDelta(self.index, events, released, tuple(token_ids[:count]), count, 0, self.finish)
+
+    def _parsed(self, parsing: ParsedText, echo: str, token_ids: tuple[int, ...]) -> ParsedDelta:
+        """What the parser made of a message's tokens."""
+        if self.finish is not None:
+            parsing.finish()
+            if (
+                self.finish.reason == "stop"
+                and parsing.calls
+                and not isinstance(self.finish.stop_reason, str)
+            ):
+                self.finish = Finish("tool_calls", self.finish.stop_reason)
+        events, reasoning_tokens = parsing.take()
+        logprobs = parsing.content_logprobs(self._pending, self._decoded_length, self.finish is not None)
+        if echo:
+            events = (ContentDelta(echo), *events)
+        return ParsedDelta(
+            self.index, events, logprobs, token_ids, len(token_ids), reasoning_tokens, self.finish
+        )
 
     def _settle(self, text: str) -> str:
         """The part of new text that may be shown; sets `finish` when a stop string is complete."""

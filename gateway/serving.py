@@ -20,7 +20,7 @@ from gateway.errors import to_api_error
 from gateway.formats import Output, ResponseFormat, Usage
 from gateway.generation import merge
 from gateway.model import ServedModel
-from gateway.output import Delta
+from gateway.parsers.events import ParsedDelta
 from gateway.prompts.contract import Prepared
 from gateway.state import Gateway
 from gateway.streaming import EventStream, run_until_disconnect
@@ -125,7 +125,7 @@ class RequestRun:
         if first.done():
             first.result()
 
-    def _deltas(self) -> AsyncGenerator[Delta, None]:
+    def _deltas(self) -> AsyncGenerator[ParsedDelta, None]:
         """New content of all outputs of all prompts."""
         client, tokenizer = self._gateway.engine, self._model.tokenizer
         return merge([job.run(client, tokenizer, self._context) for job in self._jobs])
@@ -170,11 +170,12 @@ class RequestRun:
             prompt_tokens=sum(job.prompt_tokens for job in jobs),
             completion_tokens=sum(job.completion_tokens for job in jobs),
             cached_tokens=sum(job.cached_tokens for job in jobs),
+            reasoning_tokens=sum(job.reasoning_tokens for job in jobs),
             prompt_s=self._first_token_s,
             total_s=time.perf_counter() - self._started,
         )
 
-    def _observe(self, delta: Delta) -> None:
+    def _observe(self, delta: ParsedDelta) -> None:
         """Latencies of calls that stream from the engine: when each token came."""
         if not delta.new_tokens or not self._jobs[0].request.stream:
             return

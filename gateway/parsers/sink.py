@@ -163,23 +163,21 @@ class OutputParser(ABC):
         self._steps = self._run()
         self._is_over = False
 
-    def feed(self, text: str, marks: Sequence[Mark] = ()) -> list[OutputEvent]:
-        """What became certain with this piece.
+    def feed(self, text: str, marks: Sequence[Mark] = ()) -> None:
+        """Reads a piece; what became certain with it is in the sink.
 
         Args:
             text: the next characters.
-            marks: tokens of the format in it, or in what follows: some texts count only where they are tokens.
+            marks: tokens of the format in it, or in what follows; some texts count only as tokens.
         """
         self.scan.add(text, marks)
         self._go_on()
-        return self.sink.take()
 
-    def finish(self) -> list[OutputEvent]:
-        """What was held back, at the end of the output; nothing may be fed after it."""
+    def finish(self) -> None:
+        """Gives out what was held back, at the end of the output; nothing may be fed after it."""
         self.scan.ended = True
         self._go_on()
         self.sink.finish()
-        return self.sink.take()
 
     def _go_on(self) -> None:
         try:

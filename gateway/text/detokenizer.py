@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -22,6 +22,10 @@ class Detokenizer(ABC):
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+
+    def keep(self, token_ids: Collection[int]) -> None:
+        """Shows these, also where special tokens are skipped: what reads the text needs them."""
+        self._skipped = self._skipped - frozenset(token_ids)
 
     def step(self, token_id: int) -> str:
         """The text that became certain with `token_id`; empty while a character is incomplete."""

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from gateway.errors import ApiError
-from gateway.output import Delta, OutputRules, OutputState, TokenLogprob, chat_logprobs, completion_logprobs
+from gateway.output import OutputRules, OutputState, chat_logprobs, completion_logprobs
+from gateway.parsers.events import ParsedDelta, TokenLogprob
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2 as pb
 from tests.helpers.tiny_tokenizer import EOS, byte_level_tokenizer
@@ -27,7 +28,7 @@ RULES = OutputRules(
 
 def run(
     ids: list[int], rules: OutputRules, reason: str = "length", matched: int | None = None
-) -> list[Delta]:
+) -> list[ParsedDelta]:
     """One chunk per token with a log-probability, then the completion; stops after a finish."""
     state, deltas = OutputState(0, TOKENIZER, rules, [3, 4]), []
     for token in ids:
@@ -43,12 +44,12 @@ def run(
     return [*deltas, state.complete(message)]
 
 
-def text_of(deltas: list[Delta]) -> str:
+def text_of(deltas: list[ParsedDelta]) -> str:
     """All text given out."""
-    return "".join(delta.text for delta in deltas)
+    return "".join(delta.content for delta in deltas)
 
 
-def logprobs_of(deltas: list[Delta]) -> list[TokenLogprob]:
+def logprobs_of(deltas: list[ParsedDelta]) -> list[TokenLogprob]:
     """All log-probabilities given out."""
     return [token for delta in deltas for token in delta.logprobs]
 
@@ -98,7 +99,7 @@ def test_logprobs_wait_for_their_text() -> None:
     """While text is held back its log-probabilities are too, so a chunk's two parts belong together."""
     ids = TOKENIZER.encode("fox!?")
     for delta in run(ids, replace(RULES, stop_strings=("!?!",))):
-        assert not delta.logprobs or delta.text
+        assert not delta.logprobs or delta.content
 
 
 def test_stop_strings_do_not_count_before_min_tokens() -> None:
@@ -123,7 +124,7 @@ def test_tokens_only_the_completion_brings_are_taken() -> None:
     logprobs = pb.OutputLogProbs(token_ids=ids, token_logprobs=[-0.5] * len(ids))
     message = pb.GenerateComplete(output_ids=ids, finish_reason="length", output_logprobs=logprobs)
     delta = OutputState(0, TOKENIZER, RULES, [3]).complete(message)
-    assert (delta.text, delta.new_tokens, len(delta.logprobs)) == ("The fox", len(ids), len(ids))
+    assert (delta.content, delta.new_tokens, len(delta.logprobs)) == ("The fox", len(ids), len(ids))
 
 
 def test_failed_output_raises() -> None:
