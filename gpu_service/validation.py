@@ -53,6 +53,8 @@ def make_requests(
         raise InvalidField(
             "tokenized.input_ids", f"{len(prompt)} tokens", f"1 to {bounds.context_limit - 1} tokens"
         )
+    if message.HasField("constraint"):
+        raise InvalidField("constraint", message.constraint.WhichOneof("kind"), "not supported yet")
     _check_ids("tokenized.input_ids", prompt, bounds)
     sampling = message.sampling_params
     _check_ranges(sampling, bounds)

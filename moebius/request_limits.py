@@ -28,3 +28,8 @@ MAX_STOP_STRING_CHARACTERS = 1024
 MAX_OUTPUTS = 128
 # Alternatives per token.
 MAX_LOGPROBS = 20
+# Of a schema, an expression or a grammar that the output has to follow: compiling as much takes some tens of
+# milliseconds, and the engine keeps the latest ones.
+MAX_GRAMMAR_CHARACTERS = 2**18
+# Texts of which an output has to be one.
+MAX_CHOICES = 4096

@@ -111,6 +111,7 @@ class JobPlan:
     prompt_logprobs: int | None = None  # alternatives per prompt token
     echo: bool = False
     with_images: bool = False  # the engine puts more tokens into the prompt
+    constraint: engine_pb2.Constraint | None = None  # what every output has to be; None: anything
 
 
 def build_jobs(
@@ -134,6 +135,7 @@ def build_jobs(
             stream=bool(body.stream or stops),  # stop strings are found while the text grows
             priority=max(INT32_MIN, min(body.priority, INT32_MAX)),
             cache_salt=body.cache_salt or "",
+            constraint=plan.constraint,
         )
         rules = _rules(body, model, text if plan.echo else None, plan.limit == 0)
         jobs.append(PromptJob(request, rules, first_index=number * (body.n or 1)))

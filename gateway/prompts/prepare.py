@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request, describe_validation_error
+from gateway.grammar import response_format_constraint
 from gateway.model import ServedModel
 from gateway.prompts.contract import Answer, Broken, Kind, Prepared, Refused
 from gateway.prompts.jobs import JobPlan, build_jobs
@@ -23,6 +24,7 @@ from gateway.schemas.requests import (
     ImageUrl,
     TokenizeRequest,
 )
+from gateway.schemas.structured import NO_STRUCTURE
 from gateway.text.chat_template import ChatTemplateError
 from gateway.text.conversation import Conversation, MarkedText, mark_text, render_prompt
 from moebius.config import ImageConfig
@@ -101,9 +103,12 @@ class Preparer:
             check_placeholders(self._model, prompt_ids, len(images))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         limit_param, limit = body.token_limit()
-        plan = JobPlan("messages", limit_param, limit, logprobs, with_images=bool(images))
+        constraint = response_format_constraint(body)
+        plan = JobPlan(
+            "messages", limit_param, limit, logprobs, with_images=bool(images), constraint=constraint
+        )
         jobs = build_jobs(body, self._model, plan, [("", prompt_ids)])
-        fields = body.model_copy(update={"messages": [], "chat_template_kwargs": None})
+        fields = body.model_copy(update={"messages": [], "chat_template_kwargs": None, **NO_STRUCTURE})
         return Prepared(fields, jobs, logprobs, images)
 
     def _completions(self, data: bytes | bytearray) -> Prepared:
@@ -111,10 +116,13 @@ class Preparer:
         self._model.check_name(body.model)
         limit_param, limit = body.token_limit()
         prompt_logprobs = body.logprobs if body.echo else None
-        plan = JobPlan("prompt", limit_param, limit, body.logprobs, prompt_logprobs, bool(body.echo))
+        plan = JobPlan(
+            *("prompt", limit_param, limit, body.logprobs, prompt_logprobs, bool(body.echo)),
+            constraint=response_format_constraint(body),
+        )
         prompts = [self._prompt(prompt, body) for prompt in body.prompt]
         jobs = build_jobs(body, self._model, plan, prompts)
-        return Prepared(body.model_copy(update={"prompt": []}), jobs, body.logprobs, [])
+        return Prepared(body.model_copy(update={"prompt": [], **NO_STRUCTURE}), jobs, body.logprobs, [])
 
     def _prompt(self, prompt: str | list[int], body: CompletionRequest) -> tuple[str, list[int]]:
         """Text and ids of one prompt, whichever was sent; the text is only needed to echo it."""

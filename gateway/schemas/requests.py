@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from gateway.errors import param_error
 from gateway.schemas.common import MAX_LABEL_CHARACTERS, GenerationFields, StrictModel, TokenId, parse_json
+from gateway.schemas.structured import StructuredFields
 from gateway.text.chat_template import RESERVED_NAMES
 from moebius.request_limits import MAX_LOGPROBS
 
@@ -137,7 +138,7 @@ def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)]
 
 
-class ChatCompletionRequest(GenerationFields):
+class ChatCompletionRequest(StructuredFields, GenerationFields):
     """Every field here is implemented; the others are in `unsupported.py`."""
 
     messages: Messages
@@ -187,7 +188,7 @@ def _is_token_list(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-class CompletionRequest(GenerationFields):
+class CompletionRequest(StructuredFields, GenerationFields):
     """Every field here is implemented; the others are in `unsupported.py`."""
 
     prompt: list[str | list[int]] = Field(description=f"{_FORMS}; normalised to a list of prompts")

@@ -193,7 +193,7 @@ def check_bad_parameters(base_url: str, model: str) -> None:
         ({"stop": ["a"] * 65}, "stop"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"logit_bias": {"10000000": 1}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"guided_regex": "a(?=b)"}}, "guided_regex"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
         ({"messages": []}, "messages"),

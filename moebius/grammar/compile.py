@@ -1,0 +1,153 @@
+"""A `Constraint` as a grammar of llguidance, and whether that can be enforced.
+
+The gateway asks before it sends a request on, the engine before it runs one; both get the same answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import any_to_lark
+
+from moebius.grammar.lark import json_options, quoted
+from moebius.grammar.structural_tags import StructuralTagError, structural_tag_grammar
+from moebius.request_limits import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
+from protos.engine_pb2 import Constraint
+
+_ENDLESS = "the grammar is empty: no text satisfies it"
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
+_NO_KEYWORD = "not supported are the keywords"
+_LONGEST_REASON = 600
+# Answers of `check` that are remembered.
+_REMEMBERED = 1024
+
+
+class GrammarError(ValueError):
+    """The constraint can not be enforced; the message says what of it."""
+
+
+def limits() -> LLParserLimits:
+    """What compiling a grammar, and computing one mask of it, may take: some tens of milliseconds each."""
+    return LLParserLimits(verbose_errors=False)
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """llguidance's grammar for a constraint that has one (`kind`).
+
+    Raises:
+        GrammarError: it is too large or can not be read; whether it can be enforced is for `check`.
+    """
+    kind = constraint.WhichOneof("kind")
+    assert kind is not None, "the constraint has no grammar"
+    value = getattr(constraint, kind)
+    if isinstance(value, str) and len(value) > MAX_GRAMMAR_CHARACTERS:
+        raise GrammarError(f"{len(value)} characters; at most {MAX_GRAMMAR_CHARACTERS} are allowed")
+    if kind in ("json_schema", "json_object"):
+        return _json(value if kind == "json_schema" else '{"type": "object"}', constraint.no_whitespace)
+    return _KINDS[kind](value)
+
+
+def _json(schema: str, no_whitespace: bool) -> str:
+    schema = "{}" if schema.strip() == "true" else schema
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, defaults=cast(Any, json_options(no_whitespace)))
+    except ValueError as error:
+        raise GrammarError(f"not a JSON schema: {error}") from error
+
+
+def _choice(choice: Any) -> str:
+    options = list(choice.options)
+    if not options or not all(options):
+        raise GrammarError("a choice needs at least one option, and none that is empty")
+    if len(options) > MAX_CHOICES or sum(map(len, options)) > MAX_GRAMMAR_CHARACTERS:
+        raise GrammarError(
+            f"{len(options)} options; at most {MAX_CHOICES}, of {MAX_GRAMMAR_CHARACTERS} characters in all"
+        )
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, options)))
+
+
+def _ebnf(text: str) -> str:
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(text))
+    except (Exception, RecursionError) as error:  # the converter raises bare exceptions
+        raise GrammarError(f"the grammar can not be read: {error}") from error
+
+
+def _structural_tag(text: str) -> str:
+    try:
+        return LLMatcher.grammar_from_lark(structural_tag_grammar(text))
+    except StructuralTagError as error:
+        raise GrammarError(str(error)) from error
+
+
+def _lark(text: str) -> str:
+    return text if text.lstrip().startswith("{") else LLMatcher.grammar_from_lark(text)
+
+
+_KINDS: Mapping[str, Callable[[Any], str]] = {
+    "regex": LLMatcher.grammar_from_regex,
+    "lark": _lark,
+    "choice": _choice,
+    "structural_tag": _structural_tag,
+    "ebnf": _ebnf,
+}
+
+
+class GrammarCheck:
+    """Whether constraints can be enforced; remembers its latest answers. Any thread may ask."""
+
+    def __init__(self, remembered: int = _REMEMBERED) -> None:
+        self._remembered = remembered
+        self._answers: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, constraint: Constraint) -> None:
+        """Raises GrammarError for a constraint whose grammar can not be enforced."""
+        key = hashlib.sha256(constraint.SerializeToString(deterministic=True)).digest()
+        with self._lock:
+            problem = self._answers.get(key)
+            if problem is not None:
+                self._answers.move_to_end(key)
+        if problem is None:
+            problem = _problem(constraint)
+            with self._lock:
+                self._answers[key] = problem
+                if len(self._answers) > self._remembered:
+                    self._answers.popitem(last=False)
+        if problem:
+            raise GrammarError(problem)
+
+
+def _problem(constraint: Constraint) -> str:
+    """Why the constraint can not be enforced; empty: it can be."""
+    try:
+        grammar = grammar_of(constraint)
+    except GrammarError as error:
+        return str(error)
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
+    return reason(messages[0]) if failed else ""
+
+
+def reason(message: str) -> str:
+    """What llguidance says, in one line."""
+    found = _UNIMPLEMENTED.search(message)
+    if found is not None:
+        return f"{_NO_KEYWORD} {', '.join(json.loads(found.group(1)))}"
+    if "Unsatisfiable schema" in message:
+        return f"no value satisfies it ({message.split(': ', 1)[-1]})"[:_LONGEST_REASON]
+    return " ".join(message.split())[:_LONGEST_REASON] or _ENDLESS
+
+
+def unsupported_keywords(error: GrammarError) -> frozenset[str]:
+    """Keywords of a schema that an error of `check` is about; empty: it is about something else."""
+    message = str(error)
+    if not message.startswith(_NO_KEYWORD):
+        return frozenset()
+    return frozenset(message.removeprefix(_NO_KEYWORD).strip().split(", "))

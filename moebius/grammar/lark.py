@@ -1,0 +1,81 @@
+"""Grammars in llguidance's dialect of Lark, put together from literals, JSON schemas and free text.
+
+A token that the tokenizer keeps whole ("added") can be asked for by its id: then nothing that merely spells
+the same will do. https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md has the dialect.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# White space that a model may put between JSON's tokens: enough for usual layouts, and bounded, since models
+# that would rather say something else go on with white space for ever.
+_WHITESPACE = r" |\n[ ]{0,60}|\n\t{0,20}"
+# Any text, also none.
+ANY_TEXT = r"/(.|\n)*/"
+
+
+def json_options(no_whitespace: bool) -> dict[str, Any]:
+    """How llguidance writes JSON, as its `JsonCompileOptions`."""
+    return {"whitespace_flexible": False} if no_whitespace else {"whitespace_pattern": _WHITESPACE}
+
+
+class LarkGrammar:
+    """Collects rules; `render` gives the grammar's text."""
+
+    def __init__(self, added_tokens: Mapping[str, int] | None = None) -> None:
+        """`added_tokens`: ids by text of the tokens that literals ask for whole."""
+        self._added = dict(added_tokens or {})
+        longest_first = sorted(self._added, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if self._added else None
+        self._rules: list[str] = []
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        """Adds a rule; returns its name. An empty body is the empty text."""
+        name = f"rule_{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {body or quoted('')}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """Exactly this text; empty for none."""
+        pieces = [text] if self._split is None else self._split.split(text)
+        return " ".join(
+            f"<[{self._added[piece]}]>" if piece in self._added else quoted(piece)
+            for piece in pieces
+            if piece
+        )
+
+    def first_piece(self, text: str) -> str:
+        """The added token that `text` begins with; without one, what comes before the first, or all of it."""
+        pieces = [text] if self._split is None else [piece for piece in self._split.split(text) if piece]
+        return pieces[0] if pieces else ""
+
+    def token_id(self, piece: str) -> int | None:
+        """The id of an added token; None: it is none."""
+        return self._added.get(piece)
+
+    def json(self, schema: Any, *, no_whitespace: bool = False) -> str:
+        """A rule for a JSON value that satisfies a schema."""
+        if isinstance(schema, Mapping):
+            schema = {"x-guidance": json_options(no_whitespace), **schema}
+        return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
+
+    def until(self, end: str) -> str:
+        """A rule for any text up to the first occurrence of `end`, which is part of it."""
+        return self.rule(f"{ANY_TEXT} {quoted(end)}", "[lazy]")
+
+    def any_of(self, bodies: Sequence[str]) -> str:
+        """A rule for one of them."""
+        return self.rule(" | ".join(body or quoted("") for body in bodies))
+
+    def render(self, start: str) -> str:
+        """The whole grammar; `start` is the body of its first rule."""
+        return "\n".join(["%llguidance {}", f"start: {start or quoted('')}", *self._rules]) + "\n"
+
+
+def quoted(text: str) -> str:
+    """A literal in the dialect, which is JSON's."""
+    return json.dumps(text, ensure_ascii=False)
