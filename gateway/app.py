@@ -13,11 +13,14 @@ from contextlib import asynccontextmanager
 import structlog
 from fastapi import FastAPI, Request, Response
 from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+from pydantic import BaseModel
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admission import DrainMiddleware
+from gateway.apis.registry import TRANSLATIONS
+from gateway.apis.routes import router as api_router
 from gateway.errors import MESSAGES_PATH, ApiError, install_error_handlers
 from gateway.openapi import install_openapi
 from gateway.routes import router
@@ -156,7 +159,14 @@ def create_app(config: MoebiusConfig, on_broken: Callable[[str], None] = _log_br
     install_error_handlers(app)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.include_router(router)
-    install_openapi(app, [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
+    app.include_router(api_router)
+    schemas: list[type[BaseModel]] = [
+        ChatCompletionRequest,
+        CompletionRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+    ]
+    install_openapi(app, [*schemas, *(schema for schema, _ in TRANSLATIONS.values())])
     app.add_middleware(DrainMiddleware, drain=gateway.drain, failed=gateway.metrics.failed)
     keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
     if keys.required:

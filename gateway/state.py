@@ -27,6 +27,7 @@ from protos import engine_pb2
 logger = structlog.get_logger(__name__)
 RETRY_S = 0.25
 _MIB = 2**20
+_TEXT_KINDS = frozenset({"completions", "tokenize", "detokenize"})
 
 
 class ModelFilesError(Exception):
@@ -152,7 +153,7 @@ class Gateway:
         """
         model = self.model()
         images = self.config.images
-        takes_images = kind == "chat" and model.supports_vision
+        takes_images = kind not in _TEXT_KINDS and model.supports_vision
         # Base64 takes four characters for three bytes.
         extra = (
             int(images.max_images_per_request * images.max_image_mib * _MIB * 4 / 3) if takes_images else 0

@@ -12,7 +12,7 @@ from gateway.schemas.common import GenerationFields
 from gateway.schemas.requests import ImageUrl
 from moebius.config import ImageConfig
 
-Kind = Literal["chat", "completions", "tokenize", "detokenize"]
+Kind = Literal["chat", "completions", "tokenize", "detokenize", "messages", "count_tokens"]
 HEADER = struct.Struct("!Q")  # length of what follows, bytes
 READY = b"ready"
 
@@ -48,6 +48,7 @@ class Prepared:
     jobs: list[PromptJob]  # without images and the response's id
     logprobs: int | None  # alternatives per output token; None: no log-probabilities
     images: list[tuple[str, ImageUrl]]  # parameter name and place of each image, in prompt order
+    reply: Any = None  # what another API's format is made from (gateway/apis/)
     ignored: tuple[str, ...] = ()  # some of the fields that were sent and have no effect, by name
 
 

@@ -110,6 +110,7 @@ class JobPlan:
     logprobs: int | None  # alternatives per output token; None: no log-probabilities
     prompt_logprobs: int | None = None  # alternatives per prompt token
     echo: bool = False
+    fits_limit: bool = False  # more output tokens than there is room for are no error
     with_images: bool = False  # the engine puts more tokens into the prompt
     constraint: engine_pb2.Constraint | None = None  # what every output has to be; None: anything
 
@@ -154,7 +155,10 @@ def _max_tokens(model: ServedModel, prompt_length: int, plan: JobPlan) -> int | 
     """Most output tokens; None: as many as fit, which only the engine knows of a prompt with images."""
     if plan.with_images and plan.limit is None:
         return None
-    return output_limit(model, prompt_length, plan.limit_param, plan.limit)
+    limit = plan.limit
+    if plan.fits_limit and limit is not None:
+        limit = min(limit, max(1, model.max_context_length - prompt_length))
+    return output_limit(model, prompt_length, plan.limit_param, limit)
 
 
 def _rules(body: GenerationFields, model: ServedModel, echo: str | None, echo_only: bool) -> OutputRules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from gateway.apis.registry import TRANSLATIONS
+from gateway.apis.translation import Context
 from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request, describe_validation_error
 from gateway.grammar import response_format_constraint
 from gateway.model import ServedModel
@@ -51,6 +54,7 @@ class Preparer:
             "completions": self._completions,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
+            **{kind: functools.partial(self._translated, kind) for kind in TRANSLATIONS},
         }
 
     def answer(self, kind: Kind, data: bytes | bytearray) -> Answer:
@@ -77,18 +81,44 @@ class Preparer:
             raise bad_request(
                 f"{where} is not acceptable: {error.message}", error.param, error.code
             ) from None
+        return self._validated(value, schema, self._tolerance)
+
+    @staticmethod
+    def _validated(value: Any, schema: type[T], tolerance: Tolerance) -> T:
         try:
-            return schema.model_validate(value, context=self._tolerance)
+            return schema.model_validate(value, context=tolerance)
         except ValidationError as error:
             found = error.errors(include_url=False)
             located = [{**one, "loc": ("body", *one["loc"])} for one in found]
             raise bad_request(*describe_validation_error(located)) from None
 
     def _chat(self, data: bytes | bytearray) -> Prepared:
-        body = self._parsed(data, ChatCompletionRequest)
+        return self._chat_prepared(self._parsed(data, ChatCompletionRequest), len(data))
+
+    def _translated(self, kind: Kind, data: bytes | bytearray) -> Prepared | bytes:
+        """A request of another API, by way of the chat or completion that does the same."""
+        schema, translate = TRANSLATIONS[kind]
+        context = Context(self._tolerance, self._model)
+        translation = translate(self._parsed(data, schema), context)
+        try:
+            if translation.is_text:
+                text = self._validated(translation.request, CompletionRequest, Tolerance())
+                return replace(self._text_prepared(text), reply=translation.reply)
+            body = self._validated(translation.request, ChatCompletionRequest, Tolerance())
+            if kind == "count_tokens":
+                return _json({"input_tokens": len(self._chat_prompt(body, len(data))[0])})
+            prepared = self._chat_prepared(body, len(data), translation.fits_limit)
+        except ApiError as error:
+            raise translation.named(error) from None
+        return replace(prepared, reply=translation.reply)
+
+    def _chat_prompt(
+        self, body: ChatCompletionRequest, size: int
+    ) -> tuple[list[int], list[tuple[str, ImageUrl]]]:
+        """Token ids and images of a conversation that came as `size` bytes."""
         self._model.check_name(body.model)
         images = image_places(body.messages, self._model, self._images)
-        self._check_text_size(len(data) - sum(len(image.url) for _, image in images))
+        self._check_text_size(size - sum(len(image.url) for _, image in images))
         text = self._rendered(
             Conversation(
                 [message.for_template() for message in body.messages],
@@ -101,18 +131,29 @@ class Preparer:
         prompt_ids = self._encoded(text, False, "messages")  # templates write BOS themselves
         if images:
             check_placeholders(self._model, prompt_ids, len(images))
+        return prompt_ids, images
+
+    def _chat_prepared(self, body: ChatCompletionRequest, size: int, fits_limit: bool = False) -> Prepared:
+        prompt_ids, images = self._chat_prompt(body, size)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         limit_param, limit = body.token_limit()
-        constraint = response_format_constraint(body)
         plan = JobPlan(
-            "messages", limit_param, limit, logprobs, with_images=bool(images), constraint=constraint
+            "messages",
+            limit_param,
+            limit,
+            logprobs,
+            fits_limit=fits_limit,
+            with_images=bool(images),
+            constraint=response_format_constraint(body),
         )
         jobs = build_jobs(body, self._model, plan, [("", prompt_ids)])
         fields = body.model_copy(update={"messages": [], "chat_template_kwargs": None, **NO_STRUCTURE})
         return Prepared(fields, jobs, logprobs, images)
 
     def _completions(self, data: bytes | bytearray) -> Prepared:
-        body = self._parsed(data, CompletionRequest)
+        return self._text_prepared(self._parsed(data, CompletionRequest))
+
+    def _text_prepared(self, body: CompletionRequest) -> Prepared:
         self._model.check_name(body.model)
         limit_param, limit = body.token_limit()
         prompt_logprobs = body.logprobs if body.echo else None

@@ -1,0 +1,395 @@
+"""Anthropic's Messages: the translation of a request to a chat's, and the message that answers it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.apis.messages_schema import (
+    ContentBlock,
+    CountTokensRequest,
+    DocumentBlock,
+    ImageBlock,
+    Message,
+    MessagesRequest,
+    OtherBlock,
+    SearchResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    Tool,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from gateway.apis.parts import Part, PartList, Step, parts_of
+from gateway.apis.translation import (
+    Context,
+    MessageList,
+    Translation,
+    base64_image,
+    function_tool,
+    image_part,
+    named_choice,
+    text_part,
+    without_none,
+)
+from gateway.errors import ApiError, anthropic_error, bad_request
+from gateway.formats import Output, ResponseFormat, Usage
+from gateway.parsers.events import Finish, ParsedDelta
+from gateway.schemas.common import MAX_LABEL_CHARACTERS
+
+# The chat's parameters, by what they come from.
+NAMES = {
+    "max_tokens": "max_tokens",
+    "messages": "messages",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+    "user": "metadata.user_id",
+}
+# Claude Code's first system block differs from request to request and is meant for its own servers: with
+# it no two requests would have a prefix in common.
+_BILLING = "x-anthropic-billing-header:"
+
+
+@dataclass(frozen=True)
+class MessagesReply:
+    """What a message is made from besides the output; filled by `translate`."""
+
+    context_length: int  # of the model, tokens
+    hides_thinking: bool = False
+
+
+def translate(body: CountTokensRequest, context: Context) -> Translation:
+    """The chat request of a body of either path."""
+    messages = MessageList()
+    for text in _system_texts(body):
+        messages.system(text)
+    for number, message in enumerate(body.messages):
+        _add_message(messages, message, f"messages[{number}]", context)
+    request: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages.finished(),
+        **_tools(body, context),
+        **_thinking(body),
+        **_format(body),
+    }
+    last = body.messages[-1]
+    if last.role == "assistant" and "tool_calls" not in messages.messages[-1]:
+        request |= {"continue_final_message": True, "add_generation_prompt": False}
+    if isinstance(body, MessagesRequest):
+        request |= _sampling(body)
+    hides = body.thinking is not None and body.thinking.display == "omitted"
+    reply = MessagesReply(context.model.max_context_length, hides)
+    return Translation(without_none(request), NAMES, reply, fits_limit=True)
+
+
+def _system_texts(body: CountTokensRequest) -> list[str]:
+    if isinstance(body.system, str):
+        return [body.system] if body.system else []
+    texts = [block.text for block in body.system or ()]
+    return [text for text in texts if text and not text.startswith(_BILLING)]
+
+
+def _add_message(messages: MessageList, message: Message, place: str, context: Context) -> None:
+    content = message.content
+    blocks: Sequence[Any] = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+    if message.role == "assistant":
+        _add_answer(messages, blocks, place, context)
+        return
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            messages.result(block.tool_use_id, _result_parts(block, place, context))
+    parts = _parts([one for one in blocks if not isinstance(one, ToolResultBlock)], place, context)
+    if message.role == "system":
+        messages.system("\n".join(part.get("text", "") for part in parts))
+    elif parts or not blocks:
+        messages.user(parts)
+
+
+def _add_answer(messages: MessageList, blocks: Sequence[ContentBlock], place: str, context: Context) -> None:
+    messages.new_assistant()
+    for block in blocks:
+        match block:
+            case TextBlock():
+                messages.answer(block.text)
+            case ThinkingBlock():
+                thought = block.thinking or _signed(block.signature or "")
+                if thought:
+                    messages.reasoning(thought)
+            case ToolUseBlock():
+                messages.call(block.id, block.name, block.input)
+            case _:
+                context.leave_out(f"messages[].content[].type={block.type}", place)
+
+
+def _result_parts(block: ToolResultBlock, place: str, context: Context) -> list[dict[str, Any]]:
+    content = block.content or ""
+    parts = [text_part(content)] if isinstance(content, str) else _parts(content, place, context)
+    if block.is_error:  # chat templates know no other place for it
+        parts.insert(0, text_part("Error:"))
+    return parts
+
+
+def _parts(blocks: Iterable[Any], place: str, context: Context) -> list[dict[str, Any]]:
+    """Blocks of a user, or of a tool's result, as a chat's parts."""
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        match block:
+            case TextBlock():
+                parts.append(text_part(block.text))
+            case ImageBlock():
+                parts.append(_image(block, place))
+            case DocumentBlock():
+                parts.append(text_part(_document(block)))
+            case SearchResultBlock():
+                texts = [block.title, block.source, *(one.text for one in block.content)]
+                parts.append(text_part("\n".join(texts)))
+            case OtherBlock():
+                context.leave_out(f"messages[].content[].type={block.type}", f"{place}.content")
+            case _:  # a thought or a call, which are the model's
+                raise bad_request(
+                    f"a block of type {block.type!r} belongs to the assistant, not into '{place}'", place
+                )
+    return parts
+
+
+def _image(block: ImageBlock, place: str) -> dict[str, Any]:
+    source = block.source
+    if source.type == "base64" and source.data is not None and source.media_type is not None:
+        return base64_image(source.media_type, source.data)
+    if source.type == "url" and source.url is not None:
+        return image_part(source.url)
+    needs = "'data' and 'media_type'" if source.type == "base64" else "'url'"
+    raise bad_request(f"an image's source of type {source.type!r} needs {needs}", f"{place}.content")
+
+
+def _document(block: DocumentBlock) -> str:
+    source = block.source
+    content = source.data if source.type == "text" else source.content
+    if isinstance(content, list):
+        content = "\n".join(one.text for one in content)
+    return "\n".join(text for text in (block.title, block.context, content) if text)
+
+
+def _is_own(tool: Tool) -> bool:
+    """Whether the body says what the tool is: Anthropic's own have a type instead."""
+    return tool.type in (None, "custom")
+
+
+def _tools(body: CountTokensRequest, context: Context) -> dict[str, Any]:
+    tools = []
+    for number, tool in enumerate(body.tools or ()):
+        if not _is_own(tool):
+            context.leave_out(f"tools[].type={tool.type}", f"tools[{number}].type")
+            continue
+        if not tool.name:
+            raise bad_request(f"missing required parameter: 'tools[{number}].name'", f"tools[{number}].name")
+        tools.append(function_tool(tool.name, tool.description, tool.input_schema, tool.strict))
+    choice = body.tool_choice
+    if not tools:
+        if choice is not None and choice.type in ("any", "tool"):
+            raise bad_request("'tool_choice' asks for a tool, but there are none to call", "tool_choice")
+        return {}
+    fields: dict[str, Any] = {"tools": tools}
+    if choice is not None:
+        names: dict[str, Any] = {"auto": "auto", "none": "none", "any": "required"}
+        wanted = choice.name or ""
+        fields["tool_choice"] = named_choice(wanted, tools) if choice.type == "tool" else names[choice.type]
+        if choice.disable_parallel_tool_use:
+            fields["parallel_tool_calls"] = False
+    return fields
+
+
+def _thinking(body: CountTokensRequest) -> dict[str, Any]:
+    """Templates have switches of different names; without `thinking` Anthropic's models do not think."""
+    asked = body.thinking
+    effort = body.output_config.effort if body.output_config is not None else None
+    on = asked is not None and asked.type != "disabled"
+    fields: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": on, "thinking": on}}
+    if on and effort is not None:
+        fields["reasoning_effort"] = effort
+    if asked is not None and asked.type == "enabled" and asked.budget_tokens is not None:
+        fields["thinking_token_budget"] = asked.budget_tokens
+    return fields
+
+
+def _format(body: CountTokensRequest) -> dict[str, Any]:
+    wanted = body.output_format or (body.output_config.format if body.output_config is not None else None)
+    if wanted is None:
+        return {}
+    schema = {"name": "answer", "schema": wanted.schema_, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _sampling(body: MessagesRequest) -> dict[str, Any]:
+    user = body.metadata.user_id if body.metadata is not None else None
+    return {
+        "max_tokens": body.max_tokens,
+        "temperature": body.temperature,
+        "top_k": body.top_k,
+        "top_p": body.top_p or None,  # 0, which the chat's does not take, is given up for greedy choices
+        "stop": body.stop_sequences or None,
+        "stream": body.stream,
+        "user": None if user is None else user[:MAX_LABEL_CHARACTERS],
+    }
+
+
+def sse(name: str, payload: dict[str, Any]) -> bytes:
+    """An event with a name, which its data repeats as `type`."""
+    data = json.dumps({"type": name, **payload}, ensure_ascii=False, separators=(",", ":"))
+    return b"event: " + name.encode() + b"\ndata: " + data.encode() + b"\n\n"
+
+
+# Signatures prove nothing here. Clients must have one, and give back what it holds.
+_SHOWN = "shown:"
+_HIDDEN = "hidden:"
+
+
+def signature(thought: str, hidden: bool = False) -> str:
+    """What comes back with a thought; of a hidden one the thought itself."""
+    if hidden:
+        return _HIDDEN + base64.b64encode(thought.encode()).decode()
+    return _SHOWN + hashlib.sha256(thought.encode()).hexdigest()[:16]
+
+
+def _signed(text: str) -> str:
+    """The thought in the signature of a hidden one; empty: there is none."""
+    if not text.startswith(_HIDDEN):
+        return ""
+    try:
+        return base64.b64decode(text.removeprefix(_HIDDEN), validate=True).decode()
+    except ValueError:  # somebody else's
+        return ""
+
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesFormat(ResponseFormat):
+    """One message of content blocks, or the events that build it."""
+
+    operation = "chat"
+    keep_alive = sse("ping", {})
+
+    def __init__(self, model: str, request_id: str, reply: MessagesReply) -> None:
+        """`request_id` is told with failures."""
+        self.id = f"msg_{uuid.uuid4().hex}"
+        self._model = model
+        self._request_id = request_id
+        self._reply = reply
+        self._parts = PartList()
+        self._finish: Finish | None = None
+        self._has_begun = False
+
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """The message."""
+        blocks = [self._block(part) for part in parts_of(outputs[0])]
+        return self._message(blocks, self._ending(outputs[0].finish, usage), usage)
+
+    def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
+        """The beginning of the message before the first content; then blocks one after the other."""
+        data = b"" if self._has_begun else self._opening(usage())
+        self._finish = delta.finish or self._finish
+        steps = self._parts.feed(delta.events)
+        return data + b"".join(map(self._step, steps))
+
+    def stream_end(self, usage: Usage) -> bytes:
+        """The end of the last block and of the message."""
+        data = b"" if self._has_begun else self._opening(usage)
+        data += b"".join(map(self._step, self._parts.end()))
+        data += sse("message_delta", {"delta": self._ending(self._finish, usage), "usage": _usage(usage)})
+        return data + sse("message_stop", {})
+
+    def stream_failure(self, error: ApiError) -> bytes:
+        """The error; nothing follows."""
+        _, body = anthropic_error(error, self._request_id)
+        return sse("error", {key: value for key, value in body.items() if key != "type"})
+
+    def _opening(self, usage: Usage) -> bytes:
+        self._has_begun = True
+        message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
+        return sse("message_start", {"message": message}) + self.keep_alive
+
+    def _message(self, blocks: list[dict[str, Any]], ending: dict[str, Any], usage: Usage) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": blocks,
+            **ending,
+            "usage": _usage(usage),
+        }
+
+    def _ending(self, finish: Finish | None, usage: Usage) -> dict[str, Any]:
+        """Why the message ended; a stop sequence is named."""
+        reason = "stop" if finish is None else finish.reason
+        if finish is not None and reason == "stop" and isinstance(finish.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_reason}
+        ending = _STOP_REASONS.get(reason, "end_turn")
+        if reason == "length" and self._is_full(usage):
+            ending = "model_context_window_exceeded"
+        return {"stop_reason": ending, "stop_sequence": None}
+
+    def _is_full(self, usage: Usage) -> bool:
+        return usage.prompt_tokens + usage.completion_tokens >= self._reply.context_length
+
+    def _block(self, part: Part) -> dict[str, Any]:
+        """A complete content block."""
+        block = _opened(part)
+        if part.kind == "tool_call":
+            block["input"] = part.arguments()
+        elif part.kind == "content":
+            block["text"] = part.text
+        else:
+            block["thinking"] = "" if self._reply.hides_thinking else part.text
+            block["signature"] = signature(part.text, self._reply.hides_thinking)
+        return block
+
+    def _step(self, step: Step) -> bytes:
+        part, index = step.part, step.part.number
+        if step.what == "start":
+            return sse("content_block_start", {"index": index, "content_block": _opened(part)})
+        hidden = part.kind == "reasoning" and self._reply.hides_thinking
+        if step.what == "text":
+            kind, name = _DELTAS[part.kind]
+            delta = {"type": kind, name: step.text}
+            return b"" if hidden else sse("content_block_delta", {"index": index, "delta": delta})
+        data = b""
+        if part.kind == "reasoning":
+            delta = {"type": "signature_delta", "signature": signature(part.text, hidden)}
+            data = sse("content_block_delta", {"index": index, "delta": delta})
+        return data + sse("content_block_stop", {"index": index})
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Anthropic counts the prompt's cached tokens apart from the others."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }
+
+
+def _opened(part: Part) -> dict[str, Any]:
+    """A content block as it begins."""
+    if part.kind == "tool_call":
+        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "content": ("text_delta", "text"),
+    "tool_call": ("input_json_delta", "partial_json"),
+}

@@ -1,0 +1,241 @@
+"""The body of POST /v1/messages and /v1/messages/count_tokens, Anthropic's API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag
+
+from gateway.schemas.common import MAX_LABEL_CHARACTERS, StrictModel
+from gateway.schemas.requests import MAX_MESSAGES, MAX_PARTS
+
+MAX_TOOLS = 1024
+
+
+class Block(StrictModel):
+    """What all blocks may have."""
+
+    cache_control: Any = Field(default=None, description="No effect: equal prefixes are always computed once")
+
+
+class TextBlock(Block):
+    """Text; citations are left out."""
+
+    place = "content[]."
+    type: Literal["text"]
+    text: str
+    citations: Any = None
+
+
+class ImageSource(StrictModel):
+    """Bytes of an image, or where it is."""
+
+    place = "content[].source."
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(Block):
+    """An image."""
+
+    place = "content[]."
+    type: Literal["image"]
+    source: ImageSource
+
+
+class DocumentSource(StrictModel):
+    """A document's text; other kinds of documents can not be read here."""
+
+    place = "content[].source."
+    type: Literal["text", "content"]
+    media_type: str | None = None
+    data: str | None = None
+    content: str | list[TextBlock] | None = None
+
+
+class DocumentBlock(Block):
+    """A document, as text."""
+
+    place = "content[]."
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+    citations: Any = None
+
+
+class SearchResultBlock(Block):
+    """Something found, as text."""
+
+    place = "content[]."
+    type: Literal["search_result"]
+    title: str
+    source: str
+    content: Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+    citations: Any = None
+
+
+class ThinkingBlock(Block):
+    """A thought of a former answer; one that was not shown is in its signature."""
+
+    place = "content[]."
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(Block):
+    """A tool the model called."""
+
+    place = "content[]."
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] = Field(default_factory=dict)
+    caller: Any = None
+
+
+class OtherBlock(BaseModel):
+    """A block of a kind that has no effect here, such as the results of Anthropic's own tools."""
+
+    type: str
+
+
+def _tagged(*kinds: str) -> Discriminator:
+    """Picks a union's member by a block's `type`; names with a hyphen do not show in errors."""
+
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        if not isinstance(kind, str):
+            return "a-text"  # refused by its fields
+        return f"a-{kind}" if kind in kinds else "an-other"
+
+    return Discriminator(tag)
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("a-text")]
+    | Annotated[ImageBlock, Tag("a-image")]
+    | Annotated[DocumentBlock, Tag("a-document")]
+    | Annotated[SearchResultBlock, Tag("a-search_result")]
+    | Annotated[OtherBlock, Tag("an-other")],
+    _tagged("text", "image", "document", "search_result"),
+]
+
+
+class ToolResultBlock(Block):
+    """What a tool gave, or how it failed."""
+
+    place = "content[]."
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[list[ResultBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    is_error: bool | None = None
+
+
+ContentBlock = Annotated[
+    Annotated[TextBlock, Tag("a-text")]
+    | Annotated[ImageBlock, Tag("a-image")]
+    | Annotated[DocumentBlock, Tag("a-document")]
+    | Annotated[SearchResultBlock, Tag("a-search_result")]
+    | Annotated[ThinkingBlock, Tag("a-thinking")]
+    | Annotated[ToolUseBlock, Tag("a-tool_use")]
+    | Annotated[ToolResultBlock, Tag("a-tool_result")]
+    | Annotated[OtherBlock, Tag("an-other")],
+    _tagged("text", "image", "document", "search_result", "thinking", "tool_use", "tool_result"),
+]
+
+
+class Message(StrictModel):
+    """One turn."""
+
+    place = "messages[]."
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[ContentBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class Thinking(StrictModel):
+    """Whether the model thinks before it answers, and how long."""
+
+    place = "thinking."
+    type: str = Field(max_length=MAX_LABEL_CHARACTERS, description="All but disabled: it may think")
+    budget_tokens: int | None = Field(None, ge=1, le=2**31)
+    display: str | None = Field(None, description="omitted: thoughts come back in signatures only")
+
+
+class Tool(StrictModel):
+    """A tool; one with a `type` other than custom is Anthropic's own and left out."""
+
+    place = "tools[]."
+    type: str | None = None
+    name: str = Field("", max_length=MAX_LABEL_CHARACTERS)
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: Any = None
+    defer_loading: Any = None
+    eager_input_streaming: Any = None
+    input_examples: Any = None
+    allowed_callers: Any = None
+
+
+class ToolChoice(StrictModel):
+    """Whether tools are called; `name` of the one with type tool."""
+
+    place = "tool_choice."
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(None, max_length=MAX_LABEL_CHARACTERS)
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(StrictModel):
+    """The JSON schema that the answer satisfies."""
+
+    place = "output_config.format."
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(StrictModel):
+    """How the answer is made."""
+
+    place = "output_config."
+    effort: str | None = Field(None, max_length=MAX_LABEL_CHARACTERS)
+    format: OutputFormat | None = None
+
+
+class RequestMetadata(StrictModel):
+    """Who asks."""
+
+    place = "metadata."
+    user_id: str | None = None
+
+
+class CountTokensRequest(StrictModel):
+    """What a prompt is made of."""
+
+    model: str = Field(max_length=MAX_LABEL_CHARACTERS)
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    thinking: Thinking | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="As in `output_config`, its older place")
+
+
+class MessagesRequest(CountTokensRequest):
+    """A request for the next message; further fields have no effect and are counted."""
+
+    max_tokens: int = Field(
+        ge=1, le=2**31, description="Most output tokens; no more are made than there is room for"
+    )
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_k: int | None = Field(None, ge=-1, le=2**31)
+    top_p: float | None = Field(None, ge=0, le=1)
+    metadata: RequestMetadata | None = None
+    service_tier: Any = Field(None, description="No effect")

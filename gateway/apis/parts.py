@@ -1,0 +1,105 @@
+"""The parts of an output (thoughts, texts, tool calls) one after the other, as items show them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gateway.formats import Output
+from gateway.parsers.events import (
+    ContentDelta,
+    OutputEvent,
+    ReasoningDelta,
+    TokenLogprob,
+    ToolCallArguments,
+    ToolCallStart,
+)
+
+
+@dataclass
+class Part:
+    """One part of an output, as far as it is known; filled by `PartList`."""
+
+    number: int  # of the output's parts
+    kind: Literal["reasoning", "content", "tool_call"]
+    call_id: str = ""
+    name: str = ""  # of the tool
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of content
+
+    @property
+    def text(self) -> str:
+        """All of the part so far; of a call the arguments."""
+        return "".join(self.pieces)
+
+    def arguments(self) -> dict[str, Any]:
+        """A call's arguments; an empty object where the call was cut off."""
+        try:
+            value = json.loads(self.text or "{}")
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What happens to a part; made by `PartList.feed`."""
+
+    part: Part
+    what: Literal["start", "text", "end"]
+    text: str = ""
+
+
+class PartList:
+    """Cuts an output's events into parts; at most one of them is open."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self._open: Part | None = None
+
+    def feed(self, events: Iterable[OutputEvent]) -> list[Step]:
+        """What the events do, in order."""
+        steps: list[Step] = []
+        for event in events:
+            match event:
+                case ReasoningDelta():
+                    self._text(steps, "reasoning", event.text)
+                case ContentDelta():
+                    self._text(steps, "content", event.text)
+                case ToolCallStart():
+                    self._start(steps, Part(len(self.parts), "tool_call", event.call_id, event.name))
+                case ToolCallArguments():
+                    assert self._open is not None, "arguments come after their call's start"
+                    self._add(steps, event.text)
+        return steps
+
+    def end(self) -> list[Step]:
+        """The end of what is open, at the output's end."""
+        opened, self._open = self._open, None
+        return [] if opened is None else [Step(opened, "end")]
+
+    def _text(self, steps: list[Step], kind: Literal["reasoning", "content"], text: str) -> None:
+        if self._open is None or self._open.kind != kind:
+            self._start(steps, Part(len(self.parts), kind))
+        self._add(steps, text)
+
+    def _start(self, steps: list[Step], part: Part) -> None:
+        steps += self.end()
+        self._open = part
+        self.parts.append(part)
+        steps.append(Step(part, "start"))
+
+    def _add(self, steps: list[Step], text: str) -> None:
+        assert self._open is not None
+        self._open.pieces.append(text)
+        steps.append(Step(self._open, "text", text))
+
+
+def parts_of(output: Output) -> list[Part]:
+    """The parts of a whole output."""
+    parts = PartList()
+    for delta in output.deltas:
+        parts.feed(delta.events)
+    return parts.parts

@@ -1,0 +1,20 @@
+"""The APIs by the kind of request that prompt processes know them by: the body's schema, the translation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from gateway.apis import messages
+from gateway.apis.messages_schema import CountTokensRequest, MessagesRequest
+from gateway.apis.translation import Context, Translation
+from gateway.prompts.contract import Kind
+
+Translate = Callable[[Any, Context], Translation]
+
+TRANSLATIONS: Mapping[Kind, tuple[type[BaseModel], Translate]] = {
+    "messages": (MessagesRequest, messages.translate),
+    "count_tokens": (CountTokensRequest, messages.translate),
+}

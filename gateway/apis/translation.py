@@ -1,0 +1,193 @@
+"""What the translations of all APIs give, and what they share: messages of a chat, tools and images.
+
+A translation runs in a prompt process. It makes of a validated body a chat request, as its JSON would be, and
+what the API's format needs to know later, in the gateway.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.errors import ApiError, bad_request
+from gateway.model import ServedModel
+from gateway.schemas.common import JsonError, Tolerance, parse_json
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One request in the terms of the chat; filled by an API's `translate`."""
+
+    request: dict[str, Any]  # body of a chat request; of a text completion where `is_text`
+    names: Mapping[str, str] = field(default_factory=dict)  # the API's parameter for each of the chat's
+    reply: Any = None  # what the API's format is made from in addition; picklable
+    # Ask for no more output tokens than there is room, instead of refusing.
+    fits_limit: bool = False
+    is_text: bool = False
+
+    def named(self, error: ApiError) -> ApiError:
+        """An error about the chat request, in the words of the API that was used."""
+        if error.param is None:
+            return error
+        root = error.param.split(".")[0].split("[")[0]
+        name = self.names.get(root)
+        if name is None:
+            return error
+        # Where in a message something was is another place in the body that was sent.
+        message = error.message.replace(repr(error.param), repr(name)).replace(repr(root), repr(name))
+        return ApiError(error.status, message, param=name, code=error.code, retry_after_s=error.retry_after_s)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a translation may need besides the body; made by the request's preparation."""
+
+    tolerance: Tolerance
+    model: ServedModel
+
+    def leave_out(self, what: str, param: str) -> None:
+        """Counts a part of the body, named `what`, that has no effect; ApiError 400 if that is not wanted."""
+        if self.tolerance.strict:
+            raise bad_request(
+                f"{what[:100]} is not supported (strict_parameters)", param, "unsupported_parameter"
+            )
+        self.tolerance.ignored.add(what[:100])
+
+
+class MessageList:
+    """A chat's messages as they are put together from an API's items."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._shown: list[dict[str, Any]] = []  # images that tools gave, not yet in a message
+
+    def system(self, text: str, role: str = "system") -> None:
+        """Instructions; those at the beginning become one message, which is all that most templates take."""
+        first = self.messages[0] if len(self.messages) == 1 else None
+        if not self.messages:
+            self.messages.append({"role": "system", "content": text})
+        elif first is not None and first["role"] == "system":
+            first["content"] = f"{first['content']}\n\n{text}"
+        else:
+            self._close_results()
+            self.messages.append({"role": role, "content": text})
+
+    def user(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Text and images of the user; what follows on another one's is the same message."""
+        self._close_results()
+        if self.messages and self.messages[-1]["role"] == "user":
+            self.messages[-1]["content"] += parts
+        else:
+            self.messages.append({"role": "user", "content": list(parts)})
+
+    def assistant(self) -> dict[str, Any]:
+        """The message of the model that is being put together, a new one after anybody else's."""
+        self._close_results()
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant"})
+        return self.messages[-1]
+
+    def reasoning(self, text: str) -> None:
+        """A thought: it begins a new message where the last one has said something."""
+        message = self.assistant()
+        if "content" in message or "tool_calls" in message:
+            message = self.new_assistant()
+        message["reasoning_content"] = _joined(message.get("reasoning_content"), text)
+
+    def new_assistant(self) -> dict[str, Any]:
+        """A further message of the model."""
+        self._close_results()
+        self.messages.append({"role": "assistant"})
+        return self.messages[-1]
+
+    def answer(self, text: str) -> None:
+        """Text of the model: it begins a new message where the last one has called tools."""
+        message = self.assistant()
+        if "tool_calls" in message:
+            message = self.new_assistant()
+        message["content"] = _joined(message.get("content"), text)
+
+    def call(self, call_id: str, name: str, arguments: Any) -> None:
+        """A tool was called; `arguments`: an object, or the text that should have been one."""
+        function = {"name": name, "arguments": call_arguments(arguments)}
+        calls = self.assistant().setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def result(self, call_id: str, parts: Sequence[dict[str, Any]]) -> None:
+        """What a tool gave. Templates show text in such messages; images follow as the user's."""
+        texts = [part["text"] for part in parts if part["type"] == "text"]
+        self._shown += [part for part in parts if part["type"] != "text"]
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)})
+
+    def _close_results(self) -> None:
+        shown, self._shown = self._shown, []
+        if shown:
+            self.messages.append({"role": "user", "content": shown})
+
+    def finished(self) -> list[dict[str, Any]]:
+        """All messages, each with content; contents of text alone as one string."""
+        self._close_results()
+        for message in self.messages:
+            message.setdefault("content", "")
+            if isinstance(message["content"], list) and all("text" in part for part in message["content"]):
+                message["content"] = "\n".join(part["text"] for part in message["content"])
+        return self.messages
+
+
+def _joined(before: str | None, text: str) -> str:
+    return text if not before else f"{before}\n{text}"
+
+
+def call_arguments(arguments: Any) -> dict[str, Any]:
+    """A call's arguments as an object; text that is none, as a model may have written it, is kept as text."""
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments) if arguments.strip() else {}
+        except JsonError:
+            return {"arguments": arguments}
+    return arguments if isinstance(arguments, dict) else {"arguments": json.dumps(arguments)}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Text as a chat's messages have it."""
+    return {"type": "text", "text": text}
+
+
+def image_part(url: str, detail: str | None = None) -> dict[str, Any]:
+    """An image as a chat's messages have it; details that a chat does not know are the image's own."""
+    image = {"url": url} if detail not in ("auto", "high", "low") else {"url": url, "detail": detail}
+    return {"type": "image_url", "image_url": image}
+
+
+def base64_image(media_type: str, data: str) -> dict[str, Any]:
+    """An image whose bytes are in the request."""
+    return image_part(f"data:{media_type};base64,{data}")
+
+
+def function_tool(
+    name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None = None
+) -> dict[str, Any]:
+    """A tool as a chat has it."""
+    function: dict[str, Any] = {
+        "name": name,
+        "parameters": parameters or {"type": "object", "properties": {}},
+    }
+    if description:
+        function["description"] = description
+    if strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def named_choice(name: str, tools: Sequence[Mapping[str, Any]], param: str = "tool_choice") -> dict[str, Any]:
+    """The choice of one tool; ApiError 400 when there is no such tool."""
+    if not any(tool["function"]["name"] == name for tool in tools):
+        raise bad_request(f"{param!r} names the tool {name!r:.100}, which is not one of 'tools'", param)
+    return {"type": "function", "function": {"name": name}}
+
+
+def without_none(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that are set."""
+    return {key: item for key, item in value.items() if item is not None}
