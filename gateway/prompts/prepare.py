@@ -18,7 +18,8 @@ from gateway.grammar import response_format_constraint
 from gateway.model import ServedModel
 from gateway.prompts.contract import Answer, Broken, Kind, Prepared, Refused
 from gateway.prompts.jobs import JobPlan, build_jobs
-from gateway.schemas.common import JsonError, Tolerance, parse_json
+from gateway.schemas.common import JsonError, parse_json
+from gateway.schemas.parameters import Tolerance
 from gateway.schemas.requests import (
     ChatCompletionRequest,
     ChatMessage,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Container
-from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
 
@@ -21,6 +19,7 @@ from pydantic import (
 )
 
 from gateway.errors import param_error, shown
+from gateway.schemas.parameters import refuse_unsupported, tolerance_of
 from moebius.request_limits import (
     MAX_LOGIT_BIAS,
     MAX_OUTPUTS,
@@ -105,99 +104,6 @@ def _check_text(text: str, place: str) -> None:
     half = None if text.isascii() else _SURROGATE.search(text)
     if half is not None:
         raise JsonError(f"half of a surrogate pair (\\u{ord(half.group()):04x}) is no text", place or None)
-
-
-# Fields that change the answer and have no implementation, with the values that ask for nothing; null always
-# does. OpenAI's, then those that other servers offer.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "reasoning_effort": (),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "web_search_options": (),
-    "best_of": (1,),
-    "suffix": ("",),
-    "echo": (False,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "custom_logit_processor": (),
-    "documents": ([],),
-    "include_reasoning": (True,),
-    "kv_transfer_params": (),
-    "length_penalty": (1.0,),
-    "logits_processors": ([],),
-    "logprob_token_ids": (),
-    "lora_path": (),
-    "prompt_logprobs": (),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "stop_regex": (),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-}
-
-# Fields that leave the answer as it is, whatever they say; `--strict-parameters` takes only these values.
-HINTS: dict[str, tuple[Any, ...]] = {
-    "metadata": ({},),
-    "moderation": (),
-    "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_options": ({},),
-    "prompt_cache_retention": (),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "verbosity": (),
-}
-
-
-def refuse_unsupported(
-    data: dict[str, Any], implemented: Container[str], tolerance: Tolerance
-) -> dict[str, Any]:
-    """`data` without unsupported fields at neutral values, and without hints.
-
-    Raises:
-        PydanticCustomError: such a field has another value; the error names it and what is allowed.
-    """
-    kept: dict[str, Any] = {}
-    for name, value in data.items():
-        if name in implemented:
-            kept[name] = value
-        elif name in HINTS and not tolerance.strict:
-            if value is not None:
-                tolerance.ignored.add(name)
-        elif name in NEUTRAL_VALUES or name in HINTS:
-            _check_neutral(name, value, NEUTRAL_VALUES.get(name, HINTS.get(name, ())))
-        else:
-            kept[name] = value  # unknown names are the schema's concern
-    return kept
-
-
-def _check_neutral(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value is not None and not any(type(value) is type(item) and value == item for item in allowed):
-        choices = " or ".join(["unset", *(repr(item) for item in allowed)])
-        raise param_error(name, f"{name!r} is not supported yet: leave it {choices}", "unsupported_parameter")
-
-
-@dataclass
-class Tolerance:
-    """How what the schemas do not know is met, and what of it was met; the context of a validation."""
-
-    strict: bool = False  # as in `strict_parameters`
-    ignored: set[str] = field(default_factory=set)  # names of fields left out, filled by validators
-
-
-def tolerance_of(info: ValidationInfo) -> Tolerance:
-    """The validation's own; one that is lenient and forgotten where it has none."""
-    return info.context if isinstance(info.context, Tolerance) else Tolerance()
 
 
 # Of what is kept while a request runs: names and labels, not prompts.
