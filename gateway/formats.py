@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,11 @@ from gateway.parsers.events import (
     ToolCallArguments,
     ToolCallStart,
 )
+from gateway.prompts.contract import Prepared
 from gateway.schemas.common import StreamOptions
 from gateway.streaming import DONE, KEEP_ALIVE, event
 from gateway.text.tokenizer import Tokenizer
+from gateway.token_details import TokenDetails
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,11 @@ class Output:
     def text(self) -> str:
         """The content."""
         return "".join(delta.content for delta in self.deltas)
+
+    def mean_logprob(self, echoed: int) -> float:
+        """How likely its tokens are; the first `echoed` log-probabilities are the prompt's."""
+        values = [token.logprob or 0.0 for token in self.logprobs[echoed:]]
+        return sum(values) / max(1, len(values))
 
     @property
     def reasoning(self) -> str:
@@ -133,37 +140,55 @@ class ChoiceFormat(ResponseFormat):
     id_prefix: str
     whole_object: str  # `object` of a non-streamed answer
     chunk_object: str  # `object` of a stream's chunks
+    prompt_of_response = False  # what is said of the prompt is part of the response, rather than of a choice
 
-    def __init__(
-        self, model: str, tokenizer: Tokenizer, logprobs: int | None, options: StreamOptions | None = None
-    ) -> None:
-        """`logprobs` is the number of alternatives asked for; None: no log-probabilities."""
+    def __init__(self, model: str, tokenizer: Tokenizer, prepared: Prepared) -> None:
+        """`model` is the served one's name."""
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._model = model
         self._tokenizer = tokenizer
-        self._logprobs = logprobs
-        self._options = options or StreamOptions.model_validate({})
+        self._logprobs = prepared.logprobs
+        self._names_by_id = bool(prepared.fields.return_tokens_as_token_ids)
+        self._options = prepared.fields.stream_options or StreamOptions.model_validate({})
+        self._details = TokenDetails(prepared, tokenizer)
         self._opened: set[int] = set()
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """One choice per output."""
         choices = [
-            self.full(index, output, output.finish or Finish("abort")) for index, output in enumerate(outputs)
+            {
+                **self.full(index, output, output.finish or Finish("abort")),
+                **self._details.of_output(output.token_ids),
+                **({} if self.prompt_of_response else self._details.of_prompt(index, whole=True)),
+            }
+            for index, output in enumerate(outputs)
         ]
-        return {**self._envelope(self.whole_object, choices), "usage": usage_object(usage)}
+        of_prompt = self._details.of_prompt(0, whole=True) if self.prompt_of_response else {}
+        return {**self._envelope(self.whole_object, choices), "usage": usage_object(usage), **of_prompt}
 
     def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
         """Chunks in the order clients rely on: opening, content, closing."""
         choices: list[dict[str, Any]] = []
+        of_prompt: dict[str, Any] = {}
         if delta.index not in self._opened:
+            if not self._opened or not self.prompt_of_response:
+                of_prompt = self._details.of_prompt(delta.index)
             self._opened.add(delta.index)
             opening = self.opening(delta.index)
             choices += [opening] if opening is not None else []
-        choices += self.delta_choices(delta)
+        new = self.delta_choices(delta)
+        if delta.token_ids and self._details.wants_ids:
+            new = new or [self.empty(delta.index)]
+            new[-1].update(self._details.of_output(delta.token_ids))
+        choices += new
         if delta.finish is not None:
             choices.append(self.closing(delta.index, delta.finish))
-        return b"".join(self._chunk(choice, usage) for choice in choices)
+        if choices and not self.prompt_of_response:
+            choices[0].update(of_prompt)
+            of_prompt = {}
+        parts = (self._chunk(choice, usage, {} if n else of_prompt) for n, choice in enumerate(choices))
+        return b"".join(parts)
 
     def stream_end(self, usage: Usage) -> bytes:
         """The usage where it was asked for, and the end."""
@@ -175,8 +200,8 @@ class ChoiceFormat(ResponseFormat):
         """The error's object, and the end."""
         return event(error.body()) + DONE
 
-    def _chunk(self, choice: dict[str, Any], usage: Callable[[], Usage]) -> bytes:
-        payload = self._envelope(self.chunk_object, [choice])
+    def _chunk(self, choice: dict[str, Any], usage: Callable[[], Usage], more: Mapping[str, Any]) -> bytes:
+        payload = {**self._envelope(self.chunk_object, [choice]), **more}
         if self._options.continuous_usage_stats:
             payload["usage"] = usage_object(usage())
         elif self._options.include_usage:
@@ -199,6 +224,10 @@ class ChoiceFormat(ResponseFormat):
     @abstractmethod
     def delta_choices(self, delta: ParsedDelta) -> list[dict[str, Any]]:
         """The choices for what is new, log-probabilities included; they say nothing of the end."""
+
+    @abstractmethod
+    def empty(self, index: int) -> dict[str, Any]:
+        """The choice of tokens that became no text yet."""
 
     @abstractmethod
     def closing(self, index: int, finish: Finish) -> dict[str, Any]:
@@ -261,6 +290,7 @@ class ChatFormat(ChoiceFormat):
 
     operation = "chat"
     id_prefix = "chatcmpl"
+    prompt_of_response = True
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -288,6 +318,10 @@ class ChatFormat(ChoiceFormat):
             choices.append({"index": delta.index, "delta": {"content": ""}, "finish_reason": None})
         choices[places[0] if places else -1]["logprobs"] = self._logprobs_of(delta.logprobs)
 
+    def empty(self, index: int) -> dict[str, Any]:
+        """An empty delta."""
+        return {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
+
     def closing(self, index: int, finish: Finish) -> dict[str, Any]:
         """An empty delta with the finish reason."""
         return {
@@ -309,7 +343,9 @@ class ChatFormat(ChoiceFormat):
         }
 
     def _logprobs_of(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        return None if self._logprobs is None else chat_logprobs(self._tokenizer, tokens, self._logprobs)
+        if self._logprobs is None:
+            return None
+        return chat_logprobs(self._tokenizer, tokens, self._logprobs, self._names_by_id)
 
 
 class CompletionFormat(ChoiceFormat):
@@ -330,6 +366,10 @@ class CompletionFormat(ChoiceFormat):
             return []
         return [self._choice(delta.index, delta.content, delta.logprobs, None)]
 
+    def empty(self, index: int) -> dict[str, Any]:
+        """Empty text."""
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+
     def closing(self, index: int, finish: Finish) -> dict[str, Any]:
         """Empty text with the finish reason."""
         choice = self._choice(index, "", (), finish)
@@ -344,7 +384,9 @@ class CompletionFormat(ChoiceFormat):
         self, index: int, text: str, tokens: Sequence[TokenLogprob], finish: Finish | None
     ) -> dict[str, Any]:
         logprobs = (
-            None if self._logprobs is None else completion_logprobs(self._tokenizer, tokens, self._logprobs)
+            None
+            if self._logprobs is None
+            else completion_logprobs(self._tokenizer, tokens, self._logprobs, self._names_by_id)
         )
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
         if finish is not None:

@@ -32,6 +32,9 @@ class PromptJob:
     # With images more than were sent; 0: the engine has not reported it yet.
     counted_prompt_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
+    stream_interval: int = 1  # tokens gathered for one delta, but for the first and last
+    kept_outputs: int = 0  # of the n outputs the likeliest so many are given; 0: all
+    input_logprobs: engine_pb2.InputLogProbs | None = None  # None: the engine sent none
     called_at: float = 0.0  # time.perf_counter() when the engine was called
     # From then to the first token of the first output that has ended; unset: none has.
     first_token_s: float | None = None
@@ -66,7 +69,7 @@ class PromptJob:
         completed = 0
         self.called_at = time.perf_counter()
         async with aclosing(_closable(engine.generate(self.request, context))) as responses:
-            async for response in responses:
+            async for response in gathered(responses, self.stream_interval):
                 delta = self._take(states, response)
                 if delta is not None:
                     yield delta
@@ -86,6 +89,8 @@ class PromptJob:
             self._note_first_token(response.complete.first_token_seconds)
         else:
             message = response.chunk
+        if message.HasField("input_logprobs"):
+            self.input_logprobs = message.input_logprobs
         self.counted_prompt_tokens = message.prompt_tokens
         self.cached_tokens = max(self.cached_tokens, message.cached_tokens)
         state = states[message.index]
@@ -116,6 +121,31 @@ async def _closable(stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:
         close = getattr(stream, "aclose", None)
         if close is not None:
             await close()
+
+
+async def gathered(
+    responses: AsyncIterator[engine_pb2.GenerateResponse], interval: int
+) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
+    """`responses`, with `interval` tokens in each chunk of an output but for its first and last one."""
+    held: dict[int, engine_pb2.GenerateResponse] = {}
+    begun: set[int] = set()
+    async for response in responses:
+        if interval == 1:
+            yield response
+            continue
+        if response.WhichOneof("response") == "complete":
+            if response.complete.index in held:
+                yield held.pop(response.complete.index)
+            yield response
+            continue
+        index = response.chunk.index
+        if index in held:
+            held[index].chunk.MergeFrom(response.chunk)
+        else:
+            held[index] = response
+        if index not in begun or len(held[index].chunk.token_ids) >= interval:
+            begun.add(index)
+            yield held.pop(index)
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:

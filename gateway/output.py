@@ -43,27 +43,46 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def id_name(token_id: int) -> str:
+    """A token's name where tokens are named by id."""
+    return f"token_id:{token_id}"
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float, by_id: bool) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token_id)
-    return {"token": raw.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(raw)}
+    name = id_name(token_id) if by_id else raw.decode("utf-8", errors="replace")
+    return {"token": name, "logprob": logprob, "bytes": list(raw)}
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], count: int) -> dict[str, Any]:
-    """`choices[].logprobs` of chat: one content entry per token with up to `count` alternatives."""
+def chat_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], count: int, by_id: bool = False
+) -> dict[str, Any]:
+    """`choices[].logprobs` of chat: one content entry per token with up to `count` alternatives.
+
+    `by_id`: tokens are named by their ids.
+    """
     content = []
     for token in tokens:
-        entry = _entry(tokenizer, token.token_id, token.logprob or 0.0)
-        entry["top_logprobs"] = [_entry(tokenizer, token_id, value) for token_id, value in token.top[:count]]
+        entry = _entry(tokenizer, token.token_id, token.logprob or 0.0, by_id)
+        entry["top_logprobs"] = [
+            _entry(tokenizer, token_id, value, by_id) for token_id, value in token.top[:count]
+        ]
         content.append(entry)
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], count: int) -> dict[str, Any]:
+def completion_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], count: int, by_id: bool = False
+) -> dict[str, Any]:
     """`choices[].logprobs` of completions: parallel lists; text_offset counts characters.
 
     Each `top_logprobs` entry holds up to `count` alternatives and always the token itself; two tokens of
-    equal text keep the better value.
+    equal text keep the better value. `by_id`: tokens are named by their ids.
     """
+
+    def name(token_id: int) -> str:
+        return id_name(token_id) if by_id else token_text(tokenizer, token_id)
+
     top: list[dict[str, float] | None] = []
     for token in tokens:
         if token.logprob is None:
@@ -71,12 +90,12 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], co
             continue
         row: dict[str, float] = {}
         for token_id, value in (*token.top[:count], (token.token_id, token.logprob)):
-            row.setdefault(token_text(tokenizer, token_id), value)
+            row.setdefault(name(token_id), value)
         top.append(row)
     return {
         "text_offset": [token.offset for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "tokens": [token_text(tokenizer, token.token_id) for token in tokens],
+        "tokens": [name(token.token_id) for token in tokens],
         "top_logprobs": top,
     }
 
@@ -91,7 +110,9 @@ class OutputRules:
     eos_token_ids: frozenset[int]
     min_tokens: int
     skip_special_tokens: bool
-    prompt_text: str | None = None  # set when the prompt is echoed
+    prompt_text: str | None = None  # set when it is echoed
+    echoes_logprobs: bool = False  # with the echoed prompt's log-probabilities
+    detokenize: bool = True  # False: the text is empty
     echo_only: bool = False  # max_tokens was 0: the engine's one token is dropped
     plan: OutputPlan | None = None  # how reasoning and tool calls are told apart; None: all is content
 
@@ -163,7 +184,8 @@ class OutputState:
                     )
                 )
             piece = ""
-            if token_id not in self._rules.stop_token_ids or self._rules.include_stop:
+            is_shown = token_id not in self._rules.stop_token_ids or self._rules.include_stop
+            if is_shown and self._rules.detokenize:
                 piece = self._detokenizer.step(token_id)
             if parsing is None:
                 text += self._settle(piece)
@@ -241,7 +263,7 @@ class OutputState:
         self._echoed = True
         detokenizer = make_detokenizer(self._tokenizer, self._rules.skip_special_tokens)
         offset = 0
-        for position, token_id in enumerate(self._prompt_ids if logprobs.token_ids else ()):
+        for position, token_id in enumerate(logprobs.token_ids if self._rules.echoes_logprobs else ()):
             value = logprobs.token_logprobs[position]
             self._pending.append(
                 TokenLogprob(

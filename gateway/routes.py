@@ -35,7 +35,7 @@ async def create_chat_completion(request: Request) -> Response:
     model = gateway.model()
     images = await collect_images(prepared.images, gateway.config.images)
     prepared.jobs[0].request.images.extend(images)
-    form = ChatFormat(model.name, model.tokenizer, prepared.logprobs, prepared.fields.stream_options)
+    form = ChatFormat(model.name, model.tokenizer, prepared)
     return await RequestRun(gateway, model, prepared, form).respond(request)
 
 
@@ -45,7 +45,7 @@ async def create_completion(request: Request) -> Response:
     gateway = gateway_of(request)
     prepared = await gateway.generation(request, "completions")
     model = gateway.model()
-    form = CompletionFormat(model.name, model.tokenizer, prepared.logprobs, prepared.fields.stream_options)
+    form = CompletionFormat(model.name, model.tokenizer, prepared)
     return await RequestRun(gateway, model, prepared, form).respond(request)
 
 

@@ -145,7 +145,20 @@ class RequestRun:
                 outputs.setdefault(delta.index, Output()).add(delta)
         usage = self._finished()
         await self._format.settle(usage)
-        return self._format.whole([output for _, output in sorted(outputs.items())], usage)
+        return self._format.whole(self._given(outputs), usage)
+
+    def _given(self, outputs: dict[int, Output]) -> list[Output]:
+        """The outputs of each prompt that the answer has, in order; of more the likeliest per token."""
+        given: list[Output] = []
+        for job in self._jobs:
+            made = range(job.first_index, job.first_index + job.request.sampling_params.n)
+            own = [outputs[index] for index in made if index in outputs]
+            if job.kept_outputs:
+                echoed = len(job.prompt_ids) if job.rules.echoes_logprobs else 0
+                own.sort(key=lambda output: -output.mean_logprob(echoed))
+                own = own[: job.kept_outputs]
+            given += own
+        return given
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """The stream's bytes; raises what goes wrong."""

@@ -13,7 +13,8 @@ from typing import Any
 
 from gateway.errors import ApiError, bad_request
 from gateway.model import ServedModel
-from gateway.schemas.common import JsonError, Tolerance, parse_json
+from gateway.schemas.common import JsonError, parse_json
+from gateway.schemas.parameters import Tolerance
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from gateway.generation import PromptJob
 from gateway.model import ServedModel
 from gateway.output import OutputRules
 from gateway.schemas.common import GenerationFields
+from moebius.request_limits import MAX_BAD_WORD_IDS
 from protos import engine_pb2
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -63,7 +64,8 @@ def build_sampling_params(
     """
     bias = body.token_bias()
     model.check_token_ids(sorted(bias), "logit_bias")
-    model.check_token_ids(body.stop_token_ids or [], "stop_token_ids")
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        model.check_token_ids(getattr(body, name) or [], name)
     if max_tokens is not None and body.min_tokens > max_tokens:
         raise ApiError(
             400,
@@ -89,7 +91,32 @@ def build_sampling_params(
         prompt_logprobs=prompt_logprobs,
         seed=body.seed,
         logit_bias=bias,
+        allowed_token_ids=body.allowed_token_ids or [],
+        bad_words=_bad_words(body.bad_words or [], model),
+        logprob_token_ids=body.logprob_token_ids or [],
     )
+
+
+def _bad_words(words: list[str], model: ServedModel) -> list[engine_pb2.TokenSequence]:
+    """The tokens of each word at a text's beginning and after a space, without repetitions.
+
+    Raises:
+        ApiError: 400; a word has no tokens, or all together have too many.
+    """
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        forms = [model.tokenizer.encode(space + word.lstrip(), False) for space in ("", " ")]
+        if not forms[0]:
+            raise bad_request(f"'bad_words' has {word!r}, which gives no tokens", "bad_words")
+        sequences.update({tuple(form): None for form in forms if form})
+    longest = max(map(len, sequences), default=0)
+    if len(sequences) * longest > MAX_BAD_WORD_IDS:
+        raise bad_request(
+            f"'bad_words' has {len(sequences)} spellings of up to {longest} tokens; at most "
+            f"{MAX_BAD_WORD_IDS} tokens are allowed if all were as long as the longest",
+            "bad_words",
+        )
+    return [engine_pb2.TokenSequence(token_ids=sequence) for sequence in sequences]
 
 
 def _value(requested: float | None, model: ServedModel, name: str, fallback: float) -> Any:
@@ -111,6 +138,8 @@ class JobPlan:
     prompt_logprobs: int | None = None  # alternatives per prompt token
     echo: bool = False
     fits_limit: bool = False  # more output tokens than there is room for are no error
+    echoes_logprobs: bool = False
+    best_of: int | None = None  # outputs made, of which `n` are given; None: n
     with_images: bool = False  # the engine puts more tokens into the prompt
     constraint: engine_pb2.Constraint | None = None  # what every output has to be; None: anything
 
@@ -123,12 +152,17 @@ def build_jobs(
     Raises:
         ApiError: 400 naming the parameter, before anything is sent to the engine.
     """
-    _check_outputs(model, len(prompts), body.n or 1)
+    given = body.n or 1
+    made = max(given, plan.best_of or given)
+    _check_outputs(model, len(prompts), made)
     jobs = []
     for number, (text, prompt_ids) in enumerate(prompts):
         check_prompt(model, prompt_ids, plan.prompt_param)
         max_tokens = _max_tokens(model, len(prompt_ids), plan)
         params = build_sampling_params(body, model, max_tokens, plan.logprobs, plan.prompt_logprobs)
+        if made > given:
+            params.n = made
+            params.logprobs = plan.logprobs or 0  # which say which are the likeliest
         stops = body.stop_strings()
         request = engine_pb2.GenerateRequest(
             tokenized=engine_pb2.TokenizedInput(input_ids=prompt_ids),
@@ -138,8 +172,10 @@ def build_jobs(
             cache_salt=body.cache_salt or "",
             constraint=plan.constraint,
         )
-        rules = _rules(body, model, text if plan.echo else None, plan.limit == 0)
-        jobs.append(PromptJob(request, rules, first_index=number * (body.n or 1)))
+        rules = _rules(body, model, plan, text)
+        job = PromptJob(request, rules, first_index=number * made, stream_interval=body.stream_interval or 1)
+        job.kept_outputs = given if made > given else 0
+        jobs.append(job)
     return jobs
 
 
@@ -161,8 +197,8 @@ def _max_tokens(model: ServedModel, prompt_length: int, plan: JobPlan) -> int | 
     return output_limit(model, prompt_length, plan.limit_param, limit)
 
 
-def _rules(body: GenerationFields, model: ServedModel, echo: str | None, echo_only: bool) -> OutputRules:
-    """How the tokens of this request become text."""
+def _rules(body: GenerationFields, model: ServedModel, plan: JobPlan, text: str) -> OutputRules:
+    """How the tokens of this request become text; `text` is what is echoed, if anything is."""
     ends = frozenset() if body.ignore_eos else model.eos_token_ids
     return OutputRules(
         stop_strings=body.stop_strings(),
@@ -171,6 +207,8 @@ def _rules(body: GenerationFields, model: ServedModel, echo: str | None, echo_on
         eos_token_ids=model.eos_token_ids,
         min_tokens=body.min_tokens,
         skip_special_tokens=body.skip_special_tokens,
-        prompt_text=echo,
-        echo_only=echo_only,
+        prompt_text=text if plan.echo else None,
+        echo_only=plan.limit == 0,
+        echoes_logprobs=plan.echoes_logprobs,
+        detokenize=body.detokenize,
     )

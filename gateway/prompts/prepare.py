@@ -18,7 +18,7 @@ from gateway.grammar import response_format_constraint
 from gateway.model import ServedModel
 from gateway.prompts.contract import Answer, Broken, Kind, Prepared, Refused
 from gateway.prompts.jobs import JobPlan, build_jobs
-from gateway.schemas.common import JsonError, parse_json
+from gateway.schemas.common import GenerationFields, JsonError, parse_json
 from gateway.schemas.parameters import Tolerance
 from gateway.schemas.requests import (
     ChatCompletionRequest,
@@ -30,11 +30,18 @@ from gateway.schemas.requests import (
 )
 from gateway.schemas.structured import NO_STRUCTURE
 from gateway.text.chat_template import ChatTemplateError
-from gateway.text.conversation import Conversation, MarkedText, mark_text, render_prompt
+from gateway.text.conversation import Conversation, MarkedText, choose_mark, mark_text, render_prompt
 from moebius.config import ImageConfig
 
 T = TypeVar("T", bound=BaseModel)
 _LONGEST_MESSAGE = 1000
+# Before the text, between it and its suffix, and where the model begins: Qwen, DeepSeek, GLM, Granite.
+FILL_IN_THE_MIDDLE = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+)
 MAX_IGNORED = 64  # names told of one request
 
 
@@ -125,13 +132,15 @@ class Preparer:
                 [message.for_template() for message in body.messages],
                 body.opens_turn(),
                 body.continue_final_message,
-                body.chat_template_kwargs or {},
+                {**(body.chat_template_kwargs or {}), "documents": body.documents},
             ),
             body.parse_special,
         )
-        prompt_ids = self._encoded(text, False, "messages")  # templates write BOS themselves
+        prompt_ids = self._encoded(text, body.add_special_tokens, "messages", body)
         if images:
             check_placeholders(self._model, prompt_ids, len(images))
+            if body.truncate_prompt_tokens is not None:
+                raise bad_request("a prompt with images is not cut off", "truncate_prompt_tokens")
         return prompt_ids, images
 
     def _chat_prepared(self, body: ChatCompletionRequest, size: int, fits_limit: bool = False) -> Prepared:
@@ -142,14 +151,22 @@ class Preparer:
             "messages",
             limit_param,
             limit,
-            logprobs,
+            _asked_logprobs(body, logprobs),
+            body.prompt_logprobs,
+            echo=body.echoed() is not None,
             fits_limit=fits_limit,
             with_images=bool(images),
             constraint=response_format_constraint(body),
         )
-        jobs = build_jobs(body, self._model, plan, [("", prompt_ids)])
-        fields = body.model_copy(update={"messages": [], "chat_template_kwargs": None, **NO_STRUCTURE})
-        return Prepared(fields, jobs, logprobs, images)
+        jobs = build_jobs(body, self._model, plan, [(body.echoed() or "", prompt_ids)])
+        no_texts: dict[str, Any] = {
+            "messages": [],
+            "chat_template_kwargs": None,
+            "documents": None,
+            "bad_words": None,
+        }
+        fields = body.model_copy(update={**no_texts, **NO_STRUCTURE})
+        return Prepared(fields, jobs, _shown_logprobs(body, logprobs), images)
 
     def _completions(self, data: bytes | bytearray) -> Prepared:
         return self._text_prepared(self._parsed(data, CompletionRequest))
@@ -157,20 +174,35 @@ class Preparer:
     def _text_prepared(self, body: CompletionRequest) -> Prepared:
         self._model.check_name(body.model)
         limit_param, limit = body.token_limit()
-        prompt_logprobs = body.logprobs if body.echo else None
+        echoed = body.logprobs if body.echo else None
+        wanted = [count for count in (echoed, body.prompt_logprobs) if count is not None]
         plan = JobPlan(
-            *("prompt", limit_param, limit, body.logprobs, prompt_logprobs, bool(body.echo)),
+            "prompt",
+            limit_param,
+            limit,
+            _asked_logprobs(body, body.logprobs),
+            max(wanted, default=None),
+            bool(body.echo),
+            echoes_logprobs=echoed is not None,
+            best_of=body.best_of,
             constraint=response_format_constraint(body),
         )
         prompts = [self._prompt(prompt, body) for prompt in body.prompt]
         jobs = build_jobs(body, self._model, plan, prompts)
-        return Prepared(body.model_copy(update={"prompt": [], **NO_STRUCTURE}), jobs, body.logprobs, [])
+        fields = body.model_copy(update={"prompt": [], "suffix": None, "bad_words": None, **NO_STRUCTURE})
+        return Prepared(fields, jobs, _shown_logprobs(body, body.logprobs), [])
 
     def _prompt(self, prompt: str | list[int], body: CompletionRequest) -> tuple[str, list[int]]:
         """Text and ids of one prompt, whichever was sent; the text is only needed to echo it."""
         if isinstance(prompt, str):
-            text = self._plain_text(prompt, body.parse_special, "prompt")
-            return prompt, self._encoded(text, body.add_special_tokens, "prompt")
+            if body.suffix:
+                text = self._around_middle(prompt, body.suffix, body.parse_special)
+            else:
+                text = self._plain_text(prompt, body.parse_special, "prompt")
+            return prompt, self._encoded(text, body.add_special_tokens, "prompt", body)
+        if body.suffix:
+            raise bad_request("'suffix' needs a prompt that is text", "suffix")
+        prompt = self._cut_off(prompt, body)
         self._model.check_length(len(prompt), "prompt")
         self._model.check_token_ids(prompt, "prompt")
         echoed = self._model.tokenizer.decode(prompt, body.skip_special_tokens) if body.echo else ""
@@ -231,9 +263,46 @@ class Preparer:
         except ChatTemplateError as error:
             raise bad_request(str(error), param) from error
 
-    def _encoded(self, text: MarkedText, add_special_tokens: bool, param: str) -> list[int]:
-        """Token ids; ApiError 400 without tokenising when the text is longer than any prompt's tokens."""
+    def _around_middle(self, prefix: str, suffix: str, parse_special: bool) -> MarkedText:
+        """A text whose continuation belongs between `prefix` and `suffix`; ApiError 400 naming `suffix`."""
+        tokenizer = self._model.tokenizer
+        added = tokenizer.added_tokens
+        found = next((names for names in FILL_IN_THE_MIDDLE if all(name in added for name in names)), None)
+        if found is None:
+            raise bad_request(
+                f"the model {self._model.name!r} has no tokens to fill in the middle, which 'suffix' needs",
+                "suffix",
+                "unsupported_parameter",
+            )
+        begin, hole, end = found
+        mark = "" if parse_special else choose_mark([prefix, suffix])
+        if mark is None:
+            raise bad_request("the text contains every private-use character of Unicode", "prompt")
+        write = tokenizer.controls.marker(mark) if mark else str
+        return MarkedText(f"{begin}{write(prefix)}{hole}{write(suffix)}{end}", mark)
+
+    def _cut_off(self, prompt_ids: list[int], body: GenerationFields) -> list[int]:
+        """As many of the ids as `truncate_prompt_tokens` allows."""
+        most = body.truncate_prompt_tokens
+        if most is None:
+            return prompt_ids
+        if most == -1:
+            most = self._model.max_prompt_length
+        first = 0 if body.truncation_side == "right" else max(0, len(prompt_ids) - most)
+        return prompt_ids[first : first + most]
+
+    def _encoded(
+        self,
+        text: MarkedText,
+        add_special_tokens: bool,
+        param: str,
+        body: GenerationFields | None = None,
+    ) -> list[int]:
+        """Token ids, cut off where `body` asks for that; ApiError 400 without tokenising when the text is
+        longer than any prompt's tokens and is not to be cut off."""
         tokenizer, most = self._model.tokenizer, self._model.max_prompt_length
+        if body is not None and body.truncate_prompt_tokens is not None:
+            return self._cut_off(tokenizer.encode(text, add_special_tokens), body)
         least = tokenizer.text_size.least_tokens(text.text.replace(text.mark, "") if text.mark else text.text)
         if least > most:
             raise ApiError(
@@ -249,6 +318,15 @@ class Preparer:
     def _check_text_size(self, size: int) -> None:
         if size > self._max_body_bytes:
             raise too_large(self._max_body_bytes, "without its images, the body")
+
+
+def _asked_logprobs(body: GenerationFields, logprobs: int | None) -> int | None:
+    """What the engine is asked for; tokens that are named come instead of the likeliest."""
+    return logprobs if logprobs is None or not body.logprob_token_ids else 0
+
+
+def _shown_logprobs(body: GenerationFields, logprobs: int | None) -> int | None:
+    return logprobs if logprobs is None else len(body.logprob_token_ids or ()) or logprobs
 
 
 def too_large(most: int, what: str = "the body") -> ApiError:

@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from pydantic import (
     AliasChoices,
@@ -21,7 +21,12 @@ from pydantic import (
 from gateway.errors import param_error, shown
 from gateway.schemas.parameters import refuse_unsupported, tolerance_of
 from moebius.request_limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_LOGPROBS,
     MAX_OUTPUTS,
     MAX_STOP_STRING_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -170,6 +175,7 @@ def _integral(value: Any) -> Any:
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 
 
 class StreamOptions(StrictModel):
@@ -208,12 +214,45 @@ class GenerationFields(StrictModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=MAX_LOGIT_BIAS, description="Token ids as text, and what is added to their logits"
     )
+    allowed_token_ids: list[TokenId] | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_ALLOWED_TOKEN_IDS,
+        fail_fast=True,
+        description="Only these are drawn",
+    )
+    bad_words: list[BadWord] | None = Field(
+        None, max_length=MAX_BAD_WORDS, fail_fast=True, description="Texts that outputs do not contain"
+    )
+    logprob_token_ids: list[TokenId] | None = Field(
+        None,
+        max_length=MAX_LOGPROB_TOKEN_IDS,
+        fail_fast=True,
+        description="Tokens whose log-probabilities are given at every position, instead of the likeliest",
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Alternatives per prompt token; not in streams"
+    )
+    return_token_ids: bool | None = Field(None, description="Give ids of prompt and output tokens, too")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Name tokens in log-probabilities by id, as in token_id:7"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=2**31, description="Longest prompt, the rest is cut off; -1: as long as it may be"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Which end of a prompt is cut off; unset: left, its beginning"
+    )
+    detokenize: bool = Field(True, description="False: texts are empty; for use with return_token_ids")
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool | None = Field(
         None, description="No difference: special tokens are written as they are"
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = Field(
+        None, ge=1, le=2**31, description="Tokens that are gathered for one chunk, but for the first and last"
+    )
     user: str | None = Field(
         None, max_length=MAX_LABEL_CHARACTERS, description="Recorded on the request's span and log line"
     )
@@ -259,6 +298,14 @@ class GenerationFields(StrictModel):
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise param_error("stream_options", "'stream_options' is only allowed when 'stream' is true")
+        return self
+
+    @model_validator(mode="after")
+    def _check_token_fields(self) -> Self:
+        if self.stream and self.prompt_logprobs:
+            raise param_error("prompt_logprobs", "'prompt_logprobs' are not available when 'stream' is true")
+        if not self.detokenize and self.stop_strings():
+            raise param_error("stop", "'stop' needs text: it excludes 'detokenize' false")
         return self
 
     def stop_strings(self) -> tuple[str, ...]:

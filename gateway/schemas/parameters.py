@@ -38,7 +38,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "best_of": (1,),
     "suffix": ("",),
-    "echo": (False,),
     "chat_template": (),
     "custom_logit_processor": (),
     "include_reasoning": (True,),

@@ -10,7 +10,7 @@ from gateway.errors import param_error
 from gateway.schemas.common import MAX_LABEL_CHARACTERS, GenerationFields, StrictModel, TokenId, parse_json
 from gateway.schemas.structured import StructuredFields
 from gateway.text.chat_template import RESERVED_NAMES
-from moebius.request_limits import MAX_LOGPROBS
+from moebius.request_limits import MAX_LOGPROBS, MAX_OUTPUTS
 
 MAX_MESSAGES = 16_384
 MAX_PARTS = 16_384  # of one message
@@ -146,6 +146,15 @@ class ChatCompletionRequest(StructuredFields, GenerationFields):
     max_tokens: int | None = Field(None, ge=1, le=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = Field(
+        False, description="Begin the text with the final message, if it is the assistant's or goes on"
+    )
+    add_special_tokens: bool = Field(
+        False, description="Begin the prompt with the model's BOS, if the chat template does not"
+    )
+    documents: list[dict[str, Any]] | None = Field(
+        None, max_length=MAX_PARTS, description="Handed to the chat template"
+    )
     add_generation_prompt: bool | None = Field(None, description="Unset: unless the final message goes on")
     continue_final_message: bool = False
     chat_template_kwargs: TemplateKwargs | None = None
@@ -157,6 +166,8 @@ class ChatCompletionRequest(StructuredFields, GenerationFields):
     def _check_combinations(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise param_error("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
+        if self.logprob_token_ids and not self.logprobs:
+            raise param_error("logprob_token_ids", "'logprob_token_ids' needs 'logprobs' to be true")
         if self.continue_final_message and self.add_generation_prompt:
             raise param_error(
                 "continue_final_message", "'continue_final_message' excludes 'add_generation_prompt'"
@@ -166,6 +177,13 @@ class ChatCompletionRequest(StructuredFields, GenerationFields):
         ):
             raise param_error("max_tokens", "'max_tokens' and 'max_completion_tokens' disagree: send one")
         return self
+
+    def echoed(self) -> str | None:
+        """The text that outputs begin with; None: they begin with their own."""
+        last = self.messages[-1]
+        if not self.echo or (last.role != "assistant" and self.opens_turn()):
+            return None
+        return str(last.for_template()["content"]) if not last.image_urls() else None
 
     def opens_turn(self) -> bool:
         """Whether the prompt ends with the opening of an assistant turn."""
@@ -195,6 +213,12 @@ class CompletionRequest(StructuredFields, GenerationFields):
     max_tokens: int | None = Field(16, ge=0, le=2**31, description="0 only with `echo`")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Alternatives per token")
     echo: bool | None = Field(None, description="Begin the text with the prompt")
+    suffix: str | None = Field(
+        None, description="What comes after the output; for models with tokens to fill in the middle"
+    )
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_OUTPUTS, description="Outputs made, of which the 'n' likeliest per token are given"
+    )
     add_special_tokens: bool = Field(
         True, description="Begin text prompts with the model's BOS, if it has one"
     )
@@ -223,6 +247,14 @@ class CompletionRequest(StructuredFields, GenerationFields):
     def _check_combinations(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
             raise param_error("max_tokens", "'max_tokens' may be 0 only together with 'echo'")
+        if self.logprob_token_ids and (self.logprobs is None or self.echo):
+            raise param_error(
+                "logprob_token_ids", "'logprob_token_ids' needs 'logprobs' to be set, and excludes 'echo'"
+            )
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise param_error("best_of", f"'best_of' must be at least 'n' ({self.n or 1})")
+        if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
+            raise param_error("best_of", "'best_of' above 'n' is not available when 'stream' is true")
         return self
 
     def token_limit(self) -> tuple[str, int | None]:

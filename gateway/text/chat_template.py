@@ -104,16 +104,15 @@ class ChatTemplate:
             add_generation_prompt: open an assistant turn at the end.
             continue_final_message: end right after the last message's content, so that the model goes on
                 with it; excludes `add_generation_prompt`.
-            kwargs: further template variables (`enable_thinking` and such).
+            kwargs: further template variables (`documents`, `enable_thinking` and such).
         Raises:
             ChatTemplateError: the template refused the conversation.
         """
         try:
             text = self._template.render(
-                **{**self._named_tokens, **(kwargs or {})},
+                **{**self._named_tokens, "documents": None, **(kwargs or {})},
                 messages=[self._prepared(message) for message in messages],
                 tools=None,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
         except MemoryError:

@@ -37,6 +37,7 @@ class Script:
     fail_after: int | None = None  # tokens before the call fails with `fail_code`
     fail_code: grpc.StatusCode = grpc.StatusCode.INTERNAL
     tokens_per_chunk: int = 1
+    logprobs: tuple[float, ...] = (-0.25,)  # of the tokens of each output; the last one's of all further ones
     error_message: str = ""  # ends the output with finish_reason "error"
 
 
@@ -155,10 +156,19 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             index=index,
         )
         if params.HasField("logprobs"):
-            chunk.output_logprobs.CopyFrom(_output_logprobs(new, params.logprobs))
+            chunk.output_logprobs.CopyFrom(self._scored(new, params, index))
         if params.HasField("prompt_logprobs") and start == 0:
             chunk.input_logprobs.CopyFrom(_input_logprobs(request))
         return pb.GenerateResponse(chunk=chunk)
+
+    def _scored(self, ids: Sequence[int], params: pb.SamplingParams, index: int) -> pb.OutputLogProbs:
+        """As scripted for the output; after the alternatives the ids that the request names."""
+        value = self.script.logprobs[min(index, len(self.script.logprobs) - 1)]
+        top = [_top(token, params.logprobs) for token in ids]
+        for row in top:
+            row.token_ids.extend(params.logprob_token_ids)
+            row.values.extend(-9.0 - number for number in range(len(params.logprob_token_ids)))
+        return pb.OutputLogProbs(token_ids=ids, token_logprobs=[value] * len(ids), top_logprobs=top)
 
     def _complete(
         self, request: pb.GenerateRequest, index: int, ids: list[int], reason: str, cached: int
@@ -177,7 +187,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         if reason == "stop":
             message.matched_token_id = ids[-1]
         if not request.stream and params.HasField("logprobs"):
-            message.output_logprobs.CopyFrom(_output_logprobs(ids, params.logprobs))
+            message.output_logprobs.CopyFrom(self._scored(ids, params, index))
         if not request.stream and params.HasField("prompt_logprobs"):
             message.input_logprobs.CopyFrom(_input_logprobs(request))
         return pb.GenerateResponse(complete=message)
@@ -188,12 +198,6 @@ def _top(token_id: int, count: int) -> pb.TopLogProbs:
     others = [(token_id + 1 + number) % 300 + 3 for number in range(max(count - 1, 0))]
     ids = [token_id, *others][:count]
     return pb.TopLogProbs(token_ids=ids, values=[-0.25 - number for number in range(len(ids))])
-
-
-def _output_logprobs(ids: Sequence[int], count: int) -> pb.OutputLogProbs:
-    return pb.OutputLogProbs(
-        token_ids=ids, token_logprobs=[-0.25] * len(ids), top_logprobs=[_top(token, count) for token in ids]
-    )
 
 
 def _input_logprobs(request: pb.GenerateRequest) -> pb.InputLogProbs:

@@ -148,6 +148,15 @@ async def test_outputs_share_the_prompt_and_differ() -> None:
         ({"max_tokens": 0}, "sampling_params.max_tokens: 0 is not allowed; 1 to 118 with 10 prompt tokens"),
         ({"max_tokens": 119}, "sampling_params.max_tokens"),
         ({"min_tokens": 13}, "sampling_params.min_tokens"),
+        ({"allowed_token_ids": [VOCAB]}, "sampling_params.allowed_token_ids"),
+        (
+            {"allowed_token_ids": [1] * 8193},
+            "sampling_params.allowed_token_ids: '8193 entries' is not allowed",
+        ),
+        ({"logprob_token_ids": [1]}, "sampling_params.logprob_token_ids: '1 ids' is not allowed; they need"),
+        ({"bad_words": [pb.TokenSequence()]}, "sampling_params.bad_words"),
+        ({"bad_words": [pb.TokenSequence(token_ids=[VOCAB])]}, "sampling_params.bad_words"),
+        ({"bad_words": [pb.TokenSequence(token_ids=[1] * 100)] * 90}, "sampling_params.bad_words"),
     ],
 )
 async def test_bad_parameters_are_named(sampling: dict[str, object], field: str) -> None:

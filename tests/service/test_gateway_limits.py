@@ -131,7 +131,6 @@ def test_what_can_not_fit_is_refused_by_its_size(setup: Setup, body: dict[str, A
         ("completions", {"model": MODEL, "prompt": ["a"] * 9, "n": WAITING // 8}, "n"),
         ("chat/completions", chat(chat_template_kwargs={"a": json.loads("[" * 70 + "]" * 70)}), None),
         ("chat/completions", chat(repetition_penalty=1e300), "repetition_penalty"),
-        ("tokenize", chat(), "max_tokens"),
         ("detokenize", {"tokens": [2**40]}, "tokens[0]"),
     ],
 )
