@@ -75,3 +75,4 @@ clean:
 -include tests/newcomer/newcomer.mk
 -include tests/kernels/fuzz/fuzz.mk
 -include tests/drills/drills.mk
+-include tests/web/web.mk

@@ -32,6 +32,9 @@ from gateway.schemas.requests import (
 )
 from gateway.state import Gateway
 from gateway.streaming import ClientGone
+from gateway.web.live import LiveFigures
+from gateway.web.live import router as live_router
+from gateway.web.pages import page_router
 from moebius import __version__
 from moebius.api_keys import ApiKeys
 from moebius.config import MoebiusConfig
@@ -39,7 +42,8 @@ from moebius.config import MoebiusConfig
 logger = structlog.get_logger(__name__)
 
 # Probes, metrics and documentation stay open, as load balancers and scrapers bring no key.
-_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"})
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/docs"})
+_OPEN_PREFIX = "/web/"  # the page's own files: what they show has to be asked for with the key
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 _MAX_REQUEST_ID = 128
 
@@ -92,6 +96,10 @@ def _sent_keys(headers: Headers) -> list[bytes]:
     return [key.strip().encode("latin-1") for key in keys if key.strip()]
 
 
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
+
+
 class AuthMiddleware:
     """Requires a key on every path but probes, metrics and documentation.
 
@@ -115,7 +123,7 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _refuses(self, scope: Scope) -> bool:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
+        if scope["type"] != "http" or _is_open(scope["path"]) or scope["method"] == "OPTIONS":
             return False
         return not any(self._keys.accepts(key) for key in _sent_keys(Headers(scope=scope)))
 
@@ -152,6 +160,9 @@ def create_app(config: MoebiusConfig, on_broken: Callable[[str], None] = _log_br
         version=__version__,
         lifespan=lifespan,
         redirect_slashes=False,
+        # The framework's pages load scripts from other hosts; ours is in gateway/web.
+        docs_url=None,
+        redoc_url=None,
         # Its own telemetry can be switched by the environment; ours comes from the configuration alone.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
@@ -160,6 +171,10 @@ def create_app(config: MoebiusConfig, on_broken: Callable[[str], None] = _log_br
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.include_router(router)
     app.include_router(api_router)
+    app.include_router(page_router(config.gateway.web_page))
+    if config.gateway.live_view:
+        app.state.live_figures = LiveFigures(lambda: gateway.engine.live())
+        app.include_router(live_router)
     schemas: list[type[BaseModel]] = [
         ChatCompletionRequest,
         CompletionRequest,

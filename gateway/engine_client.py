@@ -45,6 +45,11 @@ class EngineClient:
         answer = await self._engine.GetModelInfo(engine_pb2.GetModelInfoRequest(), timeout=timeout_s)
         return cast(engine_pb2.GetModelInfoResponse, answer)
 
+    async def live(self, timeout_s: float = 5.0) -> engine_pb2.GetLiveResponse:
+        """Load, and who computes the experts of each layer."""
+        answer = await self._engine.GetLive(engine_pb2.GetLiveRequest(), timeout=timeout_s)
+        return cast(engine_pb2.GetLiveResponse, answer)
+
     async def is_serving(self, timeout_s: float = 2.0) -> bool:
         """Whether the engine's health service reports SERVING; False when it can not be reached."""
         request = health_pb2.HealthCheckRequest(service=SERVICE)

@@ -42,6 +42,7 @@ class ServedModel:
             "root": self.root,
             "parent": None,
             "max_model_len": self.max_context_length,
+            "capabilities": {"vision": self.supports_vision},
         }
 
     def check_token_ids(self, token_ids: list[int], param: str) -> None:

@@ -135,6 +135,10 @@ class GatewayConfig(Section):
     sse_keepalive_s: float = Field(
         default=15.0, gt=0, description="Seconds of silence before an SSE comment is sent"
     )
+    web_page: bool = Field(default=True, description="Serve a page at / to chat and to watch the engine")
+    live_view: bool = Field(
+        default=True, description="Answer /v1/live: load, and which experts run where; needs the key, if any"
+    )
 
 
 # Outputs computed in one step where nothing is set and everything fits.

@@ -61,6 +61,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self._tokenizer = tokenizer
         self._eos = int(tokenizer.token_to_id("<|end|>") or 0)
         self._prompts: set[tuple[int, ...]] = set()
+        self.live = pb.GetLiveResponse()  # what GetLive answers
+        self.live_calls = 0
 
     def reset(self) -> None:
         """Forgets script and requests, between tests."""
@@ -80,6 +82,11 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             max_waiting_requests=WAITING,
             default_sampling_params_json='{"temperature": 0.7, "top_k": 20}',
         )
+
+    def GetLive(self, request: Any, context: Any) -> pb.GetLiveResponse:
+        """Figures as tests set them."""
+        self.live_calls += 1
+        return self.live
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         """Streams the scripted outputs, indices interleaved, then one GenerateComplete each."""

@@ -1,0 +1,118 @@
+"""What the live view shows, as JSON. What is not known is null, never zero."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from gateway.openapi import refuses
+from gateway.state import gateway_of
+from protos import engine_pb2
+
+# However many look, the engine is asked at most this often.
+_FRESH_S = 0.5
+
+
+class LiveFigures:
+    """The engine's last answer, shared by all who look; filled by `get`."""
+
+    def __init__(self, ask: Callable[[], Awaitable[engine_pb2.GetLiveResponse]]) -> None:
+        """`ask` calls the engine's GetLive."""
+        self._ask = ask
+        self._lock = asyncio.Lock()
+        self._last: dict[str, Any] | None = None
+        self._asked = 0.0  # time.monotonic()
+
+    async def get(self) -> dict[str, Any]:
+        """Figures that are at most half a second old. Raises grpc.aio.AioRpcError."""
+        async with self._lock:
+            if self._last is None or time.monotonic() - self._asked >= _FRESH_S:
+                self._last = None
+                found = live_object(await self._ask())
+                self._last, self._asked = found, time.monotonic()
+            return self._last
+
+
+def live_object(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
+    """The engine's answer under the names that docs/web-page.md explains."""
+    load, starts = live.load, live.first_token
+    return {
+        "object": "live",
+        "time": time.time(),  # Unix seconds
+        "version": load.version,
+        "tokens_per_second": load.gen_throughput,
+        "prompt_tokens_per_second": live.prompt_throughput,
+        "time_to_first_token": {"count": starts.count, "p50_s": starts.p50, "p95_s": starts.p95}
+        if starts.count
+        else None,
+        "requests": {
+            "running": load.num_running_reqs,
+            "waiting": load.num_waiting_reqs,
+            "max_running": load.max_running_requests,
+            "preemptions": load.num_preemptions,
+        },
+        "kv_cache": {
+            "used_tokens": load.num_used_tokens,
+            "cached_tokens": load.num_cached_tokens,
+            "total_tokens": load.max_total_num_tokens,
+            "prefix_hit_rate": load.cache_hit_rate,
+        },
+        "experts": _experts(live) if live.num_experts else None,
+    }
+
+
+def _experts(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
+    streams = live.HasField("streamed_steps")
+    return {
+        "num_experts": live.num_experts,
+        "top_k": live.top_k,
+        "recorder_is_on": live.recorder_is_on,
+        "streamed": {"steps": live.streamed_steps, "bytes": live.streamed_bytes} if streams else None,
+        "servers": [_server(server) for server in live.servers],
+        "layers": [
+            {
+                "layer": layer.layer,
+                "gpu_experts": list(layer.gpu_experts),
+                "cpu_rows": list(layer.cpu_rows) or None,
+                "chosen": list(layer.chosen) or None,
+            }
+            for layer in live.layers
+        ],
+    }
+
+
+def _server(server: engine_pb2.LiveExpertServer) -> dict[str, Any]:
+    if not server.is_up:
+        return {"index": server.index, "is_up": False}
+    return {
+        "index": server.index,
+        "is_up": True,
+        "instance": str(server.instance_id),  # 64 bits do not fit a JavaScript number
+        "busy_seconds": server.busy_seconds,
+        "weight_bytes": server.weight_bytes,
+        "calibrated_bytes_per_second": server.calibrated_bytes_per_second or None,
+        "packed_bytes": server.packed_bytes,
+        "weight_format": server.weight_format,
+        "isa": server.isa,
+        "num_threads": server.num_threads,
+        "numa_node": None if server.numa_node < 0 else server.numa_node,
+    }
+
+
+router = APIRouter()
+
+
+@router.get("/v1/live", **refuses(401, 503))
+async def live(request: Request, layers: bool = True) -> dict[str, Any]:
+    """Figures of the engine, its expert servers and, unless `layers` is false, the experts of each layer."""
+    gateway = gateway_of(request)
+    figures: LiveFigures = request.app.state.live_figures
+    found = {**await figures.get(), "model": gateway.model().name}
+    found["requests"] = {**found["requests"], "gateway_in_flight": gateway.admission.in_flight}
+    if found["experts"] is not None and not layers:
+        found["experts"] = {**found["experts"], "layers": None}
+    return found

@@ -1,0 +1,67 @@
+"""The static files: a page at `/`, one at `/docs`, and what they load from `/web/`.
+
+Every address in the files is relative, so that they work behind a proxy that adds a prefix; nothing is
+loaded from another host, and the policy below keeps browsers from doing so whatever a model writes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+STATIC = Path(__file__).parent / "static"
+# Images are those that a user chooses, from memory; styles and scripts are files only.
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data: blob:",
+        "connect-src 'self'",
+        "manifest-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+HEADERS = {
+    # A browser asks each time whether its copy is still the one, and after an update never mixes old and new.
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": _POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Assets(StaticFiles):
+    """Starlette's, with our headers also on 304."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """One file; starlette's HTTPException 404 or 405 otherwise."""
+        response = await super().get_response(path, scope)
+        response.headers.update(HEADERS)
+        return response
+
+
+def page_router(with_chat: bool) -> APIRouter:
+    """`/docs`, and `/` where the settings want a page there."""
+    router = APIRouter(include_in_schema=False)
+    assets = Assets(directory=STATIC)
+
+    def add(path: str, name: str) -> None:
+        async def page(request: Any) -> Response:
+            return await assets.get_response(name, request.scope)
+
+        router.add_route(path, page, methods=["GET", "HEAD"])
+
+    add("/docs", "docs.html")
+    if with_chat:
+        add("/", "index.html")
+    router.mount("/web", assets)
+    return router

@@ -1,0 +1,60 @@
+// Elements without HTML: every text ends as a text node.
+
+/** An element; attributes named on… are listeners, `null` and `false` ones are left out. */
+export function element(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+/** An SVG element. */
+export function svg(tag, attributes = {}, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+export const byId = (id) => document.getElementById(id);
+
+/** Copies text also where the page came over plain HTTP, which has no clipboard interface. */
+export async function copyText(text) {
+  if (navigator.clipboard && window.isSecureContext) {
+    await navigator.clipboard.writeText(text);
+    return;
+  }
+  const area = element("textarea", { class: "hidden", "aria-hidden": "true" });
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
+}
+
+/** A button that copies what `read` gives and says so. */
+export function copyButton(read, label = "Copy") {
+  const button = element("button", { type: "button", class: "quiet copy" }, label);
+  button.addEventListener("click", async () => {
+    try {
+      await copyText(read());
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "Not copied";
+    }
+    announce(button.textContent);
+    setTimeout(() => (button.textContent = label), 1500);
+  });
+  return button;
+}
+
+/** Says a short sentence to screen readers. */
+export function announce(text) {
+  const status = byId("status");
+  status.textContent = "";
+  status.textContent = text;
+}
