@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request
+from gateway.parsers.detection import chosen_parsers
 from gateway.text.tokenizer import Tokenizer
+from moebius.parser_names import AUTO
 from protos import engine_pb2
 
 
@@ -29,6 +31,8 @@ class ServedModel:
     supports_vision: bool = False
     image_token_id: int = -1  # what stands for one image in a prompt; only when supports_vision
     aliases: tuple[str, ...] = ()  # patterns of further names that clients may send
+    tool_parser: str | None = None  # names of `gateway/parsers/registry.py`; None: nothing is read
+    reasoning_parser: str | None = None
     max_waiting_outputs: int = 0  # most the engine ever queues; 0: it did not tell
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
@@ -80,16 +84,20 @@ def load_served_model(
     tokenizer: Tokenizer,
     served_name: str,
     aliases: tuple[str, ...] = (),
+    parsers: tuple[str, str] = (AUTO, AUTO),
 ) -> ServedModel:
     """Joins the tokenizer with the engine's answer.
 
-    `served_name` is what clients send (empty: the engine's), or what matches one of `aliases`.
+    `served_name` is what clients send (empty: the engine's), or what matches one of `aliases`; `parsers` are
+    the settings `tool_call_parser` and `reasoning_parser`.
 
     Raises:
         ValueError: the engine's sampling defaults are no JSON.
         TokenizerError: the tokenizer is another model's.
     """
     tokenizer.check_fits(info.vocab_size)
+    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
+    tool_parser, reasoning_parser = chosen_parsers(*parsers, info.model_type, template)
     name = served_name or info.served_model_name or Path(info.model_path).name
     return ServedModel(
         name=name,
@@ -103,5 +111,7 @@ def load_served_model(
         supports_vision=info.supports_vision,
         image_token_id=info.image_token_id if info.supports_vision else -1,
         aliases=aliases,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
         max_waiting_outputs=info.max_waiting_requests,
     )

@@ -57,6 +57,10 @@ class Gateway:
         return int(self.config.gateway.max_body_mib * _MIB)
 
     @property
+    def _parsers(self) -> tuple[str, str]:
+        return self.config.gateway.tool_call_parser, self.config.gateway.reasoning_parser
+
+    @property
     def engine(self) -> EngineClient:
         """The connection; exists while the application runs."""
         assert self._engine is not None, "the application is not running"
@@ -87,14 +91,22 @@ class Gateway:
             info = await self._model_info()
             directory = info.tokenizer_path or info.model_path
             tokenizer = tokenizer or await self._read_tokenizer(directory)
-            model = load_served_model(info, tokenizer, settings.served_model_name, settings.model_aliases)
+            model = load_served_model(
+                info, tokenizer, settings.served_model_name, settings.model_aliases, self._parsers
+            )
             await self._prompts.start(self._worker_setup(info, settings.model or directory))
             self._model = model
         except Exception as error:
             self._on_broken(f"the model can not be served: {error}")
             return
         self.metrics.set_model(self._model.name)
-        logger.info("model is known", model=self._model.name, max_model_len=self._model.max_context_length)
+        logger.info(
+            "model is known",
+            model=self._model.name,
+            max_model_len=self._model.max_context_length,
+            tool_call_parser=self._model.tool_parser or "none",
+            reasoning_parser=self._model.reasoning_parser or "none",
+        )
 
     async def _read_tokenizer(self, directory: str) -> Tokenizer:
         """Tokenizer and chat template. Raises ModelFilesError naming the file or directory at fault."""
@@ -130,6 +142,7 @@ class Gateway:
             files=self._model_files(tokenizer_dir),
             served_name=self.config.model.served_model_name,
             aliases=self.config.model.model_aliases,
+            parsers=self._parsers,
             images=self.config.images,
             max_body_bytes=self._max_body_bytes,
             memory_bytes=int(settings.prompt_memory_gib * 2**30),

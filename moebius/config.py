@@ -8,10 +8,16 @@ one exception and is read by C++). Loading, merging and the closest-match errors
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 from annotated_types import Ge
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from moebius.parser_names import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS, parser_name
+
+ToolCallParser = Annotated[str, AfterValidator(partial(parser_name, parsers=TOOL_CALL_PARSERS))]
+ReasoningParser = Annotated[str, AfterValidator(partial(parser_name, parsers=REASONING_PARSERS))]
 
 
 class Section(BaseModel):
@@ -131,6 +137,12 @@ class GatewayConfig(Section):
         default=False,
         description="Refuse unknown fields of requests and hints that have no effect, instead of naming them "
         "once in the log",
+    )
+    tool_call_parser: ToolCallParser = Field(
+        default=AUTO, description="Format of tool calls; auto: by the chat template; none: they are not read"
+    )
+    reasoning_parser: ReasoningParser = Field(
+        default=AUTO, description="Format of thoughts; auto: by the chat template; none: they are not read"
     )
     sse_keepalive_s: float = Field(
         default=15.0, gt=0, description="Seconds of silence before an SSE comment is sent"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from gateway.parsers.events import OutputPlan
 from gateway.parsers.json_calls import (
@@ -16,6 +17,7 @@ from gateway.parsers.json_calls import (
 )
 from gateway.parsers.machine import StreamParser, ThinkFormat, ToolFormat
 from gateway.parsers.sink import OutputParser
+from gateway.text.tokenizer import Tokenizer
 
 _THINK = ThinkFormat("<think>", "</think>")
 REASONING: dict[str, ThinkFormat] = {
@@ -61,3 +63,29 @@ def make_parser(plan: OutputPlan, added_tokens: Collection[str]) -> OutputParser
     think = REASONING[plan.reasoning_parser] if plan.reasoning_parser else None
     tools = tool_format(plan.tool_parser) if plan.tool_parser else None
     return StreamParser(plan, think, tools, kept_tokens(plan) & frozenset(added_tokens))
+
+
+@dataclass(frozen=True)
+class ThoughtBounds:
+    """Token ids around a thought, as `Constraint` has them; filled by `thought_bounds`."""
+
+    begin: tuple[int, ...]  # empty: the prompt opened it
+    end: tuple[int, ...]
+    forced: tuple[int, ...] = ()  # what ends a thought that is too long, where `end` alone would not do
+
+
+def thought_bounds(parser: str, is_open: bool, calls_only: bool, tokenizer: Tokenizer) -> ThoughtBounds:
+    """What begins and ends the thought.
+
+    Args:
+        parser: the reasoning parser.
+        is_open: the prompt opened the thought.
+        calls_only: tool calls follow, and no answer.
+        tokenizer: spells it.
+    """
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
+
+    think = REASONING[parser]
+    return ThoughtBounds(ids("" if is_open else think.begin), ids(think.end))

@@ -11,6 +11,7 @@ from gateway.generation import PromptJob
 from gateway.schemas.common import GenerationFields
 from gateway.schemas.requests import ImageUrl
 from moebius.config import ImageConfig
+from moebius.parser_names import AUTO
 
 Kind = Literal["chat", "completions", "tokenize", "detokenize", "messages", "count_tokens"]
 HEADER = struct.Struct("!Q")  # length of what follows, bytes
@@ -37,6 +38,7 @@ class WorkerSetup:
     memory_bytes: int  # what a request may take beyond what the process has when it starts
     cpu_s: float  # processor time of one request
     aliases: tuple[str, ...] = ()  # patterns of further names of the model
+    parsers: tuple[str, str] = (AUTO, AUTO)  # the settings `tool_call_parser` and `reasoning_parser`
     strict_parameters: bool = False  # unknown fields are refused
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request
 from gateway.generation import PromptJob
 from gateway.model import ServedModel
 from gateway.output import OutputRules
+from gateway.parsers.events import OutputPlan
 from gateway.schemas.common import GenerationFields
 from moebius.request_limits import MAX_BAD_WORD_IDS
 from protos import engine_pb2
@@ -140,6 +141,7 @@ class JobPlan:
     fits_limit: bool = False  # more output tokens than there is room for are no error
     echoes_logprobs: bool = False
     best_of: int | None = None  # outputs made, of which `n` are given; None: n
+    output: OutputPlan | None = None  # how outputs are read; None: all is content
     with_images: bool = False  # the engine puts more tokens into the prompt
     constraint: engine_pb2.Constraint | None = None  # what every output has to be; None: anything
 
@@ -167,12 +169,13 @@ def build_jobs(
         request = engine_pb2.GenerateRequest(
             tokenized=engine_pb2.TokenizedInput(input_ids=prompt_ids),
             sampling_params=params,
-            stream=bool(body.stream or stops),  # stop strings are found while the text grows
+            # Stop strings, and the end of the only call, are found while the text grows.
+            stream=bool(body.stream or stops or (plan.output is not None and plan.output.max_calls)),
             priority=max(INT32_MIN, min(body.priority, INT32_MAX)),
             cache_salt=body.cache_salt or "",
             constraint=plan.constraint,
         )
-        rules = _rules(body, model, plan, text)
+        rules = replace(_rules(body, model, plan, text), plan=plan.output)
         job = PromptJob(request, rules, first_index=number * made, stream_interval=body.stream_interval or 1)
         job.kept_outputs = given if made > given else 0
         jobs.append(job)

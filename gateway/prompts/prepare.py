@@ -18,6 +18,7 @@ from gateway.grammar import response_format_constraint
 from gateway.model import ServedModel
 from gateway.prompts.contract import Answer, Broken, Kind, Prepared, Refused
 from gateway.prompts.jobs import JobPlan, build_jobs
+from gateway.prompts.tool_use import constraint_of, conversation_of, output_plan
 from gateway.schemas.common import GenerationFields, JsonError, parse_json
 from gateway.schemas.parameters import Tolerance
 from gateway.schemas.requests import (
@@ -122,31 +123,24 @@ class Preparer:
 
     def _chat_prompt(
         self, body: ChatCompletionRequest, size: int
-    ) -> tuple[list[int], list[tuple[str, ImageUrl]]]:
-        """Token ids and images of a conversation that came as `size` bytes."""
+    ) -> tuple[list[int], list[tuple[str, ImageUrl]], str]:
+        """Token ids, images and rendered text of a conversation that came as `size` bytes."""
         self._model.check_name(body.model)
         images = image_places(body.messages, self._model, self._images)
         self._check_text_size(size - sum(len(image.url) for _, image in images))
-        text = self._rendered(
-            Conversation(
-                [message.for_template() for message in body.messages],
-                body.opens_turn(),
-                body.continue_final_message,
-                {**(body.chat_template_kwargs or {}), "documents": body.documents},
-            ),
-            body.parse_special,
-        )
+        text = self._rendered(conversation_of(body, self._model), body.parse_special)
         prompt_ids = self._encoded(text, body.add_special_tokens, "messages", body)
         if images:
             check_placeholders(self._model, prompt_ids, len(images))
             if body.truncate_prompt_tokens is not None:
                 raise bad_request("a prompt with images is not cut off", "truncate_prompt_tokens")
-        return prompt_ids, images
+        return prompt_ids, images, text.text
 
     def _chat_prepared(self, body: ChatCompletionRequest, size: int, fits_limit: bool = False) -> Prepared:
-        prompt_ids, images = self._chat_prompt(body, size)
+        prompt_ids, images, text = self._chat_prompt(body, size)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         limit_param, limit = body.token_limit()
+        output = output_plan(body, self._model, text)
         plan = JobPlan(
             "messages",
             limit_param,
@@ -155,17 +149,19 @@ class Preparer:
             body.prompt_logprobs,
             echo=body.echoed() is not None,
             fits_limit=fits_limit,
+            output=output,
+            constraint=constraint_of(body, self._model, output, text),
             with_images=bool(images),
-            constraint=response_format_constraint(body),
         )
         jobs = build_jobs(body, self._model, plan, [(body.echoed() or "", prompt_ids)])
-        no_texts: dict[str, Any] = {
+        left_out: dict[str, Any] = {
             "messages": [],
             "chat_template_kwargs": None,
             "documents": None,
             "bad_words": None,
+            "tools": None,
         }
-        fields = body.model_copy(update={**no_texts, **NO_STRUCTURE})
+        fields = body.model_copy(update=left_out | NO_STRUCTURE)
         return Prepared(fields, jobs, _shown_logprobs(body, logprobs), images)
 
     def _completions(self, data: bytes | bytearray) -> Prepared:

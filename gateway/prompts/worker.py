@@ -56,7 +56,7 @@ def _used(what: str) -> int:
 def _prepare_all(channel: socket.socket, setup: WorkerSetup, tokenizer: Tokenizer) -> None:
     """Answers requests until the gateway is gone or this process has grown."""
     info = engine_pb2.GetModelInfoResponse.FromString(setup.model_info)
-    model = load_served_model(info, tokenizer, setup.served_name, setup.aliases)
+    model = load_served_model(info, tokenizer, setup.served_name, setup.aliases, setup.parsers)
     preparer = Preparer(model, setup.images, setup.max_body_bytes, setup.strict_parameters)
     most = _used("VmData") + setup.memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))

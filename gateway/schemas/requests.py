@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from gateway.errors import param_error
-from gateway.schemas.common import MAX_LABEL_CHARACTERS, GenerationFields, StrictModel, TokenId, parse_json
+from gateway.schemas.common import (
+    MAX_LABEL_CHARACTERS,
+    GenerationFields,
+    JsonError,
+    StrictModel,
+    TokenId,
+    parse_json,
+)
 from gateway.schemas.structured import StructuredFields
-from gateway.text.chat_template import RESERVED_NAMES
+from gateway.schemas.tools import TemplateKwargs, ToolFields
 from moebius.request_limits import MAX_LOGPROBS, MAX_OUTPUTS
 
 MAX_MESSAGES = 16_384
 MAX_PARTS = 16_384  # of one message
 
 
+class CallArguments(dict[str, Any]):
+    """Arguments of a call in the history: a mapping to templates that look into it, JSON to those that
+    join it to a text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __radd__(self, before: str) -> str:
+        return before + str(self)
+
+    def __add__(self, after: str) -> str:
+        return str(self) + after
+
+
 def _parse_arguments(arguments: Any) -> Any:
-    """Chat templates read the arguments as a mapping; clients send them as text."""
-    return parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
+    """Chat templates read the arguments as a mapping; clients send them as text.
+
+    Models write other things, too, which clients send back as they are: those stay text.
+    """
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = parse_json(arguments or "{}")
+    except JsonError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 class ImageUrl(StrictModel):
@@ -52,7 +83,7 @@ class ContentPart(StrictModel):
 
 
 Arguments = Annotated[
-    dict[str, Any], BeforeValidator(_parse_arguments, json_schema_input_type=str | dict[str, Any])
+    dict[str, Any] | str, BeforeValidator(_parse_arguments, json_schema_input_type=str | dict[str, Any])
 ]
 
 
@@ -61,16 +92,14 @@ class FunctionCall(StrictModel):
 
     place = "messages[].tool_calls[].function."
     name: str
-    arguments: Annotated[
-        dict[str, Any], BeforeValidator(_parse_arguments, json_schema_input_type=str | dict[str, Any])
-    ]
+    arguments: Arguments
 
 
 class ToolCall(StrictModel):
     """A tool call in the history; handed to the chat template."""
 
     place = "messages[].tool_calls[]."
-    id: str
+    id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -82,12 +111,13 @@ class ChatMessage(StrictModel):
     """One message of the conversation."""
 
     place = "messages[]."
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Parts | None = None
     name: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: str | None = Field(None, description="Also as `reasoning`: two servers' names")
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_PARTS, fail_fast=True)
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = Field(None, description="As tool_calls, before there were any")
 
     @model_validator(mode="before")
     @classmethod
@@ -96,13 +126,16 @@ class ChatMessage(StrictModel):
         if not isinstance(data, dict):
             return data
         kept = {key: value for key, value in data.items() if value is not None or key in cls.model_fields}
-        if "reasoning" in kept and kept.get("reasoning_content") is None:
-            kept["reasoning_content"] = kept.pop("reasoning")  # two servers' names for one thing
+        if "reasoning" in kept:  # two servers' names for one thing; our answers have both
+            reasoning = kept.pop("reasoning")
+            if kept.get("reasoning_content") is None:
+                kept["reasoning_content"] = reasoning
         return kept
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        says = self.tool_calls or self.function_call or self.reasoning_content
+        if self.content is None and not (self.role == "assistant" and says):
             raise param_error("messages", f"a message of role {self.role!r} needs 'content'")
         return self
 
@@ -122,23 +155,23 @@ class ChatMessage(StrictModel):
         elif isinstance(self.content, list):
             message["content"] = "\n".join(part.text or "" for part in self.content)
         message.setdefault("content", "")
+        if self.role == "function":  # from before there were tools
+            message["role"] = "tool"
+            message.setdefault("tool_call_id", f"call_{self.name}")
+        if self.function_call is not None:
+            call = {"type": "function", "function": message.pop("function_call")}
+            message["tool_calls"] = [{"id": f"call_{self.function_call.name}", **call}]
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            if isinstance(arguments, dict):
+                call["function"]["arguments"] = CallArguments(arguments)
         return message
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    taken = sorted(RESERVED_NAMES & set(kwargs))
-    if taken:
-        raise param_error("chat_template_kwargs", f"'chat_template_kwargs' must not set {taken}")
-    return kwargs
-
-
-TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)]
-
-
-class ChatCompletionRequest(StructuredFields, GenerationFields):
+class ChatCompletionRequest(ToolFields, StructuredFields, GenerationFields):
     """Every field here is implemented; the others are in `unsupported.py`."""
 
     messages: Messages
@@ -157,7 +190,6 @@ class ChatCompletionRequest(StructuredFields, GenerationFields):
     )
     add_generation_prompt: bool | None = Field(None, description="Unset: unless the final message goes on")
     continue_final_message: bool = False
-    chat_template_kwargs: TemplateKwargs | None = None
     parse_special: bool = Field(
         False, description="Control tokens spelled in messages are control tokens; false: they are text"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.compiler
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -87,6 +89,9 @@ class ChatTemplate:
             raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
         self._named_tokens = named_tokens
         self.knows_developer = "developer" in source
+        self.knows_tools = re.search(r"\btools\b", source) is not None
+        # What a request can set in it: `tools`, `enable_thinking` and such.
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         self.source = source
 
     def render(
@@ -96,6 +101,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """The prompt text of a conversation.
 
@@ -105,6 +111,7 @@ class ChatTemplate:
             continue_final_message: end right after the last message's content, so that the model goes on
                 with it; excludes `add_generation_prompt`.
             kwargs: further template variables (`documents`, `enable_thinking` and such).
+            tools: functions that the model may call, as OpenAI writes them; None: there are none.
         Raises:
             ChatTemplateError: the template refused the conversation.
         """
@@ -112,7 +119,7 @@ class ChatTemplate:
             text = self._template.render(
                 **{**self._named_tokens, "documents": None, **(kwargs or {})},
                 messages=[self._prepared(message) for message in messages],
-                tools=None,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
             )
         except MemoryError:

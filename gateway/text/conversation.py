@@ -114,7 +114,8 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {map_strings(key, change): map_strings(item, change) for key, item in value.items()}
+        changed = {map_strings(key, change): map_strings(item, change) for key, item in value.items()}
+        return changed if type(value) is dict else type(value)(changed)
     if isinstance(value, list):
         return [map_strings(item, change) for item in value]
     return value
@@ -136,6 +137,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     kwargs: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None  # as `ToolFunction.for_template` gives them
 
     def render(self, template: ChatTemplate) -> str:
         """The prompt's text; ChatTemplateError when the template refuses."""
@@ -144,6 +146,7 @@ class Conversation:
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             kwargs=self.kwargs,
+            tools=self.tools,
         )
 
 
@@ -171,6 +174,7 @@ class _Marking:
             given.add_generation_prompt,
             given.continue_final_message,
             {name: map_strings(value, everywhere) for name, value in given.kwargs.items()},
+            map_strings(given.tools, everywhere),
         )
         return marked.render(self._template).replace(escaped(self._mark), self._mark)
 
@@ -207,7 +211,7 @@ def render_prompt(
     Raises:
         ChatTemplateError: the template refused the conversation.
     """
-    given = [*conversation.messages, conversation.kwargs]
+    given = [*conversation.messages, conversation.kwargs, conversation.tools]
     if parse_special or not _needs_marks(controls, given):
         return MarkedText(conversation.render(template))
     mark = choose_mark([template.source, *strings_of(given)])

@@ -54,7 +54,12 @@ class Seen:
 class FakeEngine(engine_pb2_grpc.EngineServicer):
     """Answers Generate as protos/engine.proto says, from `script`."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, directory: Path, tokenizer: Tokenizer, context: int = CONTEXT, model_type: str = ""
+    ) -> None:
+        """`context`: tokens of prompt and output together; `model_type`: of the pretended config.json."""
+        self._context = context
+        self._model_type = model_type
         self.script = Script()
         self.seen = Seen()
         self._directory = directory
@@ -68,17 +73,22 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         """Forgets script and requests, between tests."""
         self.script, self.seen = Script(), Seen()
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
     def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
         """Facts of the pretended model."""
         return pb.GetModelInfoResponse(
             model_path=str(self._directory),
             is_generation=True,
-            max_context_length=CONTEXT,
+            max_context_length=self._context,
+            model_type=self._model_type,
             vocab_size=self._tokenizer.get_vocab_size(),
             served_model_name=MODEL,
             tokenizer_path=str(self._directory),
             eos_token_ids=[self._eos],
-            max_req_input_len=CONTEXT - 1,
+            max_req_input_len=self._context - 1,
             max_waiting_requests=WAITING,
             default_sampling_params_json='{"temperature": 0.7, "top_k": 20}',
         )

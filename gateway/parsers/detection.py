@@ -1,0 +1,70 @@
+"""Which parsers a model needs, by what its chat template teaches it to write and by its family."""
+
+from __future__ import annotations
+
+from moebius.parser_names import AUTO, NONE
+
+# The first text that a template contains tells its format of tool calls.
+_TOOL_SIGNS = (
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("｜DSML｜", "deepseek_v32"),
+    ("<|channel|>", "gpt_oss"),
+    ("</arg_key><arg_value>", "glm47"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<tool_call>", "hermes"),
+    ("<|python_start|>", "pythonic"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters": dictionary of argument name', "llama3_json"),
+)
+_REASONING_OF_TOOLS = {
+    "glm45": "glm45",
+    "glm47": "glm45",
+    "kimi_k2": "kimi_k2",
+    "minimax_m2": "minimax_m2",
+    "deepseek_v3": "deepseek_v31",  # `deepseek_r1` is for templates that leave the thought unopened
+    "deepseek_v31": "deepseek_v31",
+    "deepseek_v32": "deepseek_v31",
+}
+_REASONING_OF_FAMILIES = {"step3p5": "step3p5", "step3p7": "step3p5", "minimax_m2": "minimax_m2"}
+
+
+def detected_tool_parser(model_type: str, template: str) -> str | None:
+    """The tool parser for a model; None: its template shows no format that is known.
+
+    Args:
+        model_type: config.json's.
+        template: the chat template's source; empty: there is none.
+    """
+    if "<｜tool▁sep｜>" in template:
+        return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    found = next((name for sign, name in _TOOL_SIGNS if sign in template), None)
+    if found == "qwen3_coder" and model_type in ("step3p5", "step3p7"):
+        return "step3p5"
+    return found
+
+
+def detected_reasoning_parser(model_type: str, template: str) -> str | None:
+    """The reasoning parser for a model; None: its template shows no thoughts. Arguments as above."""
+    if "<|channel|>" in template:
+        return "gpt_oss"
+    if "[THINK]" in template:
+        return "mistral"
+    if "<think>" not in template and "</think>" not in template:
+        return None
+    if model_type in _REASONING_OF_FAMILIES:
+        return _REASONING_OF_FAMILIES[model_type]
+    return _REASONING_OF_TOOLS.get(detected_tool_parser(model_type, template) or "", "qwen3")
+
+
+def chosen_parsers(
+    tool_setting: str, reasoning_setting: str, model_type: str, template: str
+) -> tuple[str | None, str | None]:
+    """Tool and reasoning parser by the settings `tool_call_parser` and `reasoning_parser`; None: none."""
+    tools = detected_tool_parser(model_type, template) if tool_setting == AUTO else tool_setting
+    thoughts = detected_reasoning_parser(model_type, template)
+    reasoning = thoughts if reasoning_setting == AUTO else reasoning_setting
+    return (None if tools == NONE else tools), (None if reasoning == NONE else reasoning)

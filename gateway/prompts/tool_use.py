@@ -1,0 +1,158 @@
+"""What a chat request's fields about tools and reasoning come to: template variables, parsers, a grammar."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from gateway.errors import bad_request
+from gateway.grammar import response_format_constraint, tool_call_constraint
+from gateway.model import ServedModel
+from gateway.parsers.events import OutputPlan, ToolSpec
+from gateway.parsers.registry import JSON_LIST, REASONING, thought_bounds, tool_format
+from gateway.schemas.requests import ChatCompletionRequest
+from gateway.schemas.tools import ToolFunction
+from gateway.text.conversation import Conversation
+from protos.engine_pb2 import Constraint
+
+# The efforts that gpt-oss knows, for those of newer models.
+_HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+
+
+def conversation_of(body: ChatCompletionRequest, model: ServedModel) -> Conversation:
+    """What the chat template is rendered from.
+
+    Raises:
+        ApiError: 400; tools were sent, and the template knows none.
+    """
+    tools = offered_tools(body)
+    template = model.tokenizer.chat_template
+    if tools and template is not None and not template.knows_tools:
+        raise bad_request(
+            f"the chat template of model {model.name!r} does not know tools: without them in its prompt the "
+            "model can not call any (--chat-template FILE gives it another template)",
+            "tools" if body.tools else "functions",
+            "unsupported_parameter",
+        )
+    messages = [message.for_template() for message in body.messages]
+    if model.reasoning_parser == "gpt_oss":
+        for message in messages:  # its template's name, and it takes no thought next to an answer
+            if message.get("reasoning_content") and not message["content"]:
+                message["thinking"] = message["reasoning_content"]
+    return Conversation(
+        messages,
+        body.opens_turn(),
+        body.continue_final_message,
+        template_variables(body, model),
+        [tool.for_template() for tool in tools] or None,
+    )
+
+
+def offered_tools(body: ChatCompletionRequest) -> list[ToolFunction]:
+    """The tools that the model is shown: those that may be called."""
+    choice, tools = body.choice(), body.listed_tools()
+    if choice.mode == "none":
+        return []
+    return [
+        tool for tool in tools if choice.allowed is None or choice.is_named or tool.name in choice.allowed
+    ]
+
+
+def template_variables(body: ChatCompletionRequest, model: ServedModel) -> dict[str, Any]:
+    """`chat_template_kwargs`, `documents`, and `reasoning_effort` by the names that the template reads."""
+    given = {**(body.chat_template_kwargs or {}), "documents": body.documents}
+    template, effort = model.tokenizer.chat_template, body.reasoning_effort
+    if effort is None or template is None:
+        return given
+    is_harmony = model.reasoning_parser == "gpt_oss"
+    values: dict[str, Any] = {
+        "reasoning_effort": _HARMONY_EFFORTS.get(effort, effort) if is_harmony else effort,
+        "enable_thinking": effort != "none",
+        "thinking": effort != "none",
+    }
+    return {**{name: value for name, value in values.items() if name in template.variables}, **given}
+
+
+def output_plan(body: ChatCompletionRequest, model: ServedModel, prompt: str) -> OutputPlan | None:
+    """How the output is read; None: all of it is content.
+
+    `prompt` is the rendered one, whose end says whether the model is in its thought.
+    """
+    choice, tools = body.choice(), offered_tools(body)
+    reasoning = model.reasoning_parser if body.separate_reasoning else None
+    parser = model.tool_parser if tools else None
+    is_forced = bool(tools) and choice.mode == "required"
+    if is_forced:
+        parser = parser or JSON_LIST
+    if reasoning is None and parser is None:
+        return None
+    is_single = body.parallel_tool_calls is False or choice.is_named or bool(body.functions)
+    return OutputPlan(
+        reasoning_parser=reasoning,
+        tool_parser=parser,
+        starts_in_reasoning=reasoning is not None and _thought(body, reasoning, prompt) == "open",
+        tools=tuple(ToolSpec(tool.name, tool.parameters or {}) for tool in tools),
+        forced=is_forced,
+        max_calls=1 if is_single else None,
+        show_reasoning=body.include_reasoning,
+    )
+
+
+def _thought(body: ChatCompletionRequest, parser: str, prompt: str) -> Literal["open", "closed", "unknown"]:
+    """Whether the prompt opened the thought that the output's first token belongs to, or closed it."""
+    think = REASONING.get(parser)
+    if think is None:
+        return "unknown"  # the format opens every part itself
+    end = prompt.rstrip()
+    if not body.opens_turn():
+        # What goes on is the last message: its own text opened the thought, or closed it.
+        return "open" if prompt.rfind(think.begin) > prompt.rfind(think.end) else "closed"
+    if end.endswith(think.end):
+        return "closed"
+    return "open" if think.always or end.endswith(think.begin) else "unknown"
+
+
+def constraint_of(
+    body: ChatCompletionRequest, model: ServedModel, plan: OutputPlan | None, prompt: str
+) -> Constraint | None:
+    """The grammar of required calls or of the answer, and the bound on the thought; None: neither.
+
+    Raises:
+        ApiError: 400 naming the parameter and the keyword of a schema that can not be enforced.
+    """
+    constraint = _tool_constraint(body, model, plan) or response_format_constraint(body)
+    budget, parser = body.thinking_token_budget, model.reasoning_parser
+    if budget is not None and parser is None:
+        raise bad_request(
+            f"'thinking_token_budget' needs a model whose thoughts are told apart; {model.name!r} has no "
+            "reasoning parser (reasoning_parser)",
+            "thinking_token_budget",
+            "unsupported_parameter",
+        )
+    thought = "closed" if parser is None else _thought(body, parser, prompt)
+    if parser is None or thought == "closed" or (constraint is None and budget is None):
+        return constraint
+    constraint = constraint or Constraint()
+    calls_only = plan is not None and plan.forced
+    bounds = thought_bounds(parser, thought == "open", calls_only, model.tokenizer)
+    constraint.after_token_ids.extend(bounds.end)
+    constraint.start_token_ids.extend(bounds.begin)
+    if budget is not None:
+        constraint.max_reasoning_tokens = budget
+        constraint.forced_token_ids.extend(bounds.forced)
+    return constraint
+
+
+def _tool_constraint(
+    body: ChatCompletionRequest, model: ServedModel, plan: OutputPlan | None
+) -> Constraint | None:
+    """The grammar of required and named calls; None: the model decides."""
+    if plan is None or not plan.forced or plan.tool_parser is None:
+        return None
+    allowed = body.choice().allowed
+    return tool_call_constraint(
+        tool_format(plan.tool_parser).framing,
+        [tool for tool in plan.tools if allowed is None or tool.name in allowed],
+        at_least_one=True,
+        parallel=plan.max_calls is None,
+        added_tokens=model.tokenizer.added_tokens,
+    )

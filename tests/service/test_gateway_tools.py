@@ -1,0 +1,284 @@
+"""Guards tools and reasoning through /v1/chat/completions, streamed and not, over recorded outputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tokenizers import AddedToken
+
+from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
+from tests.helpers.gateway_server import gateway_config, running_gateway
+from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+
+# What matters of Qwen3's: tools in the system turn, thoughts in tags, calls in tags.
+TEMPLATE = (
+    "{% if tools %}<|start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Answer with <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|end|>\n{% endif %}'
+    "{% for m in messages %}<|start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+MESSAGES = [{"role": "user", "content": "What is the weather?"}]
+THOUGHT = "<think>\nThe fox wants\n the weather.\n</think>\n\n"
+CALLS = (
+    'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}'
+    "\n</tool_call>\n"
+    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+)
+
+
+@dataclass
+class Setup:
+    """Gateway, engine and a client; filled by the fixture."""
+
+    url: str
+    engine: FakeEngine
+    client: openai.OpenAI
+
+    def create(self, text: str, **fields: Any) -> Any:
+        """The answer to the messages when the model says `text`."""
+        self.engine.reset()
+        self.engine.script = Script(text=text)
+        return self.client.chat.completions.create(model=MODEL, messages=MESSAGES, **fields)
+
+    def refusal(self, **fields: Any) -> dict[str, Any]:
+        """The error object of a request that is refused."""
+        answer = httpx.post(f"{self.url}/v1/chat/completions", json={"messages": MESSAGES, **fields})
+        assert answer.status_code == 400, answer.text
+        error: dict[str, Any] = answer.json()["error"]
+        return error
+
+    def prompt(self) -> str:
+        """What the engine was sent last."""
+        return self.engine.decode(self.engine.seen.requests[-1].tokenized.input_ids)
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    """Shared by this file."""
+    directory = tmp_path_factory.mktemp("tools")
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens(
+        [
+            AddedToken(text, normalized=False)
+            for text in ("<think>", "</think>", "<tool_call>", "</tool_call>")
+        ]
+    )
+    write_tokenizer(directory, tokenizer, TEMPLATE)
+    address = f"unix:{directory}/engine.sock"
+    engine = FakeEngine(directory, tokenizer, context=4096, model_type="qwen3_moe")
+    with serving(engine, address), running_gateway(gateway_config(address)) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        yield Setup(url, engine, client)
+
+
+@dataclass
+class Message:
+    """What a stream's deltas add up to."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, str]] | None = None
+    finish_reason: str | None = None
+
+
+def collected(stream: Any) -> Message:
+    """Adds deltas up as clients do, by index."""
+    message = Message()
+    for chunk in stream:
+        for choice in chunk.choices:
+            message.content += choice.delta.content or ""
+            message.reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+            for call in choice.delta.tool_calls or ():
+                message.calls = message.calls or []
+                if call.index == len(message.calls):
+                    assert call.id
+                    assert call.type == "function"
+                    message.calls.append({"id": call.id, "name": call.function.name, "arguments": ""})
+                else:
+                    assert call.index == len(message.calls) - 1, "calls come one after the other"
+                    assert (call.id, call.function.name) == (None, None), "said once"
+                message.calls[call.index]["arguments"] += call.function.arguments or ""
+            message.finish_reason = choice.finish_reason or message.finish_reason
+    return message
+
+
+def test_a_whole_answer_has_thought_content_and_calls_apart(setup: Setup) -> None:
+    """One message with all three, under both names for reasoning, and the reason that agents look for."""
+    answer = setup.create(THOUGHT + CALLS, tools=[WEATHER, TIME])
+    choice = answer.choices[0]
+    assert choice.message.content == "Let me look."
+    assert choice.message.reasoning == choice.message.reasoning_content == "The fox wants\n the weather."
+    assert [call.function.name for call in choice.message.tool_calls] == ["get_weather", "get_time"]
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Zürich", "days": 2}
+    assert choice.message.tool_calls[1].function.arguments == "{}"
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    assert choice.finish_reason == "tool_calls"
+    thought = answer.usage.completion_tokens_details.reasoning_tokens
+    assert 0 < thought < answer.usage.completion_tokens
+
+
+def test_a_stream_adds_up_to_the_whole(setup: Setup) -> None:
+    """The same message token by token; arguments come in several pieces, while they are made."""
+    stream = list(setup.create(THOUGHT + CALLS, tools=[WEATHER, TIME], stream=True))
+    message = collected(stream)
+    assert message.content == "Let me look."
+    assert message.reasoning == "The fox wants\n the weather."
+    assert message.calls is not None
+    assert [(call["name"], call["arguments"]) for call in message.calls] == [
+        ("get_weather", '{"city": "Zürich", "days": 2}'),
+        ("get_time", "{}"),
+    ]
+    assert message.finish_reason == "tool_calls"
+    pieces = [c.choices[0].delta.tool_calls for c in stream if c.choices and c.choices[0].delta.tool_calls]
+    assert len(pieces) > 6
+
+
+def test_without_tools_tags_are_text_and_thoughts_are_not(setup: Setup) -> None:
+    """A request without tools gets no calls, whatever the model writes."""
+    message = setup.create(THOUGHT + "Say <tool_call>\n{}").choices[0].message
+    assert message.content == "Say <tool_call>\n{}"
+    assert message.reasoning_content == "The fox wants\n the weather."
+    assert message.tool_calls is None
+
+
+def test_a_single_call_ends_the_generation(setup: Setup) -> None:
+    """Without parallel calls the second is neither given out nor generated."""
+    fields = {"tools": [WEATHER, TIME], "parallel_tool_calls": False}
+    choice = setup.create(CALLS, **fields).choices[0]
+    assert [call.function.name for call in choice.message.tool_calls] == ["get_weather"]
+    assert choice.finish_reason == "tool_calls"
+    assert setup.engine.seen.requests[-1].stream
+    message = collected(setup.create(CALLS, stream=True, **fields))
+    assert message.calls is not None
+    assert len(message.calls) == 1
+
+
+def test_cut_off_in_the_thought_there_is_no_content(setup: Setup) -> None:
+    """All tokens of an output that ends in its thought are reasoning tokens."""
+    answer = setup.create(THOUGHT + "fox", max_tokens=6)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.content is None
+    assert choice.message.reasoning_content
+    assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens == 6
+
+
+def test_thoughts_can_be_left_out_or_left_in(setup: Setup) -> None:
+    """`include_reasoning` false drops them, `separate_reasoning` false leaves them in their tags."""
+    answer = setup.create(THOUGHT + "fox", extra_body={"include_reasoning": False})
+    assert answer.choices[0].message.content == "fox"
+    assert not hasattr(answer.choices[0].message, "reasoning_content")
+    assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+    answer = setup.create(THOUGHT + "fox", extra_body={"separate_reasoning": False})
+    assert answer.choices[0].message.content == THOUGHT + "fox"
+
+
+def test_effort_none_switches_the_thought_off(setup: Setup) -> None:
+    """`reasoning_effort` reaches the template under the name that it reads; what a client set itself wins."""
+    setup.create("fox", reasoning_effort="none")
+    assert setup.prompt().endswith("<think>\n\n</think>\n\n")
+    setup.create("fox", reasoning_effort="high")
+    assert setup.prompt().endswith("assistant\n")
+    setup.create(
+        "fox", reasoning_effort="none", extra_body={"chat_template_kwargs": {"enable_thinking": True}}
+    )
+    assert setup.prompt().endswith("assistant\n")
+
+
+def test_logprobs_belong_to_the_content(setup: Setup) -> None:
+    """Their tokens spell the content, in a stream as in a whole answer; thoughts and calls have none."""
+    fields = {"tools": [WEATHER], "logprobs": True, "stop": ["dog"]}
+    text = THOUGHT + "The fox: über\n" + CALLS.removeprefix("Let me look.\n")
+    whole = setup.create(text, **fields).choices[0]
+    spelled = b"".join(bytes(token.bytes) for token in whole.logprobs.content)
+    assert spelled.decode().strip() == whole.message.content == "The fox: über"
+    streamed = b""
+    for chunk in setup.create(text, stream=True, **fields):
+        for choice in chunk.choices:
+            for token in choice.logprobs.content if choice.logprobs else ():
+                streamed += bytes(token.bytes)
+    assert streamed == spelled
+
+
+def test_history_is_rendered_as_the_template_knows_it(setup: Setup) -> None:
+    """Our own answer, sent back with the tool's result, is what the model wrote."""
+    setup.engine.reset()
+    setup.engine.script = Script(text=THOUGHT + CALLS)
+    first = setup.client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[WEATHER, TIME])
+    message = first.choices[0].message
+    history = [
+        *MESSAGES,
+        message.model_dump(),
+        {
+            "role": "tool",
+            "tool_call_id": message.tool_calls[0].id,
+            "content": [{"type": "text", "text": "sun"}],
+        },
+    ]
+    setup.client.chat.completions.create(model=MODEL, messages=history, tools=[WEATHER, TIME])
+    prompt = setup.prompt()
+    assert "<think>\nThe fox wants\n the weather.\n</think>" in prompt
+    assert '{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}' in prompt
+    assert "tool\nsun" in prompt
+    assert json.dumps(WEATHER, ensure_ascii=False) in prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "objet"}}}]},
+            "tools[0].function.parameters",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"functions": [TIME["function"]], "tools": [TIME]}, "functions"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+    ],
+)
+def test_wrong_tools_are_refused_by_name(setup: Setup, fields: dict[str, Any], param: str) -> None:
+    """A 400 names the parameter, before anything reaches the engine."""
+    setup.engine.reset()
+    assert setup.refusal(**fields)["param"] == param
+    assert not setup.engine.seen.requests
+
+
+def test_only_allowed_tools_are_offered(setup: Setup) -> None:
+    """`allowed_tools` leaves the others out of the prompt, `none` all of them."""
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TIME]}}
+    setup.create("fox", tools=[WEATHER, TIME], tool_choice=choice)
+    assert "get_time" in setup.prompt()
+    assert "get_weather" not in setup.prompt()
+    setup.create("fox", tools=[WEATHER, TIME], tool_choice="none")
+    assert "# Tools" not in setup.prompt()
