@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from itertools import count
 from typing import Any, cast
 
 import grpc
@@ -10,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
+from moebius.outbox import Outbox
 from protos import engine_pb2, engine_pb2_grpc
 
 SERVICE = "moebius.engine.v1.Engine"
@@ -28,6 +34,129 @@ _CHANNEL_OPTIONS = [
 KEEPALIVE_MS = 30_000
 
 
+# Larger requests have a call of their own: on the common stream they would hold up the others.
+_SHARED_BYTES = 2**18
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def call_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    """The failure of one call among many, as gRPC reports that of a call of its own."""
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+
+class _Unsupported(Exception):
+    """The engine has no GenerateMany; nothing was sent to it."""
+
+
+class _Call:
+    """One call of many: what has come for it and was not read. Filled by `_ManyCalls`."""
+
+    __slots__ = ("_arrived", "ended", "updates")
+
+    def __init__(self) -> None:
+        self.updates: deque[engine_pb2.GenerateResponse] = deque()
+        self.ended: Exception | bool = False  # True: well
+        self._arrived: asyncio.Future[None] | None = None
+
+    def put(self, update: engine_pb2.CallUpdate) -> None:
+        """Takes the next update."""
+        if update.HasField("end"):
+            self.end(call_error(_CODES[update.end.code], update.end.details) if update.end.code else True)
+            return
+        self.updates.append(update.response)
+        self._wake()
+
+    def end(self, reason: Exception | bool) -> None:
+        """Nothing more will come."""
+        self.ended = reason
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    async def arrival(self) -> None:
+        """Until there is something to read, or the end."""
+        self._arrived = asyncio.get_running_loop().create_future()
+        await self._arrived
+
+
+class _ManyCalls:
+    """The common stream of all small calls to one engine; opened by the first, and again after its end."""
+
+    def __init__(self, engine: Any) -> None:
+        """`engine` is the stub."""
+        self._engine = engine
+        self._calls: dict[int, _Call] = {}
+        self._numbers = count(1)
+        self._outbox: Outbox[engine_pb2.CallRequest] = Outbox()
+        self._running: asyncio.Task[None] | None = None
+        self.is_supported = True
+
+    async def generate(
+        self, request: engine_pb2.GenerateRequest
+    ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
+        """As `Engine.Generate`. Raises AioRpcError, or _Unsupported before anything was sent."""
+        if self._running is None:
+            self._outbox = Outbox()
+            self._running = asyncio.create_task(self._run(self._outbox))
+        outbox, number, call = self._outbox, next(self._numbers), _Call()
+        self._calls[number] = call
+        outbox.put(engine_pb2.CallRequest(call=number, start=request))
+        updates = call.updates
+        try:
+            while True:
+                while updates:
+                    yield updates.popleft()
+                if isinstance(call.ended, Exception):
+                    raise call.ended
+                if call.ended:
+                    return
+                await call.arrival()
+        finally:
+            if self._calls.pop(number, None) is not None and not call.ended:
+                outbox.put(engine_pb2.CallRequest(call=number, cancel=True))
+
+    async def _run(self, outbox: Outbox[engine_pb2.CallRequest]) -> None:
+        """One stream, until it ends; then all its calls have."""
+        end: Exception = call_error(grpc.StatusCode.UNAVAILABLE, "the engine closed the stream")
+        stream = self._engine.GenerateMany()
+        writing = asyncio.create_task(_write(stream, outbox))
+        try:
+            async for message in stream:
+                for update in message.updates:
+                    call = self._calls.get(update.call)
+                    if call is not None:
+                        call.put(update)
+        except grpc.aio.AioRpcError as error:
+            end = error
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                self.is_supported = False
+                end = _Unsupported()
+        except asyncio.CancelledError:
+            end = call_error(grpc.StatusCode.CANCELLED, "the gateway is closing")
+        finally:
+            self._running = None
+            writing.cancel()
+            outbox.close()
+            calls, self._calls = self._calls, {}
+            for call in calls.values():
+                call.end(call.ended or end)
+
+    async def close(self) -> None:
+        """Ends the stream and its calls."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+
+async def _write(stream: Any, outbox: Outbox[engine_pb2.CallRequest]) -> None:
+    """Sends what there is, all of it in one message, until the stream ends; who reads it learns why."""
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        while requests := await outbox.take():
+            await stream.write(engine_pb2.GenerateManyRequest(requests=requests))
+
+
 class EngineClient:
     """One channel to one engine. Raises `grpc.aio.AioRpcError`; `errors.from_grpc` gives its HTTP meaning."""
 
@@ -38,6 +167,7 @@ class EngineClient:
         self._channel = grpc.aio.insecure_channel(address, options=options)
         self._engine: Any = cast(Any, engine_pb2_grpc.EngineStub)(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        self._many = _ManyCalls(self._engine)
         self._tracer = trace.get_tracer("moebius")
 
     async def model_info(self, timeout_s: float = 5.0) -> engine_pb2.GetModelInfoResponse:
@@ -61,7 +191,7 @@ class EngineClient:
 
     async def generate(
         self, request: engine_pb2.GenerateRequest, context: Any = None
-    ) -> AsyncIterator[engine_pb2.GenerateResponse]:
+    ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
         """The engine's messages. Closing the iterator, or cancelling its task, cancels the call at once.
 
         No deadline: a long answer is not an error, and a client that gives up closes the iterator.
@@ -75,21 +205,45 @@ class EngineClient:
         span.set_attributes({"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "Generate"})
         carrier: dict[str, str] = {}
         propagate.inject(carrier, context=trace.set_span_in_context(span, context))
-        call = self._engine.Generate(request, metadata=tuple(carrier.items()))
+        request.trace_context.update(carrier)
+        ended = False
         try:
-            async for response in call:
-                yield response
+            async with aclosing(self._responses(request, carrier)) as responses:
+                async for response in responses:
+                    yield response
+            ended = True
             span.set_attribute("rpc.grpc.status_code", 0)
         except grpc.aio.AioRpcError as error:
+            ended = True
             span.set_attribute("rpc.grpc.status_code", error.code().value[0])
             span.set_status(Status(StatusCode.ERROR, error.details()))
             raise
         finally:
-            if not call.done():
+            if not ended:
                 span.add_event("cancelled by the gateway")
-                call.cancel()
             span.end()
+
+    async def _responses(
+        self, request: engine_pb2.GenerateRequest, metadata: dict[str, str]
+    ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
+        """On the common stream when it is small and the engine has that, else by a call of its own."""
+        if self._many.is_supported and request.ByteSize() <= _SHARED_BYTES:
+            try:
+                async with aclosing(self._many.generate(request)) as responses:
+                    async for response in responses:
+                        yield response
+                return
+            except _Unsupported:
+                pass
+        call = self._engine.Generate(request, metadata=tuple(metadata.items()))
+        try:
+            async for response in call:
+                yield response
+        finally:
+            if not call.done():
+                call.cancel()
 
     async def close(self) -> None:
         """Closes the channel; running calls end with CANCELLED."""
+        await self._many.close()
         await self._channel.close()

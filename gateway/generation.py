@@ -68,8 +68,9 @@ class PromptJob:
         ]
         completed = 0
         self.called_at = time.perf_counter()
-        async with aclosing(_closable(engine.generate(self.request, context))) as responses:
-            async for response in gathered(responses, self.stream_interval):
+        async with aclosing(engine.generate(self.request, context)) as responses:
+            every = responses if self.stream_interval == 1 else gathered(responses, self.stream_interval)
+            async for response in every:
                 delta = self._take(states, response)
                 if delta is not None:
                     yield delta
@@ -112,17 +113,6 @@ class PromptJob:
             self.first_token_s = min(seconds, self.first_token_s or seconds)
 
 
-async def _closable(stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-    """`stream` as a generator whose closing closes it."""
-    try:
-        async for item in stream:
-            yield item
-    finally:
-        close = getattr(stream, "aclose", None)
-        if close is not None:
-            await close()
-
-
 async def gathered(
     responses: AsyncIterator[engine_pb2.GenerateResponse], interval: int
 ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
@@ -130,9 +120,6 @@ async def gathered(
     held: dict[int, engine_pb2.GenerateResponse] = {}
     begun: set[int] = set()
     async for response in responses:
-        if interval == 1:
-            yield response
-            continue
         if response.WhichOneof("response") == "complete":
             if response.complete.index in held:
                 yield held.pop(response.complete.index)
@@ -148,13 +135,12 @@ async def gathered(
             yield held.pop(index)
 
 
-async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """Items of all streams as they come; the first failure ends it and closes the others."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield item
-        return
+    return streams[0] if len(streams) == 1 else _merged(streams)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     # One slot per stream: a slow reader holds the engine calls back instead of filling memory.
     queue: asyncio.Queue[tuple[bool, Any]] = asyncio.Queue(len(streams))
 

@@ -19,6 +19,7 @@ import uvloop
 from gateway.admission import Drain
 from gateway.app import create_app
 from gateway.connections import ConnectionTable, connection_limits, protocol_for
+from gateway.streaming import DirectSend
 from gateway.telemetry import GatewayMetrics
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError
@@ -96,7 +97,7 @@ def server_for(config: MoebiusConfig) -> GatewayServer:
     app = create_app(config, on_broken=lambda reason: server.end_broken(reason))
     metrics: GatewayMetrics = app.state.gateway.metrics
     settings = uvicorn.Config(
-        app,
+        DirectSend(app),
         host=config.gateway.host,
         port=config.gateway.port,
         log_config=None,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -77,7 +77,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs until the iterator ends or the client is gone."""
-        sending = asyncio.create_task(self._send(send))
+        sending = asyncio.create_task(self._send(scope, send))
         gone = asyncio.create_task(wait_disconnect(receive))
         try:
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -87,34 +87,57 @@ class EventStream(Response):
             await _cancel(sending, gone)
             await self._on_close()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(keep_alive(self._events, self._keepalive_s, self._comment)) as events:
+        # What a stream consists of passes no middleware: none looks at it, and it is sent once per token.
+        direct: Send = scope.get("state", {}).get("direct_send", send)
+        async with (
+            aclosing(self._events) as events,
+            filled_silence(direct, self._keepalive_s, self._comment) as sent,
+        ):
             async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await direct({"type": "http.response.body", "body": data, "more_body": True})
+                sent.at = sent.now()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def keep_alive(
-    events: AsyncGenerator[bytes, None], interval_s: float, comment: bytes = KEEP_ALIVE
-) -> AsyncGenerator[bytes, None]:
-    """`events`, with `comment` after each `interval_s` of silence: proxies close idle lines."""
-    pending: asyncio.Future[bytes] | None = None
-    try:
+class LastSent:
+    """When something was sent last, in the event loop's time; set by whoever sends."""
+
+    def __init__(self) -> None:
+        self.now = asyncio.get_running_loop().time
+        self.at = self.now()
+
+
+@asynccontextmanager
+async def filled_silence(send: Send, interval_s: float, comment: bytes) -> AsyncIterator[LastSent]:
+    """Sends `comment` after each `interval_s` of silence while it is open: proxies close idle lines."""
+    sent = LastSent()
+
+    async def fill() -> None:
         while True:
-            pending = pending or asyncio.ensure_future(anext(events))
-            done, _ = await asyncio.wait({pending}, timeout=interval_s)
-            if not done:
-                yield comment
+            left_s = sent.at + interval_s - sent.now()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
                 continue
-            try:
-                data = pending.result()
-            except StopAsyncIteration:
-                return
-            finally:
-                pending = None
-            yield data
+            await send({"type": "http.response.body", "body": comment, "more_body": True})
+            sent.at = sent.now()
+
+    filling = asyncio.create_task(fill())
+    try:
+        yield sent
     finally:
-        if pending is not None:
-            await _cancel(pending)
-        await events.aclose()
+        await _cancel(filling)
+
+
+class DirectSend:
+    """The outermost layer: gives streams the server's own `send`, for what no middleware has to see."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one connection."""
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["direct_send"] = send
+        await self._app(scope, receive, send)

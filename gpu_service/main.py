@@ -174,6 +174,7 @@ async def _serve(config: MoebiusConfig) -> tuple[int, bool]:
     await asyncio.wait((stopping, losing), return_when=asyncio.FIRST_COMPLETED)
     await drain(servicer, readiness, config.supervisor.stop_timeout_s, signals.hurry)
     signals.closing = True
+    servicer.end_streams()
     await server.stop(_LAST_WORDS_S)
     for task in (watching, stopping, losing):
         task.cancel()

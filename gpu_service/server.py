@@ -24,6 +24,7 @@ from gpu_service.engine.engine import Engine
 from gpu_service.expert_recorder import START, STOP, ExpertRecorder, dumped, recorder_errors
 from gpu_service.experts.client import ExpertClient
 from gpu_service.live import LiveExperts
+from gpu_service.many_calls import ManyCalls
 from gpu_service.request import Request
 from gpu_service.responses import CallBuffer, CallEnded, OutputRouter
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused
@@ -138,6 +139,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self.draining = False
         # Generate calls that have been accepted and have not ended.
         self.running = 0
+        self._streams: set[ManyCalls] = set()
 
     async def Generate(
         self, request: pb.GenerateRequest, context: _GenerateContext
@@ -153,6 +155,24 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                     yield response
         finally:
             self.running -= 1
+
+    async def GenerateMany(
+        self, requests: AsyncIterator[pb.GenerateManyRequest], _context: _Context
+    ) -> AsyncIterator[pb.GenerateManyResponse]:
+        """Many such calls; those that still run end with the stream."""
+        calls = ManyCalls(self.Generate)
+        self._streams.add(calls)
+        try:
+            async with aclosing(calls.serve(requests)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._streams.discard(calls)
+
+    def end_streams(self) -> None:
+        """Streams of many calls end once those calls have."""
+        for calls in self._streams:
+            calls.finish()
 
     async def _generate(
         self, request: pb.GenerateRequest, context: _GenerateContext, service: Service

@@ -148,6 +148,46 @@ class Choice(_message.Message):
     options: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, options: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class GenerateManyRequest(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[CallRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[CallRequest, _Mapping]]] = ...) -> None: ...
+
+class CallRequest(_message.Message):
+    __slots__ = ("call", "start", "cancel")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    start: GenerateRequest
+    cancel: bool
+    def __init__(self, call: _Optional[int] = ..., start: _Optional[_Union[GenerateRequest, _Mapping]] = ..., cancel: _Optional[bool] = ...) -> None: ...
+
+class GenerateManyResponse(_message.Message):
+    __slots__ = ("updates",)
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    updates: _containers.RepeatedCompositeFieldContainer[CallUpdate]
+    def __init__(self, updates: _Optional[_Iterable[_Union[CallUpdate, _Mapping]]] = ...) -> None: ...
+
+class CallUpdate(_message.Message):
+    __slots__ = ("call", "response", "end")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    response: GenerateResponse
+    end: CallEnd
+    def __init__(self, call: _Optional[int] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., end: _Optional[_Union[CallEnd, _Mapping]] = ...) -> None: ...
+
+class CallEnd(_message.Message):
+    __slots__ = ("code", "details")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    details: str
+    def __init__(self, code: _Optional[int] = ..., details: _Optional[str] = ...) -> None: ...
+
 class OutputLogProbs(_message.Message):
     __slots__ = ("token_logprobs", "token_ids", "top_logprobs")
     TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]

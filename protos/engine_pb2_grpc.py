@@ -39,6 +39,11 @@ class EngineStub:
                 request_serializer=protos_dot_engine__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_engine__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/moebius.engine.v1.Engine/GenerateMany',
+                request_serializer=protos_dot_engine__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=protos_dot_engine__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/moebius.engine.v1.Engine/Abort',
                 request_serializer=protos_dot_engine__pb2.AbortRequest.SerializeToString,
@@ -87,6 +92,16 @@ class EngineServicer:
     def Generate(self, request, context):
         """Generates `sampling_params.n` continuations of one prompt. Each output index streams chunks and
         ends with exactly one GenerateComplete. Cancelling the call aborts every index within one step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
+        """Any number of Generate calls over one stream: what all of them have new goes in one message per step,
+        for a fraction of what a gRPC call of its own costs both sides. Each call begins, is cancelled and ends
+        by itself, as if it were one of Generate; all end with the stream. Large requests have calls of their
+        own: they would hold up the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,6 +172,11 @@ def add_EngineServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_engine__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_engine__pb2.GenerateResponse.SerializeToString,
             ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=protos_dot_engine__pb2.GenerateManyRequest.FromString,
+                    response_serializer=protos_dot_engine__pb2.GenerateManyResponse.SerializeToString,
+            ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
                     request_deserializer=protos_dot_engine__pb2.AbortRequest.FromString,
@@ -225,6 +245,33 @@ class Engine:
             '/moebius.engine.v1.Engine/Generate',
             protos_dot_engine__pb2.GenerateRequest.SerializeToString,
             protos_dot_engine__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/moebius.engine.v1.Engine/GenerateMany',
+            protos_dot_engine__pb2.GenerateManyRequest.SerializeToString,
+            protos_dot_engine__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

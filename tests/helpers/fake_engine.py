@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +63,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self._model_type = model_type
         self.script = Script()
         self.seen = Seen()
+        self.has_many = True  # False: as an engine that does not know the method
         self._directory = directory
         self._tokenizer = tokenizer
         self._eos = int(tokenizer.token_to_id("<|end|>") or 0)
@@ -126,6 +128,12 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         for index, (ids, reason) in enumerate(outputs):
             yield self._complete(request, index, ids, reason, cached)
         context.finished_well = True
+
+    def GenerateMany(self, requests: Iterator[pb.GenerateManyRequest], context: Any) -> Any:
+        """Each call of the stream as Generate would answer it, in a thread of its own."""
+        if not self.has_many:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        return many_calls(self.Generate, requests, context)
 
     @staticmethod
     def _note_end(seen: Seen, context: Any) -> None:
@@ -208,6 +216,86 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         if not request.stream and params.HasField("prompt_logprobs"):
             message.input_logprobs.CopyFrom(_input_logprobs(request))
         return pb.GenerateResponse(complete=message)
+
+
+class CallContext:
+    """One call of a stream of many, with the methods of a synchronous gRPC context."""
+
+    def __init__(self, metadata: dict[str, str]) -> None:
+        self._metadata = metadata
+        self._callbacks: list[Callable[[], None]] = []
+        self._active = True
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        """The trace context, which has no other place here."""
+        return list(self._metadata.items())
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """Called at the end."""
+        self._callbacks.append(callback)
+        return True
+
+    def is_active(self) -> bool:
+        """Until it is cancelled or ended."""
+        return self._active
+
+    def abort(self, code: grpc.StatusCode, details: str) -> None:
+        """Ends the call."""
+        raise _Aborted(code, details)
+
+    def end(self) -> None:
+        """It has ended, or was cancelled."""
+        if self._active:
+            self._active = False
+            for callback in self._callbacks:
+                callback()
+
+
+class _Aborted(Exception):
+    pass
+
+
+def many_calls(
+    generate: Callable[[pb.GenerateRequest, Any], Iterator[pb.GenerateResponse]],
+    requests: Iterator[pb.GenerateManyRequest],
+    context: Any,
+) -> Iterator[pb.GenerateManyResponse]:
+    """`Engine.GenerateMany` of a synchronous servicer."""
+    updates: queue.SimpleQueue[pb.CallUpdate | None] = queue.SimpleQueue()
+    calls: dict[int, CallContext] = {}
+
+    def end_all() -> None:
+        for call in list(calls.values()):
+            call.end()
+        updates.put(None)
+
+    context.add_callback(end_all)
+
+    def run(number: int, request: pb.GenerateRequest, call: CallContext) -> None:
+        code, details = grpc.StatusCode.OK, ""
+        try:
+            for response in generate(request, call):
+                if not call.is_active():
+                    return
+                updates.put(pb.CallUpdate(call=number, response=response))
+        except _Aborted as error:
+            code, details = error.args
+        call.end()
+        updates.put(pb.CallUpdate(call=number, end=pb.CallEnd(code=code.value[0], details=details)))
+
+    def read() -> None:
+        with contextlib.suppress(Exception):  # gRPC raises one of its own when the stream is cancelled
+            for message in requests:
+                for one in message.requests:
+                    if one.WhichOneof("kind") == "cancel":
+                        calls[one.call].end()
+                        continue
+                    calls[one.call] = call = CallContext(dict(one.start.trace_context))
+                    threading.Thread(target=run, args=(one.call, one.start, call), daemon=True).start()
+
+    threading.Thread(target=read, daemon=True).start()
+    while (update := updates.get()) is not None:
+        yield pb.GenerateManyResponse(updates=[update])
 
 
 def _top(token_id: int, count: int) -> pb.TopLogProbs:

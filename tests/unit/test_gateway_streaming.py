@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway.admission import Admission
 from gateway.errors import ApiError
 from gateway.generation import merge
-from gateway.streaming import KEEP_ALIVE, event, keep_alive
+from gateway.streaming import KEEP_ALIVE, DirectSend, EventStream, event
 from gateway.telemetry import GatewayMetrics
 
 
@@ -61,33 +63,77 @@ async def test_merge_closes_all_when_the_reader_leaves() -> None:
     assert all(source.closed for source in sources)
 
 
-async def test_keep_alive_fills_silence_only() -> None:
+class Client:
+    """One connection as ASGI shows it: what it was sent, and when it leaves."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.left = asyncio.Event()
+        self.got_comment = asyncio.Event()
+
+    async def receive(self) -> Message:
+        """Waits until the client leaves."""
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """Notes a body."""
+        if message["type"] == "http.response.body":
+            self.bodies.append(message["body"])
+            if message["body"] == KEEP_ALIVE:
+                self.got_comment.set()
+
+
+async def nothing() -> None:
+    """For streams that leave nothing behind."""
+
+
+async def test_comments_fill_silence_only() -> None:
     """Comments come during silence and never replace, reorder or drop an event."""
+    client = Client()
 
     async def events() -> AsyncGenerator[bytes, None]:
         yield b"a"
-        await asyncio.sleep(0.05)
+        await client.got_comment.wait()
         yield b"b"
 
-    data = [item async for item in keep_alive(events(), 0.01)]
-    assert data[0] == b"a"
-    assert data[-1] == b"b"
-    assert set(data[1:-1]) == {KEEP_ALIVE}
+    await EventStream(events(), 0.01, nothing)({"type": "http"}, client.receive, client.send)
+    assert client.bodies[0] == b"a"
+    assert client.bodies[-2:] == [b"b", b""]
+    assert set(client.bodies[1:-2]) == {KEEP_ALIVE}
 
 
-async def test_keep_alive_can_be_closed_while_waiting() -> None:
+async def test_a_stream_can_be_left_while_it_is_silent() -> None:
     """A disconnect during a long prefill closes the source although no event is there yet."""
-    source = Source()
+    source, client = Source(), Client()
 
     async def events() -> AsyncGenerator[bytes, None]:
-        async for _ in source.items(0, wait_s=60):
-            yield b""
+        async with aclosing(source.items(0, wait_s=60)) as items:
+            async for _ in items:
+                yield b""
 
-    stream = keep_alive(events(), 0.01)
-    assert await anext(stream) == KEEP_ALIVE
-    await stream.aclose()
-    await asyncio.sleep(0)
+    stream = EventStream(events(), 0.01, nothing)({"type": "http"}, client.receive, client.send)
+    serving = asyncio.create_task(stream)
+    await client.got_comment.wait()
+    client.left.set()
+    await asyncio.wait_for(serving, 10)
     assert source.closed
+
+
+async def test_the_content_of_a_stream_passes_no_middleware() -> None:
+    """What is sent once per token goes to the server at once; beginning and end are seen by every layer."""
+    inner, server = Client(), Client()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"a"
+        yield b"b"
+
+    async def app(scope: Scope, receive: Receive, _send: Send) -> None:
+        await EventStream(events(), 60, nothing)(scope, receive, inner.send)
+
+    await DirectSend(app)({"type": "http"}, server.receive, server.send)
+    assert server.bodies == [b"a", b"b"]
+    assert inner.bodies == [b""]
 
 
 def test_an_event_is_one_line() -> None:

@@ -1,7 +1,7 @@
 """The scripted engine of `moebius bench gateway`; its arguments are ADDRESS DIRECTORY STEP_MS.
 
 It speaks the contract of protos/engine.proto and makes the tokens of a table instead of a model's: the first
-at once, then one per stream and step. Its messages are serialised once. Ends when its standard input does.
+at once, then one per stream and step. Ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from gpu_service.many_calls import ManyCalls
 from moebius.app.bench.gateway.bare import Pace
 from protos import engine_pb2 as pb
+from protos import engine_pb2_grpc
 
 MODEL = "scripted"
 SERVICE = "moebius.engine.v1.Engine"
@@ -53,7 +56,7 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-class ScriptedEngine:
+class ScriptedEngine(engine_pb2_grpc.EngineServicer):
     """Answers the methods that the gateway calls."""
 
     def __init__(self, directory: Path, step_s: float) -> None:
@@ -61,9 +64,8 @@ class ScriptedEngine:
         self._directory = directory
         self._ids = [self._tokenizer.encode(f" {word}").ids[0] for word in WORDS]
         self._pace = Pace(step_s)
-        self._chunks: list[bytes] = []  # serialised; that of token number i of any output
 
-    async def model_info(self, _request: Any, _context: Any) -> bytes:
+    async def GetModelInfo(self, _request: Any, _context: Any) -> pb.GetModelInfoResponse:
         """Facts of the pretended model."""
         return pb.GetModelInfoResponse(
             model_path=str(self._directory),
@@ -72,26 +74,31 @@ class ScriptedEngine:
             vocab_size=self._tokenizer.get_vocab_size(),
             served_model_name=MODEL,
             tokenizer_path=str(self._directory),
-            eos_token_ids=[self._tokenizer.token_to_id(END)],
+            eos_token_ids=[self._special(END)],
             max_req_input_len=CONTEXT - 1,
             max_waiting_requests=2**20,
             default_sampling_params_json="{}",
             supports_vision=True,
-            image_token_id=self._tokenizer.token_to_id(IMAGE),
-        ).SerializeToString()
+            image_token_id=self._special(IMAGE),
+        )
 
-    async def load(self, _request: Any, _context: Any) -> bytes:
+    async def GetLoad(self, _request: Any, _context: Any) -> pb.GetLoadResponse:
         """Never any."""
-        return pb.GetLoadResponse(max_running_requests=2**20).SerializeToString()
+        return pb.GetLoadResponse(max_running_requests=2**20)
 
-    async def generate(self, request: pb.GenerateRequest, _context: Any) -> AsyncIterator[bytes]:
+    async def Generate(
+        self, request: pb.GenerateRequest, _context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
         """One output of `max_tokens` tokens; those of a request without `stream` at once."""
         count = request.sampling_params.max_tokens
         if request.stream:
             for number in range(count):
                 if number:
                     await self._pace.step()
-                yield self._chunk(number)
+                chunk = pb.GenerateStreamChunk(
+                    token_ids=[self._token(number)], prompt_tokens=16, completion_tokens=number + 1
+                )
+                yield pb.GenerateResponse(chunk=chunk)
         complete = pb.GenerateComplete(
             output_ids=[self._token(number) for number in range(count)],
             finish_reason="length",
@@ -99,32 +106,30 @@ class ScriptedEngine:
             completion_tokens=count,
             first_token_seconds=1e-3,
         )
-        yield pb.GenerateResponse(complete=complete).SerializeToString()
+        yield pb.GenerateResponse(complete=complete)
+
+    async def GenerateMany(
+        self, requests: AsyncIterator[pb.GenerateManyRequest], _context: Any
+    ) -> AsyncIterator[pb.GenerateManyResponse]:
+        """Many such calls."""
+        async with aclosing(ManyCalls(self.Generate).serve(requests)) as messages:
+            async for message in messages:
+                yield message
+
+    def _special(self, token: str) -> int:
+        number = self._tokenizer.token_to_id(token)
+        assert number is not None, token
+        return number
 
     def _token(self, number: int) -> int:
         return self._ids[number % len(self._ids)]
-
-    def _chunk(self, number: int) -> bytes:
-        for new in range(len(self._chunks), number + 1):
-            chunk = pb.GenerateStreamChunk(
-                token_ids=[self._token(new)], prompt_tokens=16, completion_tokens=new + 1
-            )
-            self._chunks.append(pb.GenerateResponse(chunk=chunk).SerializeToString())
-        return self._chunks[number]
 
 
 async def serve(address: str, directory: Path, step_s: float) -> None:
     """Until standard input ends."""
     engine = ScriptedEngine(directory, step_s)
-    handlers = {
-        "GetModelInfo": grpc.unary_unary_rpc_method_handler(
-            engine.model_info, pb.GetModelInfoRequest.FromString
-        ),
-        "GetLoad": grpc.unary_unary_rpc_method_handler(engine.load, pb.GetLoadRequest.FromString),
-        "Generate": grpc.unary_stream_rpc_method_handler(engine.generate, pb.GenerateRequest.FromString),
-    }
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    cast(Any, engine_pb2_grpc.add_EngineServicer_to_server)(engine, server)
     health_service = health.aio.HealthServicer()
     await health_service.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
