@@ -42,9 +42,9 @@ from moebius.config import MoebiusConfig
 logger = structlog.get_logger(__name__)
 
 # Probes, metrics and documentation stay open, as load balancers and scrapers bring no key.
-_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/docs"})
+_OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/openapi.json", "/docs"})
 _OPEN_PREFIX = "/web/"  # the page's own files: what they show has to be asked for with the key
-_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+_QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"})
 _MAX_REQUEST_ID = 128
 
 
@@ -197,6 +197,6 @@ def create_app(config: MoebiusConfig, on_broken: Callable[[str], None] = _log_br
         )
     app.add_middleware(RequestContextMiddleware)  # added last: outermost, so every answer has an id
     FastAPIInstrumentor.instrument_app(
-        app, excluded_urls="/health,/ready,/metrics", exclude_spans=["receive", "send"]
+        app, excluded_urls="/health,/ping,/ready,/metrics", exclude_spans=["receive", "send"]
     )
     return app

@@ -180,6 +180,11 @@ class EngineClient:
         answer = await self._engine.GetLive(engine_pb2.GetLiveRequest(), timeout=timeout_s)
         return cast(engine_pb2.GetLiveResponse, answer)
 
+    async def load(self, timeout_s: float = 2.0) -> engine_pb2.GetLoadResponse:
+        """Queues and cache occupancy now."""
+        answer = await self._engine.GetLoad(engine_pb2.GetLoadRequest(), timeout=timeout_s)
+        return cast(engine_pb2.GetLoadResponse, answer)
+
     async def is_serving(self, timeout_s: float = 2.0) -> bool:
         """Whether the engine's health service reports SERVING; False when it can not be reached."""
         request = health_pb2.HealthCheckRequest(service=SERVICE)

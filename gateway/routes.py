@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
+from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from gateway.admission import shutting_down
@@ -71,8 +72,13 @@ async def _answered(request: Request, kind: Kind) -> Response:
 
 @router.get("/v1/models", **refuses(401, 503))
 async def list_models(request: Request) -> dict[str, Any]:
-    """The one served model."""
-    return {"object": "list", "data": [gateway_of(request).model().card()]}
+    """The one served model.
+
+    Codex sends its version and reads `models` alone: what OpenAI says of its own models, instructions
+    included. Of a model that is not listed there it takes its own defaults, so that the list is empty.
+    """
+    listed = {"object": "list", "data": [gateway_of(request).model().card()]}
+    return {**listed, "models": []} if "client_version" in request.query_params else listed
 
 
 @router.get("/v1/models/{model_id:path}", **refuses(401, 404, 503))
@@ -85,6 +91,30 @@ async def retrieve_model(request: Request, model_id: str) -> dict[str, Any]:
 async def health() -> Response:
     """200 with an empty body while this process answers; says nothing of the engine."""
     return Response(status_code=200)
+
+
+@router.get("/ping", response_class=Response)
+@router.post("/ping", response_class=Response)
+async def ping() -> Response:
+    """As `/health`, by the name that SageMaker asks for."""
+    return Response(status_code=200)
+
+
+@router.get("/load", **refuses(401))
+async def server_load(request: Request) -> dict[str, int]:
+    """Requests that this process is answering, in vLLM's shape."""
+    return {"server_load": gateway_of(request).admission.in_flight}
+
+
+@router.get("/v1/load", **refuses(401, 500, 503))
+async def engine_load(request: Request) -> dict[str, Any]:
+    """Requests that this process is answering, and the engine's queues, cache and throughput now."""
+    gateway = gateway_of(request)
+    engine = await gateway.engine.load()
+    described = MessageToDict(
+        engine, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return {"server_load": gateway.admission.in_flight, "engine": described}
 
 
 @router.get("/ready", **refuses(503))

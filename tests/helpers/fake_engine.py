@@ -100,6 +100,10 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self.live_calls += 1
         return self.live
 
+    def GetLoad(self, request: Any, context: Any) -> pb.GetLoadResponse:
+        """Load that it pretends to have."""
+        return pb.GetLoadResponse(version="fake", num_running_reqs=3, num_total_reqs=3, token_usage=0.25)
+
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         """Streams the scripted outputs, indices interleaved, then one GenerateComplete each."""
         seen, script = self.seen, self.script

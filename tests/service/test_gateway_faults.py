@@ -243,7 +243,7 @@ def test_api_key_guards_all_but_probes(setup: Setup) -> None:
         assert refusal.json()["request_id"] == refusal.headers["request-id"]
         assert httpx.get(f"{url}/nowhere").status_code == 401
         assert httpx.post(f"{url}/tokenize", json={"prompt": "x"}).status_code == 401
-        for path in ("/health", "/ready", "/metrics", "/version"):
+        for path in ("/health", "/ping", "/ready", "/metrics", "/version"):
             assert httpx.get(f"{url}{path}").status_code == 200
 
 

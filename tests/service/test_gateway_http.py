@@ -250,3 +250,31 @@ def test_final_message_can_be_continued(setup: Setup) -> None:
     ids = list(setup.engine.seen.requests[0].tokenized.input_ids)
     text = setup.post("/detokenize", {"tokens": ids}).json()["prompt"]
     assert text.endswith("<|start|>assistant\nThe fox")
+
+
+def test_load_probes_and_the_list_that_codex_reads(setup: Setup) -> None:
+    """Paths of vLLM and SageMaker; the engine's zeros are there; Codex reads `models`, others `data`."""
+    assert [httpx.request(method, f"{setup.url}/ping").status_code for method in ("GET", "POST")] == [
+        200,
+        200,
+    ]
+    assert httpx.get(f"{setup.url}/load").json() == {"server_load": 0}
+    load = httpx.get(f"{setup.url}/v1/load").json()
+    assert load["server_load"] == 0
+    engine = load["engine"]
+    assert (engine["num_running_reqs"], engine["num_waiting_reqs"], engine["token_usage"]) == (3, 0, 0.25)
+    plain = httpx.get(f"{setup.url}/v1/models").json()
+    assert "models" not in plain
+    codex = httpx.get(f"{setup.url}/v1/models", params={"client_version": "0.145.0"}).json()
+    assert codex == {**plain, "models": []}
+
+
+def test_load_counts_requests_that_are_answered(setup: Setup) -> None:
+    """From admission to the last byte."""
+    setup.engine.script = Script(delay_s=0.2)
+    body = {"model": MODEL, "prompt": "The", "stream": True, "max_tokens": 5, "ignore_eos": True}
+    with httpx.stream("POST", f"{setup.url}/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        assert httpx.get(f"{setup.url}/load").json() == {"server_load": 1}
+        assert list(lines)[-2] == "data: [DONE]"
