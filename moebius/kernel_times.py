@@ -92,7 +92,7 @@ def this_host(threads: int, isa: str) -> MeasuredOn:
 def panel_times(
     on: MeasuredOn, plan: Iterable[PlanRow], hidden_size: int, intermediate_size: int
 ) -> tuple[PanelTimes, ...]:
-    """From what an engine of these sizes measured; ranges that it did not measure are left out."""
+    """From what an engine of these sizes measured; ranges, and matrices, that it did not are left out."""
     points: dict[tuple[str, str, int], dict[int, float]] = {}
     for row in plan:
         if row.nanoseconds > 0:
@@ -100,7 +100,10 @@ def panel_times(
             of_matrix = points.setdefault((row.format, row.row_type, k), {})
             # Matrices of the same shape: either measurement will do.
             of_matrix[row.rows_from] = min(row.nanoseconds, of_matrix.get(row.rows_from, math.inf))
-    return tuple(PanelTimes(on, *key, tuple(sorted(found.items()))) for key, found in points.items())
+    # One row alone says nothing of more: it is measured also where there is no choice of kernels.
+    return tuple(
+        PanelTimes(on, *key, tuple(sorted(found.items()))) for key, found in points.items() if len(found) > 1
+    )
 
 
 def read_times(path: Path) -> tuple[PanelTimes, ...]:

@@ -76,6 +76,8 @@ def test_ranges_that_were_not_measured_are_left_out() -> None:
         PlanRow("gate_up", "int8", "bfloat16", 2, 3, "b", 95.0),
         PlanRow("gate_up", "int8", "bfloat16", 4, None, "c", 0.0),
         PlanRow("down", "int4_g32", "float32", 1, None, "d", 0.0),
+        # Measured without a choice of kernels, for the live view: says nothing of two rows.
+        PlanRow("down", "bfloat16", "bfloat16", 1, None, "e", 80.0),
     ]
     assert panel_times(HERE, rows, 64, 32) == (
         PanelTimes(HERE, "int8", "bfloat16", 64, ((1, 90.0), (2, 95.0))),

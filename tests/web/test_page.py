@@ -335,6 +335,13 @@ def test_the_live_view(page: Browser, script: Script) -> None:
     assert "does not answer" in experts
     assert "how hot experts on the GPU are is not measured" in experts
     assert "2 (5), 3 (3)" in experts
+    colours = page.run(
+        """const canvas = document.querySelector("canvas");
+        const pixel = (expert, row) => [...canvas.getContext("2d").getImageData(
+          ((expert + 0.5) * canvas.width) / 4, ((row + 0.5) * canvas.height) / 2, 1, 1).data].join();
+        return [pixel(0, 0), pixel(2, 0), pixel(3, 0), pixel(0, 1)];"""
+    )
+    assert len(set(colours)) == 4, colours  # on the GPU, hot, warm, unknown
     script.live = live_answer(105, 10.4)
     page.until(lambda: "4.00 GB/s" in page.text("#live-view tbody tr"))  # while computing
     assert "80 %" in page.text("#live-view tbody tr")

@@ -43,8 +43,9 @@ export class HeatMap {
   constructor() {
     this.canvas = element("canvas", { role: "img" });
     this.label = element("p", { class: "muted", "aria-hidden": "true" });
-    const key = (kind, text) => element("span", { class: `key ${kind}` }, text);
-    const legend = element("p", { class: "legend" }, key("gpu", "on the GPU"), key("cpu", "on CPU servers"), key("cold", "never chosen, or not measured"));
+    const texts = { gpu: "on the GPU", cpu: "on CPU servers", cold: "never chosen, or not measured" };
+    this.keys = Object.entries(texts).map(([kind, text]) => element("span", { class: `key ${kind}` }, text));
+    const legend = element("p", { class: "legend" }, this.keys);
     this.node = element("div", { class: "heat" }, legend, this.canvas, this.label);
     this.canvas.addEventListener("pointermove", (event) => this.#point(event));
     this.shown = null;
@@ -61,8 +62,9 @@ export class HeatMap {
     canvas.width = Math.round(width * scale);
     canvas.height = Math.round(height * scale);
     canvas.style.height = `${height}px`;
-    const style = getComputedStyle(canvas);
-    const colours = { gpu: style.getPropertyValue("--gpu"), cpu: style.getPropertyValue("--cpu"), cold: style.getPropertyValue("--cold") };
+    // The legend's own colours: a canvas does not know those of a style sheet.
+    const [gpu, cpu, cold] = this.keys.map((node) => getComputedStyle(node, "::before").backgroundColor);
+    const colours = { gpu, cpu, cold };
     const context = canvas.getContext("2d");
     const [wide, high] = [canvas.width / columns, canvas.height / rows];
     const gap = wide > 4 ? 1 : 0;

@@ -133,7 +133,7 @@ export class LiveView {
       return EVERY_MS;
     } catch (error) {
       this.problem.hidden = false;
-      this.problem.textContent = error.status === 404 ? "This server's live view is switched off (--live-view)." : error.message;
+      this.problem.textContent = error.status === 404 ? "This server's live view is switched off (--no-live-view)." : error.message;
       if (error.status === 404) return null;
       return this.page.report(error) ? null : 3 * EVERY_MS;
     }
@@ -172,7 +172,7 @@ export class LiveView {
       return cells(
         "td",
         String(server.index),
-        `${node}${server.num_threads} threads, ${server.isa}`,
+        `${node}${server.num_threads} ${server.num_threads === 1 ? "thread" : "threads"}, ${server.isa}`,
         server.weight_format,
         rate ? percent(rate.busyShare) : "…",
         rate ? `${giga(rate.perSecond)} GB/s` : "…",
