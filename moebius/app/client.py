@@ -24,6 +24,9 @@ class StreamPiece:
     # Tokens generated so far by the server's own count; None unless this event carried usage.
     completion_tokens: int | None
     finish_reason: str | None
+    reasoning: str = ""
+    # Deltas of tool calls as they came: index, and of function the name or a piece of the arguments.
+    tool_calls: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,17 @@ class ApiClient:
     def _piece(self, event: dict[str, Any]) -> StreamPiece:
         if "error" in event:
             raise UserError(f"{self._base_url}: {event['error'].get('message', event['error'])}")
-        text, reason = "", None
+        text, reasoning, reason = "", "", None
+        calls: list[dict[str, Any]] = []
         for choice in event.get("choices", []):
-            text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            delta = choice.get("delta") or {}
+            text += choice.get("text") or delta.get("content") or ""
+            # Two names that servers have for one thing.
+            reasoning += delta.get("reasoning_content") or delta.get("reasoning") or ""
+            calls += delta.get("tool_calls") or []
             reason = choice.get("finish_reason") or reason
         usage = event.get("usage") or {}
-        return StreamPiece(text, usage.get("completion_tokens"), reason)
+        return StreamPiece(text, usage.get("completion_tokens"), reason, reasoning, tuple(calls))
 
     def _check(self, response: httpx.Response) -> None:
         """Raises UserError with the server's own message unless the status is 200."""

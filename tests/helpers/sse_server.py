@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,6 +22,8 @@ class ScriptedServer(ThreadingHTTPServer):
         self.root = root
         self.status = status
         self.get_status = 200
+        # Seconds before each event: an answer that can be interrupted.
+        self.pause_s = 0.0
         self.requests: list[dict[str, Any]] = []
 
     @property
@@ -49,8 +52,23 @@ class _Handler(BaseHTTPRequestHandler):
             error = {"error": {"message": "no such model", "type": "invalid_request_error"}}
             self._send(self.server.status, "application/json", json.dumps(error))
             return
+        if self.server.pause_s:
+            self._send_slowly()
+            return
         lines = [f"data: {json.dumps(event)}\n\n" for event in self.server.events]
         self._send(200, "text/event-stream", ": ping\n\n" + "".join(lines) + "data: [DONE]\n\n")
+
+    def _send_slowly(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        with contextlib.suppress(OSError):  # the client has seen enough
+            for event in self.server.events:
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.flush()
+                time.sleep(self.server.pause_s)
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Tests need no access log."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from moebius.app.chat.answer import stream_answer
 from moebius.app.client import ApiClient
-from moebius.app.commands.chat import stream_answer
 from moebius.errors import UserError
 from tests.helpers.sse_server import delta_event, scripted_server, usage_event
 

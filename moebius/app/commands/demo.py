@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,10 +10,11 @@ import typer
 
 from moebius.app.cli_options import with_settings
 from moebius.app.commands.models import DEMO, build_demo_model, with_checkpoint
+from moebius.app.commands.once import ask_once, quiet
 from moebius.config import MoebiusConfig
 
 if TYPE_CHECKING:
-    from moebius.app.commands.chat import Answer
+    from moebius.app.chat.answer import Answer
     from moebius.app.supervisor.plan import ServePlan
 
 DEMO_SERVERS = 2
@@ -50,49 +50,25 @@ def register(app: typer.Typer) -> None:
 
 def _demo_settings(config: MoebiusConfig) -> MoebiusConfig:
     """The demo model on two expert servers (as on two sockets), quiet logs, any free port; flags win."""
-    defaults = MoebiusConfig()
-    gateway, experts, telemetry = config.gateway, config.experts, config.telemetry
-    if gateway.port == defaults.gateway.port:
-        gateway = gateway.model_copy(update={"port": 0})
+    config = quiet(config)
+    experts = config.experts
     if experts.expert_servers == 0:
         experts = experts.model_copy(update={"expert_servers": DEMO_SERVERS})
-    if telemetry.log_level == defaults.telemetry.log_level:
-        telemetry = telemetry.model_copy(update={"log_level": "warning"})
     model = config.model.model_copy(update={"model": config.model.model or DEMO})
-    update = {"model": model, "gateway": gateway, "experts": experts, "telemetry": telemetry}
-    return with_checkpoint(config.model_copy(update=update))
+    return with_checkpoint(config.model_copy(update={"model": model, "experts": experts}))
 
 
 def _answer(serve_plan: ServePlan, prompt: str) -> None:
     """Starts the system, asks, prints the figures, stops."""
-    from moebius.app.client import ApiClient
-    from moebius.app.commands.chat import stream_answer
-    from moebius.app.commands.running import running
-
-    answers: list[Answer | BaseException] = []
-    client = ApiClient(serve_plan.base_url)
     body = {"model": serve_plan.config.model.served_model_name, "max_tokens": 200, "temperature": 0}
-
-    def ask() -> None:
-        try:
-            answers.append(stream_answer(client, body, [{"role": "user", "content": prompt}]))
-        except BaseException as error:
-            answers.append(error)
-
-    with running(serve_plan) as supervisor:
-        if supervisor.stopping:
-            raise typer.Exit(130)
-        print(f"\n> {prompt}\n", flush=True)
-        # The main thread goes on watching the processes: what dies meanwhile is restarted as in service.
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        supervisor.run(until=lambda: not asking.is_alive())
-        if not answers:
-            raise typer.Exit(130)
-        answer = answers[0]
-        if isinstance(answer, BaseException):
-            raise answer
-        _print_figures(answer, serve_plan.config.experts.expert_addresses)
+    addresses = serve_plan.config.experts.expert_addresses
+    ask_once(
+        serve_plan,
+        body,
+        [{"role": "user", "content": prompt}],
+        on_ready=lambda: print(f"\n> {prompt}\n", flush=True),
+        on_answer=lambda answer: _print_figures(answer, addresses),
+    )
 
 
 def _print_figures(answer: Answer, expert_addresses: tuple[str, ...]) -> None:
