@@ -76,3 +76,4 @@ clean:
 -include tests/kernels/fuzz/fuzz.mk
 -include tests/drills/drills.mk
 -include tests/web/web.mk
+-include k8s/k8s.mk

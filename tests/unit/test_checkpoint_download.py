@@ -1,4 +1,4 @@
-"""Guards `moebius models download`: broken fetches go on, digests are compared, tokens stay with their host."""
+"""Guards `moebius models download`: broken fetches go on, digests are compared, tokens stay at their host."""
 
 from __future__ import annotations
 
