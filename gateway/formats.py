@@ -130,8 +130,8 @@ class ResponseFormat(ABC):
     def stream_failure(self, error: ApiError) -> bytes:
         """What a stream sends last, wherever it is, when the request fails."""
 
-    async def settle(self, usage: Usage) -> None:  # noqa: B027 - most formats keep nothing
-        """Called once all outputs have ended, before `whole` or `stream_end`."""
+    async def settle(self) -> None:  # noqa: B027 - most formats keep nothing
+        """Called with the answer made, before its end is sent."""
 
 
 class ChoiceFormat(ResponseFormat):

@@ -143,9 +143,9 @@ class RequestRun:
             async for delta in deltas:
                 self._observe(delta)
                 outputs.setdefault(delta.index, Output()).add(delta)
-        usage = self._finished()
-        await self._format.settle(usage)
-        return self._format.whole(self._given(outputs), usage)
+        answer = self._format.whole(self._given(outputs), self._finished())
+        await self._format.settle()
+        return answer
 
     def _given(self, outputs: dict[int, Output]) -> list[Output]:
         """The outputs of each prompt that the answer has, in order; of more the likeliest per token."""
@@ -172,9 +172,9 @@ class RequestRun:
         except Exception as error:
             self._failed(error)
             raise
-        usage = self._finished()
-        await self._format.settle(usage)
-        yield self._format.stream_end(usage)
+        end = self._format.stream_end(self._finished())
+        await self._format.settle()
+        yield end
 
     def _usage(self) -> Usage:
         """What is counted so far."""

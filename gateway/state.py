@@ -13,6 +13,7 @@ import structlog
 from starlette.requests import Request
 
 from gateway.admission import Admission, Drain
+from gateway.apis.stored_responses import ResponseStore
 from gateway.engine_client import EngineClient
 from gateway.errors import ApiError
 from gateway.model import ServedModel, load_served_model
@@ -47,6 +48,7 @@ class Gateway:
         self._bodies = BodyReceiver(self._max_body_bytes)
         self._prompts = PromptPool(config.gateway.prompt_workers, config.gateway.max_queued_requests)
         self.drain = Drain()
+        self.responses = ResponseStore.of(config.gateway)
         self._engine: EngineClient | None = None
         self._model: ServedModel | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -78,6 +80,7 @@ class Gateway:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._connecting
         await self._prompts.close()
+        self.responses.close()
         await self.engine.close()
 
     async def _connect(self) -> None:
@@ -143,6 +146,7 @@ class Gateway:
             served_name=self.config.model.served_model_name,
             aliases=self.config.model.model_aliases,
             parsers=self._parsers,
+            responses=self.responses,
             images=self.config.images,
             max_body_bytes=self._max_body_bytes,
             memory_bytes=int(settings.prompt_memory_gib * 2**30),

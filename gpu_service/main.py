@@ -27,8 +27,6 @@ from gpu_service.responses import OutputRouter
 from gpu_service.server import SERVICE_NAME, EngineServicer, HealthReport, Readiness, Service
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from gpu_service.validation import Bounds
-from gpu_service.vllm_engine import SERVICE_NAME as VLLM_SERVICE_NAME
-from gpu_service.vllm_engine import VllmEngineServicer
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig
 from moebius.errors import USER_ERROR_EXIT, UserError, report_failure
@@ -36,7 +34,7 @@ from moebius.grpc_refusal import RefuseUndecodableAsync
 from moebius.mailbox import MailboxError
 from moebius.progress import note_imports, phase, take_phases
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
-from protos import engine_pb2_grpc, vllm_engine_pb2_grpc
+from protos import engine_pb2_grpc
 
 _log = structlog.get_logger(__name__)
 # What a user can mend, or what another process says: the message is the cause.
@@ -112,11 +110,9 @@ def make_server(
     ]
     server = grpc.aio.server(interceptors=[RefuseUndecodableAsync()], options=options)
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-    add_vllm = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
-    add_vllm(VllmEngineServicer(servicer), server)  # type: ignore[no-untyped-call]
-    report = HealthReport(server, [VLLM_SERVICE_NAME])
+    report = HealthReport(server)
     if reflect:
-        enable_reflection(server, SERVICE_NAME, VLLM_SERVICE_NAME)
+        enable_reflection(server, SERVICE_NAME)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
@@ -170,7 +166,6 @@ async def _serve(config: MoebiusConfig) -> tuple[int, bool]:
         built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder, preparer, live
     )
     readiness = Readiness(report, built.engine, built.experts)
-    servicer.problem = lambda: readiness.problem
     built.engine.on_lost = lambda reason: _set_from_thread(loop, readiness.lost)
     watching = asyncio.create_task(readiness.watch())
     phases = take_phases()

@@ -144,6 +144,19 @@ class GatewayConfig(Section):
     reasoning_parser: ReasoningParser = Field(
         default=AUTO, description="Format of thoughts; auto: by the chat template; none: they are not read"
     )
+    stored_responses: int = Field(
+        default=1000, ge=0, description="Responses kept for previous_response_id, the newest; 0: none"
+    )
+    stored_responses_mib: float = Field(
+        default=256.0, gt=0, description="Size of all of them with their conversations, MiB"
+    )
+    stored_responses_s: float = Field(
+        default=86400.0, gt=0, description="How long each of them is kept, seconds"
+    )
+    stored_responses_dir: str = Field(
+        default="",
+        description="Directory for them, of all workers; empty: a private one, removed at the end",
+    )
     sse_keepalive_s: float = Field(
         default=15.0, gt=0, description="Seconds of silence before an SSE comment is sent"
     )

@@ -230,7 +230,7 @@ def load_config(yaml_path: str | Path | None = None, flags: Mapping[str, Any] | 
 
 def _yaml_values(path: Path, known: Mapping[str, Leaf]) -> Iterable[tuple[Leaf, Any]]:
     """(leaf, value) pairs of a configuration file; lists become tuples. Raises ConfigError."""
-    document = read_yaml(path)
+    document = _read_yaml(path)
     for section, values in document.items():
         if section not in sections():
             hint = f"; it belongs to section {known[section].section!r}" if section in known else ""
@@ -250,8 +250,7 @@ def _yaml_values(path: Path, known: Mapping[str, Leaf]) -> Iterable[tuple[Leaf, 
             yield leaf, tuple(value) if isinstance(value, list) else value
 
 
-def read_yaml(path: Path) -> dict[Any, Any]:
-    """A file that holds a mapping, no key twice. Raises ConfigError."""
+def _read_yaml(path: Path) -> dict[Any, Any]:
     try:
         with path.open(encoding="utf-8") as stream:
             document = yaml.load(stream, Loader=_StrictLoader)
@@ -262,7 +261,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: expected a mapping, as of sections ({', '.join(sections())})")
+        raise ConfigError(f"{path}: expected a mapping of sections ({', '.join(sections())})")
     return document
 
 

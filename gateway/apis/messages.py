@@ -39,6 +39,7 @@ from gateway.apis.translation import (
 )
 from gateway.errors import ApiError, anthropic_error, bad_request
 from gateway.formats import Output, ResponseFormat, Usage
+from gateway.model import ServedModel
 from gateway.parsers.events import Finish, ParsedDelta
 from gateway.schemas.common import MAX_LABEL_CHARACTERS
 
@@ -76,7 +77,7 @@ def translate(body: CountTokensRequest, context: Context) -> Translation:
         "model": body.model,
         "messages": messages.finished(),
         **_tools(body, context),
-        **_thinking(body),
+        **_thinking(body, context.model),
         **_format(body),
     }
     last = body.messages[-1]
@@ -206,7 +207,7 @@ def _tools(body: CountTokensRequest, context: Context) -> dict[str, Any]:
     return fields
 
 
-def _thinking(body: CountTokensRequest) -> dict[str, Any]:
+def _thinking(body: CountTokensRequest, model: ServedModel) -> dict[str, Any]:
     """Templates have switches of different names; without `thinking` Anthropic's models do not think."""
     asked = body.thinking
     effort = body.output_config.effort if body.output_config is not None else None
@@ -214,8 +215,10 @@ def _thinking(body: CountTokensRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": on, "thinking": on}}
     if on and effort is not None:
         fields["reasoning_effort"] = effort
-    if asked is not None and asked.type == "enabled" and asked.budget_tokens is not None:
-        fields["thinking_token_budget"] = asked.budget_tokens
+    # The budget of a model that does not think is no error: agents always send one.
+    budget = None if asked is None or asked.type != "enabled" else asked.budget_tokens
+    if budget is not None and model.reasoning_parser is not None:
+        fields["thinking_token_budget"] = budget
     return fields
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, Field, Tag
 
+from gateway.apis.translation import tagged
 from gateway.schemas.common import MAX_LABEL_CHARACTERS, StrictModel
 from gateway.schemas.requests import MAX_MESSAGES, MAX_PARTS
 
@@ -103,17 +104,8 @@ class OtherBlock(BaseModel):
     type: str
 
 
-def _tagged(*kinds: str) -> Discriminator:
-    """Picks a union's member by a block's `type`; names with a hyphen do not show in errors."""
-
-    def tag(value: Any) -> str:
-        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        if not isinstance(kind, str):
-            return "a-text"  # refused by its fields
-        return f"a-{kind}" if kind in kinds else "an-other"
-
-    return Discriminator(tag)
-
+_RESULTS = {kind: f"a-{kind}" for kind in ("text", "image", "document", "search_result")}
+_BLOCKS = {**_RESULTS, **{kind: f"a-{kind}" for kind in ("thinking", "tool_use", "tool_result")}}
 
 ResultBlock = Annotated[
     Annotated[TextBlock, Tag("a-text")]
@@ -121,7 +113,7 @@ ResultBlock = Annotated[
     | Annotated[DocumentBlock, Tag("a-document")]
     | Annotated[SearchResultBlock, Tag("a-search_result")]
     | Annotated[OtherBlock, Tag("an-other")],
-    _tagged("text", "image", "document", "search_result"),
+    tagged(_RESULTS, "a-text"),
 ]
 
 
@@ -144,7 +136,7 @@ ContentBlock = Annotated[
     | Annotated[ToolUseBlock, Tag("a-tool_use")]
     | Annotated[ToolResultBlock, Tag("a-tool_result")]
     | Annotated[OtherBlock, Tag("an-other")],
-    _tagged("text", "image", "document", "search_result", "thinking", "tool_use", "tool_result"),
+    tagged(_BLOCKS, "a-text"),
 ]
 
 

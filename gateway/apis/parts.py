@@ -16,6 +16,7 @@ from gateway.parsers.events import (
     ToolCallArguments,
     ToolCallStart,
 )
+from gateway.text.conversation import map_strings
 
 
 @dataclass
@@ -36,11 +37,7 @@ class Part:
 
     def arguments(self) -> dict[str, Any]:
         """A call's arguments; an empty object where the call was cut off."""
-        try:
-            value = json.loads(self.text or "{}")
-        except ValueError:
-            return {}
-        return value if isinstance(value, dict) else {}
+        return parsed_arguments(self.text)
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,7 @@ class Step:
     part: Part
     what: Literal["start", "text", "end"]
     text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()  # of content
 
 
 class PartList:
@@ -58,9 +56,11 @@ class PartList:
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self._open: Part | None = None
+        self._logprobs: tuple[TokenLogprob, ...] = ()  # not yet with a text
 
-    def feed(self, events: Iterable[OutputEvent]) -> list[Step]:
-        """What the events do, in order."""
+    def feed(self, events: Iterable[OutputEvent], logprobs: tuple[TokenLogprob, ...] = ()) -> list[Step]:
+        """What the events do, in order; `logprobs` are those of their content."""
+        self._logprobs = logprobs
         steps: list[Step] = []
         for event in events:
             match event:
@@ -94,7 +94,25 @@ class PartList:
     def _add(self, steps: list[Step], text: str) -> None:
         assert self._open is not None
         self._open.pieces.append(text)
-        steps.append(Step(self._open, "text", text))
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if self._open.kind == "content":
+            logprobs, self._logprobs = self._logprobs, ()
+        self._open.logprobs.extend(logprobs)
+        steps.append(Step(self._open, "text", text, logprobs))
+
+
+def well_formed(text: str) -> str:
+    """`text` without halves of surrogate pairs, which JSON can spell and no answer can hold."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def parsed_arguments(text: str) -> dict[str, Any]:
+    """The object that a model's arguments spell; an empty one where they are none."""
+    try:
+        value = json.loads(text)
+        return map_strings(value, well_formed) if isinstance(value, dict) else {}
+    except (ValueError, RecursionError):
+        return {}
 
 
 def parts_of(output: Output) -> list[Part]:

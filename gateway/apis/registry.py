@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from gateway.apis import messages
+from gateway.apis import messages, responses
 from gateway.apis.messages_schema import CountTokensRequest, MessagesRequest
+from gateway.apis.responses_schema import ResponsesRequest
 from gateway.apis.translation import Context, Translation
 from gateway.prompts.contract import Kind
 
@@ -17,4 +18,5 @@ Translate = Callable[[Any, Context], Translation]
 TRANSLATIONS: Mapping[Kind, tuple[type[BaseModel], Translate]] = {
     "messages": (MessagesRequest, messages.translate),
     "count_tokens": (CountTokensRequest, messages.translate),
+    "responses": (ResponsesRequest, responses.translate),
 }

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
 
 from gateway.apis.messages import MessagesFormat
 from gateway.apis.messages_schema import CountTokensRequest, MessagesRequest
-from gateway.errors import ApiError
+from gateway.apis.response_format import ResponsesFormat
+from gateway.apis.responses_schema import ResponsesRequest
+from gateway.apis.stored_responses import StoredResponse, not_found
+from gateway.errors import ApiError, bad_request
 from gateway.formats import ResponseFormat
 from gateway.images import collect_images
-from gateway.openapi import takes
+from gateway.openapi import refuses, takes
 from gateway.prompts.contract import Prepared
 from gateway.serving import RequestRun
 from gateway.state import gateway_of
@@ -42,7 +49,80 @@ async def count_tokens(request: Request) -> Response:
     return Response(answer, media_type="application/json")
 
 
-@router.post("/v1/embeddings")
+@router.post("/v1/responses", **takes(ResponsesRequest))
+async def create_response(request: Request) -> Response:
+    """OpenAI's Responses: an answer of items, whole or as a stream of events."""
+    gateway = gateway_of(request)
+    prepared = await gateway.generation(request, "responses")
+    model = gateway.model()
+    form = ResponsesFormat(model.name, model.tokenizer, prepared.logprobs, prepared.reply, gateway.responses)
+    return await _respond(request, prepared, form)
+
+
+async def _stored(request: Request, response_id: str) -> StoredResponse:
+    """A stored response; ApiError 404 when it is gone."""
+    found = await asyncio.to_thread(gateway_of(request).responses.find, response_id)
+    if found is None:
+        raise not_found("response", response_id, "response_id", "response_not_found")
+    return found
+
+
+@router.get("/v1/responses/{response_id}", **refuses(400, 401, 404))
+async def retrieve_response(request: Request, response_id: str) -> JSONResponse:
+    """A stored response, as it was answered."""
+    if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+        raise bad_request("a stored response is not streamed again", "stream", "unsupported_parameter")
+    return JSONResponse((await _stored(request, response_id)).response)
+
+
+@router.delete("/v1/responses/{response_id}", **refuses(401, 404))
+async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
+    """Forgets a stored response."""
+    if not await asyncio.to_thread(gateway_of(request).responses.delete, response_id):
+        raise not_found("response", response_id, "response_id", "response_not_found")
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/v1/responses/{response_id}/cancel", **refuses(400, 401, 404))
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """Refused: only responses in the background can be cancelled; others end with their connection."""
+    await _stored(request, response_id)
+    raise bad_request(
+        "only a response in the background can be cancelled; close the connection to end others",
+        "response_id",
+        "unsupported_operation",
+    )
+
+
+@router.get("/v1/responses/{response_id}/input_items", **refuses(400, 401, 404))
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> JSONResponse:
+    """The items before a stored response's output, those of former responses included, newest first."""
+    items = (await _stored(request, response_id)).input
+    if order == "desc":
+        items.reverse()
+    places = [number for number, item in enumerate(items, 1) if item["id"] == after]
+    if after is not None and not places:
+        raise bad_request(f"'after' names no item of the response: {after[:100]!r}", "after")
+    start = places[0] if places else 0
+    page = items[start : start + limit]
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": start + limit < len(items),
+        }
+    )
+
+
+@router.post("/v1/embeddings", **refuses(400, 401))
 async def create_embedding() -> Response:
     """Refused: the model writes text and has no embeddings to give."""
     raise ApiError(

@@ -7,10 +7,13 @@ what the API's format needs to know later, in the gateway.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import Discriminator
+
+from gateway.apis.stored_responses import ResponseStore
 from gateway.errors import ApiError, bad_request
 from gateway.model import ServedModel
 from gateway.schemas.common import JsonError, parse_json
@@ -41,12 +44,32 @@ class Translation:
         return ApiError(error.status, message, param=name, code=error.code, retry_after_s=error.retry_after_s)
 
 
+def tagged(tags: Mapping[str, str], untyped: str | Callable[[dict[str, Any]], str]) -> Discriminator:
+    """Picks a union's member by the value's `type`; of unknown ones the member tagged "an-other".
+
+    Args:
+        tags: the member's tag for each type; tags have hyphens, by which errors leave them out.
+        untyped: the tag, or what gives it, of values without a type.
+    """
+
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        if isinstance(kind, str):
+            return tags.get(kind, "an-other")
+        if isinstance(untyped, str):
+            return untyped
+        return untyped(value if isinstance(value, dict) else {})
+
+    return Discriminator(tag)
+
+
 @dataclass(frozen=True)
 class Context:
     """What a translation may need besides the body; made by the request's preparation."""
 
     tolerance: Tolerance
     model: ServedModel
+    responses: ResponseStore | None = None  # None: there is none
 
     def leave_out(self, what: str, param: str) -> None:
         """Counts a part of the body, named `what`, that has no effect; ApiError 400 if that is not wanted."""

@@ -7,13 +7,14 @@ import struct
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gateway.apis.stored_responses import ResponseStore
 from gateway.generation import PromptJob
 from gateway.schemas.common import GenerationFields
 from gateway.schemas.requests import ImageUrl
 from moebius.config import ImageConfig
 from moebius.parser_names import AUTO
 
-Kind = Literal["chat", "completions", "tokenize", "detokenize", "messages", "count_tokens"]
+Kind = Literal["chat", "completions", "tokenize", "detokenize", "messages", "count_tokens", "responses"]
 HEADER = struct.Struct("!Q")  # length of what follows, bytes
 READY = b"ready"
 
@@ -37,6 +38,7 @@ class WorkerSetup:
     max_body_bytes: int  # without images
     memory_bytes: int  # what a request may take beyond what the process has when it starts
     cpu_s: float  # processor time of one request
+    responses: ResponseStore | None = None
     aliases: tuple[str, ...] = ()  # patterns of further names of the model
     parsers: tuple[str, str] = (AUTO, AUTO)  # the settings `tool_call_parser` and `reasoning_parser`
     strict_parameters: bool = False  # unknown fields are refused

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from gateway.apis.registry import TRANSLATIONS
+from gateway.apis.stored_responses import ResponseStore
 from gateway.apis.translation import Context
 from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request, describe_validation_error
 from gateway.grammar import response_format_constraint
@@ -50,9 +51,16 @@ class Preparer:
     """Prepares requests for one model; used by one thread."""
 
     def __init__(
-        self, model: ServedModel, images: ImageConfig, max_body_bytes: int, strict_parameters: bool = False
+        self,
+        model: ServedModel,
+        images: ImageConfig,
+        max_body_bytes: int,
+        strict_parameters: bool = False,
+        responses: ResponseStore | None = None,
     ) -> None:
-        """`max_body_bytes` bounds a body less its images, which have bounds of their own."""
+        """`max_body_bytes` bounds a body less its images, which have bounds of their own; `responses`: what
+        requests may go on from."""
+        self._responses = responses
         self._strict = strict_parameters
         self._tolerance = Tolerance(strict_parameters)  # of the request at hand
         self._model = model
@@ -107,7 +115,7 @@ class Preparer:
     def _translated(self, kind: Kind, data: bytes | bytearray) -> Prepared | bytes:
         """A request of another API, by way of the chat or completion that does the same."""
         schema, translate = TRANSLATIONS[kind]
-        context = Context(self._tolerance, self._model)
+        context = Context(self._tolerance, self._model, self._responses)
         translation = translate(self._parsed(data, schema), context)
         try:
             if translation.is_text:

@@ -57,7 +57,7 @@ def _prepare_all(channel: socket.socket, setup: WorkerSetup, tokenizer: Tokenize
     """Answers requests until the gateway is gone or this process has grown."""
     info = engine_pb2.GetModelInfoResponse.FromString(setup.model_info)
     model = load_served_model(info, tokenizer, setup.served_name, setup.aliases, setup.parsers)
-    preparer = Preparer(model, setup.images, setup.max_body_bytes, setup.strict_parameters)
+    preparer = Preparer(model, setup.images, setup.max_body_bytes, setup.strict_parameters, setup.responses)
     most = _used("VmData") + setup.memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     at_start = _used("VmRSS")

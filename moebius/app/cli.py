@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from moebius.app.commands import bench, chat, demo, doctor, experts, host, models, plan, serve, verify
+from moebius.app.commands import bench, chat, demo, experts, host, models, plan, serve, verify
 from moebius.app.exits import exit_with
 
 app = typer.Typer(
@@ -19,7 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for module in (serve, plan, chat, demo, host, verify, doctor):
+for module in (serve, plan, chat, demo, host, verify):
     module.register(app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")

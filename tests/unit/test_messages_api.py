@@ -17,44 +17,15 @@ from gateway.formats import Output, Usage
 from gateway.parsers.events import (
     ContentDelta,
     Finish,
-    OutputEvent,
     ParsedDelta,
     ReasoningDelta,
-    ToolCallArguments,
-    ToolCallStart,
 )
-from gateway.schemas.common import Tolerance
-from tests.helpers.api_requests import served_model
+from gateway.schemas.parameters import Tolerance
+from tests.helpers.api_requests import ANSWER, delta, events, served_model
 
 REPLY = MessagesReply(context_length=100)
 USAGE = Usage(prompt_tokens=50, completion_tokens=9, cached_tokens=32, reasoning_tokens=4)
 TOOL = {"name": "weather", "description": "Looks it up", "input_schema": {"type": "object"}}
-
-
-def delta(*events: OutputEvent, finish: Finish | None = None) -> ParsedDelta:
-    """One message of an engine, parsed."""
-    return ParsedDelta(0, events, (), (), 1, finish=finish)
-
-
-ANSWER = [
-    delta(ReasoningDelta("Let me ")),
-    delta(ReasoningDelta("see.")),
-    delta(ContentDelta("I look it up.")),
-    delta(ToolCallStart(0, "call_1", "weather"), ToolCallArguments(0, '{"city": ')),
-    delta(ToolCallArguments(0, '"Rome"}')),
-    delta(ToolCallStart(1, "call_2", "weather"), ToolCallArguments(1, "{}")),
-    delta(finish=Finish("tool_calls")),
-]
-
-
-def events(data: bytes) -> list[dict[str, Any]]:
-    """The events of a stream, whose names have to be their types."""
-    found = []
-    for block in data.decode().split("\n\n")[:-1]:
-        name, line = block.split("\n")
-        found.append(json.loads(line.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
 
 
 def streamed(answer: list[ParsedDelta]) -> list[dict[str, Any]]:
@@ -200,12 +171,16 @@ def test_failure_in_a_stream() -> None:
     ]
 
 
-def translated(tmp_path: Path, strict: bool = False, **fields: Any) -> tuple[dict[str, Any], set[str]]:
+def translated(
+    tmp_path: Path, strict: bool = False, reasoning_parser: str = "qwen3", **fields: Any
+) -> tuple[dict[str, Any], set[str]]:
     """The chat request of a body with these fields, and what was left out."""
     body = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], **fields}
     tolerance = Tolerance(strict)
     request = MessagesRequest.model_validate(body, context=tolerance)
-    return translate(request, Context(tolerance, served_model(tmp_path))).request, tolerance.ignored
+    return translate(
+        request, Context(tolerance, served_model(tmp_path, reasoning_parser))
+    ).request, tolerance.ignored
 
 
 def test_history_of_an_agent(tmp_path: Path) -> None:
@@ -298,6 +273,8 @@ def test_thinking_and_effort(tmp_path: Path) -> None:
     enabled = {"type": "enabled", "budget_tokens": 2048}
     request, _ = translated(tmp_path, thinking=enabled, output_config={"effort": "high"})
     assert (request["thinking_token_budget"], request["reasoning_effort"]) == (2048, "high")
+    request, _ = translated(tmp_path, reasoning_parser="none", thinking=enabled)
+    assert "thinking_token_budget" not in request  # of a model without thoughts
 
 
 def test_prefill_goes_on(tmp_path: Path) -> None:

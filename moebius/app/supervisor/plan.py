@@ -280,7 +280,8 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
     gpu_address = _socket(directory, "gpu")
     config = _replace(config, "gpu", gpu_address=gpu_address)
     config = _replace(config, "parallel", rank=0, rank_address=rank_address(config))
-    config = _replace(config, "gateway", engine_address=gpu_address)
+    responses = config.gateway.stored_responses_dir or str(directory)
+    config = _replace(config, "gateway", engine_address=gpu_address, stored_responses_dir=responses)
     addresses = tuple(_socket(directory, f"expert-{index}") for index in range(num_experts))
     addresses = addresses or config.experts.expert_addresses
     wants_mailbox = config.experts.expert_transport == "mailbox" and num_experts > 0

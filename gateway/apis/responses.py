@@ -1,0 +1,441 @@
+"""OpenAI's Responses: the translation of a request to a chat's."""
+
+from __future__ import annotations
+
+import base64
+import json
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from gateway.apis.responses_schema import (
+    ITEMS,
+    CallItem,
+    CustomCallItem,
+    CustomTool,
+    FilePart,
+    FunctionTool,
+    ImagePart,
+    MessageItem,
+    NamespaceTool,
+    OutputItem,
+    ReasoningItem,
+    ReferenceItem,
+    ResponsesRequest,
+    TextPart,
+    ToolsItem,
+)
+from gateway.apis.stored_responses import not_found
+from gateway.apis.translation import (
+    Context,
+    MessageList,
+    Translation,
+    function_tool,
+    image_part,
+    text_part,
+    without_none,
+)
+from gateway.errors import bad_request
+
+# The API's parameters for those of the chat.
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+INPUT = "input"  # the one parameter of the function that stands for a custom tool
+_THOUGHT = "thought:"  # before a thought in what OpenAI encrypts, and clients only give back
+
+
+@dataclass(frozen=True)
+class ToolName:
+    """What a function of the chat is to the client; filled by `_ToolList`."""
+
+    kind: str  # function or custom
+    name: str
+    namespace: str | None = None
+
+
+@dataclass(frozen=True)
+class ResponsesReply:
+    """What a response is made from besides the output; filled by `translate`."""
+
+    response_id: str
+    fields: dict[str, Any]  # of the request, which the response repeats
+    tools: Mapping[str, ToolName]
+    summarises: bool = False  # thoughts are shown as summaries
+    encrypts: bool = False  # thoughts come with `encrypted_content`
+    input_items: bytes | None = None  # JSON of what came before, to be stored; None: it is not
+
+
+def translate(body: ResponsesRequest, context: Context) -> Translation:
+    """The chat request of a response's.
+
+    Raises:
+        ApiError: 400 for what can not be done; 404 for responses and items that are not stored.
+    """
+    _check_possible(body)
+    items = _all_items(body, context)
+    tools = _ToolList(context)
+    tools.add(body.tools or (), "tools")
+    for item in items:
+        if isinstance(item, ToolsItem):
+            tools.add(item.tools, "input")
+    messages = MessageList()
+    if body.instructions:
+        messages.system(body.instructions)
+    for number, item in enumerate(items):
+        _add_item(messages, item, f"input[{number}]", context)
+    if not messages.messages:
+        raise bad_request("'input' has no message", "input")
+    stores = body.store is not False and context.responses is not None and context.responses.keeps
+    reply = ResponsesReply(
+        response_id=f"resp_{uuid.uuid4().hex}",
+        fields=_repeated(body, stores),
+        tools=tools.names,
+        summarises=_wants_summary(body),
+        encrypts="reasoning.encrypted_content" in (body.include or ()),
+        input_items=_stored_items(items) if stores else None,
+    )
+    request = {
+        "model": body.model,
+        "messages": messages.finished(),
+        **_sampling(body),
+        **tools.fields(body),
+        **_format(body),
+    }
+    return Translation(without_none(request), NAMES, reply)
+
+
+def _check_possible(body: ResponsesRequest) -> None:
+    """ApiError 400 for what would make another answer and is not done here."""
+    instead = {
+        "background": "leave it false",
+        "conversation": "send the input itself, or 'previous_response_id'",
+        "prompt": "send the input itself",
+    }
+    for name, remedy in instead.items():
+        if getattr(body, name):
+            raise bad_request(f"{name!r} is not supported: {remedy}", name, "unsupported_parameter")
+
+
+def _wants_summary(body: ResponsesRequest) -> bool:
+    reasoning = body.reasoning
+    asked = None if reasoning is None else reasoning.summary or reasoning.generate_summary
+    return asked not in (None, "none")
+
+
+def _all_items(body: ResponsesRequest, context: Context) -> list[Any]:
+    """The conversation's items: those before, then those sent, references replaced by what they name."""
+    sent = body.input
+    if isinstance(sent, str):
+        sent = [MessageItem(role="user", content=sent)]
+    before: list[Any] = []
+    if body.previous_response_id is not None:
+        before = _former_items(body.previous_response_id, context)
+    return before + [
+        _referenced(item.id, context) if isinstance(item, ReferenceItem) else item for item in sent
+    ]
+
+
+def _former_items(response_id: str, context: Context) -> list[Any]:
+    """The conversation up to the end of a stored response; ApiError 404 when it is gone."""
+    found = None if context.responses is None else context.responses.find(response_id)
+    if found is None:
+        raise not_found(
+            "previous response", response_id, "previous_response_id", "previous_response_not_found"
+        )
+    return _read_items(found.items())
+
+
+def _referenced(item_id: str, context: Context) -> Any:
+    """The output item with this id, which has its response's id in it."""
+    response_id = f"resp_{item_id.partition('_')[2].partition('_')[0]}"
+    found = None if context.responses is None else context.responses.find(response_id)
+    items = [] if found is None else [item for item in found.response["output"] if item["id"] == item_id]
+    if not items:
+        raise not_found("item", item_id, "input", "item_not_found")
+    return _read_items(items)[0]
+
+
+def _read_items(items: list[dict[str, Any]]) -> list[Any]:
+    try:
+        return ITEMS.validate_python(items)
+    except ValidationError as error:  # written by another version
+        message = f"a stored response can not be read: {error.error_count()} errors"
+        raise bad_request(message, "input") from None
+
+
+def _stored_items(items: Iterable[Any]) -> bytes:
+    """The items as they are given back, each with an id."""
+    listed = []
+    for item in items:
+        value = item.model_dump(exclude_none=True, by_alias=True)
+        if value.get("type") == "message" and isinstance(value["content"], str):
+            kind = "output_text" if value["role"] == "assistant" else "input_text"
+            value["content"] = [{"type": kind, "text": value["content"]}]
+        value.setdefault("id", f"item_{uuid.uuid4().hex}")
+        listed.append(value)
+    return json.dumps(listed, ensure_ascii=False).encode()
+
+
+def _add_item(messages: MessageList, item: Any, place: str, context: Context) -> None:
+    match item:
+        case MessageItem():
+            _add_message(messages, item, place, context)
+        case ReasoningItem():
+            thought = _thought(item)
+            if thought:
+                messages.reasoning(thought)
+        case CallItem():
+            messages.call(item.call_id, _function_name(item.name, item.namespace), item.arguments)
+        case CustomCallItem():
+            name = _function_name(item.name, item.namespace)
+            messages.call(item.call_id, name, {INPUT: item.input})
+        case OutputItem():
+            messages.result(item.call_id, _parts(item.output, place, context))
+        case ToolsItem():
+            pass  # taken together with the request's tools
+        case _:
+            context.leave_out(f"input[].type={item.type}", place)
+
+
+def _add_message(messages: MessageList, item: MessageItem, place: str, context: Context) -> None:
+    parts = _parts(item.content, f"{place}.content", context)
+    text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+    if item.role == "user":
+        messages.user(parts)
+    elif item.role == "assistant":
+        messages.answer(text)
+    elif text:
+        messages.system(text, item.role)
+
+
+def _parts(content: str | list[Any], place: str, context: Context) -> list[dict[str, Any]]:
+    """Text and images as a chat's parts; ApiError 400 for files."""
+    if isinstance(content, str):
+        return [text_part(content)]
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        match part:
+            case TextPart():
+                parts.append(text_part(part.words()))
+            case ImagePart() if part.image_url is not None:
+                parts.append(image_part(part.image_url, part.detail))
+            case ImagePart() | FilePart():
+                raise bad_request(
+                    f"'{place}' has a part of type {part.type!r} that can not be read: send images by "
+                    "'image_url', files as text",
+                    place,
+                    "unsupported_parameter",
+                )
+            case _:
+                context.leave_out(f"input[].content[].type={part.type}", place)
+    return parts
+
+
+def encrypted(thought: str) -> str:
+    """A thought as `encrypted_content`; nothing is secret in it."""
+    return base64.b64encode(f"{_THOUGHT}{thought}".encode()).decode()
+
+
+def _thought(item: ReasoningItem) -> str:
+    """The text of a former thought, in whichever place it is."""
+    try:
+        decoded = base64.b64decode(item.encrypted_content or "", validate=True).decode()
+    except ValueError:  # encrypted by another server
+        decoded = ""
+    if decoded.startswith(_THOUGHT):
+        return decoded.removeprefix(_THOUGHT)
+    parts = item.content or item.summary
+    return "\n".join(part.words() for part in parts if isinstance(part, TextPart))
+
+
+def _function_name(name: str, namespace: str | None) -> str:
+    """The chat's name of a tool; names of a namespace would otherwise meet one another's."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+class _ToolList:
+    """The tools that the model can call, as a chat has them."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._tools: list[dict[str, Any]] = []
+        self.names: dict[str, ToolName] = {}
+
+    def add(self, tools: Iterable[Any], param: str, namespace: NamespaceTool | None = None) -> None:
+        """Takes tools; those that servers of OpenAI run themselves are left out."""
+        prefix = None if namespace is None else namespace.name
+        for tool in tools:
+            match tool:
+                case FunctionTool():
+                    self._take("function", tool, tool.description, tool.parameters, prefix, tool.strict)
+                case CustomTool():
+                    self._take("custom", tool, _described(tool), _INPUT_SCHEMA, prefix)
+                case NamespaceTool():
+                    self.add(tool.tools, param, tool)
+                case _:
+                    self._context.leave_out(f"tools[].type={tool.type}", param)
+
+    def _take(
+        self,
+        kind: str,
+        tool: FunctionTool | CustomTool,
+        description: str | None,
+        schema: Mapping[str, Any] | None,
+        namespace: str | None,
+        strict: bool | None = None,
+    ) -> None:
+        name = _function_name(tool.name, namespace)
+        self.names[name] = ToolName(kind, tool.name, namespace)
+        self._tools.append(function_tool(name, description, schema, strict))
+
+    def fields(self, body: ResponsesRequest) -> dict[str, Any]:
+        """The chat's fields about tools.
+
+        Raises:
+            ApiError: 400; the choice is of a tool that can not be called.
+        """
+        choice = body.tool_choice
+        wanted = None if choice is None else self._choice(choice)
+        if not self._tools:
+            if wanted not in (None, "auto", "none"):
+                raise bad_request("'tool_choice' asks for a tool, but there are none to call", "tool_choice")
+            return {}
+        return without_none(
+            {"tools": self._tools, "tool_choice": wanted, "parallel_tool_calls": body.parallel_tool_calls}
+        )
+
+    def _choice(self, choice: str | dict[str, Any]) -> Any:
+        if isinstance(choice, str):
+            return choice
+        kind, listed = choice.get("type"), choice.get("tools")
+        if kind in ("function", "custom"):
+            return self._named(choice)
+        if kind == "allowed_tools" and isinstance(listed, list):
+            allowed = [
+                self._named(tool)
+                for tool in listed
+                if isinstance(tool, dict) and tool.get("type") in ("function", "custom")
+            ]
+            mode = choice.get("mode", "auto")
+            return {"type": kind, "allowed_tools": {"mode": mode, "tools": allowed}} if allowed else "none"
+        raise bad_request(
+            f"'tool_choice' of type {str(kind)[:100]!r} is not supported: it is auto, required, none, or an "
+            "object of type function, custom or allowed_tools",
+            "tool_choice",
+            "unsupported_parameter",
+        )
+
+    def _named(self, choice: Mapping[str, Any]) -> dict[str, Any]:
+        name, namespace = choice.get("name"), choice.get("namespace")
+        joined = _function_name(str(name), namespace if isinstance(namespace, str) else None)
+        if joined not in self.names:
+            raise bad_request(
+                f"'tool_choice' names the tool {joined[:100]!r}, which is not one of 'tools'", "tool_choice"
+            )
+        return {"type": "function", "function": {"name": joined}}
+
+
+_INPUT_SCHEMA = {
+    "type": "object",
+    "properties": {INPUT: {"type": "string"}},
+    "required": [INPUT],
+    "additionalProperties": False,
+}
+
+
+def _described(tool: CustomTool) -> str:
+    """What the model is told of a tool that takes text."""
+    given = tool.format or {}
+    words = [tool.description or "", f"The tool takes free text, which goes into {INPUT!r}."]
+    if given.get("type") == "grammar":
+        syntax, definition = given.get("syntax"), given.get("definition")
+        words.append(f"The text follows this grammar ({syntax}):\n{definition}")
+    return "\n\n".join(word for word in words if word)
+
+
+def _sampling(body: ResponsesRequest) -> dict[str, Any]:
+    names = (
+        "temperature",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "chat_template_kwargs",
+        "priority",
+        "cache_salt",
+        "stream",
+        "user",
+    )
+    wants_logprobs = "message.output_text.logprobs" in (body.include or ()) or body.top_logprobs
+    return {
+        **{name: getattr(body, name) for name in names},
+        "top_p": body.top_p or None,  # 0, which chats do not take, is given up for greedy choices
+        "max_tokens": body.max_output_tokens,
+        "logprobs": True if wants_logprobs else None,
+        "top_logprobs": body.top_logprobs or None,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+    }
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    wanted = None if body.text is None else body.text.format
+    if wanted is None or wanted.type == "text":
+        return {}
+    if wanted.type == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    schema = {
+        "name": wanted.name or "answer",
+        "description": wanted.description,
+        "schema": wanted.schema_,
+        "strict": wanted.strict,
+    }
+    return {"response_format": {"type": "json_schema", "json_schema": without_none(schema)}}
+
+
+def _repeated(body: ResponsesRequest, stores: bool) -> dict[str, Any]:
+    """The request's fields as the response repeats them."""
+
+    def dumped(value: Any) -> Any:
+        return value.model_dump(exclude_none=True, by_alias=True)
+
+    text = {"format": {"type": "text"}} if body.text is None else dumped(body.text)
+    text.setdefault("format", {"type": "text"})
+    reasoning = body.reasoning
+    return {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {
+            "effort": None if reasoning is None else reasoning.effort,
+            "summary": None if reasoning is None else reasoning.summary,
+        },
+        "safety_identifier": body.safety_identifier,
+        "service_tier": body.service_tier or "default",
+        "store": stores,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": text,
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": [dumped(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }

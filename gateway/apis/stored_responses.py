@@ -1,0 +1,174 @@
+"""Responses that clients may go on from: kept for a while, within bounds, in one file for all processes.
+
+Prompt processes read what came before in it, gateway processes write: an SQLite file in a directory that all
+of them share, so that it does not matter which process a request reaches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from gateway.errors import ApiError
+from moebius.config import GatewayConfig
+
+logger = structlog.get_logger(__name__)
+
+FILE = "responses.sqlite"
+_BUSY_S = 5.0
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY,
+    created REAL NOT NULL,
+    bytes INTEGER NOT NULL,
+    input BLOB NOT NULL,
+    response BLOB NOT NULL
+)
+"""
+# The newest that fit stay.
+_TRIM = """
+DELETE FROM responses WHERE created < ? OR id IN (
+    SELECT id FROM (
+        SELECT id, SUM(bytes) OVER newest AS total, ROW_NUMBER() OVER newest AS place
+        FROM responses WINDOW newest AS (ORDER BY created DESC, rowid DESC)
+    ) WHERE total > ? OR place > ?
+)
+"""
+
+
+@dataclass(frozen=True)
+class StoreLimits:
+    """How much is kept; filled from the configuration."""
+
+    count: int  # responses; 0: none
+    size: int  # bytes of all together
+    age_s: float
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """One response; filled by `ResponseStore.find`."""
+
+    response: dict[str, Any]  # as it was answered
+    input: list[dict[str, Any]]  # all items before its output, those of former responses included
+
+    def items(self) -> list[dict[str, Any]]:
+        """The conversation up to the response's end."""
+        return [*self.input, *self.response["output"]]
+
+
+@dataclass(frozen=True)
+class ResponseStore:
+    """The file, made by `of`; every method opens it anew and may be called in any thread and process.
+
+    What can not be read or written because of the file is as if it were not there, and is logged: a response
+    less is no reason to refuse an answer.
+    """
+
+    directory: str
+    limits: StoreLimits
+    is_own: bool = False  # the directory is removed by `close`
+
+    @classmethod
+    def of(cls, settings: GatewayConfig) -> ResponseStore:
+        """The store in the configured directory, or else in a private one."""
+        size = int(settings.stored_responses_mib * 2**20)
+        limits = StoreLimits(settings.stored_responses, size, settings.stored_responses_s)
+        if settings.stored_responses_dir or not limits.count:
+            return cls(settings.stored_responses_dir, limits)
+        return cls(tempfile.mkdtemp(prefix="moebius-responses-"), limits, is_own=True)
+
+    def close(self) -> None:
+        """Removes what nobody can go on from any more."""
+        if self.is_own:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.directory) / FILE
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is stored."""
+        return self.limits.count > 0
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        connection = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level="IMMEDIATE")
+        try:
+            self._path.chmod(0o600)
+            connection.execute("PRAGMA synchronous = OFF")  # what a power failure loses is gone anyway
+            connection.execute("PRAGMA secure_delete = FAST")
+            connection.execute(_SCHEMA)
+            with connection:
+                yield connection
+        finally:
+            connection.close()
+
+    def put(self, response: dict[str, Any], input_items: bytes) -> bool:
+        """Stores a response and what came before it (JSON), and drops the oldest that do not fit any more.
+
+        Returns whether it is stored; one that is larger than all together may be is not.
+        """
+        data = json.dumps(response, ensure_ascii=False).encode()
+        size = len(data) + len(input_items)
+        if not self.keeps or size > self.limits.size:
+            return False
+        now = time.time()
+        try:
+            with self._opened() as connection:
+                row = (response["id"], now, size, input_items, data)
+                connection.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?)", row)
+                bounds = (now - self.limits.age_s, self.limits.size, self.limits.count)
+                connection.execute(_TRIM, bounds)
+        except (sqlite3.Error, OSError) as error:
+            logger.warning("a response could not be stored", reason=str(error))
+            return False
+        return True
+
+    def find(self, response_id: str) -> StoredResponse | None:
+        """The response with this id; None: it is not here, or not any more."""
+        if not self.keeps or not self._path.exists():
+            return None
+        try:
+            with self._opened() as connection:
+                found = connection.execute(
+                    "SELECT response, input FROM responses WHERE id = ? AND created >= ?",
+                    (response_id, time.time() - self.limits.age_s),
+                ).fetchone()
+        except (sqlite3.Error, OSError) as error:
+            logger.warning("stored responses can not be read", reason=str(error))
+            return None
+        return None if found is None else StoredResponse(json.loads(found[0]), json.loads(found[1]))
+
+    def delete(self, response_id: str) -> bool:
+        """Forgets a response; whether it was there."""
+        if not self.keeps or not self._path.exists():
+            return False
+        try:
+            with self._opened() as connection:
+                done = connection.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+                return done.rowcount > 0
+        except (sqlite3.Error, OSError) as error:
+            logger.warning("a stored response can not be deleted", reason=str(error))
+            return False
+
+
+def not_found(what: str, response_id: str, param: str, code: str) -> ApiError:
+    """A 404 for a response or an item that is not stored, or not any more."""
+    return ApiError(
+        404,
+        f"{what} with id {response_id[:100]!r} not found: it was not stored, or is gone by now",
+        param=param,
+        code=code,
+    )
