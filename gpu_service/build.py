@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import structlog
 import torch
@@ -35,6 +37,7 @@ from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
 from gpu_service.cache.fp8 import STORAGE_DTYPES
 from gpu_service.cache.request_cache import make_request_cache
 from gpu_service.cache.request_states import allocate_states
+from gpu_service.constraint import PREPARE, ConstraintCompiler, make_compiler
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream, device_stream
 from gpu_service.engine.engine import Engine
@@ -101,6 +104,7 @@ def _assemble(
     undo: ExitStack,
 ) -> Built:
     device, dtype = stream.device, TORCH_DTYPES[model_config.dtype]
+    compiler = make_compiler(Path(config.model.model), model_config.vocab_size, model_config.eos_token_ids)
     model = build_model(model_config, device=device, parallel=group.parallel)
     shape_weights(model, config.model)
     moe = rank_moe(config, model_config, group)
@@ -120,7 +124,6 @@ def _assemble(
     memory.reached(KV)
     experts = connect_experts(config, moe, group, undo)
     self_test = check_experts(config, moe, experts, resident, stream, dtype, group)
-    recorder = make_recorder(config, moe, stream)
     runner = group.model_runner(
         model,
         kv_cache,
@@ -130,7 +133,7 @@ def _assemble(
         sampler,
         resident=resident,
         streamer=streamer,
-        recorder=recorder,
+        recorder=make_recorder(config, moe, stream),
         encoder=None if vision is None else vision.encoder,
         has_mrope=bool(model_config.rope.mrope_sections),
         states=states,
@@ -138,10 +141,10 @@ def _assemble(
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo)
     return Built(
-        _engine(config, group, runner, steps, lane, limits, num_pages, observer, on_output),
+        _engine(config, group, runner, steps, lane, limits, num_pages, observer, on_output, compiler),
         group,
         experts,
-        recorder,
+        runner.recorder,
         memory,
         model_config,
         num_pages,
@@ -150,6 +153,7 @@ def _assemble(
         self_test=self_test,
         vision=vision,
         streamer=streamer,
+        compiler=compiler,
     )
 
 
@@ -227,11 +231,15 @@ def _engine(
     num_pages: int,
     observer: EngineObserver,
     on_output: Callable[[list[OutputDelta]], None],
+    compiler: ConstraintCompiler | None,
 ) -> Engine:
     """Scheduler and loops around what runs the steps."""
     gpu, recorder = config.gpu, runner.recorder
+    operations = {} if recorder is None else dict(recorder_operations(recorder))
+    if compiler is not None:
+        operations[PREPARE] = compiler.prepare
     cache = make_request_cache(gpu, runner.states, num_pages)
-    return Engine(
+    engine = Engine(
         Scheduler(limits, cache),
         InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope),
         group.guard(steps),
@@ -239,10 +247,13 @@ def _engine(
         observer=observer,
         overlap=gpu.overlap_scheduling,
         max_waiting=gpu.max_waiting_requests,
-        inbox=group.inbox(),
-        operations={} if recorder is None else recorder_operations(recorder),
+        inbox=group.inbox(compiler),
+        operations=operations,
         lane=lane,
     )
+    if compiler is not None and group.parallel.size > 1 and group.parallel.rank == 0:
+        compiler.announce = partial(engine.call, PREPARE)
+    return engine
 
 
 def _is_gpu(device: torch.device) -> bool:

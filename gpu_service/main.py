@@ -163,7 +163,8 @@ async def _serve(config: MoebiusConfig) -> tuple[int, bool]:
     preparer = None if built.vision is None else built.vision.preparer
     live = make_live_experts(config, built.recorder, built.streamer)
     servicer.service = Service(
-        built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder, preparer, live
+        *(built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder),
+        *(preparer, live, built.compiler),
     )
     readiness = Readiness(report, built.engine, built.experts)
     built.engine.on_lost = lambda reason: _set_from_thread(loop, readiness.lost)

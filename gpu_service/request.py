@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from gpu_service.cache.radix_cache import PrefixHandle
+    from gpu_service.constraint import OutputConstraint
     from gpu_service.vision.prompt import VisionPrompt
 
 
@@ -99,6 +100,7 @@ class Request:
     arrival: int = 0
     trace_context: dict[str, str] = field(default_factory=dict)
     vision: VisionPrompt | None = None  # None: there is no image in the prompt.
+    constraint: OutputConstraint | None = None  # of this output alone; None: it may be anything.
 
     # Filled by the scheduler. The slot is fixed from admission to the end or the next preemption.
     slot: int = -1

@@ -20,6 +20,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
 from gpu_service import responses
+from gpu_service.constraint import ConstraintCompiler
 from gpu_service.engine.engine import Engine
 from gpu_service.expert_recorder import START, STOP, ExpertRecorder, dumped, recorder_errors
 from gpu_service.experts.client import ExpertClient
@@ -129,6 +130,7 @@ class Service:
     recorder: ExpertRecorder | None = None  # None: the model has no MoE layers.
     preparer: ImagePreparer | None = None  # None: the model is text-only.
     live: LiveExperts | None = None  # None: the model has no MoE layers.
+    compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
@@ -312,9 +314,11 @@ async def _validated(
     message: pb.GenerateRequest, service: Service, context: _GenerateContext
 ) -> list[Request]:
     try:
-        if message.images:
-            # Decoding and resizing take as long as a step: other calls go on meanwhile.
-            made = await asyncio.to_thread(make_requests, message, service.bounds, service.preparer)
+        if message.images or message.HasField("constraint"):
+            # Decoding, resizing and compiling take as long as a step: other calls go on meanwhile.
+            made = await asyncio.to_thread(
+                make_requests, message, service.bounds, service.preparer, service.compiler
+            )
         else:
             made = make_requests(message, service.bounds)
         if message.request_id in service.router:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from gpu_service.constraint import ConstraintCompiler, OutputConstraint
 from gpu_service.engine.sampling_plan import derive_seed
 from gpu_service.request import Request, SamplingParams
 from gpu_service.vision.processor import ImagePreparer
 from gpu_service.vision.prompt import ImageError, PreparedImage, VisionPrompt, place_images
+from moebius.grammar.compile import GrammarError
 from moebius.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
@@ -19,6 +21,7 @@ from moebius.request_limits import (
     MAX_LOGPROBS,
     MAX_OUTPUTS,
     MAX_STOP_TOKEN_IDS,
+    MAX_THOUGHT_MARKER_IDS,
 )
 from protos import engine_pb2 as pb
 
@@ -40,11 +43,14 @@ class Bounds:
 
 
 def make_requests(
-    message: pb.GenerateRequest, bounds: Bounds, preparer: ImagePreparer | None = None
+    message: pb.GenerateRequest,
+    bounds: Bounds,
+    preparer: ImagePreparer | None = None,
+    compiler: ConstraintCompiler | None = None,
 ) -> list[Request]:
-    """One engine request per output; prepares images, which takes a while. Raises InvalidField.
+    """One engine request per output; images and constraints take a while. Raises InvalidField.
 
-    `preparer` None: the model is text-only.
+    `preparer` None: the model is text-only; `compiler` None: it has no tokenizer.
     """
     if not 1 <= len(message.request_id) <= 256:
         raise InvalidField("request_id", message.request_id[:300], "1 to 256 characters")
@@ -53,8 +59,6 @@ def make_requests(
         raise InvalidField(
             "tokenized.input_ids", f"{len(prompt)} tokens", f"1 to {bounds.context_limit - 1} tokens"
         )
-    if message.HasField("constraint"):
-        raise InvalidField("constraint", message.constraint.WhichOneof("kind"), "not supported yet")
     _check_ids("tokenized.input_ids", prompt, bounds)
     sampling = message.sampling_params
     _check_ranges(sampling, bounds)
@@ -69,9 +73,41 @@ def make_requests(
             priority=message.priority,
             cache_namespace=message.cache_salt,
             vision=vision,
+            constraint=constraint,
         )
-        for index in range(sampling.n or 1)
+        for index, constraint in enumerate(_constraints(message, sampling.n or 1, bounds, compiler))
     ]
+
+
+def _constraints(
+    message: pb.GenerateRequest, count: int, bounds: Bounds, compiler: ConstraintCompiler | None
+) -> Sequence[OutputConstraint | None]:
+    """One for each output."""
+    if not message.HasField("constraint"):
+        return [None] * count
+    constraint = message.constraint
+    if compiler is None:
+        raise InvalidField("constraint", "a constraint", "this model has no tokenizer: leave it unset")
+    after, forced = list(constraint.after_token_ids), list(constraint.forced_token_ids)
+    has_limit = constraint.HasField("max_reasoning_tokens")
+    if not after and (constraint.start_token_ids or forced or has_limit):
+        raise InvalidField(
+            "constraint.after_token_ids", [], "what ends the thought, for all that is about it"
+        )
+    if forced and forced[-len(after) :] != after:
+        raise InvalidField("constraint.forced_token_ids", forced, f"they end with after_token_ids, {after}")
+    for name in ("after_token_ids", "start_token_ids", "forced_token_ids"):
+        token_ids = getattr(constraint, name)
+        if len(token_ids) > MAX_THOUGHT_MARKER_IDS:
+            raise InvalidField(
+                f"constraint.{name}", f"{len(token_ids)} ids", f"at most {MAX_THOUGHT_MARKER_IDS}"
+            )
+        _check_ids(f"constraint.{name}", token_ids, bounds)
+    try:
+        return compiler.make(constraint, count)
+    except GrammarError as error:
+        kind = constraint.WhichOneof("kind")
+        raise InvalidField(f"constraint.{kind}", "it", f"it can not be enforced: {error}") from error
 
 
 def _prompt(

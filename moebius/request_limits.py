@@ -33,3 +33,5 @@ MAX_LOGPROBS = 20
 MAX_GRAMMAR_CHARACTERS = 2**18
 # Texts of which an output has to be one.
 MAX_CHOICES = 4096
+# Of each sequence that begins or ends a thought, or that is forced at its end: a sentence and a marker.
+MAX_THOUGHT_MARKER_IDS = 256

@@ -19,7 +19,7 @@ from moebius.checkpoint.byte_level import piece_to_bytes
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import companion_directory, is_gguf
 from moebius.checkpoint.gguf.tokenizer import read_tokenizer
-from moebius.checkpoint.tiktoken_vocabulary import has_vocabulary, read_vocabulary
+from moebius.checkpoint.tokenizer import read_tokenizer_file
 from moebius.errors import UserError
 
 # How much shorter a normaliser can make a text, in UTF-8 bytes; others (those that drop accents, say) have
@@ -237,17 +237,9 @@ class Tokenizer:
 def _read_backend(path: Path) -> BackendTokenizer:
     """The tokenizer in `path`; without such a file, the one that a vocabulary next to it describes."""
     try:
-        refuse_pointer(path)
-        if not path.is_file() and has_vocabulary(path.parent):
-            return read_vocabulary(path.parent)
+        return read_tokenizer_file(path)
     except CheckpointError as error:
         raise TokenizerError(str(error)) from error
-    if not path.is_file():
-        raise TokenizerError(f"{path} does not exist: the gateway needs a tokenizer.json")
-    try:
-        return BackendTokenizer.from_file(str(path))
-    except Exception as error:  # the Rust library raises bare Exception
-        raise TokenizerError(f"{path} is not a readable tokenizer: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

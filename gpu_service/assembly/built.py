@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gpu_service.assembly.kv_memory import KvMemory
 from gpu_service.assembly.vision import Vision
+from gpu_service.constraint import ConstraintCompiler
 from gpu_service.engine.engine import Engine
 from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.client import ExpertClient
@@ -39,6 +40,7 @@ class Built:
     vision: Vision | None = None  # None: the model is text-only, or is served without its tower.
     # None: no step streams experts.
     streamer: ExpertStreamer | None = None
+    compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Ends every request, then the engine, its experts and its rank's part in the group, in order.

@@ -16,7 +16,7 @@ import torch
 
 from gpu_service.device.stream import DeviceEvent, DeviceStream, Download, HostBuffers, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
-from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner, launching
+from gpu_service.engine.model_runner import ComputedStep, LaneModelRunner, ModelRunner, launching
 from gpu_service.engine.prefill_lane import LaneRunner
 from gpu_service.engine.results import StepOutputs, StepResult, to_result
 from gpu_service.engine.step import StepPlan, tensors_of, with_tensors
@@ -24,29 +24,54 @@ from gpu_service.engine.step_runner import DeviceLost, Pending, StepRunner, Step
 
 
 class LaunchedStep:
-    """One run of a plan: its outputs are on their way to the host."""
+    """One run of a plan: its outputs are on their way to the host, unless it awaits masks."""
 
     def __init__(
-        self, runner: DeviceRunner, plan: StepPlan, staged: StepPlan, outputs: StepOutputs, started: float
+        self,
+        runner: DeviceRunner,
+        plan: StepPlan,
+        staged: StepPlan,
+        result: ComputedStep | StepOutputs,
+        started: float,
     ) -> None:
+        """`result`: what is left to be sampled, or nothing is."""
         self._runner = runner
         self._plan = plan
         self._staged = staged
-        self._outputs = outputs
         self._started = started
-        self._download = Download(runner.stream, runner.results, tensors_of(outputs))
+        self._computed: ComputedStep | None = None
+        if isinstance(result, StepOutputs):
+            self._take(result)
+        else:
+            self._computed = result
+            self._computed_event = runner.stream.record()
+
+    def sample(self, plan: StepPlan) -> None:
+        assert self._computed is not None, "the step was sampled when it was launched"
+        self._staged, outputs = self._runner.sample_launched(plan, self._staged, self._computed)
+        self._plan, self._computed = plan, None
+        self._take(outputs)
+
+    def _take(self, outputs: StepOutputs) -> None:
+        self._outputs = outputs
+        self._download = Download(self._runner.stream, self._runner.results, tensors_of(outputs))
 
     def query(self) -> bool:
+        if self._computed is not None:
+            return False
         try:
             return self._download.event.query()
         except RuntimeError:  # a lost device: `finish` says so
             return True
 
     def finish(self) -> StepResult:
+        """Of a run that still awaits masks there is no result, only an end."""
         try:
-            self._download.event.wait()
+            (self._download.event if self._computed is None else self._computed_event).wait()
         except RuntimeError as error:
             raise DeviceLost(str(error)) from error
+        if self._computed is not None:
+            return StepResult()
         result = to_result(self._plan, with_tensors(self._outputs, self._download.tensors))
         self._download.release()
         result.seconds = self._runner.time_of(self._started)
@@ -55,7 +80,8 @@ class LaunchedStep:
         return result
 
     def undo(self) -> None:
-        self._runner.retract(self._staged, self._outputs)
+        if self._computed is None:
+            self._runner.retract(self._staged, self._outputs)
 
 
 class DeviceRunner(StepRunner):
@@ -119,6 +145,21 @@ class DeviceRunner(StepRunner):
         with self.stream.active(), torch.inference_mode():
             self._runner.retract(staged, outputs)
 
+    def sample_launched(
+        self, plan: StepPlan, staged: StepPlan, computed: ComputedStep
+    ) -> tuple[StepPlan, StepOutputs]:
+        """Launches what is left of a step that awaited the masks of `plan`. Returns what is staged, too."""
+        assert plan.sampling is not None
+        try:
+            with self.stream.active(), launching(plan):
+                masks = with_tensors(
+                    plan.sampling.masks, self._uploader.upload(tensors_of(plan.sampling.masks))
+                )
+                staged = staged.with_masks(masks)
+                return staged, self._runner.draw(staged, computed)
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error)) from error
+
     def time_of(self, started: float) -> float:
         """Seconds that a step that has just ended had the device: it began when the one before had ended."""
         begin, self._last_end = max(started, self._last_end), time.monotonic()
@@ -136,23 +177,26 @@ class DeviceRunner(StepRunner):
             if self._runner.experts is not None:
                 self._runner.experts.begin_step()
             graph = None if self._graphs is None else self._graphs.graph_for(plan)
+            result: ComputedStep | StepOutputs
             if self._graphs is None or graph is None:
                 staged = self._stage(plan)
-                outputs = self._runner.run(staged)
+                result = self._runner.compute(staged)
             else:
-                staged, outputs = self._replay(self._graphs, graph, plan)
-            return LaunchedStep(self, plan, staged, outputs, started)
+                staged, result = self._replay(self._graphs, graph, plan)
+            if isinstance(result, ComputedStep) and not plan.awaits_masks:
+                result = self._runner.draw(staged, result)
+            return LaunchedStep(self, plan, staged, result, started)
 
     def _replay(
         self, graphs: DecodeGraphs, graph: DecodeGraph, plan: StepPlan
-    ) -> tuple[StepPlan, StepOutputs]:
+    ) -> tuple[StepPlan, ComputedStep | StepOutputs]:
         assert plan.sampling is not None
         is_greedy = plan.sampling.takes_argmax
         self._runner.begin_step()
         staged = plan if is_greedy and not plan.uploads else self._stage(plan)
         self._runner.upload(staged.uploads)
         logits, sampled = graphs.replay(graph, plan)
-        return staged, StepOutputs(sampled if is_greedy else self._runner.sample(staged, logits))
+        return staged, StepOutputs(sampled) if is_greedy else ComputedStep(logits)
 
     def _stage(self, plan: StepPlan) -> StepPlan:
         return with_tensors(plan, self._uploader.upload(tensors_of(plan)))

@@ -222,7 +222,8 @@ class Engine:
         planned = self._plan(self._schedule)
         if planned is None:
             return False
-        self._in_flight.append(Step(planned[0], self._runner.launch(planned[1])))
+        batch, plan = planned
+        self._in_flight.append(Step(batch, self._runner.launch(plan), plan.awaits_masks))
         return True
 
     def _schedule(self) -> Batch | None:
@@ -297,8 +298,24 @@ class Engine:
     def _commit_oldest(self) -> None:
         step = self._in_flight.popleft()
         self.commit(step)
+        if self._in_flight and self._in_flight[0].awaits_masks:
+            self._supply_masks(self._in_flight[0])
         if self._lane is not None:
             self._lane.pace.committed(step.batch, self._lane_is_open)
+
+    def _supply_masks(self, step: Step) -> None:
+        """What a step awaits follows from the tokens of the one before it, which is committed now."""
+        masks = None
+        try:
+            masks = self._builder.masks(step.batch)
+        except Exception as error:
+            _log.exception("masks can not be computed", step=step.batch.step)
+            reason = f"masks can not be computed: {error!r}"
+            constrained = [r for r in step.batch.requests if r.constraint is not None and not r.finished]
+            for request in constrained:
+                self.scheduler.finish(request, FinishReason.ERROR, reason, keep=False)
+            self._end([delta_of(request) for request in constrained])
+        step.pending.supply(masks)
 
     def commit(self, step: Step) -> None:
         """Waits for a step's tokens and applies them."""

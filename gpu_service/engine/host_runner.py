@@ -6,11 +6,13 @@ work before `launch` returns.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 import structlog
@@ -18,7 +20,7 @@ import torch
 
 from gpu_service.engine.model_runner import ModelRunner, launching
 from gpu_service.engine.results import StepResult, to_result
-from gpu_service.engine.step import StepPlan
+from gpu_service.engine.step import StepPlan, TokenMasks
 from gpu_service.engine.step_runner import Pending, StepRunner
 from gpu_service.experts.client import ExpertClient, ExpertUnavailable
 
@@ -60,6 +62,8 @@ class Stream(ABC):
     A launch that raises does not stop later ones: the exception is delivered by its event.
     """
 
+    runs_meanwhile = True  # whether `launch` returns before the work is done
+
     @abstractmethod
     def launch(self, work: Callable[[], Result]) -> Event[Result]:
         """Queues work and returns at once (or, for the null object, when the work is done)."""
@@ -71,6 +75,8 @@ class Stream(ABC):
 
 class InlineStream(Stream):
     """The null object: every launch has ended when it returns."""
+
+    runs_meanwhile = False
 
     def launch(self, work: Callable[[], Result]) -> Event[Result]:
         event = Event[Result]()
@@ -104,6 +110,34 @@ class CpuStream(Stream):
             task()
 
 
+class HostStep(Pending[StepResult]):
+    """A step whose plan awaits masks: its layers run, then it waits for them."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        masks: Future[TokenMasks | None],
+        run: Callable[[Callable[[StepPlan], StepPlan]], StepResult],
+    ) -> None:
+        self._masks = masks
+        work = functools.partial(run, lambda plan: plan.with_masks(masks.result()))
+        self._launch = functools.partial(stream.launch, work)
+        # A stream that works in place would wait for ever.
+        self._event: Event[StepResult] | None = self._launch() if stream.runs_meanwhile else None
+
+    def supply(self, masks: TokenMasks | None) -> None:
+        self._masks.set_result(masks)
+        if self._event is None:
+            self._event = self._launch()
+
+    def query(self) -> bool:
+        return self._event is not None and self._event.query()
+
+    def wait(self) -> StepResult:
+        assert self._event is not None, "the step awaits its masks"
+        return self._event.wait()
+
+
 class HostRunner(StepRunner):
     """Runs steps on a CPU: expert clients block and raise inside the step."""
 
@@ -112,6 +146,9 @@ class HostRunner(StepRunner):
         self._stream = stream
         self._recovery_timeout_s = recovery_timeout_s
         self._is_recovering = False
+        # Of the latest step that awaited masks.
+        self._masks: Future[TokenMasks | None] = Future()
+        self._masks.set_result(None)
 
     @property
     def is_recovering(self) -> bool:
@@ -122,26 +159,31 @@ class HostRunner(StepRunner):
             self._runner.experts.interrupt()
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
-        return self._stream.launch(lambda: self._run(plan))
+        if not plan.awaits_masks:
+            return self._stream.launch(lambda: self._run(plan))
+        self._masks = Future()
+        return HostStep(self._stream, self._masks, lambda resolve: self._run(plan, resolve))
 
     def zero_pages(self, pages: list[int]) -> None:
         self._stream.launch(lambda: self._zero_pages(pages))
 
     def close(self) -> None:
+        if not self._masks.done():
+            self._masks.set_exception(RuntimeError("the engine ended before the step's masks were known"))
         self._stream.close()
 
     def _zero_pages(self, pages: list[int]) -> None:
         with torch.inference_mode():
             self._runner.zero_pages(pages)
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, resolve: Callable[[StepPlan], StepPlan] = lambda plan: plan) -> StepResult:
         """Runs the step; again, to the same KV slots, after a lost expert server came back."""
         started = time.monotonic()
         num_replays = 0
         while True:
             try:
                 with launching(plan):
-                    result = to_result(plan, self._runner.run(plan))
+                    result = to_result(plan, self._runner.run(plan, resolve))
                 break
             except ExpertUnavailable as error:
                 # Experts are asked before anything is sampled, so the penalties' counts are untouched.

@@ -11,7 +11,16 @@ import torch
 from opentelemetry.context import Context
 
 from gpu_service.engine.sampling_plan import build_sampling_plan, has_penalties
-from gpu_service.engine.step import NO_INPUT_IDS, Batch, PromptLogprobRows, SlotUpload, StepPlan
+from gpu_service.engine.step import (
+    NO_INPUT_IDS,
+    Batch,
+    PromptLogprobRows,
+    SamplingPlan,
+    SlotUpload,
+    StepPlan,
+    TokenMasks,
+)
+from gpu_service.engine.token_masks import MaskBuilder
 from gpu_service.request import Request
 from gpu_service.scheduler.limits import SchedulerLimits
 from gpu_service.vision.features import ImagePlan, ImageSlice
@@ -54,6 +63,7 @@ class InputBuilder:
     def __init__(self, limits: SchedulerLimits, page_size: int, *, has_mrope: bool = False) -> None:
         """`has_mrope`: the model's rotary embedding wants positions in time, height and width."""
         self._limits = limits
+        self._masks = MaskBuilder(limits)
         self._has_mrope = has_mrope
         self._page_size = page_size
         max_pages = -(-limits.context_limit // page_size)
@@ -91,7 +101,7 @@ class InputBuilder:
             sample_batch_indices=sampling_rows,
             sample_slots=torch.from_numpy(slots[sampling_rows]),
             sample_positions=torch.from_numpy(seq_lens[sampling_rows]),
-            sampling=build_sampling_plan(requests, output_positions, self._limits) if requests else None,
+            sampling=self._sampling(batch, requests, output_positions),
             state_reads=_state_slots(batch.state_reads),
             state_writes=_state_slots(batch.state_writes),
             prompt_logprobs=_prompt_logprob_rows(batch),
@@ -103,6 +113,17 @@ class InputBuilder:
             mrope_positions=_axis_positions(batch, positions) if self._has_mrope else None,
             images=_plan_images(batch),
         )
+
+    def masks(self, batch: Batch) -> TokenMasks | None:
+        """Of a step whose plan awaits them, once all steps before it are committed."""
+        return self._masks.build(batch)
+
+    def _sampling(
+        self, batch: Batch, requests: list[Request], output_positions: list[int]
+    ) -> SamplingPlan | None:
+        if not requests:
+            return None
+        return self._masks.plan(batch, build_sampling_plan(requests, output_positions, self._limits))
 
 
 def _upload(request: Request) -> SlotUpload:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -76,6 +76,15 @@ class TokenPool:
         self.tokens[slots, positions] = token_ids.to(torch.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """What the layers of a step leave for the sampler; filled by `ModelRunner.compute`."""
+
+    logits: torch.Tensor | None  # float32 [S, V]; None: no row is sampled from
+    prompt_logprobs: list[list[Logprobs]] = field(default_factory=list)
+    streamed: StreamedExperts | None = None
+
+
 class ModelRunner:
     """Owns everything on the device. Not thread-safe: all calls come in stream order.
 
@@ -122,17 +131,30 @@ class ModelRunner:
         present = {Feature.MROPE: self.has_mrope, Feature.LINEAR_ATTENTION: self.states is not None}
         return frozenset(feature for feature, is_present in present.items() if is_present)
 
-    def run(self, plan: StepPlan) -> StepOutputs:
-        """Runs the step. Raises what the expert client raises."""
+    def run(self, plan: StepPlan, resolve: Callable[[StepPlan], StepPlan] = lambda plan: plan) -> StepOutputs:
+        """Runs the step. Raises what the expert client raises.
+
+        `resolve` gives the masks to a plan that awaits them, once there are logits.
+        """
+        computed = self.compute(plan)
+        return self.draw(resolve(plan), computed)
+
+    def compute(self, plan: StepPlan) -> ComputedStep:
+        """The step as far as its logits."""
         self.begin_step()
         self.upload(plan.uploads)
         inputs, streamed = self._on_device(plan), self._stream(plan)
         hidden_states = self.forward(inputs, streamed)
         prompt_logprobs = [self._score_prompt(wanted, hidden_states) for wanted in plan.prompt_logprobs]
-        sampled = None
+        logits = None
         if plan.sampling is not None:
-            sampled = self.sample(plan, self.model.compute_logits(hidden_states[plan.logits_indices]))
-        return StepOutputs(sampled, prompt_logprobs, streamed)
+            logits = self.model.compute_logits(hidden_states[plan.logits_indices])
+        return ComputedStep(logits, prompt_logprobs, streamed)
+
+    def draw(self, plan: StepPlan, computed: ComputedStep) -> StepOutputs:
+        """The rest of it."""
+        sampled = None if computed.logits is None else self.sample(plan, computed.logits)
+        return StepOutputs(sampled, computed.prompt_logprobs, computed.streamed)
 
     def begin_step(self) -> None:
         """Before every step, replayed or not: experts move between the device and expert servers."""

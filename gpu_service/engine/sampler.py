@@ -14,7 +14,7 @@ import torch
 
 from gpu_service.engine.results import Logprobs, Sampled
 from gpu_service.engine.step import BadWords, PenaltyRows, SamplingPlan
-from gpu_service.ops.sampling import argmax_and_finite, truncate_probabilities
+from gpu_service.ops.sampling import argmax_and_finite, mask_logits, truncate_probabilities
 
 
 class PenaltyCounts:
@@ -101,10 +101,11 @@ class Sampler:
     def sample(self, logits: torch.Tensor, plan: SamplingPlan, tokens: torch.Tensor | None = None) -> Sampled:
         """Draws a token for each row of float32 `[R, V]` logits, which are not changed.
 
-        Order: logit bias, penalties, masks (min_tokens, bad words, allowed ids), temperature, min_p, top_k,
-        top_p, draw; that is vLLM's order, so that equal parameters mean equal distributions. `tokens` is the
-        token pool, int32 `[slots + 1, length]`; None where no plan has bad words.
+        Order: logit bias, penalties, masks (min_tokens, bad words, allowed ids, constraints), temperature,
+        min_p, top_k, top_p, draw; that is vLLM's order, so that equal parameters mean equal distributions.
+        `tokens` is the token pool, int32 `[slots + 1, length]`; None where no plan has bad words.
         """
+        assert not plan.awaits_masks, "sampled before the masks were known"
         adjusted = self._adjust(logits, plan, tokens)
         token_ids, finite = argmax_and_finite(logits)
         if adjusted is not logits:
@@ -122,7 +123,7 @@ class Sampler:
         return Sampled(token_ids, finite, logprobs)
 
     def _adjust(self, logits: torch.Tensor, plan: SamplingPlan, tokens: torch.Tensor | None) -> torch.Tensor:
-        changes = (plan.bias, plan.penalties, plan.banned, plan.allowed, plan.bad_words)
+        changes = (plan.bias, plan.penalties, plan.banned, plan.allowed, plan.bad_words, plan.masks)
         if all(change is None for change in changes):
             return logits
         logits = logits.clone()
@@ -140,6 +141,8 @@ class Sampler:
             kept = logits[entries]
             logits.index_fill_(0, plan.allowed.rows, -torch.inf)
             logits[entries] = kept
+        if plan.masks is not None:
+            mask_logits(logits, plan.masks.rows, plan.masks.words)
         return logits
 
     def _draw(self, logits: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:

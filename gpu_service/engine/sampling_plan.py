@@ -104,7 +104,12 @@ def _bias_entries(request: Request) -> Entries:
 def _banned(
     requests: Sequence[Request], positions: Sequence[int], limits: SchedulerLimits
 ) -> SparseBias | None:
-    held = [row for row, request in enumerate(requests) if positions[row] < request.params.min_tokens]
+    # The masks of requests with a constraint see to that themselves.
+    held = [
+        row
+        for row, request in enumerate(requests)
+        if positions[row] < request.params.min_tokens and request.constraint is None
+    ]
     parts = [(row, _stop_entries(requests[row], limits)) for row in held]
     return _sparse([(row, entries) for row, entries in parts if len(entries[0])])
 

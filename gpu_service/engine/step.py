@@ -224,6 +224,15 @@ class BadWords:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Rows whose requests have constraints; filled by `token_masks.py`."""
+
+    rows: Annotated[Tensor, TensorField("N", int64)]  # rows of the logits
+    # Bit b of word w says whether token 32 w + b is allowed.
+    words: Annotated[Tensor, TensorField("N W", int32)]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingPlan:
     """Filled by `build_sampling_plan`. None or an empty list: nobody in the batch asked for it."""
 
@@ -245,6 +254,9 @@ class SamplingPlan:
     bad_words: BadWords | None = None
     # Ids that are scored in addition to the best ones, padded with 0.
     scored_ids: Annotated[Tensor | None, TensorField("L M", int64)] = None
+    masks: TokenMasks | None = None
+    # The masks follow when the tokens of the step before are known: until then nothing is sampled.
+    awaits_masks: bool = False
 
     def logprob_columns(self, vocab_size: int) -> int:
         """Ids that a logprob row has values of, besides the chosen one."""
@@ -254,8 +266,8 @@ class SamplingPlan:
     @property
     def takes_argmax(self) -> bool:
         """Whether every row's token is that of its largest logit, and nothing else is asked."""
-        changed = (self.bias, self.banned, self.penalties, self.allowed, self.bad_words)
-        is_plain = all(change is None for change in changed)
+        changed = (self.bias, self.banned, self.penalties, self.allowed, self.bad_words, self.masks)
+        is_plain = not self.awaits_masks and all(change is None for change in changed)
         return self.random_rows.numel() == 0 and not self.logprob_rows and is_plain
 
 
@@ -289,6 +301,18 @@ class StepPlan(ForwardInputs):
     def num_requests(self) -> int:
         """R."""
         return len(self.seq_lens)
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether the step is launched in two parts, what is sampled after its masks are known."""
+        return self.sampling is not None and self.sampling.awaits_masks
+
+    def with_masks(self, masks: TokenMasks | None) -> StepPlan:
+        """The same step once its masks are known; None: no row has one."""
+        assert self.sampling is not None
+        return dataclasses.replace(
+            self, sampling=dataclasses.replace(self.sampling, masks=masks, awaits_masks=False)
+        )
 
     @property
     def is_sampling_decode(self) -> bool:

@@ -5,6 +5,9 @@ have been launched after it, with inputs that mean nothing. So: wait until every
 undo what is not idempotent from the last step to the first, bring the servers back, and run the same plans
 again, one after another. Plans are immutable, and KV and token-pool writes of a second run hit the same
 places.
+
+A step whose plan awaits its masks is launched as far as its logits; `Pending.supply` launches the rest. That
+is done between the commit of the step before and the next launch, so at most the latest step awaits masks.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Generic, Protocol, TypeVar
 import structlog
 
 from gpu_service.engine.results import StepResult
-from gpu_service.engine.step import Batch, StepPlan
+from gpu_service.engine.step import Batch, StepPlan, TokenMasks
 from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable
 
 Result = TypeVar("Result")
@@ -40,6 +43,10 @@ class Pending(ABC, Generic[Result]):
     def query(self) -> bool:
         """Whether `wait` would not block. False after a loss of experts, whose recovery takes its time."""
 
+    def supply(self, masks: TokenMasks | None) -> None:
+        """Of a step whose plan awaits them, before it is waited for; None: no row has one."""
+        raise AssertionError("the step was launched with its masks")
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -47,6 +54,7 @@ class Step:
 
     batch: Batch
     pending: Pending[StepResult]
+    awaits_masks: bool = False  # at its launch
 
 
 class StepRunner(ABC):
@@ -98,6 +106,9 @@ class Launched(Protocol):
     def finish(self) -> StepResult:
         """Blocks until it has ended; the host values, which mean nothing if experts failed meanwhile."""
 
+    def sample(self, plan: StepPlan) -> None:
+        """Launches the rest of a run whose plan awaited masks: `plan` has them."""
+
     def undo(self) -> None:
         """Takes back what a second run would do twice; after `finish`, in reverse order of launch."""
 
@@ -111,6 +122,8 @@ class StepInFlight(Pending[StepResult]):
         self.result: StepResult | None = None
         self.error: Exception | None = None
         self.settled = False
+        # How often it was undone so far.
+        self.replays = 0
         # What was launched after the step and belongs to it: done again whenever the step is.
         self.followers: list[Callable[[], None]] = []
         self._owner = owner
@@ -125,12 +138,16 @@ class StepInFlight(Pending[StepResult]):
     def query(self) -> bool:
         return self._owner.query(self)
 
+    def supply(self, masks: TokenMasks | None) -> None:
+        self._owner.supply(self, masks)
+
     def end(self) -> None:
-        """Blocks until the run has ended and keeps what came of it."""
+        """Blocks until the run has ended and keeps what came of it: nothing, if it awaits masks."""
         if self.launched is None or self.result is not None or self.error is not None:
             return
         try:
             self.result = self.launched.finish()
+            self.result.num_replays = self.replays
         except Exception as error:  # it is raised again in whoever waits for this step
             self.error = error
 
@@ -139,6 +156,7 @@ class StepInFlight(Pending[StepResult]):
         if self.launched is not None:
             self.launched.undo()
         self.launched = self.result = self.error = None
+        self.replays += 1
 
 
 class StepsInFlight:
@@ -176,11 +194,29 @@ class StepsInFlight:
         if self._steps:
             self._steps[-1].followers.append(work)
 
+    def supply(self, step: StepInFlight, masks: TokenMasks | None) -> None:
+        """Launches the rest of a step; all of it where its first part was undone, or never begun."""
+        step.plan = step.plan.with_masks(masks)
+        if step.settled or step.error is not None:
+            return
+        if step.launched is None:
+            # Not in flight while it is launched, like any other.
+            self._steps.remove(step)
+            self._run(step)
+            self._steps.append(step)
+            for work in step.followers:
+                work()
+            return
+        try:
+            step.launched.sample(step.plan)
+        except Exception as error:  # it is raised again in whoever waits for this step
+            step.error = error
+
     def query(self, step: StepInFlight) -> bool:
         """Whether `settle` would not block: neither for the device nor for servers to return."""
         if step.settled:
             return True
-        if step is not self._steps[0] or isinstance(step.error, ExpertUnavailable):
+        if step.plan.awaits_masks or step is not self._steps[0] or isinstance(step.error, ExpertUnavailable):
             return False
         has_ended = step.launched is None or step.error is not None or step.launched.query()
         return has_ended and self._failure_of(step) is None
@@ -233,9 +269,11 @@ class StepsInFlight:
             step.undo()
         try:
             self._recover(time.monotonic() + self._recovery_timeout_s)
-            while steps:
+            while steps and not steps[0].plan.awaits_masks:
                 self._run_alone(steps[0])
                 steps.pop(0)
+            # It is run when its masks are known, which follow from the steps before.
+            self._steps = steps
         except ExpertUnavailable as error:  # not back in time: what was launched can not be computed
             for step in steps:
                 step.error, step.settled = error, True
@@ -243,11 +281,9 @@ class StepsInFlight:
     def _run_alone(self, step: StepInFlight) -> None:
         """Runs a step with nothing launched after it until its outcome is final."""
         deadline = time.monotonic() + self._recovery_timeout_s
-        replays = 0
         while True:
             self._run(step)
             step.end()
-            replays += 1
             failure = self._failure_of(step)
             if failure is None:
                 break
@@ -257,8 +293,6 @@ class StepsInFlight:
             if isinstance(failure, ExpertComputeFailed):
                 step.error = failure
                 break
-        if step.result is not None:
-            step.result.num_replays = replays
         for work in step.followers:
             work()
         step.settled = True

@@ -24,7 +24,7 @@ from gpu_service.ops.norm import fused_add_rms_norm, gated_rms_norm, rms_norm
 from gpu_service.ops.registry import Implementation, Op
 from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.router import route
-from gpu_service.ops.sampling import argmax_and_finite, truncate_probabilities
+from gpu_service.ops.sampling import argmax_and_finite, mask_logits, truncate_probabilities
 from moebius.errors import brief
 from moebius.progress import counted, phase
 
@@ -49,6 +49,7 @@ OPS: tuple[Op[..., Any], ...] = (
     route,
     fp8_linear,
     argmax_and_finite,
+    mask_logits,
     truncate_probabilities,
 )
 # The setting `attention_backend` -> libraries to look in, best first; torch is what is left.

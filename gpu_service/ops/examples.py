@@ -166,6 +166,11 @@ class _Maker:
     def logits(self) -> tuple[Any, ...]:
         return (self._random(3, self._sizes.vocabulary, dtype=torch.float32),)
 
+    def masks(self) -> tuple[Any, ...]:
+        (logits,) = self.logits()
+        words = self._random(2, -(-self._sizes.vocabulary // 32), dtype=torch.float32) * 2**30
+        return logits, torch.tensor([2, 0], device=self._device), words.to(torch.int32)
+
     def truncate(self) -> tuple[Any, ...]:
         probabilities = self._random(3, self._sizes.vocabulary, dtype=torch.float32).softmax(dim=-1)
         top_k = torch.tensor([0, 50, 7], device=self._device)
@@ -232,6 +237,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "route": _Maker.route,
     "fp8_linear": _Maker.fp8_linear,
     "argmax_and_finite": _Maker.logits,
+    "mask_logits": _Maker.masks,
     "truncate_probabilities": _Maker.truncate,
 }
 

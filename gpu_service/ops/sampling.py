@@ -18,6 +18,19 @@ def argmax_and_finite(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @Op
+def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """Minus infinity, in place, for the tokens that a row's mask leaves out.
+
+    logits float32 `[R, V]`; rows int64 `[N]`, each at most once; words int32 `[N, W]`, W at least V / 32:
+    bit b of word w says whether token 32 w + b is allowed.
+    """
+    eighths = words.contiguous().view(torch.uint8).unsqueeze(2)
+    bits = eighths >> torch.arange(8, dtype=torch.uint8, device=words.device) & 1
+    banned = bits.flatten(1)[:, : logits.shape[1]] == 0
+    logits[rows] = logits[rows].masked_fill(banned, -torch.inf)
+
+
+@Op
 def truncate_probabilities(
     probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:

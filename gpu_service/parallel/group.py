@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from gpu_service.constraint import ConstraintCompiler
 from gpu_service.engine.interface import Inbox
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.sampler import Sampler
@@ -45,8 +46,8 @@ class RankGroup(ABC):
     model_runner: type[ModelRunner] = ModelRunner
 
     @abstractmethod
-    def inbox(self) -> Inbox:
-        """Where the engine's messages come from."""
+    def inbox(self, compiler: ConstraintCompiler | None) -> Inbox:
+        """Where the engine's messages come from; `compiler`: of the constraints of requests among them."""
 
     @abstractmethod
     def sampler(self, vocab_size: int, device: torch.device, num_slots: int = 0) -> Sampler:
@@ -82,7 +83,7 @@ class SoloGroup(RankGroup):
 
     parallel = SOLO
 
-    def inbox(self) -> Inbox:
+    def inbox(self, compiler: ConstraintCompiler | None) -> Inbox:
         return Inbox()
 
     def sampler(self, vocab_size: int, device: torch.device, num_slots: int = 0) -> Sampler:
@@ -119,8 +120,10 @@ class ProcessRankGroup(RankGroup):
         # Of its own, because it is used from another thread than the step's collectives.
         self._agreement = agreement
 
-    def inbox(self) -> Inbox:
-        return LeaderInbox(self._control) if self.parallel.rank == 0 else FollowerInbox(self._control)
+    def inbox(self, compiler: ConstraintCompiler | None) -> Inbox:
+        if self.parallel.rank == 0:
+            return LeaderInbox(self._control)
+        return FollowerInbox(self._control, compiler)
 
     def sampler(self, vocab_size: int, device: torch.device, num_slots: int = 0) -> Sampler:
         return RankSampler(vocab_size, device, num_slots, self.parallel)

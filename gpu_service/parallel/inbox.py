@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu_service.constraint import ConstraintCompiler
 from gpu_service.engine.interface import Abort, Add, Call, Flush, Inbox, Message, Stop
 from gpu_service.parallel.control import RankControl
 from gpu_service.request import Request, SamplingParams
@@ -51,19 +52,24 @@ def encode_messages(messages: Sequence[Message]) -> ranks_pb2.Iteration:
     return iteration
 
 
-def decode_messages(iteration: ranks_pb2.Iteration) -> list[Message]:
+def decode_messages(
+    iteration: ranks_pb2.Iteration, compiler: ConstraintCompiler | None = None
+) -> list[Message]:
     """What the others apply; equal in all that the scheduler and the sampler read.
 
-    Raises ValueError for what `encode_messages` does not make.
+    `compiler`: None where rank 0 has none, either. Raises ValueError for what `encode_messages` does not
+    make.
     """
     images = [_decode_image(image) for image in iteration.images]
-    return [_decode(message, images) for message in iteration.messages]
+    return [_decode(message, images, compiler) for message in iteration.messages]
 
 
-def _decode(message: ranks_pb2.Message, images: Sequence[PreparedImage]) -> Message:
+def _decode(
+    message: ranks_pb2.Message, images: Sequence[PreparedImage], compiler: ConstraintCompiler | None
+) -> Message:
     match message.WhichOneof("message"):
         case "add":
-            return Add(tuple(_decode_request(output, images) for output in message.add.outputs))
+            return Add(tuple(_decode_request(output, images, compiler) for output in message.add.outputs))
         case "abort_request_id":
             return Abort(message.abort_request_id)
         case "flush":
@@ -80,6 +86,8 @@ def _encode_request(
 ) -> None:
     output.request_id, output.index, output.priority = request.request_id, request.index, request.priority
     output.cache_namespace = request.cache_namespace
+    if request.constraint is not None:
+        output.constraint.CopyFrom(request.constraint.source)
     output.prompt_token_ids.extend(request.prompt_token_ids)
     params = request.params
     for name in _SAME:
@@ -100,8 +108,15 @@ def _encode_request(
         output.images.add(image=images[key], start=placed.start)
 
 
-def _decode_request(output: ranks_pb2.Output, images: Sequence[PreparedImage]) -> Request:
+def _decode_request(
+    output: ranks_pb2.Output, images: Sequence[PreparedImage], compiler: ConstraintCompiler | None
+) -> Request:
     placed = [PromptImage(images[place.image], place.start) for place in output.images]
+    constraint = None
+    if output.HasField("constraint"):
+        if compiler is None:
+            raise ValueError("a constraint arrived, but this rank has no tokenizer")
+        (constraint,) = compiler.make(output.constraint)
     return Request(
         request_id=output.request_id,
         prompt_token_ids=list(output.prompt_token_ids),
@@ -110,6 +125,7 @@ def _decode_request(output: ranks_pb2.Output, images: Sequence[PreparedImage]) -
         priority=output.priority,
         cache_namespace=output.cache_namespace,
         vision=locate(len(output.prompt_token_ids), placed) if placed else None,
+        constraint=constraint,
     )
 
 
@@ -165,9 +181,10 @@ class FollowerInbox(Inbox):
 
     is_entry = False
 
-    def __init__(self, control: RankControl) -> None:
+    def __init__(self, control: RankControl, compiler: ConstraintCompiler | None = None) -> None:
         super().__init__()
         self._control = control
+        self._compiler = compiler
 
     def post(self, message: Message) -> None:
         """Nothing enters here; the end comes from rank 0, so an engine that has ended may post its own."""
@@ -176,4 +193,4 @@ class FollowerInbox(Inbox):
 
     def drain(self, wait: bool) -> list[Message]:
         """Blocks until rank 0 is at the same iteration."""
-        return decode_messages(self._control.next_iteration())
+        return decode_messages(self._control.next_iteration(), self._compiler)

@@ -10,7 +10,7 @@ import torch
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.results import Logprobs, Sampled, StepOutputs, StepResult
 from gpu_service.engine.sampler import Sampler
-from gpu_service.engine.step import PromptLogprobRows, SamplingPlan, StepPlan
+from gpu_service.engine.step import PromptLogprobRows, SamplingPlan, StepPlan, TokenMasks
 from gpu_service.engine.step_runner import Pending, StepInFlight, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.parallel.context import ParallelContext
@@ -82,13 +82,19 @@ class RankSampler(Sampler):
 class RankModelRunner(ModelRunner):
     """A `ModelRunner` among others: its sampler is a `RankSampler`, its experts are `RankExperts` or None."""
 
-    def run(self, plan: StepPlan) -> StepOutputs:
+    def run(self, plan: StepPlan, resolve: Callable[[StepPlan], StepPlan] = lambda plan: plan) -> StepOutputs:
         """A client that raises does it here, at the end, on all ranks alike."""
-        outputs = super().run(plan)
+        resolved: list[StepPlan] = []
+
+        def keep(plan: StepPlan) -> StepPlan:
+            resolved.append(resolve(plan))
+            return resolved[0]
+
+        outputs = super().run(plan, keep)
         if self.experts is not None and not self.experts.is_device_driven:
             failure = self.experts.failure()
             if failure is not None:
-                self.retract(plan, outputs)
+                self.retract(resolved[0], outputs)
                 raise failure
         return outputs
 
@@ -154,6 +160,12 @@ class _GuardedPending(Pending[StepResult]):
 
     def query(self) -> bool:
         return self._inner.query()
+
+    def supply(self, masks: TokenMasks | None) -> None:
+        self._inner.supply(masks)
+        # As at a launch: what fails here must not wait for somebody who asks.
+        if isinstance(self._inner, StepInFlight) and isinstance(self._inner.error, Exception):
+            self._judge(self._inner.error)
 
     def wait(self) -> StepResult:
         try:

@@ -77,5 +77,7 @@ def mark_finish(request: Request, token_id: int, limits: SchedulerLimits) -> Non
     if long_enough and is_stop_token(request, token_id, limits):
         request.finish_reason = FinishReason.STOP
         request.matched_stop_token = token_id
+    elif request.constraint is not None and request.constraint.is_complete:
+        request.finish_reason = FinishReason.STOP
     elif ends_by_length(request, request.total_len, limits):
         request.finish_reason = FinishReason.LENGTH

@@ -358,6 +358,11 @@ class Scheduler:
 
     def _append_token(self, request: Request, result: RowResult) -> None:
         assert result.token_id is not None
+        if request.constraint is not None:
+            request.constraint.accept(result.token_id)
+            if request.constraint.error:
+                self.finish(request, FinishReason.ERROR, request.constraint.error, keep=False)
+                return
         request.output_token_ids.append(result.token_id)
         if result.logprobs is not None:
             request.output_logprobs.append(result.logprobs)

@@ -19,6 +19,7 @@ from gpu_service.models.common import CausalLM
 from gpu_service.request import Request, SamplingParams
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.capturable_mla import make_capturable_attention
+from tests.helpers.constraints import constrain_some
 from tests.helpers.device_experts import DenseExperts, DoomedDenseExperts
 from tests.helpers.host_graphs import RecordedOperations
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
@@ -81,6 +82,20 @@ def test_replayed_equals_eager(tiny: Tiny, params: dict[str, Any], monkeypatch: 
         assert all(len(request.output_logprobs) == len(request.output_token_ids) for request in wanted)
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_masked_replays_equal_eager_steps(tiny: Tiny, params: dict[str, Any]) -> None:
+    """Batches with constraints and without are the same graphs, whose logits are masked afterwards.
+
+    Requests without a constraint say what they say without the others.
+    """
+    size = tiny[0].config.vocab_size
+    eager = run(tiny, Setup(overlap=False), constrain_some(requests(5, params), size))
+    assert run(tiny, Setup(largest_graph=6), constrain_some(requests(5, params), size)) == eager
+    free = run(tiny, Setup(largest_graph=6), requests(5, params))
+    assert eager[1::2] == free[1::2]
+    assert all(masked != plain for masked, plain in zip(eager[::2], free[::2], strict=True))
+
+
 def test_batches_above_the_largest_graph_run_eagerly(tiny: Tiny) -> None:
     """Nothing is lost where graphs end."""
     assert run(tiny, Setup(largest_graph=2), requests(4, GREEDY)) == run(tiny, Setup(), requests(4, GREEDY))
@@ -121,6 +136,12 @@ def test_experts_lost_during_replays_do_not_show(tmp_path: Path, name: str, para
     experts.lost_at = {begun + 9 + step for step in (1, 4, 8, 9, 15)}
     assert run((model, experts), setup, requests(4, params)) == expected
     assert experts.recoveries >= 4
+    size = model.config.vocab_size
+    masked = run((model, experts), setup, constrain_some(requests(4, params), size))
+    begun = experts.steps
+    experts.lost_at = {begun + 9 + step for step in (1, 4, 8, 9, 15)}
+    assert run((model, experts), setup, constrain_some(requests(4, params), size)) == masked
+    assert experts.recoveries >= 8
 
 
 def test_padding_touches_no_page_and_no_expert(tiny: Tiny) -> None:

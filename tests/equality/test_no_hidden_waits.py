@@ -12,13 +12,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpu_service.constraint import ConstraintCompiler
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.request import Request, SamplingParams
+from gpu_service.request import FinishReason, Request, SamplingParams
+from protos.engine_pb2 import Constraint
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
 from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_tokenizer import byte_level_tokenizer
 
 # Operations whose result, or the shape of it, depends on values: each is a wait on a GPU.
 ASKING = {
@@ -79,22 +82,24 @@ def test_no_step_asks_the_device(name: str, tmp_path: Path, monkeypatch: pytest.
     make_tiny_model(name, tmp_path)
     model = tiny_model(tmp_path, torch.device("cpu"))
     experts = DenseExperts(tmp_path, {"qwen3_moe": 7, "glm4_moe": 10, "qwen3_next": 7}[name])
-    original, steps = ModelRunner.run, [0]
-
-    def run(runner: ModelRunner, plan: Any) -> Any:
-        steps[0] += 1
-        with NoQuestions():
-            return original(runner, plan)
+    steps = {"compute": 0, "draw": 0}
 
     def tolist(tensor: torch.Tensor) -> list[Any]:
         raise AssertionError("tolist makes the host wait for the device")
 
-    def guarded(runner: ModelRunner, plan: Any) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "tolist", tolist)
-            return run(runner, plan)
+    def guard(name: str) -> None:
+        original = getattr(ModelRunner, name)
 
-    monkeypatch.setattr(ModelRunner, "run", guarded)
+        def guarded(*arguments: Any) -> Any:
+            steps[name] += 1
+            with monkeypatch.context() as patch, NoQuestions():
+                patch.setattr(torch.Tensor, "tolist", tolist)
+                return original(*arguments)
+
+        monkeypatch.setattr(ModelRunner, name, guarded)
+
+    for part in steps:
+        guard(part)
     everything = SamplingParams(
         temperature=0.9,
         top_p=0.9,
@@ -118,6 +123,10 @@ def test_no_step_asks_the_device(name: str, tmp_path: Path, monkeypatch: pytest.
         Request(f"r{i}", [3 + (i * 37 + k * 5) % 200 for k in range(4 + 15 * i)], params)
         for i, params in enumerate((greedy, everything, plain, everything))
     ]
+    compiler = ConstraintCompiler(byte_level_tokenizer(300), model.config.vocab_size, frozenset({2}))
+    masked = Request("masked", [3, 4, 5], everything)
+    (masked.constraint,) = compiler.make(Constraint(regex="[a-z]{3,9}"))
     with tiny_engine(model, experts, HostDeviceStream(), CapturableAttention, Setup()) as engine:
-        engine.run(requests)
-    assert steps[0] > 6
+        engine.run([*requests, masked])
+    assert masked.finish_reason is FinishReason.LENGTH, masked.error_message
+    assert min(steps.values()) > 6

@@ -13,6 +13,7 @@ from tests.helpers.rank_graphs import use_recordings
 from tests.helpers.rank_group import Outcome, rank_config, run_group
 from tests.helpers.rank_models import MODELS
 from tests.helpers.tiny_models import write_tiny_model
+from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 from tests.tolerances import LOGITS_FLOAT32_RANKS
 
 Truth = Callable[[str], tuple[Path, dict[str, list[Outcome]]]]
@@ -26,6 +27,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
     def make(name: str) -> tuple[Path, dict[str, list[Outcome]]]:
         directory = tmp_path_factory.mktemp(name)
         write_tiny_model(MODELS[name], directory, seed=11)
+        write_tokenizer(directory, byte_level_tokenizer(300))
         return directory, run_group(rank_config(directory, 1, 1))
 
     return make
@@ -51,7 +53,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
     ids=lambda value: str(value),
 )
 def test_ranks_do_not_show(truth: Truth, name: str, tp: int, pp: int, changes: dict[str, Any]) -> None:
-    """Chunked batches, prefix hits, sampling with penalties, scores, aborts and flushes: as on one rank.
+    """Chunked batches, prefix hits, penalties, constraints, scores, aborts and flushes: as on one rank.
 
     Also where half of the experts are each rank's own device's.
     """
@@ -82,3 +84,9 @@ def assert_same(found: dict[str, list[Outcome]], expected: dict[str, list[Outcom
                 assert getattr(ours, kind) == expected_scores, f"{where}.{kind}"
     assert any(outcome.cached_len for outcome in expected["prefix"])
     assert expected["aborted"][0].finish_reason == "abort"
+    assert [outcome.finish_reason for outcome in expected["constrained"]] == [
+        "stop",
+        "length",
+        "stop",
+        "stop",
+    ]

@@ -29,6 +29,8 @@ from gpu_service.ops import backends
 from gpu_service.request import Request, SamplingParams
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
+from moebius.models.read import read_model_config
+from tests.helpers.constraints import constrain_some
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.family_answers import assert_as_close, errors, logprobs_of, scored_by
 from tests.helpers.tiny_engine import Setup, TinyEngine, tiny_engine, tiny_model
@@ -184,6 +186,25 @@ def test_scheduling_does_not_show(directory: Path, largest_graph: int) -> None:
     assert sum(request.num_preemptions for request in wanted) > 0, "the scenario must preempt"
 
 
+def masked(directory: Path, count: int, params: dict[str, Any]) -> list[Request]:
+    """As `requests`, every other one with a constraint."""
+    return constrain_some(requests(count, params), read_model_config(directory).vocab_size)
+
+
+@pytest.mark.parametrize("largest_graph", [0, 6], ids=["eager", "graphs"])
+@pytest.mark.parametrize("params", [GREEDY, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_masked_batches_are_those_of_the_cpu(
+    directory: Path, largest_graph: int, params: dict[str, Any]
+) -> None:
+    """Overlapping and not; requests without a constraint say what they say without the others."""
+    expected = on_cpu(directory, masked(directory, 5, params))
+    for overlap in (True, False):
+        setup = Setup(largest_graph=largest_graph, overlap=overlap)
+        assert on_gpu(directory, setup, masked(directory, 5, params)) == expected
+    free = on_gpu(directory, Setup(largest_graph=largest_graph), requests(5, params))
+    assert free[1::2] == expected[1::2]
+
+
 @pytest.mark.parametrize("largest_graph", [0, 6], ids=["eager", "graphs"])
 @pytest.mark.parametrize("attention", ["flashinfer", "triton"])
 def test_no_step_makes_the_host_wait(directory: Path, largest_graph: int, attention: str) -> None:
@@ -197,6 +218,7 @@ def test_no_step_makes_the_host_wait(directory: Path, largest_graph: int, attent
         try:
             engine.run(requests(5, params))
             engine.run(requests(2, GREEDY))
+            engine.run(masked(directory, 4, GREEDY))
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -17,7 +17,7 @@ from gpu_service.ops.backends import OPS, install, load_tables, uninstall
 from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
-from gpu_service.ops.sampling import truncate_probabilities
+from gpu_service.ops.sampling import mask_logits, truncate_probabilities
 from moebius.models.config import RouterConfig
 from tests.helpers.ops import assert_same_op, example
 
@@ -269,6 +269,20 @@ def test_greedy_choice(rows: int, size: int, device: torch.device, tables: dict[
     assert finite.tolist() == [True] * (rows - 1) + [False]
     assert ids[:-1].tolist() == logits[:-1].cpu().argmax(-1).tolist()
     assert 0 <= int(ids[-1]) < size
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("size", [7, 151_936, 201_088])
+def test_masks(rows: int, size: int, device: torch.device, tables: dict[str, Any]) -> None:
+    """As the reference on the host, for rows in any order; rows without a mask stay."""
+    mask = _implementation(tables, "triton", "mask_logits").function
+    logits = _random(device, torch.float32, rows + 1, size)
+    words = torch.randint(-(2**31), 2**31, (rows, -(-size // 32)), dtype=torch.int32)
+    order = torch.randperm(rows + 1)[:rows]
+    expected = logits.cpu()
+    mask_logits.reference(expected, order, words)
+    mask(logits, order.to(device), words.to(device))
+    assert torch.equal(logits.cpu(), expected)
 
 
 @pytest.mark.parametrize("size", [500, 151_936])

@@ -108,6 +108,8 @@ def _small_ops() -> None:
         router = RouterConfig(128, 8, score, post=post)
         IMPLEMENTATIONS["route"].function(logits, None, router, logits[:, 0] > 0)
     IMPLEMENTATIONS["argmax_and_finite"].function(torch.zeros(1, 7))
+    words = torch.zeros(1, 1, dtype=torch.int32)
+    IMPLEMENTATIONS["mask_logits"].function(torch.zeros(1, 7), torch.zeros(1, dtype=torch.int64), words)
 
 
 def _pages() -> None:

@@ -29,6 +29,7 @@ from moebius.config import (
     ParallelConfig,
     PlacementConfig,
 )
+from protos.engine_pb2 import Constraint
 
 # Forked from a process that has imported torch: a fresh interpreter would take seconds per rank.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -108,11 +109,19 @@ class Script:
             self._changed.notify_all()
 
     def submit(
-        self, name: str, prompt: list[int], vision: VisionPrompt | None = None, **params: Any
+        self,
+        name: str,
+        prompt: list[int],
+        vision: VisionPrompt | None = None,
+        constraint: Constraint | None = None,
+        **params: Any,
     ) -> Request:
         """Starts a request."""
         chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | params))
         request = Request(name, prompt, chosen, vision=vision)
+        if constraint is not None:
+            assert self.built.compiler is not None, "the checkpoint has no tokenizer"
+            (request.constraint,) = self.built.compiler.make(constraint)
         self.built.engine.submit([request])
         return request
 
@@ -146,6 +155,16 @@ class Script:
             for i, p in enumerate(prompts[:2])
         ]
         cases["scored"] = self.wait(scored)
+        if self.built.compiler is not None:
+            pattern, after = Constraint(regex="[a-f]{2,4}-[0-9]{3}"), {"after_token_ids": [70]}
+            thought = Constraint(regex="(ab|cd){3}", max_reasoning_tokens=4, **after)
+            grammars = [pattern, None, thought, pattern]
+            cases["constrained"] = self.wait(
+                [
+                    self.submit(f"f{i}", p, constraint=grammar, seed=i, temperature=0.9)
+                    for i, (p, grammar) in enumerate(zip(prompts, grammars, strict=True))
+                ]
+            )
         long = self.submit("long", prompts[0], max_tokens=200, ignore_eos=True)
         concurrent = self.submit("concurrent", prompts[3], ignore_eos=True)
         self.wait([long], tokens=3)

@@ -209,6 +209,22 @@ def test_argmax_and_finite(shape: tuple[int, int]) -> None:
     assert ids.dtype == torch.int64
 
 
+@pytest.mark.parametrize(("rows", "vocabulary", "num_words"), [([], 9, 1), ([0], 1, 1), ([2, 0], 5000, 160)])
+def test_mask_logits(rows: list[int], vocabulary: int, num_words: int) -> None:
+    """Bits of all values and places; other rows, and allowed logits to the last bit, stay as they are."""
+    torch.manual_seed(vocabulary)
+    logits = torch.randn(3, vocabulary)
+    words = torch.randint(-(2**31), 2**31, (len(rows), num_words), dtype=torch.int32)
+    expected = logits.clone()
+    for row, mask in zip(rows, words, strict=True):
+        allowed = [bool(int(mask[token // 32]) >> token % 32 & 1) for token in range(vocabulary)]
+        expected[row, ~torch.tensor(allowed)] = -torch.inf
+    for implementation in (sampling.mask_logits.reference, triton_sampling.mask_logits):
+        masked = logits.clone()
+        implementation(masked, torch.tensor(rows, dtype=torch.int64), words)
+        assert torch.equal(masked, expected)
+
+
 def test_argmax_names_the_lowest_of_equal_logits_and_flags_what_is_not_finite() -> None:
     logits = torch.zeros(6, 4100)
     logits[0, [4097, 9, 4000]] = 3.0

@@ -14,6 +14,8 @@ from gpu_service.parallel.inbox import decode_messages, encode_messages
 from gpu_service.request import Request, SamplingParams
 from gpu_service.vision.prompt import PreparedImage, place_images
 from protos import ranks_pb2
+from protos.engine_pb2 import Constraint
+from tests.helpers.constraints import compiler, constrained
 
 PARAMS = st.builds(
     SamplingParams,
@@ -80,6 +82,20 @@ def test_what_is_no_message_is_refused() -> None:
     image = ranks_pb2.Image(key=-1, grid=[1, 2, 2], token_grid=[1, 1], shape=[4, 6], pixels=bytes(95))
     with pytest.raises(ValueError, match=r"shape \(4, 6\) arrived with 95 bytes"):
         decode_messages(ranks_pb2.Iteration(images=[image]))
+
+
+def test_constraints_arrive_as_they_were_sent() -> None:
+    """With a state of their own at the beginning; a rank without a tokenizer says so."""
+    source = Constraint(regex="[ab]+", after_token_ids=[4, 5], max_reasoning_tokens=0)
+    sent = [constrained("a", [3], source), Request("b", [3], SamplingParams())]
+    (arrived,) = decode_messages(encode_messages([Add(tuple(sent))]), compiler())
+    assert isinstance(arrived, Add)
+    first, second = arrived.requests
+    assert first.constraint is not None
+    assert first.constraint.source == source
+    assert second.constraint is None
+    with pytest.raises(ValueError, match="no tokenizer"):
+        decode_messages(encode_messages([Add(tuple(sent))]))
 
 
 PLACEHOLDER = 9

@@ -1,4 +1,4 @@
-"""Greedy tokens: every row is read once, by several programs, and their findings are joined by one."""
+"""What the sampler does to whole rows of logits, each read once, by several programs."""
 
 from __future__ import annotations
 
@@ -56,6 +56,37 @@ def join_chunks_kernel(
     best = tl.argmax(values, axis=0)
     tl.store(ids_ptr + row, tl.load(chunk_ids_ptr + row * num_chunks + best).to(tl.int64))
     tl.store(finite_ptr + row, tl.min(finite, axis=0).to(tl.int1))
+
+
+@jit
+def mask_logits_kernel(
+    logits_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    size: int,
+    row_stride: int,
+    num_words: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (n, c) writes minus infinity into chunk c of row `rows[n]` where a bit of its mask is clear."""
+    entry = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    word = tl.load(words_ptr + entry * num_words + column // 32, mask=inside, other=-1)
+    is_banned = ((word >> (column % 32)) & 1) == 0
+    row = tl.load(rows_ptr + entry)
+    nothing = tl.full((BLOCK,), float("-inf"), tl.float32)
+    tl.store(logits_ptr + row * row_stride + column, nothing, mask=inside & is_banned)
+
+
+def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """As `ops.sampling.mask_logits`; `logits` without gaps between columns."""
+    assert logits.stride(1) == 1, "logits of a row lie next to one another"
+    size, words = logits.shape[1], words.contiguous()
+    if rows.shape[0]:
+        grid = (rows.shape[0], -(-size // _CHUNK))
+        stride, num_words = logits.stride(0), words.shape[1]
+        mask_logits_kernel[grid](logits, rows, words, size, stride, num_words, BLOCK=_CHUNK, num_warps=8)
 
 
 def argmax_and_finite(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

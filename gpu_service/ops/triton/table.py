@@ -15,7 +15,7 @@ from gpu_service.ops.triton.linear_attention_chunks import (
 from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
 from gpu_service.ops.triton.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.triton.router import route
-from gpu_service.ops.triton.sampling import argmax_and_finite
+from gpu_service.ops.triton.sampling import argmax_and_finite, mask_logits
 
 IMPLEMENTATIONS = {
     "rms_norm": Implementation(rms_norm),
@@ -35,4 +35,5 @@ IMPLEMENTATIONS = {
     "route": Implementation(route),
     "fp8_linear": Implementation(fp8_linear),
     "argmax_and_finite": Implementation(argmax_and_finite),
+    "mask_logits": Implementation(mask_logits),
 }

@@ -1,0 +1,263 @@
+"""What holds an output to its `Constraint`: which tokens may come next, token by token.
+
+    OPENING -> THOUGHT -> FORCED -> GRAMMAR, or FREE where there is no grammar
+
+An output without a thought begins with its grammar. Knows no tensors and no steps: the masks are filled by
+`engine/token_masks.py`, and a token is accepted when its step is committed, so an output's state is that of
+its `output_token_ids`, whatever happened to the steps.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from moebius.checkpoint.tokenizer import read_backend
+from moebius.errors import brief
+from moebius.grammar.compile import GrammarError, grammar_of, limits, reason
+from moebius.progress import phase
+from protos.engine_pb2 import Constraint
+
+_log = structlog.get_logger(__name__)
+Words = npt.NDArray[np.int32]
+# Compiled grammars that are kept for later requests.
+_REMEMBERED = 64
+
+
+class Phase(enum.Enum):
+    """Where an output is."""
+
+    OPENING = "its first tokens say whether it begins with a thought"
+    THOUGHT = "anything, until the thought ends"
+    FORCED = "the end of a thought that became too long"
+    GRAMMAR = "what the grammar allows"
+    FREE = "anything, to the end"
+
+
+class OutputConstraint:
+    """One output's; made by `ConstraintCompiler`, advanced by the scheduler's commit."""
+
+    def __init__(
+        self, source: Constraint, matcher: LLMatcher | None, eos_token_ids: frozenset[int], num_words: int
+    ) -> None:
+        """`matcher`: this output's own, at its beginning; None: the constraint has no grammar. `num_words`:
+        of a mask."""
+        self.source = source
+        self.num_words = num_words
+        self.matcher = matcher
+        self.error = ""  # not empty: the output can not go on, and why
+        self.is_complete = False
+        self._eos = sorted(eos_token_ids)
+        self._start, self._after = tuple(source.start_token_ids), tuple(source.after_token_ids)
+        self._forced = tuple(source.forced_token_ids) or self._after
+        self._limit = source.max_reasoning_tokens if source.HasField("max_reasoning_tokens") else None
+        self._count = 0  # tokens accepted
+        self._place = 0  # in the sequence that the output is to open with, or that is forced
+        self._recent: tuple[int, ...] = ()  # the thought's latest, at most as many as end it
+        self.phase = self._after_thought
+        if self._start:
+            self.phase = Phase.OPENING
+        elif self._after:
+            self._enter_thought()
+
+    @property
+    def _after_thought(self) -> Phase:
+        return Phase.FREE if self.matcher is None else Phase.GRAMMAR
+
+    def depends_on(self, unknown: int) -> bool:
+        """Whether the mask depends on `unknown` tokens that are being sampled and have not been accepted."""
+        if unknown == 0 or self.phase is Phase.FREE:
+            return False
+        if self.phase is Phase.THOUGHT and self.matcher is None:
+            return self._limit is not None and self._count + unknown >= self._limit
+        return True
+
+    @property
+    def follows_grammar(self) -> bool:
+        """Whether the mask is the matcher's; `finish_mask` comes after it all the same."""
+        is_undecided = self.phase is Phase.OPENING and self._place == 0
+        return self.matcher is not None and (self.phase is Phase.GRAMMAR or is_undecided)
+
+    def accept(self, token_id: int) -> None:
+        """The output's next token. Sets `error` when it breaks the grammar, `is_complete` at its end."""
+        self._count += 1
+        if self.phase is Phase.OPENING:
+            self._open(token_id)
+        elif self.phase is Phase.THOUGHT:
+            self._think(token_id)
+        elif self.phase is Phase.FORCED:
+            self._place += 1
+            if self._place == len(self._forced):
+                self.phase = self._after_thought
+        elif self.phase is Phase.GRAMMAR:
+            self._consume(token_id)
+
+    def finish_mask(self, words: Words, banned: frozenset[int]) -> bool:
+        """Completes a mask int32 `[W]` that allows everything, or what the matcher said.
+
+        `banned`: ids that are left out wherever others remain. False: it allows everything. Sets `error`
+        when nothing is allowed; then the mask allows everything, and the output's token means nothing.
+        """
+        if self.phase is Phase.FORCED or (self.phase is Phase.OPENING and self._place > 0):
+            words[:] = 0
+            _allow(words, (self._forced if self.phase is Phase.FORCED else self._start)[self._place])
+            return True
+        if self.phase is Phase.OPENING:
+            _allow(words, self._start[0])
+        elif self.phase is Phase.THOUGHT and self.matcher is not None:
+            _ban(words, self._eos)  # it would end before there is an answer
+        if self.follows_grammar and self.matcher is not None and self.matcher.is_error():
+            self._fail()
+        elif not words.any():
+            self.error = self.error or "the constraint allows no token that the model has"
+        if self.error:
+            words[:] = -1
+            return False
+        if banned:
+            kept = words.copy()
+            _ban(kept, sorted(banned))
+            if kept.any():
+                words[:] = kept
+        return bool((words != -1).any())
+
+    def _open(self, token_id: int) -> None:
+        if token_id == self._start[self._place]:
+            self._place += 1
+            if self._place == len(self._start):
+                self._enter_thought()
+            return
+        self.phase = self._after_thought
+        if self.phase is Phase.GRAMMAR:
+            self._consume(token_id)
+
+    def _enter_thought(self) -> None:
+        self.phase, self._place = Phase.THOUGHT, 0
+        self._bound_thought()
+
+    def _think(self, token_id: int) -> None:
+        self._recent = (*self._recent, token_id)[-len(self._after) :]
+        if self._recent == self._after:
+            self.phase = self._after_thought
+        else:
+            self._bound_thought()
+
+    def _bound_thought(self) -> None:
+        if self._limit is not None and self._count >= self._limit:
+            self.phase, self._place = Phase.FORCED, 0
+
+    def _consume(self, token_id: int) -> None:
+        assert self.matcher is not None
+        if not self.matcher.consume_token(token_id) or self.matcher.is_error():
+            self._fail()
+        else:
+            self.is_complete = self.matcher.is_stopped()
+
+    def _fail(self) -> None:
+        assert self.matcher is not None
+        self.error = f"the output can not be held to its constraint: {reason(self.matcher.get_error())}"
+
+
+def _allow(words: Words, token_id: int) -> None:
+    words[token_id >> 5] |= np.array(1 << (token_id & 31), np.uint32).view(np.int32)
+
+
+def _ban(words: Words, token_ids: list[int]) -> None:
+    for token_id in token_ids:
+        words[token_id >> 5] &= np.array(~(1 << (token_id & 31)) & 0xFFFFFFFF, np.uint32).view(np.int32)
+
+
+# The engine's operation that has every rank compile a constraint before a request needs it.
+PREPARE = "prepare constraint"
+
+
+class ConstraintCompiler:
+    """Makes constraints of outputs; remembers the latest grammars. Any thread may ask; it takes a while."""
+
+    # Tells other ranks of a constraint that is about to be compiled, as the argument of `PREPARE`.
+    announce: Callable[[str], object] | None = None
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        remembered: int = _REMEMBERED,
+    ) -> None:
+        """`vocab_size`: columns of the logits, which may be more than there are tokens, or fewer."""
+        described = tokenizer.to_str()
+        size = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
+        self._eos = eos_token_ids
+        self._tokenizer = LLTokenizer(described, n_vocab=size, eos_token=sorted(eos_token_ids) or None)
+        self._remembered = remembered
+        self._compiled: OrderedDict[bytes, Future[LLMatcher]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="constraints")
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        return -(-self._tokenizer.vocab_size // 32)
+
+    def make(self, constraint: Constraint, count: int = 1) -> list[OutputConstraint]:
+        """For `count` outputs. Raises GrammarError when it can not be enforced."""
+        if constraint.WhichOneof("kind") is None:
+            return [OutputConstraint(constraint, None, self._eos, self.num_words) for _ in range(count)]
+        beginning = self._matcher(constraint)
+        with self._lock:
+            matchers = [beginning.deep_copy() for _ in range(count)]
+        return [OutputConstraint(constraint, one, self._eos, self.num_words) for one in matchers]
+
+    def prepare(self, text: str) -> None:
+        """Compiles what another rank has announced, in a thread: `make` will find it, or wait for it."""
+        constraint = Constraint.FromString(base64.b64decode(text))
+        self._pool.submit(self._matcher, constraint)
+
+    def _matcher(self, constraint: Constraint) -> LLMatcher:
+        """At the beginning of an output; nobody may advance it."""
+        key = hashlib.sha256(constraint.SerializeToString(deterministic=True)).digest()
+        with self._lock:
+            compiled = self._compiled.get(key)
+            is_new = compiled is None
+            if compiled is None:
+                compiled = self._compiled[key] = Future()
+                if len(self._compiled) > self._remembered:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(key)
+        if is_new:
+            if self.announce is not None:
+                self.announce(base64.b64encode(constraint.SerializeToString()).decode())
+            try:
+                compiled.set_result(self._compile(constraint))
+            except Exception as error:  # it is raised again in everybody who waits
+                compiled.set_exception(error)
+                with self._lock:
+                    self._compiled.pop(key, None)
+        return compiled.result()
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, grammar_of(constraint), log_level=0, limits=limits())
+        if matcher.is_error():
+            raise GrammarError(reason(matcher.get_error()))
+        return matcher
+
+
+def make_compiler(model: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> ConstraintCompiler | None:
+    """For a checkpoint; None, with a warning, where it has no tokenizer."""
+    try:
+        with phase("reading the tokenizer"):
+            return ConstraintCompiler(read_backend(model), vocab_size, frozenset(eos_token_ids))
+    except Exception as error:  # of a file, or of a library that meets a kind of tokenizer it does not know
+        _log.warning("constraints of outputs are refused: no tokenizer", error=brief(error))
+        return None

@@ -1,0 +1,109 @@
+"""Which tokens the rows of a step may become, for requests with constraints.
+
+A row's mask follows from the tokens before it, so a step that is launched before the last of them is known
+awaits its masks: the layers run meanwhile, and sampling is launched when the step before is committed. A
+step none of whose rows has a constraint is never held up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from llguidance import LLExecutor
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+
+from gpu_service.constraint import OutputConstraint, Words
+from gpu_service.engine.step import Batch, SamplingPlan, TokenMasks
+from gpu_service.request import Request
+from gpu_service.scheduler.limits import SchedulerLimits, stop_token_ids
+
+# Threads that compute masks, and rows from which it is worth waking them.
+_THREADS, _ROWS = 4, 3
+Rows = list[tuple[int, Request, OutputConstraint]]  # rows of the logits and who has them
+
+
+class MaskBuilder:
+    """Used by the engine thread."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._executor: LLExecutor | None = None
+
+    def plan(self, batch: Batch, sampling: SamplingPlan) -> SamplingPlan:
+        """The same with the batch's masks, or awaiting them."""
+        rows = _constrained(batch)
+        if not rows:
+            return sampling
+        positions = _sampled_positions(batch)
+        if any(
+            constraint.depends_on(positions[row] - len(request.output_token_ids))
+            for row, request, constraint in rows
+        ):
+            return replace(sampling, awaits_masks=True)
+        return replace(sampling, masks=self.build(batch))
+
+    def build(self, batch: Batch) -> TokenMasks | None:
+        """The masks, now that the tokens before are known; None: every row may become anything.
+
+        A request that has ended meanwhile, or that was sent back to wait, has none: its token is dropped.
+        """
+        positions = _sampled_positions(batch)
+        rows = [
+            (row, request, constraint)
+            for row, request, constraint in _constrained(batch)
+            if not request.finished and positions[row] == len(request.output_token_ids)
+        ]
+        if not rows:
+            return None
+        words = np.full((len(rows), rows[0][2].num_words), -1, dtype=np.int32)
+        self._match(rows, words)
+        kept = [
+            index
+            for index, (_, request, constraint) in enumerate(rows)
+            if constraint.finish_mask(words[index], self._banned(request))
+        ]
+        if not kept:
+            return None
+        return TokenMasks(
+            rows=torch.tensor([rows[index][0] for index in kept]),
+            words=torch.from_numpy(words if len(kept) == len(rows) else words[kept]),
+        )
+
+    def _match(self, rows: Rows, words: Words) -> None:
+        matchers = [
+            (constraint.matcher, index)
+            for index, (_, _, constraint) in enumerate(rows)
+            if constraint.matcher is not None and constraint.follows_grammar
+        ]
+        if len(matchers) < _ROWS:
+            for matcher, index in matchers:
+                fill_next_token_bitmask(matcher, words, index)
+            return
+        if self._executor is None:
+            self._executor = LLExecutor(_THREADS)
+        fill_next_token_bitmask_par(self._executor, matchers, words)
+
+    def _banned(self, request: Request) -> frozenset[int]:
+        params = request.params
+        if len(request.output_token_ids) < params.min_tokens:
+            return stop_token_ids(request, self._limits)
+        return self._limits.eos_token_ids if params.ignore_eos else frozenset()
+
+
+def _constrained(batch: Batch) -> Rows:
+    sampled = [request for request, samples in zip(batch.requests, batch.samples, strict=True) if samples]
+    return [
+        (row, request, request.constraint)
+        for row, request in enumerate(sampled)
+        if request.constraint is not None
+    ]
+
+
+def _sampled_positions(batch: Batch) -> Sequence[int]:
+    """Which output token each row of the logits becomes."""
+    return [
+        position for position, samples in zip(batch.output_positions, batch.samples, strict=True) if samples
+    ]
