@@ -50,6 +50,7 @@ test-all: setup lint types
 test-fuzz: setup
 	$(BIN)/python -m pytest --full --hypothesis-profile=explore tests/kernels/test_fuzz_sanitizers.py \
 	  tests/service/test_gateway_fuzz.py
+	$(BIN)/python -m tests.tools.fuzz_parsers
 
 # All kernels at the sizes of all published models, for all architectures; docs/gpu-architectures.md has the table.
 test-kernels-all: setup

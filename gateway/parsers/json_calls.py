@@ -179,22 +179,15 @@ class Mistral(JsonList):
             return (yield from self.objects())
         if first == "{":
             return (yield from self.object())
-        name, call_id = (yield from self._text()), ""
+        name, call_id = (yield from self.scan.collect_while(_up_to_bracket, MOST_LABEL)).strip(), ""
         if (yield from self.scan.accept("[CALL_ID]")):
-            call_id = yield from self._text()
-        yield from self.scan.accept("[ARGS]")
-        if not name or (yield from self.scan.peek()) not in ("{", END):
+            call_id = (yield from self.scan.collect_while(_up_to_bracket, MOST_LABEL)).strip()
+        is_complete = yield from self.scan.accept("[ARGS]")
+        first = yield from self.scan.peek()
+        if not name or (first != "{" and not (is_complete and first == END)):
             return False
         call_id = call_id or "".join(secrets.choice(_MISTRAL_ID) for _ in range(9))
         return (yield from self.call_with_json(name, call_id))
-
-    def _text(self) -> Steps[str]:
-        """A name or an id: up to the next bracket; empty when it is too long for one."""
-        text, over = "", False
-        while not over and len(text) <= MOST_LABEL:
-            piece, over = yield from self.scan.take_while(_up_to_bracket)
-            text += piece
-        return text.strip() if over and len(text) <= MOST_LABEL else ""
 
 
 def _up_to_bracket(text: str, start: int, limit: int) -> tuple[int, bool]:

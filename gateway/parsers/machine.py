@@ -54,11 +54,11 @@ class ToolFormat(ABC):
     closers: tuple[str, ...] = ()  # after calls: dropped
     bare: str = ""  # first characters of outputs that are a call without an opener
     inner: tuple[str, ...] = ()  # further texts that may be tokens
-    stop_tokens: tuple[str, ...] = ()  # end the output after a call
 
     def __init__(self, reading: Reading) -> None:
         self.scan, self.sink, self.tools = reading.scan, reading.sink, reading.tools
         self.tokens = reading.tokens
+        self.after_section = False  # whether `read` is called for an opener after one of `sections`
 
     @classmethod
     def texts(cls) -> frozenset[str]:
@@ -144,7 +144,9 @@ class StreamParser(OutputParser):
         is_start = True
         while not self.sink.is_full:
             if is_start and pending is None and tools is not None and tools.bare:
-                yield from self._bare_call(tools)
+                pending = yield from self._bare_call(tools)
+                if self.sink.is_full:
+                    return
             is_start = False
             piece, marker = ("", pending) if pending is not None else (yield from self.scan.until(markers))
             pending = None
@@ -188,14 +190,22 @@ class StreamParser(OutputParser):
                     sink.end_reasoning()
                 return marker if marker in openers else None
 
-    def _bare_call(self, tools: ToolFormat) -> Steps[None]:
-        """A call that the output begins with, without an opener; anything else is left or becomes content."""
+    def _bare_call(self, tools: ToolFormat) -> Steps[str | None]:
+        """A call that the output begins with, without an opener; anything else is left or becomes content.
+
+        The beginning of a thought, if that is what looked like a call.
+        """
         self.scan.record()
         first = yield from self.scan.skip_space()
-        if first != END and first in tools.bare and (yield from tools.read("")):
+        is_bare = first != END and first in tools.bare
+        if is_bare and self._think is not None and (yield from self.scan.accept(self._think.begin)):
+            self.scan.forget()
+            return self._think.begin
+        if is_bare and (yield from tools.read("")):
             self.scan.forget()
         else:
             self._refused("", self.scan.recorded())
+        return None
 
     def _marked(self, tools: ToolFormat, marker: str) -> Steps[None]:
         """What a marker of the tools' format begins."""
@@ -205,7 +215,8 @@ class StreamParser(OutputParser):
             scan.forget()
             return
         start, raw = scan.record_start - len(marker), marker
-        if marker in tools.sections:
+        tools.after_section = marker in tools.sections
+        if tools.after_section:
             opener = yield from self._opener_after(tools)
             is_call = opener is not None and (yield from tools.read(opener))
         else:

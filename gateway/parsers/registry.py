@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from gateway.parsers.events import OutputPlan
+from gateway.parsers.harmony import Harmony, HarmonyParser
 from gateway.parsers.json_calls import (
     DeepseekV3,
     DeepseekV31,
@@ -16,7 +17,9 @@ from gateway.parsers.json_calls import (
     Mistral,
 )
 from gateway.parsers.machine import StreamParser, ThinkFormat, ToolFormat
+from gateway.parsers.python_calls import Pythonic
 from gateway.parsers.sink import OutputParser
+from gateway.parsers.xml_calls import DeepseekV32, Glm45, Glm47, MinimaxM2, Qwen3Coder, Step3p5
 from gateway.text.tokenizer import Tokenizer
 
 _THINK = ThinkFormat("<think>", "</think>")
@@ -32,12 +35,21 @@ REASONING: dict[str, ThinkFormat] = {
 }
 TOOLS: dict[str, type[ToolFormat]] = {
     "hermes": Hermes,
+    "qwen3_coder": Qwen3Coder,
+    "glm45": Glm45,
+    "glm47": Glm47,
     "kimi_k2": KimiK2,
+    "minimax_m2": MinimaxM2,
     "deepseek_v3": DeepseekV3,
     "deepseek_v31": DeepseekV31,
+    "deepseek_v32": DeepseekV32,
+    "step3p5": Step3p5,
+    "gpt_oss": Harmony,
     "mistral": Mistral,
     "llama3_json": LlamaJson,
+    "pythonic": Pythonic,
 }
+HARMONY = "gpt_oss"  # one format for all: a reasoning parser, too
 # For forced calls of models whose own format is not known; nobody else writes it.
 JSON_LIST = "json"
 
@@ -49,6 +61,8 @@ def tool_format(name: str) -> type[ToolFormat]:
 
 def kept_tokens(plan: OutputPlan) -> frozenset[str]:
     """The texts of the plan's formats, which tokenizers may have special tokens for."""
+    if HARMONY in (plan.reasoning_parser, plan.tool_parser):
+        return Harmony.texts()
     think = REASONING[plan.reasoning_parser].tokens if plan.reasoning_parser else frozenset()
     return think | (tool_format(plan.tool_parser).texts() if plan.tool_parser else frozenset())
 
@@ -60,9 +74,12 @@ def make_parser(plan: OutputPlan, added_tokens: Collection[str]) -> OutputParser
     """
     if plan.reasoning_parser is None and plan.tool_parser is None:
         return None
+    tokens = kept_tokens(plan) & frozenset(added_tokens)
+    if HARMONY in (plan.reasoning_parser, plan.tool_parser):
+        return HarmonyParser(plan, tokens)
     think = REASONING[plan.reasoning_parser] if plan.reasoning_parser else None
     tools = tool_format(plan.tool_parser) if plan.tool_parser else None
-    return StreamParser(plan, think, tools, kept_tokens(plan) & frozenset(added_tokens))
+    return StreamParser(plan, think, tools, tokens)
 
 
 @dataclass(frozen=True)
@@ -87,5 +104,12 @@ def thought_bounds(parser: str, is_open: bool, calls_only: bool, tokenizer: Toke
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
+    if parser == HARMONY:
+        # An answer begins with the header of its channel; a call has a header of its own.
+        next_message = "<|end|><|start|>assistant"
+        if calls_only:
+            return ThoughtBounds(ids("<|channel|>analysis<|message|>"), ids(next_message))
+        answer = "<|channel|>final<|message|>"
+        return ThoughtBounds((), ids(answer), ids(next_message + answer))
     think = REASONING[parser]
     return ThoughtBounds(ids("" if is_open else think.begin), ids(think.end))

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # waits for text, returns T
+# Called with a text and where to begin and end in it: the end of what it takes, and whether it needs no more.
+Advance = Callable[[str, int, int], tuple[int, bool]]
 END = ""  # in place of a marker: the text is over
 _SPACE = re.compile(r"\s*")
 
@@ -66,7 +68,6 @@ class Scanner:
         self._buffer = self._buffer[self._next :] + text
         self._next = 0
         self._marks.extend(marks)
-        self.work += len(self._buffer)
 
     @property
     def offset(self) -> int:
@@ -116,10 +117,10 @@ class Scanner:
         while True:
             token = self._token(markers.tokens)
             limit = len(self._buffer) if token is None else token.offset - self._base
-            self.work += limit - self._next
             match = (
                 None if markers.pattern is None else markers.pattern.search(self._buffer, self._next, limit)
             )
+            self.work += (limit if match is None else match.end()) - self._next
             if match is not None:
                 piece, start = self._take(match.start()), self.piece_start
                 self._take(match.end())
@@ -178,16 +179,18 @@ class Scanner:
                 return False
             yield
 
-    def take_while(
-        self, advance: Callable[[str, int, int], tuple[int, bool]], tokens: Collection[str] = ()
-    ) -> Steps[tuple[str, bool]]:
-        """The next piece that `advance` goes over; whether it is over then.
+    def collect_while(self, advance: Advance, most: int, tokens: Collection[str] = ()) -> Steps[str]:
+        """All that `advance` goes over; empty when it is more than `most` characters."""
+        pieces: list[str] = []
+        size, over = 0, False
+        while not over and size <= most:
+            piece, over = yield from self.take_while(advance, tokens)
+            pieces.append(piece)
+            size += len(piece)
+        return "".join(pieces) if over and size <= most else ""
 
-        Args:
-            advance: called with the buffer and where to begin and end in it; gives the end of what it takes
-                and whether it needs no more.
-            tokens: it is over where one of these is.
-        """
+    def take_while(self, advance: Advance, tokens: Collection[str] = ()) -> Steps[tuple[str, bool]]:
+        """The next piece that `advance` goes over; whether it is over then, or where one of `tokens` is."""
         while True:
             token = self._token(tokens)
             limit = len(self._buffer) if token is None else token.offset - self._base

@@ -170,19 +170,20 @@ class OutputParser(ABC):
             text: the next characters.
             marks: tokens of the format in it, or in what follows; some texts count only as tokens.
         """
-        self.scan.add(text, marks)
-        self._go_on()
+        if not self._is_over:
+            self.scan.add(text, marks)
+            self._go_on()
 
     def finish(self) -> None:
         """Gives out what was held back, at the end of the output; nothing may be fed after it."""
         self.scan.ended = True
-        self._go_on()
+        if not self._is_over:
+            self._go_on()
         self.sink.finish()
 
     def _go_on(self) -> None:
         try:
-            if not self._is_over:
-                next(self._steps)
+            next(self._steps)
         except StopIteration:
             self._is_over = True
 

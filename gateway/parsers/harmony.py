@@ -1,0 +1,123 @@
+"""gpt-oss: an output is a sequence of messages in channels, each with a header of its own.
+
+`openai-harmony`, the library for this format, is not used here: it reads one vocabulary only, which it
+downloads or takes from a file that an environment variable names, it raises for what it does not expect, and
+it does not say of a call's arguments whether more follows.
+"""
+
+from __future__ import annotations
+
+import re
+
+import structlog
+
+from gateway.grammar import ToolFraming
+from gateway.parsers.events import OutputPlan
+from gateway.parsers.json_reader import MOST_LABEL
+from gateway.parsers.machine import ToolFormat
+from gateway.parsers.scanner import END, Markers, Steps
+from gateway.parsers.sink import OutputParser, Sink
+
+logger = structlog.get_logger(__name__)
+CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
+CALL = "<|call|>"
+MESSAGE_ENDS = ("<|end|>", CALL, "<|return|>")
+ALL = (CHANNEL, MESSAGE, START, "<|constrain|>", *MESSAGE_ENDS)
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_FUNCTION = "functions."
+
+
+class Harmony(ToolFormat):
+    """How gpt-oss writes calls; `HarmonyParser` reads them with all else."""
+
+    framing = ToolFraming(
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"
+    )
+    inner = ALL
+
+    def read(self, opener: str) -> Steps[bool]:
+        """Never called."""
+        raise AssertionError("harmony outputs are read by HarmonyParser")
+        yield
+
+
+class HarmonyParser(OutputParser):
+    """Analysis is reasoning, messages to functions are calls, all else is content."""
+
+    def __init__(self, plan: OutputPlan, tokens: frozenset[str]) -> None:
+        """`tokens`: texts of the format that the tokenizer has tokens for."""
+        super().__init__(Sink(plan.max_calls, plan.show_reasoning))
+        strict = frozenset() if plan.forced else tokens
+        self._thinks = plan.reasoning_parser is not None
+        self._calls = plan.tool_parser is not None
+        self._all = Markers(ALL, strict)
+        self._headers = Markers((MESSAGE, START, *MESSAGE_ENDS), strict)
+        self._bodies = Markers((*MESSAGE_ENDS, START, CHANNEL), strict)
+
+    def _run(self) -> Steps[None]:
+        marker: str | None = None
+        while not self.sink.is_full:
+            if marker in (START, CHANNEL):
+                marker = yield from self._message()
+                continue
+            if marker == MESSAGE:  # without a header
+                marker = yield from self._content()
+                continue
+            piece, marker = yield from self.scan.until(self._all)
+            self.sink.content(piece, self.scan.piece_start)
+            if marker == END:
+                return
+
+    def _message(self) -> Steps[str | None]:
+        """A message whose header has begun; the marker after it."""
+        self.scan.record()
+        header, marker = yield from self.scan.collect(self._headers, MOST_LABEL)
+        if marker != MESSAGE:
+            if marker is None:  # too long for a header
+                logger.debug("no header", text=header[:200])
+                self.sink.content(header, self.scan.record_start)
+            self.scan.forget()
+            return marker
+        self.scan.forget()
+        recipient = _RECIPIENT.search(header)
+        to = "" if recipient is None else recipient.group(1)
+        channel = header.partition(CHANNEL)[2] or header
+        name = to.removeprefix(_FUNCTION) if to.startswith(_FUNCTION) else ""
+        if self._calls and name:
+            return (yield from self._call(name))
+        if self._thinks and (channel.lstrip().startswith("analysis") or (to and not name)):
+            return (yield from self._reasoning())
+        return (yield from self._content())
+
+    def _call(self, name: str) -> Steps[str | None]:
+        self.sink.start_call(name)
+        is_empty = True
+        while True:
+            piece, marker = yield from self.scan.until(self._bodies)
+            piece = piece.lstrip() if is_empty else piece
+            is_empty = is_empty and not piece
+            self.sink.arguments(piece)
+            if marker is not None:
+                if is_empty and marker != END:
+                    self.sink.arguments("{}")
+                self.sink.end_call()
+                if marker == CALL:  # where the model's own end of output does not include it
+                    self.sink.is_full = True
+                return marker
+
+    def _reasoning(self) -> Steps[str | None]:
+        self.sink.begin_reasoning()
+        while True:
+            piece, marker = yield from self.scan.until(self._bodies)
+            self.sink.reasoning(piece, self.scan.piece_start)
+            if marker is not None:
+                if marker != END:
+                    self.sink.end_reasoning()
+                return marker
+
+    def _content(self) -> Steps[str | None]:
+        while True:
+            piece, marker = yield from self.scan.until(self._bodies)
+            self.sink.content(piece, self.scan.piece_start)
+            if marker is not None:
+                return marker

@@ -1,0 +1,147 @@
+"""Tool calls written as Python: a list of calls with keyword arguments, each given out once it is whole."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from gateway.grammar import ToolFraming
+from gateway.parsers.json_reader import MOST_LABEL
+from gateway.parsers.machine import ToolFormat
+from gateway.parsers.scanner import END, Steps
+from gateway.parsers.typed_values import literal
+
+_WORD = re.compile(r"[\w.\-/:]*")
+_SYNTAX = re.compile(r"""["'()\[\]{},=\\]""")
+_MOST_ARGUMENT = 2**24  # characters
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+class _Expression:
+    """Where an argument ends: at a comma or a bracket that is not its own."""
+
+    def __init__(self) -> None:
+        self._closing: list[str] = []
+        self._quote = ""
+        self._escaped = False
+
+    def advance(self, text: str, start: int, limit: int) -> tuple[int, bool]:
+        """How far it reaches in `text[start:limit]`, and whether it is over."""
+        place = start
+        while place < limit:
+            if self._escaped:
+                self._escaped, place = False, place + 1
+                continue
+            match = _SYNTAX.search(text, place, limit)
+            if match is None:
+                return limit, False
+            if self._ends_at(match.group()):
+                return match.start(), True
+            place = match.end()
+        return place, False
+
+    def _ends_at(self, character: str) -> bool:
+        if self._quote:
+            self._escaped = character == "\\"
+            self._quote = "" if character == self._quote else self._quote
+        elif character in "\"'":
+            self._quote = character
+        elif character in _CLOSING:
+            self._closing.append(_CLOSING[character])
+        elif not self._closing:
+            return character in ",)]}"
+        elif character == self._closing[-1]:
+            self._closing.pop()
+        return False
+
+
+def _word(text: str, start: int, limit: int) -> tuple[int, bool]:
+    match = _WORD.match(text, start, limit)
+    end = start if match is None else match.end()
+    return end, end < limit
+
+
+class Pythonic(ToolFormat):
+    """Llama 3.2 and 4, and others: `[get_weather(city="Oslo"), get_time()]` is the whole answer."""
+
+    framing = ToolFraming(
+        "{name}(",
+        ")",
+        begin="[",
+        separator=", ",
+        end="]",
+        arguments="parameters",
+        parameter_begin="{name}=",
+        parameter_separator=", ",
+        values="python",
+    )
+    openers = ("<|python_start|>",)
+    closers = ("<|python_end|>",)
+    bare = "["
+
+    def read(self, opener: str) -> Steps[bool]:
+        """At the list's beginning; a list of other things is content."""
+        yield from self.scan.skip_space()
+        if not (yield from self.scan.accept("[")):
+            return False
+        calls = self.sink.calls
+        while not self.sink.is_full:
+            yield from self.scan.skip_space()
+            name = yield from self.scan.collect_while(_word, MOST_LABEL)
+            if not name or (yield from self.scan.skip_space()) != "(":
+                break
+            if not calls and name not in self.tools and self.sink.calls == calls:
+                break  # prose in brackets, a Markdown link
+            yield from self.scan.accept("(")
+            self.sink.start_call(name)
+            self.scan.forget()  # no way back
+            if not (yield from self._arguments(name)):
+                break
+            self.sink.end_call()
+            if (yield from self.scan.skip_space()) != ",":
+                yield from self.scan.accept("]")
+                break
+            yield from self.scan.accept(",")
+        return self.sink.calls > calls
+
+    def _arguments(self, name: str) -> Steps[bool]:
+        """Gives out the arguments, the opening bracket taken; whether they were whole."""
+        declared = self.tools[name].parameters.get("properties") if name in self.tools else None
+        positions = iter(declared if isinstance(declared, dict) else ())
+        opening = "{"
+        while True:
+            first = yield from self.scan.skip_space()
+            if first == END:
+                return False
+            if first == ")":
+                yield from self.scan.accept(")")
+                self.sink.arguments("{}" if opening == "{" else "}")
+                return True
+            if first == ",":
+                yield from self.scan.accept(",")
+                continue
+            expression = _Expression()
+            text = yield from self.scan.collect_while(expression.advance, _MOST_ARGUMENT)
+            if not text or (yield from self.scan.peek()) not in (",", ")"):
+                return False
+            key, value = self._split(text)
+            key = key or next(positions, "")
+            if not key:
+                continue
+            self.sink.arguments(f"{opening}{json.dumps(key)}: {value}")
+            opening = ", "
+
+    @staticmethod
+    def _split(text: str) -> tuple[str, str]:
+        """Keyword (empty: none) and value, as JSON, of an argument."""
+        match = re.match(r"\s*([A-Za-z_][\w-]*)\s*=(?!=)", text)
+        source = text if match is None else text[match.end() :]
+        value = literal(_python(source))
+        spelled = source.strip() if value is ... else value
+        return ("" if match is None else match.group(1)), json.dumps(spelled, ensure_ascii=False)
+
+
+def _python(source: str) -> str:
+    """JSON's constants alone, which models mix in, as Python's."""
+    constants = {"true": "True", "false": "False", "null": "None"}
+    return constants.get(source.strip(), source)

@@ -1,0 +1,237 @@
+"""Tool calls whose arguments are texts between tags: they become JSON while they come."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import structlog
+
+from gateway.grammar import ToolFraming
+from gateway.parsers.json_reader import MOST_LABEL
+from gateway.parsers.machine import Reading, ToolFormat
+from gateway.parsers.scanner import END, Steps
+from gateway.parsers.typed_values import ValueWriter, kinds_of
+
+logger = structlog.get_logger(__name__)
+_ATTRIBUTE = re.compile(r'([\w-]+)\s*=\s*"([^"]*)"')
+
+
+class TaggedCalls(ToolFormat):
+    """A call is an element with its name in the opening tag, and has one element per argument."""
+
+    parameter_open: str
+    parameter_close = "</parameter>"
+    call_close: str
+    tag_end = ">"
+    trim = False  # a line break after an opening and before a closing tag is not part of the value
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__(reading)
+        self._tag_end = self.markers(self.tag_end)
+        self._body = self.markers(self.parameter_open, self.call_close, *self.closers, *self.openers)
+        # A value may contain any text; tokens of the format are certain.
+        ends = [text for text in (*self.closers, self.call_close) if text in self.tokens]
+        self._value_end = self.markers(self.parameter_close, *ends)
+
+    def read(self, opener: str) -> Steps[bool]:
+        """After the beginning of the opening tag."""
+        name = yield from self.read_name()
+        if not name or (opener not in self.tokens and not self.after_section and name not in self.tools):
+            return False
+        while name and not self.sink.is_full:
+            self.sink.start_call(name)
+            self.scan.forget()  # no way back
+            follows = yield from self._arguments(name)
+            if not follows:
+                break
+            name = yield from self.read_name()  # the next call, without the end of this one
+        return True
+
+    def read_name(self) -> Steps[str]:
+        """The tool's name; empty: there is none."""
+        head, marker = yield from self.scan.collect(self._tag_end, MOST_LABEL)
+        return _attributes(head).get("name", "") if marker == self.tag_end else ""
+
+    def read_parameter(self) -> Steps[dict[str, str]]:
+        """The name of an argument and what else is said of it; empty: there is none."""
+        head, marker = yield from self.scan.collect(self._tag_end, MOST_LABEL)
+        return _attributes(head) if marker == self.tag_end else {}
+
+    def _arguments(self, name: str) -> Steps[bool]:
+        """Gives out a call's arguments; whether another call follows without the end of this one."""
+        is_first = True
+        while True:
+            piece, marker = yield from self.scan.until(self._body)
+            if piece.strip():
+                logger.debug("text between arguments", format=type(self).__name__, text=piece[:200])
+            if marker == END:
+                return False
+            if marker == self.parameter_open:
+                said = yield from self.read_parameter()
+                if "name" not in said:
+                    continue
+                key = json.dumps(said["name"], ensure_ascii=False)
+                self.sink.arguments(f"{'{' if is_first else ', '}{key}: ")
+                is_first = False
+                marker = yield from self._value(self._kinds(name, said))
+                if marker == END:
+                    return False
+            if marker in (self.call_close, *self.closers, *self.openers):
+                self.sink.arguments("{}" if is_first else "}")
+                self.sink.end_call()
+                return marker in self.openers
+
+    def _kinds(self, tool: str, said: dict[str, str]) -> frozenset[str]:
+        """The types that an argument may have."""
+        root = self.tools[tool].parameters if tool in self.tools else {}
+        properties = root.get("properties")
+        declared = properties.get(said["name"]) if isinstance(properties, dict) else None
+        if "string" in said:
+            kinds = kinds_of(declared, root) - {"string"}
+            return frozenset(("string",)) if said["string"] != "false" else kinds
+        return kinds_of(declared, root)
+
+    def _value(self, kinds: frozenset[str]) -> Steps[str | None]:
+        """Gives out a value; the marker after it."""
+        writer = ValueWriter(kinds, self.trim)
+        while True:
+            piece, marker = yield from self.scan.until(self._value_end)
+            text = writer.feed(piece)
+            if text:
+                self.sink.arguments(text)
+            if marker == END:
+                return END
+            if marker is not None:
+                self.sink.arguments(writer.finish())
+                return marker
+
+
+def _attributes(head: str) -> dict[str, str]:
+    """The attributes of a tag; a text alone is the name."""
+    found = dict(_ATTRIBUTE.findall(head))
+    bare = head.strip().strip("\"'")
+    return found if found or not bare or "\n" in bare or "<" in bare else {"name": bare}
+
+
+class Qwen3Coder(TaggedCalls):
+    """Qwen3-Coder and Qwen3.5: `<function=…>` in `<tool_call>`, which some of its answers leave out."""
+
+    framing = ToolFraming(
+        "<tool_call>\n<function={name}>\n",
+        "</function>\n</tool_call>",
+        separator="\n",
+        arguments="parameters",
+        parameter_begin="<parameter={name}>\n",
+        parameter_end="\n</parameter>\n",
+    )
+    openers = ("<function=",)
+    sections = ("<tool_call>",)
+    closers = ("</tool_call>",)
+    parameter_open = "<parameter="
+    call_close = "</function>"
+    trim = True
+
+
+class Step3p5(Qwen3Coder):
+    """Step 3.5: as Qwen3-Coder."""
+
+
+class MinimaxM2(TaggedCalls):
+    """MiniMax M2: several `<invoke>` in one element."""
+
+    framing = ToolFraming(
+        '<invoke name="{name}">\n',
+        "</invoke>",
+        begin="<minimax:tool_call>\n",
+        separator="\n",
+        end="\n</minimax:tool_call>",
+        arguments="parameters",
+        parameter_begin='<parameter name="{name}">',
+        parameter_end="</parameter>\n",
+    )
+    openers = ("<invoke",)
+    sections = ("<minimax:tool_call>",)
+    closers = ("</minimax:tool_call>",)
+    parameter_open = "<parameter"
+    call_close = "</invoke>"
+
+
+class DeepseekV32(TaggedCalls):
+    """DeepSeek V3.2: as MiniMax, with a token in every tag; an attribute says which values are strings."""
+
+    framing = ToolFraming(
+        '<｜DSML｜invoke name="{name}">\n',
+        "</｜DSML｜invoke>",
+        begin="<｜DSML｜function_calls>\n",
+        separator="\n",
+        end="\n</｜DSML｜function_calls>",
+        arguments="parameters",
+        parameter_begin='<｜DSML｜parameter name="{name}" string="{string}">',
+        parameter_end="</｜DSML｜parameter>\n",
+    )
+    openers = ("<｜DSML｜invoke",)
+    sections = ("<｜DSML｜function_calls>",)
+    closers = ("</｜DSML｜function_calls>",)
+    inner = ("｜DSML｜",)
+    parameter_open = "<｜DSML｜parameter"
+    parameter_close = "</｜DSML｜parameter>"
+    call_close = "</｜DSML｜invoke>"
+
+
+class Glm45(TaggedCalls):
+    """GLM 4.5 and 4.6: the name, then elements for keys and values."""
+
+    framing = ToolFraming(
+        "<tool_call>{name}\n",
+        "</tool_call>",
+        separator="\n",
+        arguments="parameters",
+        parameter_begin="<arg_key>{name}</arg_key>\n<arg_value>",
+        parameter_end="</arg_value>\n",
+    )
+    openers = ("<tool_call>",)
+    closers = ("</tool_call>",)
+    inner = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    parameter_open = "<arg_key>"
+    parameter_close = "</arg_value>"
+    call_close = "</tool_call>"
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__(reading)
+        self._key_end = self.markers("</arg_key>", "</tool_call>")
+        self._value_begin = self.markers("<arg_value>", "</tool_call>")
+
+    def read_name(self) -> Steps[str]:
+        """The name stands before a line break, the first key or the end; those are not taken."""
+        name = (yield from self.scan.collect_while(_up_to_tag, MOST_LABEL, self.tokens)).strip()
+        first = yield from self.scan.peek()
+        return name if first in ("\n", "<", END) and " " not in name else ""
+
+    def read_parameter(self) -> Steps[dict[str, str]]:
+        """The key, up to where its value begins."""
+        key, marker = yield from self.scan.collect(self._key_end, MOST_LABEL)
+        if marker != "</arg_key>":
+            return {}
+        gap, marker = yield from self.scan.collect(self._value_begin, MOST_LABEL)
+        return {} if marker != "<arg_value>" or gap.strip() else {"name": key.strip()}
+
+
+def _up_to_tag(text: str, start: int, limit: int) -> tuple[int, bool]:
+    match = _TAG_OR_LINE.search(text, start, limit)
+    return (limit, False) if match is None else (match.start(), True)
+
+
+_TAG_OR_LINE = re.compile(r"[<\n]")
+
+
+class Glm47(Glm45):
+    """GLM 4.7 and 5: the same without line breaks."""
+
+    framing = ToolFraming(
+        "<tool_call>{name}",
+        "</tool_call>",
+        arguments="parameters",
+        parameter_begin="<arg_key>{name}</arg_key><arg_value>",
+        parameter_end="</arg_value>",
+    )

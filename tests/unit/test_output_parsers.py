@@ -1,0 +1,263 @@
+"""Guards how outputs are read: thoughts, content and calls, the same however the output is cut."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.parsers.events import OutputPlan, ToolCallArguments
+from gateway.parsers.registry import REASONING, TOOLS, make_parser
+from gateway.parsers.scanner import Mark
+from moebius.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS, parser_name
+from tests.helpers.parser_streams import (
+    MEANING,
+    NAMES,
+    RECORDED,
+    THINKING,
+    Parsed,
+    check_spoilt,
+    in_bytes,
+    in_characters,
+    in_tokens,
+    parsed,
+    plan_for,
+    read,
+    tokens_of,
+    whole,
+)
+
+TEXT_FORMATS = ("llama3_json", "pythonic", "deepseek_v32")  # whose calls need no token
+
+
+def recorded_plan(name: str) -> OutputPlan:
+    """The plan that reads the recorded output of a format."""
+    return plan_for(name, "gpt_oss" if name == "gpt_oss" else None)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_output_means_the_same_however_it_is_cut(name: str) -> None:
+    """Whole, per character, per byte and per token; and in two at every place."""
+    plan, text = recorded_plan(name), RECORDED[name]
+    assert parsed(read(plan, whole(text))) == MEANING[name]
+    assert parsed(read(plan, in_characters(text))) == MEANING[name]
+    assert parsed(read(plan, in_bytes(text))) == MEANING[name]
+    tokens = tokens_of(plan)
+    assert parsed(read(plan, in_tokens(text, tokens), tokens)) == MEANING[name]
+    for place in range(len(text)):
+        assert parsed(read(plan, [(text[:place], False), (text[place:], False)])) == MEANING[name], place
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if name != "gpt_oss"])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_thoughts_come_before_any_format(name: str, is_open: bool) -> None:
+    """Whether the prompt opened the thought or the model does; its frame's white space belongs to nothing."""
+    for reasoning in THINKING:
+        think = REASONING[reasoning]
+        plan = plan_for(name, reasoning, starts_in_reasoning=is_open)
+        text = f"{'' if is_open else think.begin}\n1 < 2\nso\n{think.end}\n\n{RECORDED[name]}"
+        expected = Parsed(MEANING[name].content, "1 < 2\nso", MEANING[name].calls)
+        assert parsed(read(plan, in_characters(text))) == expected
+        tokens = tokens_of(plan)
+        assert parsed(read(plan, in_tokens(text, tokens), tokens)) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_stream(name: str) -> None:
+    """A long argument comes in pieces while it is made, rather than once it is whole."""
+    text = RECORDED[name].replace("Zürich", "Zürich" + " and on" * 50)
+    events = read(recorded_plan(name), in_characters(text))
+    pieces = [event for event in events if isinstance(event, ToolCallArguments)]
+    # A Python argument is a literal that has to be whole.
+    assert len(pieces) > (5 if name == "pythonic" else 300)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in TEXT_FORMATS])
+def test_markers_in_letters_are_text_where_there_are_tokens(name: str) -> None:
+    """A model that explains its format makes no call; in forced outputs letters count, too."""
+    plan, tokens = recorded_plan(name), tokens_of(recorded_plan(name))
+    text = RECORDED[name]
+    if name != "qwen3_coder" and name != "step3p5":
+        assert parsed(read(plan, in_characters(text), tokens)) == Parsed(text)
+    forced = plan_for(name, plan.reasoning_parser, forced=True)
+    assert parsed(read(forced, in_characters(text), tokens)) == MEANING[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_so_many_calls_are_given_out(name: str) -> None:
+    """After `max_calls` the parser is full, and what follows is dropped."""
+    plan = plan_for(name, recorded_plan(name).reasoning_parser, max_calls=1)
+    parser = make_parser(plan, ())
+    assert parser is not None
+    parser.feed(RECORDED[name])
+    assert parser.sink.is_full
+    parser.feed("fox" + RECORDED[name])
+    parser.finish()
+    result = parsed(parser.sink.take())
+    assert result.calls == MEANING[name].calls[:1]
+    assert "fox" not in result.content
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_without_markers_is_content_at_once(name: str) -> None:
+    """Nothing is held back for longer than it may begin a marker, and no white space is lost."""
+    parser = make_parser(recorded_plan(name), ())
+    assert parser is not None
+    shown = ""
+    text = " The fox, 1 < 2, runs:\n\n- a [link](x)\n"
+    for character in text:
+        parser.feed(character)
+        shown += parsed(parser.sink.take()).content
+        assert len(shown) > 0 or not character.isalpha()
+    parser.finish()
+    assert shown + parsed(parser.sink.take()).content == text
+
+
+MALFORMED = {
+    "hermes": [
+        "<tool_call>none</tool_call>",
+        '<tool_call>\n{"a": 1}\n</tool_call>',
+        '<tool_call>{"name": 1}',
+    ],
+    "qwen3_coder": ["<tool_call>fox</tool_call>", "<function=other>", "<tool_call>\n<function=a\nb>"],
+    "glm45": ["<tool_call>the fox runs</tool_call>", "<tool_call>"],
+    "kimi_k2": ["<|tool_call_begin|>functions.f:0<|tool_call_end|>", "<|tool_calls_section_begin|>fox"],
+    "minimax_m2": ["<minimax:tool_call>fox", "<invoke>"],
+    "deepseek_v3": [
+        "<｜tool▁call▁begin｜>fox<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>\n{}",
+    ],
+    "deepseek_v31": [
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>fox",
+        "<｜tool▁call▁begin｜>fox<｜tool▁call▁end｜>",
+    ],
+    "deepseek_v32": ["<｜DSML｜function_calls>fox", "<｜DSML｜invoke>"],
+    "mistral": ["[TOOL_CALLS]fox", "[TOOL_CALLS][1, 2]", '[TOOL_CALLS]{"a": 1}'],
+    "llama3_json": ['{"a": 1}', '{"name": "fox"', "{}"],
+    "pythonic": ["[1, 2]", "[link](https://fox)", "[other(a=1)]"],
+    "gpt_oss": ["fox<|constrain|>"],
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_no_call_is_content(name: str) -> None:
+    """Malformed calls are shown as they were written, whatever their cut."""
+    for text in MALFORMED[name]:
+        result = parsed(read(recorded_plan(name), in_characters(f"{text}")))
+        if name == "llama3_json" and text == '{"name": "fox"':
+            assert result.calls == (("fox", ""),)  # cut off after the name: the call is known
+            continue
+        if name == "gpt_oss":
+            assert result == Parsed("fox")  # markers of the format never show
+            continue
+        assert result == Parsed(text), text
+
+
+VALUES: list[tuple[dict[str, Any], str, Any]] = [
+    ({"type": "string"}, "12", "12"),
+    ({"type": "string"}, "null", "null"),
+    ({"type": "integer"}, " 12 ", 12),
+    ({"type": "integer"}, "12.0", 12),
+    ({"type": "integer"}, "twelve", "twelve"),
+    ({"type": "number"}, "1", 1),
+    ({"type": "number"}, "NaN", "NaN"),
+    ({"type": "boolean"}, "True", True),
+    ({"type": "boolean"}, "0", False),
+    ({"type": "object"}, "{'a': None}", {"a": None}),
+    ({"type": "array"}, '["a"]', ["a"]),
+    ({"type": ["string", "null"]}, "null", None),
+    ({"type": ["string", "null"]}, "nullable", "nullable"),
+    ({"type": ["string", "null"]}, "", ""),
+    ({"type": ["string", "integer"]}, "5", 5),
+    ({"type": ["string", "integer"]}, "5a", "5a"),
+    ({"enum": ["a", "b"]}, "1", "1"),
+    ({"const": 3}, "3", 3),
+    ({"allOf": [{"description": "x"}, {"type": "integer"}]}, "3", 3),
+    ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "3x", "3x"),
+    ({}, "12", 12),
+    ({}, "None", "None"),
+    ({}, '"quoted"', '"quoted"'),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), VALUES)
+def test_plain_text_becomes_the_schemas_type(schema: dict[str, Any], text: str, value: Any) -> None:
+    """And a string where it can not be read as one of the types."""
+    from gateway.parsers.events import ToolSpec
+
+    tools = (ToolSpec("f", {"type": "object", "properties": {"v": schema}}),)
+    plan = OutputPlan(tool_parser="minimax_m2", tools=tools)
+    written = f'<invoke name="f"><parameter name="v">{text}</parameter></invoke>'
+    assert parsed(read(plan, in_characters(written))).calls == (("f", {"v": value}),)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(seed=st.integers(0, 2**64 - 1))
+def test_any_output_is_read_alike_however_it_is_cut(name: str, seed: int) -> None:
+    """Recorded outputs with faults, and texts of their pieces; tests/tools/fuzz_parsers.py does more."""
+    check_spoilt(name, random.Random(seed))
+
+
+def work(plan: OutputPlan, text: str, tokens: list[str], size: int) -> int:
+    """Functions called, and characters looked at, to read `text` in pieces of `size` tokens."""
+    parser = make_parser(plan, tokens)
+    assert parser is not None
+    pieces = in_tokens(text, tokens)
+    fed: list[tuple[str, list[Mark]]] = []
+    length = 0
+    for start in range(0, len(pieces), size):
+        marks = []
+        for piece, is_token in pieces[start : start + size]:
+            if is_token:
+                marks.append(Mark(length, piece))
+            length += len(piece)
+        fed.append(("".join(piece for piece, _ in pieces[start : start + size]), marks))
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event.endswith("call")
+
+    sys.setprofile(count)
+    try:
+        for piece, marks in fed:
+            parser.feed(piece, marks)
+            parser.sink.take()
+        parser.finish()
+    finally:
+        sys.setprofile(None)
+    return calls + parser.scan.work
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_work_doubles_when_the_output_does(name: str) -> None:
+    """Linear time, of calls, of one long argument, of white space and of markers that begin nothing."""
+    plan = recorded_plan(name)
+    tokens = tokens_of(plan)
+    opener = (*TOOLS[name].openers, *TOOLS[name].sections, "<|channel|>")[0]
+    for unit in (RECORDED[name] + "\n", "\n \n", opener + "<" + opener[:-1]):
+        for size in (1, 1 << 30):
+            once, twice = work(plan, unit * 30, tokens, size), work(plan, unit * 60, tokens, size)
+            assert twice < 2.3 * once, (unit[:40], size, once, twice)
+    long = RECORDED[name].replace("Zürich", "a <\n" * 200), RECORDED[name].replace("Zürich", "a <\n" * 400)
+    assert work(plan, long[1], tokens, 1) < 2.3 * work(plan, long[0], tokens, 1)
+
+
+def test_every_name_has_a_parser_and_users_spellings_find_it() -> None:
+    """What the settings take is what there is; other servers' names are understood, unknown ones refused."""
+    assert set(TOOL_CALL_PARSERS) == set(TOOLS)
+    assert set(REASONING_PARSERS) == {*REASONING, "gpt_oss"}
+    spellings = {
+        "qwen25": "hermes",
+        "qwen3_xml": "qwen3_coder",
+        "deepseekv3": "deepseek_v3",
+        "openai": "gpt_oss",
+    }
+    for written, name in {**spellings, "kimi": "kimi_k2", "Minimax-M2": "minimax_m2"}.items():
+        assert parser_name(written, TOOL_CALL_PARSERS) == name
+    with pytest.raises(ValueError, match=r"allowed are auto, none, deepseek_v3.*qwen3_coder"):
+        parser_name("qwen9", TOOL_CALL_PARSERS)
