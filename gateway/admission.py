@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError
 from gateway.telemetry import GatewayMetrics
+from gateway.workers.shared import Places
 
 RETRY_AFTER_S = 1
 
@@ -19,10 +20,16 @@ RETRY_AFTER_S = 1
 class Admission:
     """Counts requests between `enter` and `leave`. Used on the event loop only, so it needs no lock."""
 
-    def __init__(self, limit: int, metrics: GatewayMetrics) -> None:
+    def __init__(self, limit: int, metrics: GatewayMetrics, places: Places | None = None) -> None:
+        """`limit` is of all processes that share `places`; None: this one alone."""
         self._limit = limit
         self._metrics = metrics
-        self.in_flight = 0
+        self._places = places or Places()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have a place, those of other processes included."""
+        return self._places.total
 
     def enter(self) -> None:
         """Takes a place; ApiError 429 with Retry-After when all are taken."""
@@ -34,11 +41,11 @@ class Admission:
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self.in_flight += 1
+        self._places.add(+1)
 
     def leave(self) -> None:
         """Frees this request's place for the next one in the queue."""
-        self.in_flight -= 1
+        self._places.add(-1)
 
 
 logger = structlog.get_logger(__name__)

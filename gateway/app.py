@@ -35,6 +35,7 @@ from gateway.streaming import ClientGone
 from gateway.web.live import LiveFigures
 from gateway.web.live import router as live_router
 from gateway.web.pages import page_router
+from gateway.workers.shared import Shared
 from moebius import __version__
 from moebius.api_keys import ApiKeys
 from moebius.config import MoebiusConfig
@@ -139,13 +140,18 @@ async def _on_client_gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=_CLIENT_CLOSED)
 
 
-def create_app(config: MoebiusConfig, on_broken: Callable[[str], None] = _log_broken) -> FastAPI:
+def create_app(
+    config: MoebiusConfig,
+    on_broken: Callable[[str], None] = _log_broken,
+    shared: Shared | None = None,
+) -> FastAPI:
     """The application; it connects to the engine when started and answers 503 until the engine does.
 
-    `on_broken` is called with the reason when the model's files can not be used.
+    `on_broken` is called with the reason when the model's files can not be used; `shared` is what it has in
+    common with other processes of its port.
     Raises ConfigError for a key file that can not be used.
     """
-    gateway = Gateway(config, on_broken)
+    gateway = Gateway(config, on_broken, shared)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -182,6 +188,12 @@ def create_app(config: MoebiusConfig, on_broken: Callable[[str], None] = _log_br
         DetokenizeRequest,
     ]
     install_openapi(app, [*schemas, *(schema for schema, _ in TRANSLATIONS.values())])
+    _add_middleware(app, config, gateway)
+    return app
+
+
+def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> None:
+    """The last one added is the outermost. Raises ConfigError for a key file that can not be used."""
     app.add_middleware(DrainMiddleware, drain=gateway.drain, failed=gateway.metrics.failed)
     keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
     if keys.required:
@@ -199,4 +211,3 @@ def create_app(config: MoebiusConfig, on_broken: Callable[[str], None] = _log_br
     FastAPIInstrumentor.instrument_app(
         app, excluded_urls="/health,/ping,/ready,/metrics", exclude_spans=["receive", "send"]
     )
-    return app

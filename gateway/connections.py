@@ -59,14 +59,16 @@ def connection_limits(config: GatewayConfig) -> ConnectionLimits:
     files = 2**20 if files == resource.RLIM_INFINITY else files
     backlog = min(max(files // 4, _FEWEST), _LONGEST_BACKLOG)
     most = max(files - _OWN_DESCRIPTORS - backlog, _FEWEST)
-    wanted = config.max_connections
-    if wanted is not None and wanted > most:
+    wanted, workers = config.max_connections, config.workers
+    if wanted is not None and wanted > most * workers:
         raise ConfigError(
-            f"max_connections: {wanted} is not allowed; allowed: at most {most}, as this process may open "
-            f"{files} files (ulimit -n)"
+            f"max_connections: {wanted} is not allowed; allowed: at most {most * workers}, as "
+            f"{'this process' if workers == 1 else f'each of {workers} processes'} may open {files} files "
+            "(ulimit -n)"
         )
     return ConnectionLimits(
-        max_connections=min(most, _MOST) if wanted is None else wanted,
+        # Each process has its share, which the kernel fills evenly.
+        max_connections=min(most, _MOST) if wanted is None else -(-wanted // workers),
         backlog=backlog,
         header_timeout_s=config.header_timeout_s,
         body_timeout_s=config.body_timeout_s,

@@ -1,117 +1,22 @@
-"""The gateway process."""
+"""The gateway's first process, which serves itself or starts those that do."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-import signal
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
-from types import FrameType
 
 import structlog
-import uvicorn
 import uvloop
 
-from gateway.admission import Drain
-from gateway.app import create_app
-from gateway.connections import ConnectionTable, connection_limits, protocol_for
-from gateway.streaming import DirectSend
-from gateway.telemetry import GatewayMetrics
+from gateway.connections import connection_limits
+from gateway.server import server_for
+from gateway.workers.group import Group
+from moebius.api_keys import ApiKeys
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError
 from moebius.telemetry import configure_logging, configure_tracing
 
 logger = structlog.get_logger(__name__)
-_POLL_S = 0.05
-_CUT_S = 2.0  # for requests that are cut to send their error
-_CLOSE_S = 1  # for connections without a request, once all answers are sent
-
-
-class GatewayServer(uvicorn.Server):
-    """Stops on SIGTERM and SIGINT and returns, where uvicorn would kill its process with the signal again."""
-
-    broken: str | None = None  # why it ended by itself; set by `end_broken`
-
-    def __init__(self, config: uvicorn.Config, drain: Drain, drain_s: float) -> None:
-        """Requests in `drain` may go on for `drain_s` seconds."""
-        super().__init__(config)
-        self._drain = drain
-        self._drain_s = drain_s
-
-    def end_broken(self, reason: str) -> None:
-        """Ends the server because it could never answer a request."""
-        self.broken = reason
-        self.should_exit = True
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handles both signals while serving; the second one of either stops at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # signals belong to the main thread
-            return
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            logger.info("stopping", signal=signal.Signals(number).name)
-            self.force_exit = self.should_exit
-            self.should_exit = True
-
-        previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drains first: until then the port stays open, so that late requests get 503 with Retry-After."""
-        drain = self._drain
-        drain.begin()
-        if drain.in_flight:
-            logger.info("draining", requests=drain.in_flight, timeout_s=self._drain_s)
-        await self._wait_idle(self._drain_s, lambda: self.force_exit)
-        if drain.in_flight:
-            logger.warning("requests are ended before their answers have", requests=drain.in_flight)
-            drain.cut()
-            await self._wait_idle(_CUT_S, lambda: False)
-        self.force_exit = False  # the rest is quick, and closes what is open
-        await super().shutdown(sockets)
-
-    async def _wait_idle(self, timeout_s: float, given_up: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self._drain.in_flight and time.monotonic() < deadline:
-            if given_up():
-                return
-            await asyncio.sleep(_POLL_S)
-
-
-def server_for(config: MoebiusConfig) -> GatewayServer:
-    """The HTTP server, not yet started; also used by tests, which run it in a thread.
-
-    Raises ConfigError.
-    """
-    limits = connection_limits(config.gateway)
-    app = create_app(config, on_broken=lambda reason: server.end_broken(reason))
-    metrics: GatewayMetrics = app.state.gateway.metrics
-    settings = uvicorn.Config(
-        DirectSend(app),
-        host=config.gateway.host,
-        port=config.gateway.port,
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-        http=protocol_for(ConnectionTable(limits, metrics.connection_closed)),
-        ws="none",
-        backlog=limits.backlog,
-        timeout_keep_alive=limits.idle_timeout_s,
-        timeout_graceful_shutdown=_CLOSE_S,
-    )
-    server = GatewayServer(settings, app.state.gateway.drain, config.supervisor.stop_timeout_s)
-    metrics.count_connections(lambda: len(server.server_state.connections))
-    return server
 
 
 def _check_address(host: str, port: int) -> None:
@@ -127,18 +32,23 @@ def _check_address(host: str, port: int) -> None:
 def run(config: MoebiusConfig) -> int:
     """Serves HTTP until SIGTERM or SIGINT. Returns the exit code: 0, or 1 when the server could not start.
 
-    Raises StartupError when the address or the model's files can not be used.
+    Raises StartupError when the address or the model's files can not be used, ConfigError for other settings.
     """
     configure_logging(config.telemetry, "gateway")
     tracing = configure_tracing(config.telemetry, "moebius-gateway")
     _check_address(config.gateway.host, config.gateway.port)
-    server = server_for(config)
     logger.info(
         "gateway starts",
         host=config.gateway.host,
         port=config.gateway.port,
         engine=config.gateway.engine_address,
+        workers=config.gateway.workers,
     )
+    if config.gateway.workers > 1:
+        connection_limits(config.gateway)  # what is wrong with the settings is said once, and here
+        ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
+        return uvloop.run(_serve_with_others(config))
+    server = server_for(config)
     try:
         uvloop.run(server.serve())
     except SystemExit:  # uvicorn leaves this way when the port was taken in this moment
@@ -148,3 +58,7 @@ def run(config: MoebiusConfig) -> int:
     if server.broken is not None:
         raise StartupError(server.broken)
     return 0 if server.started else 1
+
+
+async def _serve_with_others(config: MoebiusConfig) -> int:
+    return await Group(config).run()

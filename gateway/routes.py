@@ -128,6 +128,8 @@ async def ready(request: Request) -> dict[str, Any]:
     if gateway.drain.has_begun:
         raise shutting_down()
     model = gateway.model()
+    if gateway.shared.all_ready is not None and not await gateway.shared.all_ready():
+        raise ApiError(503, "a gateway process is starting", code="engine_unavailable", retry_after_s=1)
     if not await gateway.engine.is_serving():
         raise ApiError(
             503,
@@ -141,7 +143,7 @@ async def ready(request: Request) -> dict[str, Any]:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
-    return Response(gateway_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    return Response(await gateway_of(request).render_metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/version")

@@ -22,11 +22,13 @@ from gateway.prompts.pool import BodyReceiver, PromptPool
 from gateway.streaming import run_until_disconnect
 from gateway.telemetry import GatewayMetrics
 from gateway.text.tokenizer import Tokenizer
+from gateway.workers.shared import Shared, alone
 from moebius.config import MoebiusConfig
 from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)
 RETRY_S = 0.25
+_LISTEN_S = 60.0  # a process that could not serve for so long says so itself
 _MIB = 2**20
 _TEXT_KINDS = frozenset({"completions", "tokenize", "detokenize"})
 
@@ -38,13 +40,16 @@ class ModelFilesError(Exception):
 class Gateway:
     """Configuration, engine connection, admission, metrics; made by `create_app`, opened by its lifespan."""
 
-    def __init__(self, config: MoebiusConfig, on_broken: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: MoebiusConfig, on_broken: Callable[[str], None], shared: Shared | None = None
+    ) -> None:
         """`on_broken` is called, in the event loop, with the sentence that says why no model can be served:
-        its files are wrong, which waiting does not mend."""
+        its files are wrong, which waiting does not mend. `shared`: with other processes of the port."""
+        self.shared = shared or alone()
         self.config = config
         self._on_broken = on_broken
         self.metrics = GatewayMetrics()
-        self.admission = Admission(config.gateway.max_queued_requests, self.metrics)
+        self.admission = Admission(config.gateway.max_queued_requests, self.metrics, self.shared.places)
         self._bodies = BodyReceiver(self._max_body_bytes)
         self._prompts = PromptPool(config.gateway.prompt_workers, config.gateway.max_queued_requests)
         self.drain = Drain()
@@ -72,6 +77,8 @@ class Gateway:
         """Opens the channel and begins to ask the engine for its model, without waiting for it."""
         self._engine = EngineClient(self.config.gateway.engine_address)
         self._connecting = asyncio.create_task(self._connect())
+        if self.shared.listens_when_ready:
+            await asyncio.wait({self._connecting}, timeout=_LISTEN_S)
 
     async def close(self) -> None:
         """Stops connecting and closes the channel."""
@@ -177,6 +184,17 @@ class Gateway:
         )
         async with self._bodies.receive(request, extra) as body:
             return await run_until_disconnect(request, self._prompts.prepare(kind, body))
+
+    async def render_metrics(self) -> bytes:
+        """Prometheus text, of all processes of this port."""
+        if self.shared.metrics is None:
+            return self.metrics.render()
+        return await self.shared.metrics()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the model is known."""
+        return self._model is not None
 
     def model(self) -> ServedModel:
         """The served model; ApiError 503 until the engine has described it."""

@@ -119,6 +119,12 @@ class GatewayConfig(Section):
     max_body_mib: float = Field(
         default=32.0, gt=0, description="Size of a request's body without its images, MiB"
     )
+    workers: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Gateway processes on the port; each has prompt_workers of its own",
+    )
     prompt_workers: int = Field(
         default=2,
         ge=1,

@@ -319,6 +319,7 @@ def gateway(
     seconds: Annotated[float, typer.Option(min=0.1, help="Measuring time per figure")] = 4.0,
     arrivals: Annotated[int, typer.Option(min=1, help="Streams that arrive together")] = 256,
     connections: Annotated[int, typer.Option(min=1, help="Connections of requests not streamed")] = 32,
+    workers: Annotated[int, typer.Option(min=1, help="Gateway processes")] = 1,
     engine: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Another engine [default: a scripted one]")
     ] = "",
@@ -332,5 +333,5 @@ def gateway(
     from moebius.app.bench.gateway.stalls import HEAVY
 
     names = {"all": tuple(HEAVY), "none": ()}.get(heavy, tuple(heavy.split(",")))
-    options = GatewayOptions(streams, step_ms, seconds, arrivals, connections, engine=engine, heavy=names)
+    options = GatewayOptions(streams, step_ms, seconds, arrivals, connections, workers, engine, names)
     run(options, json_file)

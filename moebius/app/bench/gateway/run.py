@@ -141,6 +141,7 @@ def _settings(options: GatewayOptions, address: str, directory: Path) -> Moebius
                 "port": free_port(),
                 "engine_address": address,
                 "max_queued_requests": 2 * most,
+                "workers": options.workers,
                 "max_body_mib": 64.0,
             },
             "images": {"max_images_per_request": 32},

@@ -1,0 +1,131 @@
+"""The HTTP server of one gateway process: how it starts, drains and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import structlog
+import uvicorn
+
+from gateway.app import create_app
+from gateway.connections import ConnectionTable, connection_limits, protocol_for
+from gateway.state import Gateway
+from gateway.streaming import DirectSend
+from gateway.telemetry import GatewayMetrics
+from gateway.workers.shared import Shared
+from moebius.config import MoebiusConfig
+
+logger = structlog.get_logger(__name__)
+_POLL_S = 0.05
+_CUT_S = 2.0  # for requests that are cut to send their error
+_CLOSE_S = 1  # for connections without a request, once all answers are sent
+
+
+class GatewayServer(uvicorn.Server):
+    """Stops on SIGTERM and SIGINT and returns, where uvicorn would kill its process with the signal again."""
+
+    broken: str | None = None  # why it ended by itself; set by `end_broken`
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_s: float) -> None:
+        """Requests that run at the end may go on for `drain_s` seconds."""
+        super().__init__(config)
+        self._gateway = gateway
+        self._drain = gateway.drain
+        self._drain_s = drain_s
+
+    @property
+    def metrics(self) -> GatewayMetrics:
+        """What this process counts."""
+        return self._gateway.metrics
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the model is known: before, requests are answered 503."""
+        return self._gateway.is_ready
+
+    def retire(self) -> None:
+        """Ends the server while others serve the port: nothing new comes here, what runs goes on."""
+        for one in self.servers:
+            one.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        self.should_exit = True
+
+    def end_broken(self, reason: str) -> None:
+        """Ends the server because it could never answer a request."""
+        self.broken = reason
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handles both signals while serving; the second one of either stops at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals belong to the main thread
+            return
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            logger.info("stopping", signal=signal.Signals(number).name)
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drains first: until then the port stays open, so that late requests get 503 with Retry-After."""
+        drain = self._drain
+        drain.begin()
+        if drain.in_flight:
+            logger.info("draining", requests=drain.in_flight, timeout_s=self._drain_s)
+        await self._wait_idle(self._drain_s, lambda: self.force_exit)
+        if drain.in_flight:
+            logger.warning("requests are ended before their answers have", requests=drain.in_flight)
+            drain.cut()
+            await self._wait_idle(_CUT_S, lambda: False)
+        self.force_exit = False  # the rest is quick, and closes what is open
+        await super().shutdown(sockets)
+
+    async def _wait_idle(self, timeout_s: float, given_up: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._drain.in_flight and time.monotonic() < deadline:
+            if given_up():
+                return
+            await asyncio.sleep(_POLL_S)
+
+
+def server_for(config: MoebiusConfig, shared: Shared | None = None) -> GatewayServer:
+    """The HTTP server, not yet started; also used by tests, which run it in a thread.
+
+    `shared`: what it has in common with other processes of its port; None: it is alone.
+    Raises ConfigError.
+    """
+    limits = connection_limits(config.gateway)
+    app = create_app(config, on_broken=lambda reason: server.end_broken(reason), shared=shared)
+    metrics: GatewayMetrics = app.state.gateway.metrics
+    settings = uvicorn.Config(
+        DirectSend(app),
+        host=config.gateway.host,
+        port=config.gateway.port,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        http=protocol_for(ConnectionTable(limits, metrics.connection_closed)),
+        ws="none",
+        backlog=limits.backlog,
+        timeout_keep_alive=limits.idle_timeout_s,
+        timeout_graceful_shutdown=_CLOSE_S,
+    )
+    server = GatewayServer(settings, app.state.gateway, config.supervisor.stop_timeout_s)
+    metrics.count_connections(lambda: len(server.server_state.connections))
+    return server

@@ -1,0 +1,78 @@
+"""Questions and answers between two processes of ours, over a socket pair; either side may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from itertools import count
+from typing import Any
+
+_HEADER = struct.Struct("!I")  # length of what follows, bytes
+
+
+class ChannelClosed(Exception):
+    """The other process is gone."""
+
+
+class Channel:
+    """One end; `run` has to go on for as long as it is used."""
+
+    def __init__(self, answer: Callable[[str, Any], Awaitable[Any]]) -> None:
+        """`answer` is given what the other side asks or tells, and returns the answer."""
+        self._answer = answer
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def run(self, connection: socket.socket) -> None:
+        """Until the other side closes its end; then all questions have failed."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=connection)
+        try:
+            while True:
+                header = await reader.readexactly(_HEADER.size)
+                number, is_answer, name, value = pickle.loads(
+                    await reader.readexactly(_HEADER.unpack(header)[0])
+                )
+                if not is_answer:
+                    task = asyncio.create_task(self._take(number, name, value))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                elif (asked := self._asked.get(number)) is not None and not asked.done():
+                    asked.set_result(value)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:
+            for asked in self._asked.values():
+                if not asked.done():
+                    asked.set_exception(ChannelClosed())
+            self._writer.close()
+            self._writer = None
+
+    async def ask(self, name: str, value: Any = None) -> Any:
+        """The other side's answer. Raises ChannelClosed."""
+        number = next(self._numbers)
+        self._asked[number] = answer = asyncio.get_running_loop().create_future()
+        try:
+            self._send(number, False, name, value)
+            return await answer
+        finally:
+            del self._asked[number]
+
+    def tell(self, name: str, value: Any = None) -> None:
+        """Something that needs no answer. Raises ChannelClosed."""
+        self._send(0, False, name, value)
+
+    async def _take(self, number: int, name: str, value: Any) -> None:
+        answer = await self._answer(name, value)
+        if number and self._writer is not None:
+            self._send(number, True, name, answer)
+
+    def _send(self, *message: Any) -> None:
+        if self._writer is None:
+            raise ChannelClosed
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._writer.write(_HEADER.pack(len(data)) + data)

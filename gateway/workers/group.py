@@ -1,0 +1,247 @@
+"""The first of several gateway processes: starts the others, replaces those that end or hang, adds up what
+they count. It serves nothing itself, so nothing that a request does can keep it from its work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from gateway.workers.channel import Channel, ChannelClosed
+from gateway.workers.contract import Beat, MemberSetup, bound_socket
+from gateway.workers.metrics import Samples, added, rendered, samples_of
+from gateway.workers.shared import Places, shared_memory
+from moebius.config import MoebiusConfig
+from moebius.errors import StartupError
+
+logger = structlog.get_logger(__name__)
+_LOOK_S = 0.25
+_START_S = 120.0  # to the first sign of life
+_READY_S = 600.0  # for a replacement at SIGHUP
+_ANSWER_S = 2.0
+_STABLE_S = 10.0  # one that ran for so long is started again at once
+_LONGEST_PAUSE_S = 5.0
+_STOP_MARGIN_S = 5.0
+_TOTALS = ("counter", "histogram")
+
+
+@dataclass(eq=False)
+class _Process:
+    """One of the others; filled by `Group._start`."""
+
+    seat: int
+    index: int  # its place in `Places`
+    popen: subprocess.Popen[bytes]
+    channel: Channel
+    listens_when_ready: bool
+    talking: asyncio.Task[None] | None = None
+    started_at: float = field(default_factory=time.monotonic)
+    beat_at: float | None = None  # its last sign of life
+    samples: Samples = field(default_factory=dict)  # the last that it sent
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def silent_s(self, now: float) -> float:
+        """How long it has shown no sign of life."""
+        return now - (self.started_at if self.beat_at is None else self.beat_at)
+
+
+class Group:
+    """All of them; `run` is its life."""
+
+    def __init__(self, config: MoebiusConfig) -> None:
+        """Takes the port. Raises StartupError."""
+        self._config = config
+        self._count = config.gateway.workers
+        # Twice: at SIGHUP each is there before the one that it replaces has gone.
+        self._memory = shared_memory(2 * self._count)
+        self._places = Places(2 * self._count, 0, self._memory)
+        self._held = bound_socket(config.gateway.host, config.gateway.port)  # while none listens, too
+        port = int(self._held.getsockname()[1])
+        gateway = config.gateway.model_copy(update={"port": port})
+        self._config = config.model_copy(update={"gateway": gateway})
+        self._seats: list[_Process | None] = [None] * self._count
+        self._processes: set[_Process] = set()
+        self._gone: Samples = {}  # what processes had counted that are gone
+        self._broken: str | None = None
+        self._stopping = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._registry = CollectorRegistry()
+        self._restarts = Counter(
+            "moebius:gateway_worker_restarts", "Gateway processes that were replaced", registry=self._registry
+        )
+        running = Gauge("moebius:gateway_workers", "Gateway processes that run", registry=self._registry)
+        running.set_function(lambda: len(self._processes))
+
+    async def run(self) -> int:
+        """Until SIGTERM or SIGINT. Returns the exit code; raises StartupError when no model can be served."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn_task(self._replace_all()))
+        for seat in range(self._count):
+            self._seats[seat] = self._start(seat)
+        watching = asyncio.create_task(self._watch())
+        await self._stopping.wait()
+        await self._wait_for_all(self._config.supervisor.stop_timeout_s + _STOP_MARGIN_S)
+        tasks = [watching, *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._held.close()
+        os.close(self._memory)
+        if self._broken is not None:
+            raise StartupError(self._broken)
+        return 0
+
+    def _spawn_task(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _start(self, seat: int) -> _Process:
+        index = next(i for i in range(2 * self._count) if i not in {one.index for one in self._processes})
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "gateway.workers.member"]
+            popen = subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=(self._memory,))
+        another = any(one.ready.is_set() for one in self._processes)
+        setup = pickle.dumps(MemberSetup(self._config, index, 2 * self._count, self._memory, another))
+        ours.sendall(struct.pack("!I", len(setup)) + setup)
+        channel = Channel(lambda name, value: self._answer(process, name, value))
+        process = _Process(seat, index, popen, channel, another)
+        process.talking = asyncio.create_task(process.channel.run(ours))
+        self._processes.add(process)
+        logger.info("gateway process starts", worker=seat, pid=popen.pid)
+        return process
+
+    async def _answer(self, process: _Process, name: str, value: Any) -> Any:
+        if name == "beat":
+            assert isinstance(value, Beat)
+            process.beat_at = time.monotonic()
+            process.samples = value.samples or process.samples
+            if value.is_ready:
+                process.ready.set()
+        elif name == "leaving":
+            process.samples = value
+        elif name == "broken":
+            self._broken = str(value)
+            self._stop(None)
+        elif name == "metrics":
+            return await self.metrics()
+        elif name == "ready":
+            return all(one.ready.is_set() or one.listens_when_ready for one in self._processes)
+        return None
+
+    async def metrics(self) -> bytes:
+        """Of all processes, those that are gone included, as Prometheus text."""
+        processes = list(self._processes)
+        await asyncio.gather(*(self._ask_samples(process) for process in processes))
+        parts = [self._gone, *(process.samples for process in processes), samples_of(self._registry)]
+        return rendered(added(parts))
+
+    async def _ask_samples(self, process: _Process) -> None:
+        """Fresh ones; of a process that does not answer the last stay."""
+        with contextlib.suppress(TimeoutError, ChannelClosed):
+            async with asyncio.timeout(_ANSWER_S):
+                process.samples = await process.channel.ask("samples")
+
+    async def _watch(self) -> None:
+        """Never returns: notices who has ended or hangs. Time in which this process itself was stopped does
+        not count against the others, which may have been, too."""
+        looked_at = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = time.monotonic()
+            missed_s = max(0.0, now - looked_at - 2 * _LOOK_S)
+            looked_at = now
+            for process in list(self._processes):
+                if missed_s:
+                    process.started_at += missed_s
+                    process.beat_at = None if process.beat_at is None else process.beat_at + missed_s
+                limit_s = _START_S if process.beat_at is None else self._config.supervisor.hang_timeout_s
+                if process.popen.poll() is not None:
+                    self._note_end(process)
+                elif process.silent_s(now) > limit_s:
+                    logger.warning("gateway process hangs", worker=process.seat, pid=process.popen.pid)
+                    process.popen.kill()
+
+    def _note_end(self, process: _Process) -> None:
+        self._processes.discard(process)
+        self._places.clear(process.index)
+        self._gone = added([self._gone, process.samples], _TOTALS)
+        if self._stopping.is_set() or self._seats[process.seat] is not process:
+            return
+        lived_s = time.monotonic() - process.started_at
+        logger.warning(
+            "gateway process ended",
+            worker=process.seat,
+            pid=process.popen.pid,
+            status=process.popen.returncode,
+            seconds=round(lived_s, 1),
+        )
+        self._seats[process.seat] = None
+        self._spawn_task(self._restart(process.seat, 0.0 if lived_s > _STABLE_S else _pause_s(lived_s)))
+
+    async def _restart(self, seat: int, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        if not self._stopping.is_set():
+            self._restarts.inc()
+            self._seats[seat] = self._start(seat)
+
+    async def _replace_all(self) -> None:
+        """One after the other, each only once the one that follows it can serve: files are read anew."""
+        logger.info("gateway processes are replaced")
+        for seat, old in enumerate(self._seats):
+            if old is None:
+                continue  # it is being started anyway
+            new = self._start(seat)
+            try:
+                async with asyncio.timeout(_READY_S):
+                    while not new.ready.is_set():
+                        if new.popen.poll() is not None:
+                            raise TimeoutError
+                        await asyncio.sleep(_LOOK_S)
+            except TimeoutError:
+                logger.error("the new gateway process can not serve: those that run go on", worker=seat)
+                new.popen.kill()
+                return
+            self._seats[seat] = new
+            with contextlib.suppress(ChannelClosed):
+                old.channel.tell("retire")
+
+    def _stop(self, number: int | None) -> None:
+        if number is not None:
+            logger.info("stopping", signal=signal.Signals(number).name)
+        for process in self._processes:
+            if process.popen.poll() is None:
+                process.popen.send_signal(signal.SIGTERM)
+        self._stopping.set()
+
+    async def _wait_for_all(self, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        while self._processes and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S / 5)
+            for process in list(self._processes):
+                if process.popen.poll() is not None:
+                    self._processes.discard(process)
+        for process in self._processes:
+            logger.warning("gateway process does not end", pid=process.popen.pid)
+            process.popen.kill()
+            process.popen.wait()
+
+
+def _pause_s(lived_s: float) -> float:
+    """The sooner it ended, the longer: from nothing after _STABLE_S to the longest at once."""
+    return _LONGEST_PAUSE_S * (1.0 - lived_s / _STABLE_S)

@@ -1,0 +1,114 @@
+"""One of several gateway processes: `python -m gateway.workers.member`, its channel as standard input.
+
+It says once a second that it lives, which a process whose event loop hangs can not do, and how far it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import socket
+import struct
+import sys
+from typing import Any
+
+import uvloop
+
+from gateway.server import GatewayServer, server_for
+from gateway.workers.channel import Channel, ChannelClosed
+from gateway.workers.contract import BEAT_S, Beat, MemberSetup, bound_socket
+from gateway.workers.metrics import samples_of
+from gateway.workers.shared import Places, Shared
+from moebius.errors import UserError
+from moebius.telemetry import configure_logging, configure_tracing
+
+_SAMPLES_EVERY = 5  # beats: what is counted after the last ones is lost with a killed process
+
+
+class Member:
+    """The process."""
+
+    def __init__(self, setup: MemberSetup) -> None:
+        self._channel = Channel(self._answer)
+        places = Places(setup.count, setup.index, setup.places)
+        self._server: GatewayServer = server_for(
+            setup.config, Shared(places, self._all_metrics, self._all_ready, setup.listens_when_ready)
+        )
+        self._setup = setup
+
+    async def run(self, connection: socket.socket) -> int:
+        """Serves until a signal, or until the first process is gone. Returns the exit code."""
+        talking = asyncio.create_task(self._talk(connection))
+        beating = asyncio.create_task(self._beat())
+        try:
+            gateway = self._setup.config.gateway
+            await self._server.serve([bound_socket(gateway.host, gateway.port)])
+            with contextlib.suppress(ChannelClosed):
+                if self._server.broken is not None:
+                    await self._channel.ask("broken", self._server.broken)
+                await self._channel.ask("leaving", samples_of(self._server.metrics.registry))
+        finally:
+            for task in (talking, beating):
+                task.cancel()
+            await asyncio.gather(talking, beating, return_exceptions=True)
+        return 0 if self._server.started else 1
+
+    async def _talk(self, connection: socket.socket) -> None:
+        await self._channel.run(connection)
+        self._server.should_exit = True  # nobody is left who would replace this process or stop it
+
+    async def _beat(self) -> None:
+        beats = 0
+        while True:
+            with contextlib.suppress(ChannelClosed):
+                samples = None if beats % _SAMPLES_EVERY else samples_of(self._server.metrics.registry)
+                self._channel.tell("beat", Beat(self._server.is_ready, samples))
+            beats += 1
+            await asyncio.sleep(BEAT_S)
+
+    async def _answer(self, name: str, _value: Any) -> Any:
+        if name == "retire":
+            self._server.retire()
+            return None
+        assert name == "samples", name
+        return samples_of(self._server.metrics.registry)
+
+    async def _all_ready(self) -> bool:
+        if self._server.is_ready:  # the first process learns of it with the next sign of life otherwise
+            self._channel.tell("beat", Beat(True, None))
+        return bool(await self._channel.ask("ready"))
+
+    async def _all_metrics(self) -> bytes:
+        answer = await self._channel.ask("metrics")
+        assert isinstance(answer, bytes)
+        return answer
+
+
+def _first_message(connection: socket.socket) -> MemberSetup:
+    header = connection.recv(4, socket.MSG_WAITALL)
+    (length,) = struct.unpack("!I", header)
+    setup = pickle.loads(connection.recv(length, socket.MSG_WAITALL))
+    assert isinstance(setup, MemberSetup)
+    return setup
+
+
+def main() -> int:
+    """Returns the exit code."""
+    connection = socket.socket(fileno=os.dup(0))
+    setup = _first_message(connection)
+    configure_logging(setup.config.telemetry, "gateway")
+    tracing = configure_tracing(setup.config.telemetry, "moebius-gateway")
+    try:
+        member = Member(setup)
+        return uvloop.run(member.run(connection))
+    except UserError as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 1
+    finally:
+        tracing.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

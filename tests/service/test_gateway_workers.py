@@ -1,0 +1,225 @@
+"""Guards several gateway processes on one port: to clients they are one, whatever happens to any of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from moebius.config import MoebiusConfig, SupervisorConfig
+from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
+from tests.helpers.gateway_server import gateway_config
+from tests.helpers.stack import ROOT, free_port
+from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+
+PROGRAM = """
+import sys
+from gateway.main import run
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+try:
+    sys.exit(run(MoebiusConfig.model_validate_json(sys.argv[1])))
+except UserError as error:
+    sys.exit(f"error: {error}")
+"""
+BODY = {"model": MODEL, "prompt": "The", "max_tokens": 3, "ignore_eos": True}
+STREAM = {**BODY, "max_tokens": 40, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeEngine, str]]:
+    """A scripted engine and its address."""
+    directory = tmp_path_factory.mktemp("workers")
+    tokenizer = byte_level_tokenizer()
+    write_tokenizer(directory, tokenizer)
+    fake = FakeEngine(directory, tokenizer)
+    with serving(fake, f"unix:{directory}/engine.sock"):
+        yield fake, f"unix:{directory}/engine.sock"
+
+
+class Gateway:
+    """The processes of one port."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process, self.url, self.log = process, f"http://127.0.0.1:{port}", log
+
+    def workers(self) -> list[psutil.Process]:
+        """Those that serve, oldest first."""
+        found = []
+        for one in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):  # a process that has just ended is one of these
+                found += [one] if "gateway.workers.member" in one.cmdline() else []
+        return sorted(found, key=lambda one: (one.create_time(), one.pid))
+
+    def post(self, body: Any) -> httpx.Response:
+        """On a connection of its own: each may reach another process."""
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for it."""
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end, self.log.read_text()
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+
+    def answers(self) -> bool:
+        """Whether a request would be answered by whichever process it reaches; asked several times."""
+        try:
+            return all(httpx.get(f"{self.url}/ready").status_code == 200 for _ in range(8))
+        except httpx.TransportError:
+            return False
+
+
+@contextmanager
+def gateway(engine: tuple[FakeEngine, str], directory: Path, **settings: Any) -> Iterator[Gateway]:
+    """Two processes, ready."""
+    engine[0].reset()
+    port, log = free_port(), directory / "log"
+    config: MoebiusConfig = gateway_config(engine[1], port=port, workers=2, **settings)
+    config = config.model_copy(update={"supervisor": SupervisorConfig(hang_timeout_s=3.0)})
+    with log.open("wb") as sink:
+        command = [sys.executable, "-c", PROGRAM, config.model_dump_json()]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=sink)
+    started = Gateway(process, port, log)
+    try:
+        started.until(lambda: len(started.workers()) == 2 and started.answers())
+        yield started
+    finally:
+        if process.poll() is None:
+            for worker in started.workers():
+                worker.kill()
+        process.kill()
+        process.wait()
+
+
+def test_to_clients_they_are_one(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
+    """Any process answers; counts are of all of them, whoever is asked; the bound on requests in flight is
+    common; a process that is killed is replaced, what it had counted stays, and others never notice; at
+    SIGTERM streams end in order and all processes are gone."""
+    with gateway(engine, tmp_path, max_queued_requests=3) as running:
+        for _ in range(12):
+            assert running.post(BODY).status_code == 200
+        success = "vllm:request_success_total"
+        assert {running.metric(success) for _ in range(6)} == {12}
+        assert running.metric("moebius:gateway_workers") == 2
+
+        engine[0].script = Script(delay_s=0.2)
+        with ThreadPoolExecutor(3) as pool:
+            streams = [pool.submit(running.post, STREAM) for _ in range(3)]
+            running.until(lambda: running.metric("moebius:gateway_requests_in_flight") == 3)
+            assert [running.post(BODY).status_code for _ in range(6)] == [429] * 6
+            assert all(one.result().text.endswith("data: [DONE]\n\n") for one in streams)
+
+        engine[0].script = Script()
+        first = running.workers()[0]
+        assert running.metric(success) == 15
+        first.kill()
+        running.until(
+            lambda: len(running.workers()) == 2 and first.pid not in {w.pid for w in running.workers()}
+        )
+        running.until(running.answers)
+        assert running.metric(success) == 15
+        assert running.metric("moebius:gateway_worker_restarts_total") == 1
+
+        engine[0].script = Script(delay_s=0.05)
+        with ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(running.post, STREAM)
+            running.until(lambda: running.metric("moebius:gateway_requests_in_flight") == 1)
+            workers = running.workers()
+            running.process.terminate()
+            assert stream.result().text.endswith("data: [DONE]\n\n")
+        assert running.process.wait(30) == 0
+        assert not [worker for worker in workers if worker.is_running()]
+        assert "Traceback" not in running.log.read_text()
+
+
+def test_a_process_that_hangs_is_replaced(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
+    """One whose event loop stands still shows no sign of life, though it has not ended."""
+    with gateway(engine, tmp_path) as running:
+        frozen = running.workers()[0]
+        frozen.send_signal(signal.SIGSTOP)
+        running.until(lambda: not frozen.is_running())
+        running.until(lambda: len(running.workers()) == 2 and running.answers())
+        assert "gateway process hangs" in running.log.read_text()
+
+
+def test_sighup_replaces_all_and_loses_no_request(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
+    """Every process is replaced; a stream that runs goes on to its end in the process that has it, and
+    requests that are sent meanwhile are answered."""
+    with gateway(engine, tmp_path) as running:
+        engine[0].script = Script(delay_s=0.05)
+        before = {worker.pid for worker in running.workers()}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=STREAM, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(running.process.pid, signal.SIGHUP)
+            statuses = []
+            while before & {worker.pid for worker in running.workers()}:
+                # A connection that was accepted by a process in its last moment may be reset, as with any
+                # server that is replaced: clients of HTTP try such a request again.
+                transport = httpx.HTTPTransport(retries=2)
+                with httpx.Client(transport=transport, timeout=60) as client:
+                    statuses.append(client.post(f"{running.url}/v1/completions", json=BODY).status_code)
+                if len(statuses) == 3:
+                    rest = list(lines)
+        assert set(statuses) == {200}
+        assert rest[-2:] == ["data: [DONE]", ""]
+        running.until(lambda: len(running.workers()) == 2 and running.answers())
+
+
+def test_they_do_not_outlive_the_first(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
+    """A process that nobody watches any more ends, and the port is free for those that follow; until then
+    it can not be taken by accident."""
+    with gateway(engine, tmp_path) as running:
+        port = int(running.url.rsplit(":", 1)[1])
+        config = gateway_config(engine[1], port=port, workers=2).model_dump_json()
+        second = subprocess.run(
+            [sys.executable, "-c", PROGRAM, config], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert second.returncode == 1
+        assert f"cannot serve HTTP on 127.0.0.1:{port}" in second.stderr
+        workers = running.workers()
+        running.process.kill()
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        assert not alive
+
+
+def test_settings_that_can_not_be_used_are_refused_once(
+    engine: tuple[FakeEngine, str], tmp_path: Path
+) -> None:
+    """Not by each process, again and again; and a model that can not be served ends them all."""
+    engine[0].reset()
+    settings = gateway_config(engine[1], port=free_port(), workers=3, max_connections=10**9)
+    wrong = json.loads(settings.model_dump_json())
+    for config, words in (
+        (wrong, "max_connections: 1000000000 is not allowed"),
+        (
+            {**wrong, "gateway": {**wrong["gateway"], "max_connections": None, "chat_template": "/nowhere"}},
+            "/nowhere",
+        ),
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-c", PROGRAM, json.dumps(config)],
+            cwd=ROOT, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert ended.returncode == 1, ended.stderr
+        assert words in ended.stderr.splitlines()[-1]
+        assert "Traceback" not in ended.stderr
