@@ -114,7 +114,7 @@ class ExpertProcess:
         # Here, because it takes a while to import, and a process that is started again is waited for.
         from moebius.models.read import read_geometry
 
-        return read_geometry(settings.model, settings.top_k)
+        return read_geometry(settings.model, settings.experts_per_token)
 
     def run(self) -> int:
         """Until SIGTERM, SIGINT or the mailbox's shutdown; the process's exit status."""

@@ -81,7 +81,9 @@ def build_engine(
     """
     device = prepare_process(config)
     chosen = config.model
-    overrides = ModelOverrides(chosen.top_k, chosen.max_model_len, chosen.dtype, chosen.language_model_only)
+    overrides = ModelOverrides(
+        chosen.experts_per_token, chosen.max_model_len, chosen.dtype, chosen.language_model_only
+    )
     model_config = read_model_config(chosen.model, overrides)
     group = join_group(config, device)
     sizes = sizes_of(shard_config(model_config, group.parallel), STORAGE_DTYPES[config.gpu.kv_cache_dtype])

@@ -133,7 +133,7 @@ def make_live_experts(
     config: MoebiusConfig, recorder: ExpertRecorder | None, streamer: ExpertStreamer | None
 ) -> LiveExperts | None:
     """None for a model without experts. Raises UserError for a placement that can not be."""
-    geometry = read_geometry(config.model.model, config.model.top_k)
+    geometry = read_geometry(config.model.model, config.model.experts_per_token)
     if not geometry.moe_layers:
         return None
     resident = make_placement(config.placement, geometry).resident

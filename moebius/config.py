@@ -45,8 +45,8 @@ class ModelConfigSection(Section):
         default="dequantise",
         description="Linear layers stored in fp8: dequantised while loading, or kept so (slow on a CPU)",
     )
-    top_k: int | None = Field(
-        default=None, ge=1, description="Experts per token; unset: the checkpoint's own"
+    experts_per_token: int | None = Field(
+        default=None, ge=1, description="Routed experts that each token uses; unset: as the checkpoint says"
     )
     max_model_len: int | None = Field(
         default=None,

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from moebius.config import MoebiusConfig, Section
 from moebius.errors import ConfigError
+from moebius.other_names import OTHER_VALUES, note, other_name
 
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
@@ -81,6 +82,7 @@ class Leaf:
         """The value a flag's text stands for. Raises ConfigError; ranges are checked later, by pydantic."""
         if self.optional and text.lower() == "none":
             return None
+        text = OTHER_VALUES.get(self.name, {}).get(text.lower(), text)
         try:
             if self.is_list:
                 item = typing.get_args(self.annotation)[0]
@@ -183,7 +185,7 @@ def _limit_words(limit: Any) -> str:
 
 
 # Leaves that had another name, by the old one.
-RENAMED_LEAVES = {"exact_experts": "batch_invariant_experts"}
+RENAMED_LEAVES = {"exact_experts": "batch_invariant_experts", "top_k": "experts_per_token"}
 # Leaves whose value is never printed.
 SECRET_LEAVES = frozenset({"api_key"})
 
@@ -232,9 +234,13 @@ def _yaml_values(path: Path, known: Mapping[str, Leaf]) -> Iterable[tuple[Leaf, 
     """(leaf, value) pairs of a configuration file; lists become tuples. Raises ConfigError."""
     document = _read_yaml(path)
     for section, values in document.items():
+        if section not in sections() or (values is not None and not isinstance(values, dict)):
+            flat = _flat_value(str(section), values, known)
+            if flat is not None:
+                yield from flat
+                continue
         if section not in sections():
-            hint = f"; it belongs to section {known[section].section!r}" if section in known else ""
-            raise ConfigError(f"{path}: unknown section {section!r}{hint or _closest(section, sections())}")
+            raise ConfigError(f"{path}: unknown section {section!r}{_closest(section, sections(), known)}")
         if values is None:
             continue
         if not isinstance(values, dict):
@@ -248,6 +254,32 @@ def _yaml_values(path: Path, known: Mapping[str, Leaf]) -> Iterable[tuple[Leaf, 
             if leaf.section != section:
                 raise ConfigError(f"{path}: '{name}' belongs to section {leaf.section!r}, not {section!r}")
             yield leaf, tuple(value) if isinstance(value, list) else value
+
+
+def _flat_value(key: str, value: Any, known: Mapping[str, Leaf]) -> list[tuple[Leaf, Any]] | None:
+    """What a key outside of any section says, as in the configuration files of vLLM and LvLLM: a leaf, also in
+    the spelling of its flag, or another server's name. None: it is neither. Raises ConfigError.
+    """
+    leaf = known.get(key.replace("-", "_"))
+    if leaf is not None and not isinstance(value, dict):
+        return [(leaf, _flat_scalar(leaf, value))]
+    other = None if leaf is not None or key in sections() else other_name(key)
+    if other is None:
+        return None
+    if other.no_effect:
+        note(f"{key} has no effect: {other.no_effect}")
+        return []
+    if other.fixed is not None:
+        leaf = known[other.leaf]
+        return [(leaf, leaf.parse(other.fixed))] if value else []
+    text = other.value(key, str(value))
+    return [(known[other.leaf], known[other.leaf].parse(text))]
+
+
+def _flat_scalar(leaf: Leaf, value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return value if value is None or isinstance(value, bool) else leaf.parse(str(value))
 
 
 def _read_yaml(path: Path) -> dict[Any, Any]:

@@ -74,7 +74,7 @@ class SliceRequest:
             split_count=experts.split_count,
             split_shares=experts.split_shares,
             weight_dtype=experts.expert_dtype,
-            top_k=config.model.top_k,
+            top_k=config.model.experts_per_token,
             placement=config.placement,
         )
 

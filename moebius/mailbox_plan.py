@@ -33,7 +33,7 @@ def mailbox_geometry(config: MoebiusConfig, model: MoeGeometry) -> MailboxGeomet
     return MailboxGeometry(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
-        top_k=config.model.top_k or model.top_k,
+        top_k=config.model.experts_per_token or model.top_k,
         num_slots=config.experts.mailbox_slots * config.parallel.pipeline_parallel_size,
         max_rows=request_rows(config),
         num_servers=config.experts.split_count,

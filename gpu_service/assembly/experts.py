@@ -41,7 +41,7 @@ def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> Ran
     """None for a model without MoE layers."""
     if not model.moe_layer_ids:
         return None
-    geometry = read_geometry(config.model.model, config.model.top_k)
+    geometry = read_geometry(config.model.model, config.model.experts_per_token)
     held = stage_layers(model, group.parallel)
     return RankMoe(geometry, tuple(layer for layer in geometry.moe_layers if layer in held))
 

@@ -63,7 +63,9 @@ class RankForecast:
 def read_model(config: MoebiusConfig) -> ModelConfig:
     """As an engine of these settings reads it. Raises ModelConfigError or CheckpointError."""
     chosen = config.model
-    overrides = ModelOverrides(chosen.top_k, chosen.max_model_len, chosen.dtype, chosen.language_model_only)
+    overrides = ModelOverrides(
+        chosen.experts_per_token, chosen.max_model_len, chosen.dtype, chosen.language_model_only
+    )
     return read_model_config(chosen.model, overrides)
 
 

@@ -6,26 +6,97 @@ traceback means a defect of Moebius.
 
 from __future__ import annotations
 
-import typer
+import os
+import sys
+from typing import Annotated, Any
 
+import typer
+from typer.core import TyperCommand
+
+from moebius import __version__
 from moebius.app.commands import bench, chat, demo, experts, host, models, plan, serve, verify
 from moebius.app.exits import exit_with
+from moebius.app.other_options import note_variables, translated
+from moebius.config_loader import sections
 
 app = typer.Typer(
     name="moebius",
     help="Serves mixture-of-experts models on GPUs and CPU sockets together.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+class GroupedHelp(TyperCommand):
+    """A command whose many settings stand under a heading per topic in `--help`."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        arguments: list[tuple[str, str]] = []
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                section = getattr(parameter, "rich_help_panel", None) or ""
+                is_argument = parameter.param_type_name == "argument"
+                (arguments if is_argument else groups.setdefault(section, [])).append(record)
+        if arguments:
+            with formatter.section("Arguments"):
+                formatter.write_dl(arguments)
+        for section in ["", *(name for name in sections() if name in groups)]:
+            with formatter.section(TOPICS.get(section, section.capitalize()) or "Options"):
+                formatter.write_dl(groups.get(section, []))
+
+
+# Headings of `--help`, by section of the configuration.
+TOPICS = {
+    "": "Options",
+    "model": "Model",
+    "images": "Images",
+    "gateway": "API (gateway)",
+    "gpu": "Engine and memory (gpu)",
+    "experts": "Experts on the CPU sockets (experts)",
+    "parallel": "Several GPUs (parallel)",
+    "placement": "Experts on GPUs (placement)",
+    "supervisor": "Supervision (supervisor)",
+    "telemetry": "Telemetry (telemetry)",
+}
+
 for module in (serve, plan, chat, demo, host, verify):
     module.register(app)
+for registered in app.registered_commands:
+    registered.cls = GroupedHelp
 app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")
 app.add_typer(experts.app, name="experts")
 
 
+@app.callback()
+def moebius(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit")] = False,
+) -> None:
+    """Serves mixture-of-experts models on GPUs and CPU sockets together."""
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits with its status."""
-    exit_with(lambda: app(args=arguments, prog_name="moebius", standalone_mode=False))
+    given = sys.argv[1:] if arguments is None else arguments
+    exit_with(lambda: _run(list(given)))
+
+
+def _run(arguments: list[str]) -> object:
+    if arguments[:1] == ["--version"]:
+        print(f"moebius {__version__}")
+        return 0
+    command = typer.main.get_command(app)
+    chosen = getattr(command, "commands", {}).get(arguments[0]) if arguments else None
+    options = {
+        name: not getattr(parameter, "is_flag", False)
+        for parameter in getattr(chosen, "params", ())
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    if "--config" in options:  # it takes settings
+        note_variables(os.environ)
+        arguments = [arguments[0], *translated(arguments[1:], {**options, "-h": False, "--help": False})]
+    return command(args=arguments, prog_name="moebius", standalone_mode=False)

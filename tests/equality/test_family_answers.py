@@ -34,7 +34,7 @@ def test_another_path_of_the_same_model_passes(dtype: str, directory: Path) -> N
 def test_a_model_with_one_expert_less_does_not(dtype: str, directory: Path) -> None:
     """What a kernel that drops the fourth of four choices would do."""
     config = family_config(directory, "cpu", dtype)
-    wrong = config.model_copy(update={"model": config.model.model_copy(update={"top_k": 3})})
+    wrong = config.model_copy(update={"model": config.model.model_copy(update={"experts_per_token": 3})})
     check: Callable[[Path, MoebiusConfig], None] = CHECKS[dtype]
     with pytest.raises(AssertionError, match=r"first above ten medians|which the reference prefers"):
         check(directory, wrong)

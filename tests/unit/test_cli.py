@@ -63,7 +63,7 @@ def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "app", broken)
+    monkeypatch.setattr(cli, "_run", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["version"])
 

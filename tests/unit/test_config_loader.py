@@ -38,10 +38,15 @@ def test_flags_beat_yaml_beats_defaults(tmp_path: Path) -> None:
 
 def test_flag_texts_become_values_of_their_type() -> None:
     """Lists are comma separated, `none` unsets an optional leaf, numbers are numbers."""
-    flags = {"expert_addresses": "a:1, b:2", "top_k": "none", "kv_cache_gib": "0.5", "num_pages": "7"}
+    flags = {
+        "expert_addresses": "a:1, b:2",
+        "experts_per_token": "none",
+        "kv_cache_gib": "0.5",
+        "num_pages": "7",
+    }
     config = load_config(None, flags)
     assert config.experts.expert_addresses == ("a:1", "b:2")
-    assert (config.model.top_k, config.gpu.kv_cache_gib, config.gpu.num_pages) == (None, 0.5, 7)
+    assert (config.model.experts_per_token, config.gpu.kv_cache_gib, config.gpu.num_pages) == (None, 0.5, 7)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,7 @@ def test_flag_texts_become_values_of_their_type() -> None:
             "exact_experts'; it is called 'batch_invariant_experts' now",
         ),
         ("gateway: {dtype: float32}", "'dtype' belongs to section 'model', not 'gateway'"),
-        ("port: 1", "unknown section 'port'; it belongs to section 'gateway'"),
+        ("prot: 1", "unknown section 'prot'; did you mean 'port'"),
         ("gateway: {port: '8000'}", "gateway.port in .*: '8000' is not allowed; allowed: an integer, >= 0"),
         ("gateway: {port: 70000}", "70000 is not allowed; allowed: an integer, >= 0, <= 65535"),
         ("gpu: {prefix_caching: 1}", "gpu.prefix_caching in .*: 1 is not allowed; allowed: true or false"),
@@ -79,7 +84,10 @@ def test_bad_yaml_is_named(tmp_path: Path, text: str, message: str) -> None:
         ({"port": "x"}, "--port: 'x' is not allowed; allowed: an integer, >= 0, <= 65535"),
         ({"port": "-1"}, "--port: -1 is not allowed"),
         ({"device": "tpu"}, "--device: 'tpu' is not allowed; allowed: one of auto, cpu, cuda"),
-        ({"top_k": "0"}, "--top-k: 0 is not allowed; allowed: an integer, >= 1, or none"),
+        (
+            {"experts_per_token": "0"},
+            "--experts-per-token: 0 is not allowed; allowed: an integer, >= 1, or none",
+        ),
         ({"split_shares": "1,b"}, "--split-shares: '1,b' is not allowed; allowed: a list, each an integer"),
         ({"prot": "1"}, "unknown setting 'prot'; did you mean 'port'"),
     ],

@@ -129,7 +129,7 @@ def record(servers: ExpertServers, options: PlacementOptions, path: Path) -> Non
         tokens = options.engine.max_tokens
         engine.submit(prompts, tokens, options.engine.temperature).wait(tokens)
         after = servers.counters()
-    geometry = read_geometry(config.model.model, config.model.top_k)
+    geometry = read_geometry(config.model.model, config.model.experts_per_token)
     path.write_bytes(statistics_of(before, after, geometry, config.experts.expert_split == "expert"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from moebius.app.cli_options import PrintConfig, print_configuration, with_settings
 from moebius.app.commands.models import check_files, with_checkpoint
 from moebius.config import MoebiusConfig
+from moebius.errors import UserError
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the memory plan and whether it fits; start nothing")
@@ -29,6 +31,8 @@ def register(app: typer.Typer) -> None:
         from moebius.app.supervisor.plan import plan_processes
         from moebius.telemetry import configure_logging
 
+        if not dry_run:
+            check_device(config)
         config = with_checkpoint(config)
         check_files(config, needs_weights=not dry_run)
         if dry_run:
@@ -44,6 +48,17 @@ def register(app: typer.Typer) -> None:
                 name = serve_plan.config.model.served_model_name
                 print(examples(serve_plan.base_url, name, keys.required), flush=True)
             supervisor.run()
+
+
+def check_device(config: MoebiusConfig, devices: Path = Path("/dev")) -> None:
+    """Refuses a GPU that is not there before anything is loaded. Raises UserError."""
+    # NVIDIA's driver on Linux, and below Windows.
+    found = any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()
+    if config.gpu.device == "cuda" and not found:
+        raise UserError(
+            "--device cuda: there is no NVIDIA GPU here (no /dev/nvidia0; does nvidia-smi list one?); "
+            "--device auto takes the CPU then"
+        )
 
 
 def print_dry_run(config: MoebiusConfig) -> None:

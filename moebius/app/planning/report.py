@@ -182,7 +182,7 @@ def _refuse_incomplete(config: MoebiusConfig) -> None:
     from gpu_service.assembly.forecast import read_model
     from gpu_service.loader.load import check_weights
 
-    geometry = read_geometry(directory, config.model.top_k)
+    geometry = read_geometry(directory, config.model.experts_per_token)
     if geometry.moe_layers:
         plan_load(geometry, directory, config.experts.expert_dtype)
     check_weights(read_model(config), directory)

@@ -74,7 +74,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
     Raises ConfigError (settings that can not be served), CheckpointError (a model we do not know) and
     StartupError (state directory or port unusable).
     """
-    model = read_geometry(config.model.model, config.model.top_k)
+    model = read_geometry(config.model.model, config.model.experts_per_token)
     chosen = config.supervisor.state_dir
     state_dir = own_state_directory(Path(chosen).absolute() if chosen else default_state_dir())
     # Before the port is tried: what a killed supervisor left may still hold it.

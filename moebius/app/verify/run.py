@@ -126,7 +126,7 @@ class Comparison:
         self._same = ours.directory == reference.directory
         self._wanted = ReferenceExperts(
             str(reference.directory),
-            read_geometry(reference.directory, config.model.top_k),
+            read_geometry(reference.directory, config.model.experts_per_token),
             TORCH_DTYPES[reference.config.dtype],
         )
         dtype = TORCH_DTYPES[ours.config.dtype]
@@ -271,7 +271,7 @@ def verify_model(
     backends.install(
         device, config.gpu.attention_backend, TORCH_DTYPES[ours.config.dtype], sizes_of(ours.config)
     )
-    geometry = read_geometry(ours.directory, config.model.top_k)
+    geometry = read_geometry(ours.directory, config.model.experts_per_token)
     if not geometry.moe_layers:
         raise UserError(f"{ours.directory} has no mixture-of-experts layers: there is nothing to verify")
     chosen = parse_layers(options.layers, geometry.moe_layers, geometry.num_layers, "--layers")
@@ -309,7 +309,7 @@ def _reference(config: MoebiusConfig, against: str, ours: StagedModel) -> Staged
             f"--against {against!r}: allowed are {BF16}, a directory that holds a config.json, and GGUF files"
         )
     reference = StagedModel.open(config, directory, ours.device)
-    check_same_shape(ours, reference, config.model.top_k)
+    check_same_shape(ours, reference, config.model.experts_per_token)
     return reference
 
 

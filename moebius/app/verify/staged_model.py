@@ -61,7 +61,9 @@ class StagedModel:
     def open(config: MoebiusConfig, directory: Path, device: torch.device) -> StagedModel:
         """Reads config.json only, with the settings of `config`. Raises ModelConfigError."""
         chosen = config.model
-        overrides = ModelOverrides(chosen.top_k, chosen.max_model_len, chosen.dtype, language_model_only=True)
+        overrides = ModelOverrides(
+            chosen.experts_per_token, chosen.max_model_len, chosen.dtype, language_model_only=True
+        )
         model = read_model_config(directory, overrides)
         return StagedModel(directory, model, config.gpu, device, _most_stages(model))
 

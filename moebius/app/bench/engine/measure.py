@@ -73,7 +73,7 @@ def make_setting(engine: EngineUnderTest, servers: ExpertServers, bandwidths: Ba
 
     config, model = servers.config, engine.built.model_config
     weights = WeightBytes.of(Path(config.model.model))
-    geometry = read_geometry(config.model.model, config.model.top_k)
+    geometry = read_geometry(config.model.model, config.model.experts_per_token)
     item = 1 if config.gpu.kv_cache_dtype == "fp8_e4m3" else model.dtype_bytes
     return Setting(
         geometry,

@@ -1,0 +1,124 @@
+"""Guards that what people type for other servers is understood: mapped, said to have no effect, or refused
+with what does it here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moebius.app.other_options import note_variables, translated
+from moebius.config_loader import leaves, load_config
+from moebius.errors import ConfigError
+from moebius.other_names import OTHER_NAMES, OTHER_VALUES
+
+OPTIONS = {"--config": True, "--port": True, "--dry-run": False, "--cuda-graphs": False, "-h": False}
+
+
+def test_every_name_leads_somewhere() -> None:
+    """A name stands for a setting that exists and a value that it takes, or says why not; never both."""
+    by_name = {leaf.name: leaf for leaf in leaves()}
+    for name, other in OTHER_NAMES.items():
+        assert (bool(other.leaf) + bool(other.no_effect) + bool(other.refusal)) == 1, name
+        if other.leaf:
+            leaf = by_name[other.leaf]
+            values = [*other.values.values(), *([other.fixed] if other.fixed is not None else [])]
+            for value in values:
+                if not value.startswith("!"):
+                    load_config(None, {leaf.name: value})
+        for text in (other.no_effect, other.refusal):
+            for word in text.replace("(", " ").replace(")", " ").replace(",", " ").replace(":", " ").split():
+                if word.startswith("--"):
+                    assert word[2:].replace("-", "_") in by_name, f"{name}: {word} is none of our options"
+    for leaf_name, renamed in OTHER_VALUES.items():
+        for value in renamed.values():
+            load_config(None, {leaf_name: value})
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("m --tp 2 -c 4096", "m --tensor-parallel-size 2 --max-model-len 4096"),
+        ("m --tp=2 --port 1", "m --tensor-parallel-size 2 --port 1"),
+        ("--model-path m --mem-fraction-static 0.8", "m --gpu-memory-utilization 0.8"),
+        ("m --enforce-eager --disable-radix-cache", "m --no-cuda-graphs --no-prefix-caching"),
+        ("m --kt-method AMXINT4 --kt-cpuinfer 56", "m --expert-dtype int4 --expert-threads 56"),
+        ("m -ngl 99 -fa --dry-run", "m --dry-run"),
+        ("m -fa on --dry-run", "m --dry-run"),
+        ("m --config -c --port 1", "m --config -c --port 1"),
+        ("m --unheard-of 1 -- --tp 2", "m --unheard-of 1 -- --tp 2"),
+        ("m --port -1", "m --port -1"),
+    ],
+)
+def test_options_are_translated(typed: str, ours: str) -> None:
+    """Other servers' spellings become ours, values of our own options are never looked at."""
+    assert translated(typed.split(), OPTIONS) == ours.split()
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("m --top-k 4", "--top-k is another server's option; .* --experts-per-token"),
+        ("m -ncmoe 30", "-ncmoe .* --gpu-layers"),
+        ("m --kt-method llamafile", "--kt-method llamafile: give the .gguf file as MODEL"),
+        ("m --kt-weight-path /w", "--kt-weight-path .* experts are read from MODEL"),
+    ],
+)
+def test_what_is_done_otherwise_here_is_named(typed: str, message: str) -> None:
+    """A refused option names ours."""
+    with pytest.raises(ConfigError, match=message):
+        translated(typed.split(), OPTIONS)
+
+
+def test_flat_configuration_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's and LvLLM's configuration files have no sections."""
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model: /m\nhost: 0.0.0.0\nport: 8070\ntensor-parallel-size: 2\nmax-model-len: 66000\n"
+        "gpu-memory-utilization: 0.8\ntrust-remote-code: true\nenable-prefix-caching: true\n"
+        "enforce-eager: true\nseed: 7\nLK_THREADS: 44\nLVLLM_GPU_RESIDENT_MOE_LAYERS: 0-1\n"
+    )
+    config = load_config(path)
+    assert (config.model.model, config.gateway.port, config.gateway.host) == ("/m", 8070, "0.0.0.0")
+    assert (config.parallel.tensor_parallel_size, config.model.max_model_len) == (2, 66000)
+    assert (config.gpu.cuda_graphs, config.gpu.prefix_caching, config.gpu.random_seed) == (False, True, 7)
+    assert (config.experts.expert_threads, config.placement.gpu_layers) == (44, "0-1")
+    assert "trust-remote-code has no effect" in capsys.readouterr().err
+
+
+def test_a_flat_key_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    """As in a section: the key is named."""
+    path = tmp_path / "config.yaml"
+    path.write_text("tensor-paralel-size: 2\n")
+    with pytest.raises(ConfigError, match="unknown section 'tensor-paralel-size'"):
+        load_config(path)
+
+
+def test_variables_of_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """No setting is read from the environment; who relies on LvLLM's is told what to set."""
+    note_variables(["HOME", "LK_THREADS", "LVLLM_UNKNOWN", "HF_HOME"])
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("variable ")[1].split(" ")[0] for line in lines] == ["LK_THREADS", "LVLLM_UNKNOWN"]
+    assert "--expert-threads" in lines[0]
+
+
+def test_the_command_line_understands_them() -> None:
+    """From end to end: -h and --version answer, a wrong option ends as one line."""
+
+    def moebius(*arguments: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "moebius", *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    status, out, _ = moebius("serve", "-h")
+    assert status == 0
+    assert out.index("Model:") < out.index("--dtype") < out.index("Telemetry") < out.index("--log-level")
+    assert moebius("--version")[1].startswith("moebius ")
+    status, _, err = moebius("serve", "/nowhere", "--tp", "two")
+    assert (status, err) == (
+        2,
+        "moebius: error: --tensor-parallel-size: 'two' is not allowed; allowed: an integer, >= 1, <= 64\n",
+    )
