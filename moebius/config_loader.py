@@ -257,7 +257,7 @@ def _yaml_values(path: Path, known: Mapping[str, Leaf]) -> Iterable[tuple[Leaf, 
 
 
 def _flat_value(key: str, value: Any, known: Mapping[str, Leaf]) -> list[tuple[Leaf, Any]] | None:
-    """What a key outside of any section says, as in the configuration files of vLLM and LvLLM: a leaf, also in
+    """What a key outside of any section says, as in files of vLLM and LvLLM: a leaf, also in
     the spelling of its flag, or another server's name. None: it is neither. Raises ConfigError.
     """
     leaf = known.get(key.replace("-", "_"))

@@ -14,6 +14,7 @@ import pytest
 import typer.main
 
 from moebius.app.cli import app
+from moebius.other_names import OTHER_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -81,7 +82,7 @@ def commands_below(command: Any) -> Iterator[Any]:
 def test_commands_and_their_options_exist(page: Path) -> None:
     """`moebius NAME --option`: the command has the option; a lone `--option` is one of some command's."""
     root: Any = typer.main.get_command(app)
-    everywhere = FOREIGN.union(*map(options_of, commands_below(root)))
+    everywhere = FOREIGN.union({f"--{name}" for name in OTHER_NAMES}, *map(options_of, commands_below(root)))
     for code in code_of(page):
         said = COMMAND.search(code)
         if said is None:
