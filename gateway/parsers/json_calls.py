@@ -42,7 +42,7 @@ class NamedObject(ToolFormat):
             first = yield from self.scan.skip_space()
             if key in _NAME:
                 name = yield from read_label(self.scan, self.tokens)
-                if name is None:
+                if not name:
                     return False
             elif key in _ARGUMENTS and name is not None and not early:
                 if not (yield from self.call_with_json(name, ends=(*self.closers, "}"))):

@@ -142,10 +142,9 @@ class MinimaxM2(TaggedCalls):
 
     framing = ToolFraming(
         '<invoke name="{name}">\n',
-        "</invoke>",
+        "</invoke>\n",
         begin="<minimax:tool_call>\n",
-        separator="\n",
-        end="\n</minimax:tool_call>",
+        end="</minimax:tool_call>",
         arguments="parameters",
         parameter_begin='<parameter name="{name}">',
         parameter_end="</parameter>\n",
@@ -162,10 +161,9 @@ class DeepseekV32(TaggedCalls):
 
     framing = ToolFraming(
         '<｜DSML｜invoke name="{name}">\n',
-        "</｜DSML｜invoke>",
+        "</｜DSML｜invoke>\n",
         begin="<｜DSML｜function_calls>\n",
-        separator="\n",
-        end="\n</｜DSML｜function_calls>",
+        end="</｜DSML｜function_calls>",
         arguments="parameters",
         parameter_begin='<｜DSML｜parameter name="{name}" string="{string}">',
         parameter_end="</｜DSML｜parameter>\n",

@@ -155,4 +155,5 @@ def _tool_constraint(
         at_least_one=True,
         parallel=plan.max_calls is None,
         added_tokens=model.tokenizer.added_tokens,
+        special_ids=model.tokenizer.special_ids,
     )

@@ -22,7 +22,7 @@ from gateway.parsers.events import (
 from gateway.parsers.registry import REASONING, TOOLS, kept_tokens, make_parser
 from gateway.parsers.scanner import Mark
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "city": {"type": "string"},

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 
-from gateway.parsers.events import OutputPlan, ToolCallArguments
-from gateway.parsers.registry import REASONING, TOOLS, make_parser
+from gateway.grammar import ToolFraming, tool_call_constraint
+from gateway.parsers.events import OutputPlan, ToolCallArguments, ToolSpec
+from gateway.parsers.registry import REASONING, TOOLS, make_parser, tool_format
 from gateway.parsers.scanner import Mark
+from moebius.grammar.compile import grammar_of
 from moebius.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS, parser_name
 from tests.helpers.parser_streams import (
     MEANING,
     NAMES,
     RECORDED,
+    SCHEMA,
     THINKING,
     Parsed,
     check_spoilt,
@@ -187,8 +193,6 @@ VALUES: list[tuple[dict[str, Any], str, Any]] = [
 @pytest.mark.parametrize(("schema", "text", "value"), VALUES)
 def test_plain_text_becomes_the_schemas_type(schema: dict[str, Any], text: str, value: Any) -> None:
     """And a string where it can not be read as one of the types."""
-    from gateway.parsers.events import ToolSpec
-
     tools = (ToolSpec("f", {"type": "object", "properties": {"v": schema}}),)
     plan = OutputPlan(tool_parser="minimax_m2", tools=tools)
     written = f'<invoke name="f"><parameter name="v">{text}</parameter></invoke>'
@@ -200,6 +204,51 @@ def test_plain_text_becomes_the_schemas_type(schema: dict[str, Any], text: str, 
 def test_any_output_is_read_alike_however_it_is_cut(name: str, seed: int) -> None:
     """Recorded outputs with faults, and texts of their pieces; tests/tools/fuzz_parsers.py does more."""
     check_spoilt(name, random.Random(seed))
+
+
+def framed(framing: ToolFraming, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Calls as a framing describes them."""
+    texts = []
+    for number, (name, arguments) in enumerate(calls):
+        written = json.dumps(arguments, ensure_ascii=False)
+        if framing.arguments == "parameters":
+            parts = []
+            for key, value in arguments.items():
+                is_raw = framing.values == "raw" and isinstance(value, str)
+                begin = framing.parameter_begin.replace("{name}", key)
+                text = value if is_raw else json.dumps(value, ensure_ascii=False)
+                text = repr(value) if framing.values == "python" and isinstance(value, bool) else text
+                parts.append(begin.replace("{string}", str(is_raw).lower()) + text + framing.parameter_end)
+            written = framing.parameter_separator.join(parts)
+        begin = framing.call_begin.replace("{name}", name).replace("{index}", str(number))
+        texts.append(begin + written + framing.call_end)
+    return framing.begin + framing.separator.join(texts) + framing.end
+
+
+@pytest.mark.parametrize("name", [*NAMES, "json"])
+def test_what_the_grammar_makes_is_what_the_parser_reads(name: str) -> None:
+    """A format's framing, its grammar and its parser describe the same calls."""
+    schema = {
+        "type": "object",
+        "properties": {key: SCHEMA["properties"][key] for key in ("city", "days", "exact", "points")},
+        "required": ["city"],
+    }
+    tools = (ToolSpec("get_weather", schema), ToolSpec("get_time"))
+    calls = [
+        ("get_weather", {"city": 'Zürich "x"\n<b>', "days": 3, "exact": True, "points": [1.5, 2]}),
+        ("get_time", {}),
+        ("get_weather", {"city": ""}),
+    ]
+    framing = tool_format(name).framing
+    constraint = tool_call_constraint(framing, tools, at_least_one=True, parallel=True, added_tokens={})
+    for some in (calls[:1],) if name == "gpt_oss" else (calls, calls[1:2]):
+        text = framed(framing, some)
+        matcher = LLMatcher(LLTokenizer("byte"), grammar_of(constraint), log_level=0)
+        data = list(text.encode())
+        assert matcher.try_consume_tokens(data) == len(data), text
+        assert matcher.is_accepting()
+        plan = OutputPlan(tool_parser=name, tools=tools, forced=True)
+        assert parsed(read(plan, in_characters(text))) == Parsed(calls=tuple(some)), text
 
 
 def work(plan: OutputPlan, text: str, tokens: list[str], size: int) -> int:
