@@ -31,6 +31,7 @@ class ServedModel:
     supports_vision: bool = False
     image_token_id: int = -1  # what stands for one image in a prompt; only when supports_vision
     aliases: tuple[str, ...] = ()  # patterns of further names that clients may send
+    model_type: str = ""  # as in the checkpoint's config.json
     tool_parser: str | None = None  # names of `gateway/parsers/registry.py`; None: nothing is read
     reasoning_parser: str | None = None
     max_waiting_outputs: int = 0  # most the engine ever queues; 0: it did not tell
@@ -111,6 +112,7 @@ def load_served_model(
         supports_vision=info.supports_vision,
         image_token_id=info.image_token_id if info.supports_vision else -1,
         aliases=aliases,
+        model_type=info.model_type,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         max_waiting_outputs=info.max_waiting_requests,

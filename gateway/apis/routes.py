@@ -8,8 +8,11 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
+from gateway.apis import ollama
 from gateway.apis.messages import MessagesFormat
 from gateway.apis.messages_schema import CountTokensRequest, MessagesRequest
+from gateway.apis.ollama import OllamaFormat
+from gateway.apis.ollama_schema import OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest
 from gateway.apis.response_format import ResponsesFormat
 from gateway.apis.responses_schema import ResponsesRequest
 from gateway.apis.stored_responses import StoredResponse, not_found
@@ -17,7 +20,7 @@ from gateway.errors import ApiError, bad_request
 from gateway.formats import ResponseFormat
 from gateway.images import collect_images
 from gateway.openapi import refuses, takes
-from gateway.prompts.contract import Prepared
+from gateway.prompts.contract import Kind, Prepared
 from gateway.serving import RequestRun
 from gateway.state import gateway_of
 
@@ -32,6 +35,13 @@ async def _respond(request: Request, prepared: Prepared, form: ResponseFormat) -
     return await RequestRun(gateway, gateway.model(), prepared, form).respond(request)
 
 
+async def _answered(request: Request, kind: Kind) -> Response:
+    """The JSON of what needs no engine."""
+    answer = await gateway_of(request).prepare(request, kind)
+    assert isinstance(answer, bytes)
+    return Response(answer, media_type="application/json")
+
+
 @router.post("/v1/messages", **takes(MessagesRequest))
 async def create_message(request: Request) -> Response:
     """Anthropic's Messages: the next message of a conversation, whole or as a stream of events."""
@@ -44,9 +54,7 @@ async def create_message(request: Request) -> Response:
 @router.post("/v1/messages/count_tokens", **takes(CountTokensRequest))
 async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation with its tools takes; each image counts as one."""
-    answer = await gateway_of(request).prepare(request, "count_tokens")
-    assert isinstance(answer, bytes)
-    return Response(answer, media_type="application/json")
+    return await _answered(request, "count_tokens")
 
 
 @router.post("/v1/responses", **takes(ResponsesRequest))
@@ -122,6 +130,62 @@ async def list_input_items(
     )
 
 
+async def _generated(request: Request, kind: Kind) -> Response:
+    gateway = gateway_of(request)
+    prepared = await gateway.prepare(request, kind)
+    if isinstance(prepared, bytes):  # whether the model is there
+        return Response(prepared, media_type="application/json")
+    gateway.metrics.ignored(prepared.ignored)
+    form = OllamaFormat(gateway.model().tokenizer, prepared.logprobs, prepared.reply)
+    return await _respond(request, prepared, form)
+
+
+@router.post("/api/chat", **takes(OllamaChatRequest))
+async def ollama_chat(request: Request) -> Response:
+    """Ollama's chat: lines of JSON, or one object with `stream` false."""
+    return await _generated(request, "ollama_chat")
+
+
+@router.post("/api/generate", **takes(OllamaGenerateRequest))
+async def ollama_generate(request: Request) -> Response:
+    """Ollama's answer to a prompt: lines of JSON, or one object with `stream` false."""
+    return await _generated(request, "ollama_generate")
+
+
+@router.post("/api/show", **takes(OllamaModelRequest))
+async def ollama_show(request: Request) -> Response:
+    """What the model can do, as Ollama tells it."""
+    return await _answered(request, "ollama_show")
+
+
+@router.post("/api/pull", **takes(OllamaModelRequest))
+async def ollama_pull(request: Request) -> Response:
+    """Success for the served model, which is there; others can not be had."""
+    return await _answered(request, "ollama_pull")
+
+
+@router.get("/api/tags", **refuses(401, 503))
+@router.head("/api/tags", include_in_schema=False)
+async def ollama_tags(request: Request) -> dict[str, Any]:
+    """The one served model."""
+    return {"models": [ollama.card(gateway_of(request).model())]}
+
+
+@router.get("/api/ps", **refuses(401, 503))
+async def ollama_running(request: Request) -> dict[str, Any]:
+    """The one served model, which is always loaded."""
+    return {"models": [ollama.running_card(gateway_of(request).model())]}
+
+
+@router.get("/api/version")
+@router.head("/api/version", include_in_schema=False)
+async def ollama_version() -> dict[str, str]:
+    """The version of Ollama whose API this is."""
+    return {"version": ollama.VERSION}
+
+
+@router.post("/api/embed", **refuses(400, 401))
+@router.post("/api/embeddings", **refuses(400, 401))
 @router.post("/v1/embeddings", **refuses(400, 401))
 async def create_embedding() -> Response:
     """Refused: the model writes text and has no embeddings to give."""

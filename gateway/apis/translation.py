@@ -30,6 +30,7 @@ class Translation:
     # Ask for no more output tokens than there is room, instead of refusing.
     fits_limit: bool = False
     is_text: bool = False
+    answer: dict[str, Any] | None = None  # JSON of what needs no engine; then there is no request
 
     def named(self, error: ApiError) -> ApiError:
         """An error about the chat request, in the words of the API that was used."""

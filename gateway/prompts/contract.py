@@ -14,7 +14,19 @@ from gateway.schemas.requests import ImageUrl
 from moebius.config import ImageConfig
 from moebius.parser_names import AUTO
 
-Kind = Literal["chat", "completions", "tokenize", "detokenize", "messages", "count_tokens", "responses"]
+Kind = Literal[
+    "chat",
+    "completions",
+    "tokenize",
+    "detokenize",
+    "messages",
+    "count_tokens",
+    "responses",
+    "ollama_chat",
+    "ollama_generate",
+    "ollama_show",
+    "ollama_pull",
+]
 HEADER = struct.Struct("!Q")  # length of what follows, bytes
 READY = b"ready"
 

@@ -194,9 +194,11 @@ def _max_tokens(model: ServedModel, prompt_length: int, plan: JobPlan) -> int | 
     """Most output tokens; None: as many as fit, which only the engine knows of a prompt with images."""
     if plan.with_images and plan.limit is None:
         return None
-    limit = plan.limit
-    if plan.fits_limit and limit is not None:
-        limit = min(limit, max(1, model.max_context_length - prompt_length))
+    limit, room = plan.limit, max(1, model.max_context_length - prompt_length)
+    if plan.fits_limit and limit is not None and limit >= room:
+        if plan.with_images:
+            return None
+        limit = room
     return output_limit(model, prompt_length, plan.limit_param, limit)
 
 

@@ -117,10 +117,12 @@ class Preparer:
         schema, translate = TRANSLATIONS[kind]
         context = Context(self._tolerance, self._model, self._responses)
         translation = translate(self._parsed(data, schema), context)
+        if translation.answer is not None:
+            return _json(translation.answer)
         try:
             if translation.is_text:
                 text = self._validated(translation.request, CompletionRequest, Tolerance())
-                return replace(self._text_prepared(text), reply=translation.reply)
+                return replace(self._text_prepared(text, translation.fits_limit), reply=translation.reply)
             body = self._validated(translation.request, ChatCompletionRequest, Tolerance())
             if kind == "count_tokens":
                 return _json({"input_tokens": len(self._chat_prompt(body, len(data))[0])})
@@ -175,7 +177,7 @@ class Preparer:
     def _completions(self, data: bytes | bytearray) -> Prepared:
         return self._text_prepared(self._parsed(data, CompletionRequest))
 
-    def _text_prepared(self, body: CompletionRequest) -> Prepared:
+    def _text_prepared(self, body: CompletionRequest, fits_limit: bool = False) -> Prepared:
         self._model.check_name(body.model)
         limit_param, limit = body.token_limit()
         echoed = body.logprobs if body.echo else None
@@ -188,6 +190,7 @@ class Preparer:
             max(wanted, default=None),
             bool(body.echo),
             echoes_logprobs=echoed is not None,
+            fits_limit=fits_limit,
             best_of=body.best_of,
             constraint=response_format_constraint(body),
         )

@@ -1,0 +1,105 @@
+"""The bodies of Ollama's API: /api/chat, /api/generate, /api/show and /api/pull."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field
+
+from gateway.schemas.common import INT64_MAX, INT64_MIN, MAX_LABEL_CHARACTERS, StrictModel
+from gateway.schemas.requests import MAX_MESSAGES, MAX_PARTS
+
+Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
+Images = Annotated[list[str], Field(max_length=MAX_PARTS, fail_fast=True)]
+MAX_TOOLS = 1024
+
+
+class CalledFunction(StrictModel):
+    """A function that the model called."""
+
+    place = "messages[].tool_calls[].function."
+    name: Label
+    arguments: dict[str, Any] | str = Field(default_factory=dict)
+    index: int | None = None
+
+
+class Call(StrictModel):
+    """A tool call of a former answer."""
+
+    place = "messages[].tool_calls[]."
+    id: Label | None = None
+    type: Any = None
+    function: CalledFunction
+
+
+class Message(StrictModel):
+    """One message of the conversation; `images` are base64."""
+
+    place = "messages[]."
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: Images | None = None
+    tool_calls: list[Call] | None = Field(None, max_length=MAX_PARTS, fail_fast=True)
+    tool_name: Label | None = None
+    tool_call_id: Label | None = None
+
+
+class Options(StrictModel):
+    """How tokens are chosen; what concerns memory and threads has no effect."""
+
+    place = "options."
+    num_predict: int | None = Field(None, ge=-2, le=2**31, description="Most output tokens; below 1: as fit")
+    temperature: float | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=-1)
+    top_p: float | None = Field(None, ge=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX, description="-1: any")
+    stop: str | list[str] | None = None
+    num_ctx: Any = Field(None, description="No effect: the context is the model's")
+
+
+class OllamaRequest(StrictModel):
+    """What both ways to generate have."""
+
+    model: Label = Field(description="Name as in /api/tags; :latest may follow it")
+    format: str | dict[str, Any] | None = Field(None, description="json, or a JSON schema")
+    options: Options | None = None
+    stream: bool | None = Field(None, description="Unset: true")
+    think: bool | str | None = Field(None, description="Whether the model thinks, or how much")
+    keep_alive: Any = Field(None, description="No effect: the model stays loaded")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    truncate: Any = Field(None, description="No effect: what is too long is refused")
+    shift: Any = Field(None, description="No effect")
+
+
+class OllamaChatRequest(OllamaRequest):
+    """The next message of a conversation; of an empty one, whether the model is there."""
+
+    messages: list[Message] = Field(default_factory=list, max_length=MAX_MESSAGES, fail_fast=True)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """The answer to a prompt, by way of the chat template unless it is raw or has a suffix."""
+
+    prompt: str = ""
+    suffix: str | None = None
+    images: Images | None = None
+    system: str | None = None
+    template: str | None = Field(None, description="Only unset: the template is the model's")
+    context: Any = Field(None, description="No effect: send the conversation to /api/chat")
+    raw: bool | None = None
+
+
+class OllamaModelRequest(StrictModel):
+    """Names the model."""
+
+    model: Label = Field(validation_alias=AliasChoices("model", "name"))
+    verbose: Any = None
+    insecure: Any = None
+    stream: bool | None = None
