@@ -60,7 +60,7 @@ test-kernels-all: setup
 	$(BIN)/python -m tests.helpers.compile_kernels --table build/triton/*.jsonl
 
 protos: setup
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/engine.proto protos/expert.proto protos/ranks.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/engine.proto protos/expert.proto protos/ranks.proto protos/smg_common.proto protos/vllm_engine.proto
 
 # Everything that an install on a CUDA machine without a network needs (docs/install-gpu.md), about 3 GB.
 WHEELS ?= wheels
@@ -77,3 +77,4 @@ clean:
 -include tests/kernels/fuzz/fuzz.mk
 -include tests/drills/drills.mk
 -include tests/web/web.mk
+-include k8s/k8s.mk

@@ -43,7 +43,7 @@ from moebius.kernels import (
 from moebius.models.geometry import MoeGeometry
 from moebius.placement import make_placement
 from moebius.progress import phase
-from moebius.topology import Topology, format_cpu_list, pin_thread
+from moebius.topology import Topology, node_of_cpus, pin_thread
 from moebius.weight_formats import PackedExpertLayout, expert_layout
 from moebius.weight_segment import segment_path
 
@@ -66,36 +66,6 @@ class ThreadPlacement:
 
 # CPUs that a server of this many or more leaves to others, at most, and still has the rest to itself.
 SPARED = 2
-
-
-def node_of_cpus(topology: Topology, setting: str, split_index: int) -> int:
-    """The node that all CPUs of this process are of; -1: the machine has one node, or none that it tells.
-
-    Where they are of several, "auto" takes one in turn, by `split_index`, and "cpuset" refuses: the container
-    was to have CPUs of one node for itself, and does not. Raises ValueError.
-    """
-    if len(topology.nodes) < 2:
-        return -1
-    nodes = [node.id for node in topology.nodes if topology.usable_cpus(node.id)]
-    if len(nodes) == 1:
-        allowed = [node.id for node in topology.nodes if node.memory_allowed]
-        if setting == "cpuset" and nodes[0] not in allowed:
-            raise ValueError(
-                f"numa_node is cpuset, but the CPUs given to this process are of node {nodes[0]}, its memory "
-                f"of {allowed}; the kubelet aligns both with memoryManagerPolicy Static and "
-                "topologyManagerPolicy restricted or single-numa-node; numa_node auto does without"
-            )
-        return nodes[0]
-    if setting == "auto":
-        usable = topology.server_nodes()
-        return usable[split_index % len(usable)]
-    parts = ", ".join(f"node {node}: {format_cpu_list(topology.usable_cpus(node))}" for node in nodes)
-    raise ValueError(
-        f"numa_node is cpuset, but the CPUs given to this process are of {len(nodes)} nodes ({parts}); in a "
-        "Pod the kubelet gives those of one with cpuManagerPolicy static, topologyManagerPolicy restricted "
-        "or single-numa-node, equal integer CPU requests and limits of all containers, and no more CPUs for "
-        "this one than a node has; numa_node auto does without"
-    )
 
 
 def place_process(experts: ExpertConfig, topology: Topology | None = None) -> ThreadPlacement:

@@ -27,6 +27,8 @@ from gpu_service.responses import OutputRouter
 from gpu_service.server import SERVICE_NAME, EngineServicer, HealthReport, Readiness, Service
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from gpu_service.validation import Bounds
+from gpu_service.vllm_engine import SERVICE_NAME as VLLM_SERVICE_NAME
+from gpu_service.vllm_engine import VllmEngineServicer
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig
 from moebius.errors import USER_ERROR_EXIT, UserError, report_failure
@@ -34,7 +36,7 @@ from moebius.grpc_refusal import RefuseUndecodableAsync
 from moebius.mailbox import MailboxError
 from moebius.progress import note_imports, phase, take_phases
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
-from protos import engine_pb2_grpc
+from protos import engine_pb2_grpc, vllm_engine_pb2_grpc
 
 _log = structlog.get_logger(__name__)
 # What a user can mend, or what another process says: the message is the cause.
@@ -110,9 +112,11 @@ def make_server(
     ]
     server = grpc.aio.server(interceptors=[RefuseUndecodableAsync()], options=options)
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-    report = HealthReport(server)
+    add_vllm = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
+    add_vllm(VllmEngineServicer(servicer), server)  # type: ignore[no-untyped-call]
+    report = HealthReport(server, [VLLM_SERVICE_NAME])
     if reflect:
-        enable_reflection(server, SERVICE_NAME)
+        enable_reflection(server, SERVICE_NAME, VLLM_SERVICE_NAME)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
@@ -167,6 +171,7 @@ async def _serve(config: MoebiusConfig) -> tuple[int, bool]:
         *(preparer, live, built.compiler),
     )
     readiness = Readiness(report, built.engine, built.experts)
+    servicer.problem = lambda: readiness.problem
     built.engine.on_lost = lambda reason: _set_from_thread(loop, readiness.lost)
     watching = asyncio.create_task(readiness.watch())
     phases = take_phases()

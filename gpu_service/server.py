@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -49,14 +49,17 @@ class HealthReport:
     A process that still loads, drains or waits for expert servers works: nobody should kill it for that.
     """
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+    def __init__(self, server: grpc.aio.Server, others: Sequence[str] = ()) -> None:
+        """`others`: services that serve when the engine's does."""
+        self._others = others
         self._servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set(self, serving: bool, works: bool = True) -> None:
         """What whoever asks from now on, and whoever watches, gets as an answer."""
         await self._servicer.set("", _SERVING if works else _NOT_SERVING)
-        await self._servicer.set(SERVICE_NAME, _SERVING if serving else _NOT_SERVING)
+        for name in (SERVICE_NAME, *self._others):
+            await self._servicer.set(name, _SERVING if serving else _NOT_SERVING)
 
 
 class Readiness:
@@ -142,6 +145,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         # Generate calls that have been accepted and have not ended.
         self.running = 0
         self._streams: set[ManyCalls] = set()
+        # Why a request sent now would have to wait; empty: it would not. Set by who watches.
+        self.problem: Callable[[], str] = lambda: ""
 
     async def Generate(
         self, request: pb.GenerateRequest, context: _GenerateContext

@@ -232,7 +232,7 @@ def load_config(yaml_path: str | Path | None = None, flags: Mapping[str, Any] | 
 
 def _yaml_values(path: Path, known: Mapping[str, Leaf]) -> Iterable[tuple[Leaf, Any]]:
     """(leaf, value) pairs of a configuration file; lists become tuples. Raises ConfigError."""
-    document = _read_yaml(path)
+    document = read_yaml(path)
     for section, values in document.items():
         if section not in sections() or (values is not None and not isinstance(values, dict)):
             flat = _flat_value(str(section), values, known)
@@ -282,7 +282,8 @@ def _flat_scalar(leaf: Leaf, value: Any) -> Any:
     return value if value is None or isinstance(value, bool) else leaf.parse(str(value))
 
 
-def _read_yaml(path: Path) -> dict[Any, Any]:
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """A file that holds a mapping, no key twice. Raises ConfigError."""
     try:
         with path.open(encoding="utf-8") as stream:
             document = yaml.load(stream, Loader=_StrictLoader)
@@ -293,7 +294,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections ({', '.join(sections())})")
+        raise ConfigError(f"{path}: expected a mapping, as of sections ({', '.join(sections())})")
     return document
 
 

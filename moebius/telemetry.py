@@ -246,9 +246,9 @@ def start_metrics_server(
     return MetricsServer(server, thread)
 
 
-def enable_reflection(server: grpc.Server | grpc.aio.Server, service: str) -> None:
-    """Adds reflection of `service` and of the health service to a server that has not started."""
+def enable_reflection(server: grpc.Server | grpc.aio.Server, *services: str) -> None:
+    """Adds reflection of `services` and of the health service to a server that has not started."""
     from grpc_health.v1 import health
     from grpc_reflection.v1alpha import reflection
 
-    reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

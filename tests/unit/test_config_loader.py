@@ -67,7 +67,7 @@ def test_flag_texts_become_values_of_their_type() -> None:
         ("experts: {split_shares: [1, x]}", "'x' is not allowed; allowed: a list, each an integer"),
         ("gateway: 5", "section 'gateway' must be a mapping of settings, not 5"),
         ("gateway: {port: 1, port: 2}", "key 'port' is given twice \\(line 1\\)"),
-        ("- 1", "expected a mapping of sections"),
+        ("- 1", "expected a mapping, as of sections"),
         ("gateway: {", "is not valid YAML"),
     ],
 )

@@ -8,9 +8,9 @@ from typing import cast
 import pytest
 
 from expert_service import host as host_module
-from expert_service.host import node_of_cpus, place_process
+from expert_service.host import place_process
 from moebius.config import ExpertConfig
-from moebius.topology import Topology
+from moebius.topology import Topology, node_of_cpus
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The checkpoint that a command shall use, refused at once if it is none; `moebius models random`."""
+"""The checkpoint that a command shall use, refused at once if it is none; `moebius models`."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def build_demo_model(directory: Path | None, gguf: Path | None = None) -> Path:
         return build(directory, progress, gguf=gguf)
 
 
-app = typer.Typer(help="Checkpoints made here.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Checkpoints made or fetched here.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
 def models() -> None:
-    """Keeps `random` a subcommand: typer makes a lone command the whole app."""
+    """Checkpoints made or fetched here."""
 
 
 @app.command()
@@ -147,3 +147,28 @@ def random(
     gigabytes = written.nbytes / 1e9
     speed = gigabytes / written.seconds
     print(f"{written.path}: {gigabytes:.2f} GB in {written.seconds:.1f} s ({speed:.2f} GB/s)")
+
+
+@app.command()
+def download(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files are kept")],
+    base_url: Annotated[str, typer.Option(help="URL of the directory that holds them")],
+    checksums: Annotated[
+        Path, typer.Option(help="Their SHA-256 and names, as sha256sum writes them", metavar="FILE")
+    ],
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with a bearer token for that host", metavar="FILE")
+    ] = None,
+) -> None:
+    """Fetch a checkpoint's files, go on where a fetch broke off, and compare their digests."""
+    from moebius.app.checkpoint_download import Download, read_checksums
+    from moebius.app.demo_model import rich_progress
+
+    wanted = read_checksums(checksums)
+    try:
+        token = token_file.read_text().strip() if token_file else ""
+    except OSError as error:
+        raise UserError(f"--token-file {token_file}: {error.strerror}") from None
+    with rich_progress() as progress:
+        fetched = Download(directory, base_url, token, progress).run(wanted)
+    print(f"{directory}: {len(wanted)} files, {fetched} of them fetched now")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -46,6 +47,9 @@ def plan(
     ] = "1,4,16,32",
     fill: Annotated[bool, typer.Option(help="Put as many experts on GPUs as fit, where none are set")] = True,
     json_file: JsonFile = None,
+    values: Annotated[
+        Path | None, typer.Option(help="Write values for the Helm chart there", metavar="FILE")
+    ] = None,
 ) -> None:
     """Say what a model takes and how fast it will be; exit status 1: it does not fit, and what would."""
     from moebius.app.bench.kernels_inputs import parse_counts
@@ -70,4 +74,4 @@ def plan(
     wish = Wish(context, concurrency, tuple(parse_counts(streams, "--streams")))
     config = with_checkpoint(config)
     check_files(config, needs_weights=False)
-    run(config, options, wish, fill, json_file)
+    run(config, options, wish, fill, json_file, values)

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from moebius.app.bench.output import write_json
 from moebius.app.planning.capacity import CapacityPlan, DoesNotFit, Wish
+from moebius.app.planning.chart_values import chart_values, write_values
 from moebius.app.planning.hardware import HardwareOptions, hardware
 from moebius.app.planning.planner import plan_capacity
 from moebius.app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE, Speed
@@ -150,9 +151,14 @@ EXIT_DOES_NOT_FIT = 1
 
 
 def run(
-    config: MoebiusConfig, options: HardwareOptions, wish: Wish, fill: bool, json_file: Path | None = None
+    config: MoebiusConfig,
+    options: HardwareOptions,
+    wish: Wish,
+    fill: bool,
+    json_file: Path | None = None,
+    values_file: Path | None = None,
 ) -> CapacityPlan:
-    """Prints the plan and writes it, if asked, as JSON.
+    """Prints the plan and writes it, if asked, as JSON and as values of the Helm chart.
 
     Raises typer.Exit with status 1, after one line on stderr, when it does not fit; UserError for all else.
     """
@@ -167,6 +173,8 @@ def run(
     print_plan(found)
     if json_file is not None:
         write_json(document(found), json_file)
+    if values_file is not None:
+        write_values(values_file, chart_values(config, found), f"{found.model} on {hardware_line(found)}")
     return found
 
 

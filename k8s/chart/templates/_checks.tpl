@@ -1,0 +1,165 @@
+{{/* Combinations that could not run, each refused with a sentence. Values by themselves are checked by the schema. */}}
+{{- define "moebius.checks" -}}
+{{- include "moebius.checkEngine" . -}}
+{{- include "moebius.checkExperts" . -}}
+{{- include "moebius.checkNode" . -}}
+{{- include "moebius.checkModel" . -}}
+{{- include "moebius.checkTraffic" . -}}
+{{- end -}}
+
+{{- define "moebius.checkEngine" -}}
+{{- $gpus := mul (int .Values.engine.gpus) (int .Values.engine.nodes) -}}
+{{- $ranks := include "moebius.ranks" . | int -}}
+{{- if and (gt (int .Values.engine.gpus) 0) (ne $ranks (int $gpus)) -}}
+{{- fail (printf "engine.tensorParallel %s × engine.pipelineParallel %d are %d ranks, but engine.gpus %d × engine.nodes %d are %d GPUs; every rank needs one" (include "moebius.tensorParallel" .) (int .Values.engine.pipelineParallel) $ranks (int .Values.engine.gpus) (int .Values.engine.nodes) (int $gpus)) -}}
+{{- end -}}
+{{- if and (eq (int .Values.engine.gpus) 0) (gt $ranks 1) -}}
+{{- fail (printf "engine.tensorParallel and engine.pipelineParallel make %d ranks, but engine.gpus is 0; without GPUs an engine is one process" $ranks) -}}
+{{- end -}}
+{{- if and (eq (int .Values.engine.gpus) 0) (gt (int .Values.engine.nodes) 1) -}}
+{{- fail (printf "engine.nodes is %d, but engine.gpus is 0; only GPUs are divided over nodes, expert servers alone with experts.mode remote" (int .Values.engine.nodes)) -}}
+{{- end -}}
+{{- if and (eq (include "moebius.transport" .) "mailbox") (gt (include "moebius.tensorParallel" . | int) 8) -}}
+{{- fail "engine.tensorParallel is above 8, which is the most that a mailbox serves; use experts.mode remote" -}}
+{{- end -}}
+{{- if and (eq .Values.engine.jitCache.type "pvc") (not .Values.engine.jitCache.claimName) -}}
+{{- fail "engine.jitCache.type is pvc, but engine.jitCache.claimName is empty" -}}
+{{- end -}}
+{{- if and (eq .Values.engine.jitCache.type "hostPath") (not .Values.engine.jitCache.hostPath) -}}
+{{- fail "engine.jitCache.type is hostPath, but engine.jitCache.hostPath is empty" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "moebius.checkExperts" -}}
+{{- $experts := .Values.experts -}}
+{{- if and (eq $experts.mode "none") (eq (int .Values.engine.gpus) 0) -}}
+{{- fail "experts.mode is none, which puts all experts on GPUs, but engine.gpus is 0" -}}
+{{- end -}}
+{{- if and (eq $experts.mode "pod") (gt (int $experts.servers) 8) -}}
+{{- fail (printf "experts.servers is %d; a Pod has at most 8 expert servers, more of them with experts.mode remote" (int $experts.servers)) -}}
+{{- end -}}
+{{- if and $experts.shares (ne (len $experts.shares) (include "moebius.shares" . | int)) -}}
+{{- fail (printf "experts.shares has %d numbers, but there are %s expert servers" (len $experts.shares) (include "moebius.shares" .)) -}}
+{{- end -}}
+{{- if and $experts.overrides (ne (len $experts.overrides) (int $experts.servers)) -}}
+{{- fail (printf "experts.overrides has %d entries, but experts.servers is %d; one for each, {} where nothing differs" (len $experts.overrides) (int $experts.servers)) -}}
+{{- end -}}
+{{- if and $experts.overrides (eq $experts.mode "remote") -}}
+{{- fail "experts.overrides is for experts.mode pod: remote servers are the replicas of one StatefulSet and alike; use two releases for unequal ones" -}}
+{{- end -}}
+{{- if and (eq $experts.weights.volume "hostPath") (not $experts.weights.hostPath) -}}
+{{- fail "experts.weights.volume is hostPath, but experts.weights.hostPath is empty" -}}
+{{- end -}}
+{{- if ne $experts.mode "none" -}}
+{{- range $index := until (int $experts.servers) -}}
+{{- $own := include "moebius.server" (dict "root" $ "index" $index) | fromJson -}}
+{{- if and (ne $experts.weights.volume "hugepages-2Mi") (lt (int $own.memoryMiB) (add (int $own.weightsMiB) 256 | int)) -}}
+{{- fail (printf "expert server %d has memoryMiB %d for weightsMiB %d of packed experts, which count as its memory; it needs 256 more than these" $index (int $own.memoryMiB) (int $own.weightsMiB)) -}}
+{{- end -}}
+{{- if and (eq $experts.weights.volume "hugepages-2Mi") (ne (mod (int $own.weightsMiB) 2) 0) -}}
+{{- fail (printf "expert server %d has weightsMiB %d, which is no number of 2 MiB pages" $index (int $own.weightsMiB)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $gpu := .Values.config.gpu | default dict -}}
+{{- if and (eq ($gpu.prefill_experts | default "auto") "stream") (ne (include "moebius.transport" .) "mailbox") -}}
+{{- fail "config.gpu.prefill_experts is stream, but GPUs can only stream experts that lie in memory of their own Pod; allowed with experts.mode pod and engine.nodes 1" -}}
+{{- end -}}
+{{- $placement := .Values.config.placement | default dict -}}
+{{- if and (eq $experts.mode "none") (or $placement.gpu_layers (hasKey $placement "gpu_experts")) -}}
+{{- fail "experts.mode is none, which puts all experts on GPUs; config.placement.gpu_layers and gpu_experts do not fit that" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "moebius.checkNode" -}}
+{{- $node := .Values.node -}}
+{{- $experts := .Values.experts -}}
+{{- $pinned := and (eq $experts.mode "pod") (eq $experts.numa "kubelet") -}}
+{{- if and (eq $experts.mode "pod") (gt (int $node.numaNodes) 0) (gt (int $experts.servers) (int $node.numaNodes)) $pinned -}}
+{{- fail (printf "experts.servers is %d, but node.numaNodes is %d; with experts.numa kubelet every server needs a NUMA node of its own, auto lets them share" (int $experts.servers) (int $node.numaNodes)) -}}
+{{- end -}}
+{{- range $index := until (int $experts.servers) -}}
+{{- if ne $experts.mode "none" -}}
+{{- $own := include "moebius.server" (dict "root" $ "index" $index) | fromJson -}}
+{{- if and (gt (int $node.cpusPerNumaNode) 0) (gt (int $own.cpus) (int $node.cpusPerNumaNode)) -}}
+{{- fail (printf "expert server %d wants %d CPUs, but node.cpusPerNumaNode is %d" $index (int $own.cpus) (int $node.cpusPerNumaNode)) -}}
+{{- end -}}
+{{- if and $pinned (gt (int $experts.servers) 1) (gt (int $node.cpusPerNumaNode) 0) (le (mul 2 (int $own.cpus) | int) (int $node.cpusPerNumaNode)) -}}
+{{- fail (printf "expert server %d wants %d of the %d CPUs of a NUMA node, so that two servers would fit on one; with experts.numa kubelet each needs more than half" $index (int $own.cpus) (int $node.cpusPerNumaNode)) -}}
+{{- end -}}
+{{- if and (gt (int $node.memoryMiBPerNumaNode) 0) (gt (int $own.memoryMiB) (int $node.memoryMiBPerNumaNode)) -}}
+{{- fail (printf "expert server %d wants memoryMiB %d, but node.memoryMiBPerNumaNode is %d" $index (int $own.memoryMiB) (int $node.memoryMiBPerNumaNode)) -}}
+{{- end -}}
+{{- if ne (mod (int $own.cpus) (int $node.threadsPerCore)) 0 -}}
+{{- fail (printf "expert server %d wants %d CPUs, which are no whole cores of node.threadsPerCore %d; the CPU Manager's full-pcpus-only refuses that" $index (int $own.cpus) (int $node.threadsPerCore)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if ne (mod (int .Values.engine.cpus) (int $node.threadsPerCore)) 0 -}}
+{{- fail (printf "engine.cpus is %d, which are no whole cores of node.threadsPerCore %d; the CPU Manager's full-pcpus-only refuses that" (int .Values.engine.cpus) (int $node.threadsPerCore)) -}}
+{{- end -}}
+{{- if and (eq $node.topologyPolicy "single-numa-node") (eq $node.topologyScope "pod") (eq $experts.mode "pod") (gt (int $experts.servers) 1) -}}
+{{- fail (printf "node.topologyPolicy single-numa-node with scope pod puts a whole Pod on one NUMA node, which can not hold %d expert servers on nodes of their own; allowed: scope container, or policy restricted" (int $experts.servers)) -}}
+{{- end -}}
+{{- if and (eq $node.topologyPolicy "single-numa-node") (gt (int $node.gpusPerNumaNode) 0) (gt (int .Values.engine.gpus) (int $node.gpusPerNumaNode)) -}}
+{{- fail (printf "engine.gpus is %d, but node.gpusPerNumaNode is %d: topologyPolicy single-numa-node would refuse the engine's container for ever; allowed: restricted" (int .Values.engine.gpus) (int $node.gpusPerNumaNode)) -}}
+{{- end -}}
+{{- if and $pinned (has $node.topologyPolicy (list "none" "best-effort")) (gt (int $experts.servers) 1) -}}
+{{- fail (printf "experts.numa is kubelet, but node.topologyPolicy %s does not promise CPUs of one NUMA node; allowed: restricted, single-numa-node, or experts.numa auto" $node.topologyPolicy) -}}
+{{- end -}}
+{{- if and .Values.dra.enabled (eq $experts.numa "auto") (eq $experts.mode "pod") -}}
+{{- fail "dra.enabled gives each expert server CPUs of one NUMA node, which experts.numa auto does not ask for; allowed: kubelet" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "moebius.checkModel" -}}
+{{- $source := .Values.model.source -}}
+{{- if and (eq $source.type "pvc") (not $source.pvc.claimName) -}}
+{{- fail "model.source.type is pvc, but model.source.pvc.claimName is empty" -}}
+{{- end -}}
+{{- if and (eq $source.type "hostPath") (not $source.hostPath.path) -}}
+{{- fail "model.source.type is hostPath, but model.source.hostPath.path is empty" -}}
+{{- end -}}
+{{- if and (eq $source.type "image") (not $source.image.reference) -}}
+{{- fail "model.source.type is image, but model.source.image.reference is empty" -}}
+{{- end -}}
+{{- if eq $source.type "download" -}}
+{{- if not $source.download.baseUrl -}}
+{{- fail "model.source.type is download, but model.source.download.baseUrl is empty" -}}
+{{- end -}}
+{{- if not $source.download.files -}}
+{{- fail "model.source.type is download, but model.source.download.files names no file; each needs its SHA-256" -}}
+{{- end -}}
+{{- if and $source.download.claimName $source.download.hostPath -}}
+{{- fail "model.source.download.claimName and hostPath are both set; the files are kept in one place" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "moebius.checkTraffic" -}}
+{{- $gateway := .Values.gateway -}}
+{{- if and $gateway.inPod (ne $gateway.autoscaling.type "none") -}}
+{{- fail (printf "gateway.autoscaling.type is %s, but with gateway.inPod there are as many gateways as engine Pods; scale replicas" $gateway.autoscaling.type) -}}
+{{- end -}}
+{{- range $where, $scaling := dict "gateway.autoscaling" $gateway.autoscaling "autoscaling" .Values.autoscaling -}}
+{{- if and (ne $scaling.type "none") (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
+{{- fail (printf "%s.minReplicas is %d, above %s.maxReplicas %d" $where (int $scaling.minReplicas) $where (int $scaling.maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (or (eq .Values.autoscaling.type "keda") (eq $gateway.autoscaling.type "keda")) (not .Values.autoscaling.prometheusAddress) -}}
+{{- fail "a keda scaler asks Prometheus for the queue's length, but autoscaling.prometheusAddress is empty" -}}
+{{- end -}}
+{{- if and .Values.route.enabled (not .Values.route.parentRefs) -}}
+{{- fail "route.enabled is true, but route.parentRefs names no Gateway" -}}
+{{- end -}}
+{{- $pool := .Values.route.inferencePool -}}
+{{- if and $pool.enabled (not .Values.route.enabled) -}}
+{{- fail "route.inferencePool.enabled is true, but route.enabled is false: nothing would send requests to the pool" -}}
+{{- end -}}
+{{- if and $pool.enabled (not $gateway.inPod) -}}
+{{- fail "route.inferencePool chooses among Pods that answer HTTP, which engine Pods do with gateway.inPod only" -}}
+{{- end -}}
+{{- if and $pool.enabled (not $pool.endpointPicker.name) -}}
+{{- fail "route.inferencePool.enabled is true, but route.inferencePool.endpointPicker.name names no Service of an endpoint picker" -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,66 @@
+{{/* The configuration that all processes of a release read; a container adds flags for what is its own. */}}
+{{- define "moebius.config" -}}
+{{- $values := .Values -}}
+{{- $name := include "moebius.fullname" . -}}
+{{- $tree := dict -}}
+{{- $_ := set $tree "model" (dict "model" (include "moebius.modelPath" .)) -}}
+{{- if .Values.model.name -}}
+{{- $_ := set $tree.model "served_model_name" .Values.model.name -}}
+{{- end -}}
+{{- $engine := printf "dns:///%s-engine.%s.svc:50051" $name .Release.Namespace -}}
+{{- if .Values.gateway.inPod -}}
+{{- $engine = "127.0.0.1:50051" -}}
+{{- end -}}
+{{- $gateway := dict "host" "0.0.0.0" "port" 8000 "engine_address" $engine -}}
+{{- if .Values.gateway.apiKeySecret -}}
+{{- $_ := set $gateway "api_key_file" "/etc/moebius-keys/keys" -}}
+{{- end -}}
+{{- $_ := set $tree "gateway" $gateway -}}
+{{- $gpu := dict "gpu_address" "0.0.0.0:50051" "gpu_metrics_port" 9401 "jit_cache_dir" "/cache" -}}
+{{- $_ := set $gpu "device" (ternary "cuda" "cpu" (gt (int .Values.engine.gpus) 0)) -}}
+{{- $_ := set $tree "gpu" $gpu -}}
+{{- $shares := include "moebius.shares" . | int -}}
+{{- $experts := dict "expert_transport" (include "moebius.transport" .) "expert_split" .Values.experts.split -}}
+{{- if eq .Values.experts.mode "none" -}}
+{{- $_ := set $tree "placement" (dict "gpu_experts_ratio" 1.0) -}}
+{{- else -}}
+{{- $_ := set $experts "expert_servers" $shares -}}
+{{- $_ := set $experts "split_count" $shares -}}
+{{- $_ := set $experts "numa_node" (ternary "cpuset" "auto" (eq .Values.experts.numa "kubelet")) -}}
+{{- with .Values.experts.shares -}}
+{{- $_ := set $experts "split_shares" . -}}
+{{- end -}}
+{{- if ne .Values.experts.weights.volume "none" -}}
+{{- $_ := set $experts "expert_weights_dir" "/weights" -}}
+{{- end -}}
+{{- if eq (include "moebius.transport" .) "mailbox" -}}
+{{- $_ := set $experts "mailbox" "moebius" -}}
+{{- else if eq .Values.experts.mode "remote" -}}
+{{- $_ := set $experts "expert_addresses" (splitList "," (include "moebius.expertAddresses" .)) -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $tree "experts" $experts -}}
+{{- $parallel := dict "tensor_parallel_size" (include "moebius.tensorParallel" . | int) -}}
+{{- $_ := set $parallel "pipeline_parallel_size" (int .Values.engine.pipelineParallel) -}}
+{{- $_ := set $parallel "rank_hosts" (int .Values.engine.nodes) -}}
+{{- $_ := set $tree "parallel" $parallel -}}
+{{- $supervisor := dict "state_dir" "/run/moebius" "ready_timeout_s" (float64 .Values.startupSeconds) -}}
+{{- $_ := set $supervisor "stop_timeout_s" (float64 .Values.drainSeconds) -}}
+{{- $_ := set $tree "supervisor" $supervisor -}}
+{{- $telemetry := dict "log_format" "json" "metrics_host" "0.0.0.0" "otlp_endpoint" .Values.monitoring.otlpEndpoint -}}
+{{- $_ := set $tree "telemetry" $telemetry -}}
+{{- range $section, $settings := .Values.config -}}
+{{- range $key, $value := $settings -}}
+{{- if hasKey (get $tree $section | default dict) $key -}}
+{{- if not (has $key (list "log_format" "otlp_endpoint" "jit_cache_dir")) -}}
+{{- fail (printf "config.%s.%s is decided by the chart from its other values; leave it out" $section $key) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (kindIs "float64" $value) (eq (floor $value) $value) -}}
+{{- $value = int64 $value -}}
+{{- end -}}
+{{- $_ := set $tree $section (mergeOverwrite (get $tree $section | default dict) (dict $key $value)) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $tree -}}
+{{- end -}}

@@ -1,0 +1,162 @@
+"""`moebius doctor`: what this host, or a Pod's node, lacks to serve fast, and what provides it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from moebius.app.cli_options import JsonFile, with_settings
+from moebius.config import MoebiusConfig
+from moebius.errors import UserError
+
+if TYPE_CHECKING:
+    from moebius.app.doctor.checks import Expectation, Finding
+    from moebius.app.doctor.facts import Facts
+
+MIB = 2**20
+MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
+# Read at once by each thread; far above any cache's share of it.
+_MEASURED_BYTES = 64 * MIB
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(doctor)
+
+
+@with_settings("model", "experts")
+def doctor(
+    config: MoebiusConfig,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Judge what a Pod needs; failures end with status 1")
+    ] = False,
+    role: Annotated[
+        str,
+        typer.Option(help="engine, expert (init containers of such Pods), or server (in one's container)"),
+    ] = "engine",
+    expect_gpus: Annotated[int, typer.Option(help="GPUs that the Pod was given", min=0)] = 0,
+    expect_weights_mib: Annotated[
+        int, typer.Option(help="Size of the volume for packed experts; 0: no volume", min=0)
+    ] = 0,
+    kubelet_config: Annotated[
+        Path | None,
+        typer.Option(help="The node's KubeletConfiguration, where it can be read", metavar="FILE"),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure what each NUMA node's memory gives")
+    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings end with status 1, too")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Say what this host, or a Pod's node, lacks to serve fast, and what helps; exit status 1: a failure."""
+    from moebius.app.bench.output import write_json
+    from moebius.app.doctor.checks import check_host
+    from moebius.app.doctor.facts import read_facts
+
+    if role not in ("engine", "expert", "server"):
+        raise UserError(f"--role: {role!r} is not allowed; allowed: engine, expert, server")
+    try:
+        facts = read_facts()
+    except RuntimeError as error:
+        raise UserError(str(error)) from None
+    findings = list(check_host(facts))
+    if kubernetes:
+        expected, checkpoint = _expectation(config, role, expect_gpus, expect_weights_mib)
+        findings += [*checkpoint, *_pod_findings(config, facts, expected, kubelet_config)]
+    if measure:
+        findings += _measured(facts)
+    for finding in findings:
+        print(line_of(finding))
+    statuses = [finding.status for finding in findings]
+    write_json({"findings": [asdict(each) for each in findings], "ok": "failure" not in statuses}, json_file)
+    if "failure" in statuses or (strict and "warning" in statuses):
+        raise typer.Exit(1)
+
+
+def line_of(finding: Finding) -> str:
+    """As it is printed."""
+    text = f"{MARKS[finding.status]} {finding.check}: {finding.found}"
+    return f"{text}; {finding.fix}" if finding.fix else text
+
+
+def _expectation(
+    config: MoebiusConfig, role: Literal["engine", "expert", "server"] | str, gpus: int, weights_mib: int
+) -> tuple[Expectation, list[Finding]]:
+    """What the configuration says that the Pod holds, and whether its checkpoint can be used."""
+    from moebius.app.commands.models import with_checkpoint
+    from moebius.app.doctor.checks import Expectation, check_model
+
+    experts, hosts = config.experts, config.parallel.rank_hosts
+    servers = experts.split_count // hosts if experts.expert_servers and not experts.expert_addresses else 0
+    if role != "engine":
+        servers = 1
+    values: dict[str, Any] = {"gpus": gpus, "servers": servers, "numa_node": experts.numa_node}
+    values |= {"own_cpus": role == "server", "weights_bytes": weights_mib * MIB}
+    if not config.model.model:
+        return Expectation(**values), []
+    error = ""
+    try:
+        config = with_checkpoint(config)
+        values |= _sizes(config, role)
+    except (UserError, ValueError, OSError) as found:
+        error = str(found)
+    return Expectation(**values), [check_model(config.model.model, error, Path("/models"))]
+
+
+def _sizes(config: MoebiusConfig, role: str) -> dict[str, Any]:
+    """The planner's own numbers: the mailbox, and packed experts of the Pod's servers."""
+    from moebius.app.planning.memory import segment_bytes
+    from moebius.mailbox_plan import mailbox_geometry
+    from moebius.models.read import read_geometry
+
+    experts = config.experts
+    geometry = read_geometry(config.model.model, config.model.experts_per_token)
+    values: dict[str, Any] = {}
+    if experts.mailbox:
+        values["mailbox_bytes"] = mailbox_geometry(config, geometry).regions().total
+    if experts.expert_weights_dir and experts.expert_servers:
+        everything = segment_bytes(config, geometry, experts.split_count)
+        here = len(everything) // config.parallel.rank_hosts if role == "engine" else 1
+        # Hosts and remote servers have different shares: the largest ones have to fit.
+        values["segments"] = tuple(sorted(everything)[-here:])
+    return values
+
+
+def _pod_findings(
+    config: MoebiusConfig, facts: Facts, expected: Expectation, kubelet_config: Path | None
+) -> list[Finding]:
+    from moebius.app.doctor.checks import check_kubelet, check_pod
+    from moebius.app.doctor.facts import read_volume
+    from moebius.config_loader import read_yaml
+    from moebius.mailbox import SHARED_MEMORY
+
+    directory = config.experts.expert_weights_dir
+    weights = read_volume(Path(directory)) if directory and expected.servers else None
+    places = [read_volume(Path(place)) for place in (config.supervisor.state_dir, "/tmp") if place]
+    findings = list(check_pod(facts, expected, read_volume(SHARED_MEMORY), weights, places))
+    if kubelet_config is not None:
+        findings += check_kubelet(read_yaml(kubelet_config), expected)
+    return findings
+
+
+def _measured(facts: Facts) -> list[Finding]:
+    """Bytes a second that all CPUs of a node read of its own memory."""
+    from moebius.app.bench.limits import read_bandwidth
+    from moebius.app.doctor.checks import Finding
+
+    before = os.sched_getaffinity(0)
+    findings = []
+    try:
+        for node in facts.topology.nodes:
+            cpus = facts.topology.usable_cpus(node.id)
+            if cpus:
+                os.sched_setaffinity(0, cpus)
+                rate = read_bandwidth(_MEASURED_BYTES * len(cpus), len(cpus))
+                findings.append(Finding(f"memory of node {node.id}", "ok", f"{rate / 1e9:.1f} GB/s are read"))
+    finally:
+        os.sched_setaffinity(0, before)
+    return findings

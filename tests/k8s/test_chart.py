@@ -1,0 +1,421 @@
+"""Guards the Helm chart: what it renders is valid and can run, and what could not run is refused in words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from moebius.app.cli import app
+from moebius.config_loader import load_config
+from tests.helpers.chart import (
+    CHART,
+    KUSTOMIZE,
+    SCHEMA,
+    SHAPES,
+    Manifest,
+    Refused,
+    Values,
+    base_text,
+    helm_cli,
+    kubectl_kustomize,
+    kustomization_text,
+    render,
+    schema_with_settings,
+    shape_values,
+)
+
+pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+from tests.k8s.manifests import OLDEST, check_manifest, pod_specs
+
+SOURCES: dict[str, Values] = {
+    "pvc": {"type": "pvc", "pvc": {"claimName": "models"}},
+    "hostPath": {"type": "hostPath", "hostPath": {"path": "/srv/models"}},
+    "image": {"type": "image", "image": {"reference": "registry.example.com/models/m:1"}},
+    "download": {
+        "type": "download",
+        "download": {
+            "baseUrl": "https://hub.example.com/org/model/resolve/abc",
+            "files": {"config.json": "0" * 64, "model-00001.safetensors": "a" * 64},
+            "tokenSecret": "hub",
+        },
+    },
+}
+MODEL: Values = {"path": "m", "source": SOURCES["pvc"]}
+
+
+def merged(*trees: Values) -> Values:
+    """Later ones win, key by key."""
+    result: Values = {}
+    for tree in trees:
+        for key, value in tree.items():
+            both = isinstance(value, dict) and isinstance(result.get(key), dict)
+            result[key] = merged(result[key], value) if both else value
+    return result
+
+
+def shapes() -> dict[str, Values]:
+    """GPUs × NUMA nodes × where experts are × how they are split, and each option once or more."""
+    found: dict[str, Values] = {}
+    for gpus, servers, mode in itertools.product((0, 1, 2, 4, 8), (1, 2, 3, 8), ("pod", "remote")):
+        split = "tensor" if (gpus + servers) % 2 else "expert"
+        experts = {"mode": mode, "servers": servers, "split": split}
+        found[f"{gpus} GPUs, {servers} {mode} {split}"] = {"engine": {"gpus": gpus}, "experts": experts}
+    for gpus, pipeline, nodes in ((8, 1, 2), (8, 2, 2), (4, 2, 1), (1, 4, 4), (8, 8, 8)):
+        engine = {"gpus": gpus, "pipelineParallel": pipeline, "nodes": nodes}
+        for mode in ("pod", "remote"):
+            found[f"{nodes} hosts of {gpus}, {pipeline} stages, {mode}"] = {
+                "engine": engine,
+                "experts": {"mode": mode},
+            }
+    for volume in ("memory", "hugepages-2Mi", "hostPath", "none"):
+        weights = {"volume": volume, "hostPath": "/mnt/weights" if volume == "hostPath" else ""}
+        found[f"weights {volume}"] = {"experts": {"weights": weights, "numa": "kubelet"}}
+    for name, source in SOURCES.items():
+        found[f"source {name}"] = {"model": {"source": source}}
+    unequal = {
+        "servers": 2,
+        "shares": [3, 1],
+        "overrides": [{"cpus": 12, "memoryMiB": 12288, "weightsMiB": 9000}, {}],
+    }
+    found["unequal nodes"] = {"experts": unequal}
+    found["all resident"] = {"engine": {"gpus": 4}, "experts": {"mode": "none"}, "replicas": 3}
+    found["all options"] = OPTIONS
+    found["all options, several hosts"] = merged(OPTIONS, {"engine": {"gpus": 2, "nodes": 2}})
+    found["gateway in the Pod"] = {"gateway": {"inPod": True, "apiKeySecret": "keys"}}
+    found["InferencePool"] = {
+        "gateway": {"inPod": True},
+        "route": {
+            "enabled": True,
+            "parentRefs": [{"name": "public"}],
+            "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
+        },
+    }
+    found["DRA"] = {"engine": {"gpus": 2}, "experts": {"numa": "kubelet"}, "dra": {"enabled": True}}
+    return found
+
+
+OPTIONS: Values = {
+    "image": {"digest": "sha256:" + "1" * 64, "pullSecrets": [{"name": "registry"}]},
+    "engine": {"gpus": 2, "runtimeClassName": "nvidia", "jitCache": {"type": "pvc", "claimName": "jit"}},
+    "experts": {"numa": "kubelet", "cpus": 20},
+    "gateway": {
+        "apiKeySecret": "keys",
+        "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
+        "autoscaling": {"type": "keda", "minReplicas": 2},
+    },
+    "autoscaling": {"type": "keda", "prometheusAddress": "http://prometheus:9090"},
+    "route": {"enabled": True, "parentRefs": [{"name": "public"}], "hostnames": ["m.example.com"]},
+    "config": {"gpu": {"max_num_seqs": 32, "kv_cache_gib": 4}, "model": {"max_model_len": 1000000}},
+    "node": {
+        "numaNodes": 2,
+        "cpusPerNumaNode": 32,
+        "threadsPerCore": 2,
+        "topologyPolicy": "restricted",
+        "features": {"avx512": True, "amx": True, "numa": True},
+    },
+    "schedulerName": "topology-aware",
+    "priorityClassName": "high",
+    "nodeSelector": {"disk": "fast"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "networkPolicy": {"enabled": True, "from": [{"namespaceSelector": {}}]},
+    "monitoring": {
+        "podMonitor": True,
+        "prometheusRule": True,
+        "dashboard": True,
+        "otlpEndpoint": "http://collector:4317",
+    },
+    "preflight": {"strict": True},
+    "extraVolumes": [{"name": "extra", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+    "extraEnv": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+    "podLabels": {"team": "a"},
+    "podAnnotations": {"note": "b"},
+}
+ALL = shapes()
+
+
+def test_there_are_enough_shapes() -> None:
+    """At least sixty."""
+    assert len(ALL) >= 60
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_shape_is_valid_and_consistent(name: str, tmp_path: Path) -> None:
+    """Strict schemas take every object; containers, volumes, ports, settings and commands fit one another."""
+    manifests = render(merged({"model": MODEL}, ALL[name]))
+    for manifest in manifests:
+        check_manifest(manifest)
+    settings = next(one for one in manifests if one["kind"] == "ConfigMap" and "moebius.yaml" in one["data"])
+    path = tmp_path / "moebius.yaml"
+    path.write_text(settings["data"]["moebius.yaml"])
+    config = load_config(path)
+    pods = pod_specs(manifests)
+    for pod in pods:
+        check_pod(pod, config.supervisor.stop_timeout_s)
+        for container in all_containers(pod):
+            check_command(container, path)
+    engines = [pod for pod in pods if "engine" in pod["metadata"]["labels"]["app.kubernetes.io/component"]]
+    assert config.experts.split_count == max(1, int(expected_servers(merged({"model": MODEL}, ALL[name]))))
+    assert (config.experts.mailbox == "moebius") == (
+        config.experts.expert_transport == "mailbox" and has_experts(name)
+    )
+    for pod in engines:
+        assert is_guaranteed(pod)
+    check_services(manifests)
+
+
+def has_experts(name: str) -> bool:
+    return ALL[name].get("experts", {}).get("mode") != "none"
+
+
+def expected_servers(values: Values) -> int:
+    """Of all hosts of one engine."""
+    experts, nodes = values.get("experts", {}), values.get("engine", {}).get("nodes", 1)
+    if experts.get("mode") == "none":
+        return 0
+    return int(experts.get("servers", 2)) * (nodes if experts.get("mode", "pod") == "pod" else 1)
+
+
+def all_containers(pod: Manifest) -> list[Manifest]:
+    return [*(pod["spec"].get("initContainers") or []), *pod["spec"]["containers"]]
+
+
+def check_pod(pod: Manifest, drain_s: float) -> None:
+    """Mounts have volumes, probes ask ports that are open, and there is time to drain."""
+    spec = pod["spec"]
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    assert len(volumes) == len(spec["volumes"])
+    mounted = set()
+    for container in all_containers(pod):
+        names = [mount["name"] for mount in container["volumeMounts"]]
+        mounted |= set(names)
+        assert set(names) <= volumes, container["name"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        ports = {port["containerPort"] for port in container.get("ports", ())}
+        listening = " ".join(container["args"])
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = container.get(kind, {})
+            if "grpc" in probe:
+                assert probe["grpc"]["port"] in ports
+        for port in re.findall(r"0\.0\.0\.0:(\d+)", listening):
+            assert int(port) in ports
+    assert mounted == volumes
+    assert spec["terminationGracePeriodSeconds"] >= drain_s + 20
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"]
+    ports = [port["containerPort"] for one in all_containers(pod) for port in one.get("ports", ())]
+    assert len(set(ports)) == len(ports)
+
+
+def is_guaranteed(pod: Manifest) -> bool:
+    """Equal requests and limits everywhere, and whole CPUs of all that compute."""
+    for container in all_containers(pod):
+        resources = container["resources"]
+        if resources["requests"] != resources["limits"] or not {"cpu", "memory"} <= set(resources["limits"]):
+            return False
+        if container["name"] not in ("preflight", "download") and not resources["limits"]["cpu"].isdigit():
+            return False
+    return True
+
+
+def check_command(container: Manifest, config: Path) -> None:
+    """`moebius` has the command and its options; the settings that it is given can be read."""
+    words = [str(word) for word in container["args"]]
+    if container.get("command"):
+        text = words[0].removeprefix("exec moebius ")
+        words = re.sub(r"\$\(\(.*?\)\)|\$\w+", "1", text).split()
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    options = {name: option for option in command.params for name in option.opts if name.startswith("--")}
+    flags: dict[str, str] = {}
+    for position, word in enumerate(words):
+        if word.startswith("--"):
+            assert word in options, f"{container['name']}: {word}"
+            if not options[word].is_flag:
+                flags[word.removeprefix("--").replace("-", "_")] = words[position + 1]
+    if words[0].startswith("--config") and container["name"] not in ("preflight", "download"):
+        flags.pop("config")
+        load_config(config, {name: value for name, value in flags.items() if "$(" not in value})
+
+
+def check_services(manifests: list[Manifest]) -> None:
+    """Every Service selects Pods that have its port."""
+    pods = pod_specs(manifests)
+    for service in (one for one in manifests if one["kind"] == "Service"):
+        selected = [
+            pod for pod in pods if service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+        ]
+        assert selected, service["metadata"]["name"]
+        for port in service["spec"]["ports"]:
+            for pod in selected:
+                names = {one["name"] for part in all_containers(pod) for one in part.get("ports", ())}
+                assert port["targetPort"] in names
+
+
+REFUSED: list[tuple[Values, str]] = [
+    (
+        {"engine": {"gpus": 4, "tensorParallel": 3}},
+        "are 3 ranks, but engine.gpus 4 × engine.nodes 1 are 4 GPUs",
+    ),
+    ({"engine": {"tensorParallel": 2}}, "engine.gpus is 0; without GPUs an engine is one process"),
+    ({"engine": {"nodes": 2}}, "only GPUs are divided over nodes"),
+    ({"engine": {"gpus": 9}}, "maximum"),
+    ({"engine": {"cpus": 2.5}}, "integer"),
+    ({"engine": {"gpus": 1, "jitCache": {"type": "pvc"}}}, "engine.jitCache.claimName is empty"),
+    ({"experts": {"mode": "none"}}, "puts all experts on GPUs, but engine.gpus is 0"),
+    ({"experts": {"servers": 9}}, "a Pod has at most 8 expert servers"),
+    ({"experts": {"servers": 2, "shares": [1, 2, 3]}}, "experts.shares has 3 numbers, but there are 2"),
+    (
+        {"experts": {"servers": 2, "overrides": [{}]}},
+        "experts.overrides has 1 entries, but experts.servers is 2",
+    ),
+    (
+        {"experts": {"mode": "remote", "overrides": [{}, {}]}},
+        "remote servers are the replicas of one StatefulSet",
+    ),
+    (
+        {"experts": {"memoryMiB": 4096, "weightsMiB": 4000}},
+        "memoryMiB 4096 for weightsMiB 4000 of packed experts",
+    ),
+    ({"experts": {"weights": {"volume": "hostPath"}}}, "experts.weights.hostPath is empty"),
+    ({"experts": {"weightsMiB": 333, "weights": {"volume": "hugepages-2Mi"}}}, "no number of 2 MiB pages"),
+    (
+        {"experts": {"mode": "remote"}, "config": {"gpu": {"prefill_experts": "stream"}}},
+        "GPUs can only stream experts that lie in memory of their own Pod",
+    ),
+    (
+        {"engine": {"gpus": 1}, "experts": {"mode": "none"}, "config": {"placement": {"gpu_experts": 3}}},
+        "gpu_experts do not fit that",
+    ),
+    ({"config": {"experts": {"split_count": 3}}}, "config.experts.split_count is decided by the chart"),
+    ({"config": {"gpu": {"max_num_sequences": 3}}}, "max_num_sequences"),
+    ({"config": {"gpu": {"max_num_seqs": 0}}}, "max_num_seqs"),
+    ({"exprets": {}}, "exprets"),
+    (
+        {"experts": {"servers": 3, "numa": "kubelet"}, "node": {"numaNodes": 2}},
+        "every server needs a NUMA node",
+    ),
+    (
+        {"experts": {"cpus": 40}, "node": {"cpusPerNumaNode": 32}},
+        "wants 40 CPUs, but node.cpusPerNumaNode is 32",
+    ),
+    (
+        {"experts": {"cpus": 16, "numa": "kubelet"}, "node": {"cpusPerNumaNode": 32}},
+        "two servers would fit on one; with experts.numa kubelet each needs more than half",
+    ),
+    ({"node": {"memoryMiBPerNumaNode": 2048}}, "but node.memoryMiBPerNumaNode is 2048"),
+    ({"experts": {"cpus": 5}, "node": {"threadsPerCore": 2}}, "full-pcpus-only refuses that"),
+    ({"engine": {"cpus": 3}, "node": {"threadsPerCore": 2}}, "engine.cpus is 3, which are no whole cores"),
+    (
+        {"node": {"topologyPolicy": "single-numa-node", "topologyScope": "pod"}},
+        "puts a whole Pod on one NUMA node, which can not hold 2 expert servers",
+    ),
+    (
+        {"engine": {"gpus": 8}, "node": {"gpusPerNumaNode": 4, "topologyPolicy": "single-numa-node"}},
+        "would refuse the engine's container for ever; allowed: restricted",
+    ),
+    (
+        {"experts": {"numa": "kubelet"}, "node": {"topologyPolicy": "best-effort"}},
+        "best-effort does not promise CPUs of one NUMA node",
+    ),
+    ({"dra": {"enabled": True}}, "which experts.numa auto does not ask for"),
+    ({"model": {"source": {"type": "pvc", "pvc": {"claimName": ""}}}}, "model.source.pvc.claimName is empty"),
+    ({"model": {"source": {"type": "hostPath"}}}, "model.source.hostPath.path is empty"),
+    ({"model": {"source": {"type": "image"}}}, "model.source.image.reference is empty"),
+    ({"model": {"source": {"type": "download"}}}, "model.source.download.baseUrl is empty"),
+    (
+        {"model": {"source": {"type": "download", "download": {"baseUrl": "https://a/b"}}}},
+        "names no file; each needs its SHA-256",
+    ),
+    (
+        {"model": {"source": {"type": "download", "download": {"files": {"../x": "0" * 64}}}}},
+        "propertyName '../x'",
+    ),
+    ({"model": {"source": {"type": "s3"}}}, "type"),
+    (
+        {"gateway": {"inPod": True, "autoscaling": {"type": "hpa"}}},
+        "with gateway.inPod there are as many gateways as engine Pods",
+    ),
+    (
+        {"gateway": {"autoscaling": {"type": "hpa", "minReplicas": 5, "maxReplicas": 2}}},
+        "gateway.autoscaling.minReplicas is 5, above gateway.autoscaling.maxReplicas 2",
+    ),
+    ({"autoscaling": {"type": "keda"}}, "autoscaling.prometheusAddress is empty"),
+    ({"route": {"enabled": True}}, "route.parentRefs names no Gateway"),
+    ({"route": {"inferencePool": {"enabled": True}}}, "route.enabled is false"),
+    (
+        {"route": {"enabled": True, "parentRefs": [{"name": "g"}], "inferencePool": {"enabled": True}}},
+        "which engine Pods do with gateway.inPod only",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "sentence"), REFUSED, ids=[sentence[:40] for _, sentence in REFUSED])
+def test_what_could_not_run_is_refused(values: Values, sentence: str) -> None:
+    """The sentence names the values, and what is allowed."""
+    with pytest.raises(Refused, match=re.escape(sentence)):
+        render(merged({"model": MODEL}, values))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_kustomize_bases_are_the_chart_rendered(name: str) -> None:
+    """`make chart` writes them; a change of the chart shows in them."""
+    directory = KUSTOMIZE / name
+    for manifest in render(shape_values(name)):
+        check_manifest(manifest, OLDEST)
+    assert (directory / "moebius.yaml").read_text() == base_text(name), "run `make chart`"
+    assert (directory / "kustomization.yaml").read_text() == kustomization_text(name), "run `make chart`"
+
+
+def test_kustomize_reads_its_bases() -> None:
+    """As many objects as in the file."""
+    try:
+        text = kubectl_kustomize(KUSTOMIZE / "cpu-two-nodes")
+    except FileNotFoundError:
+        pytest.skip("kubectl is not installed")
+    found = list(yaml.safe_load_all(text))
+    written = list(yaml.safe_load_all((KUSTOMIZE / "cpu-two-nodes" / "moebius.yaml").read_text()))
+    assert sorted(one["kind"] for one in found) == sorted(one["kind"] for one in written)
+
+
+def test_the_schema_knows_every_setting() -> None:
+    """It is generated from moebius/config.py."""
+    assert json.loads(SCHEMA.read_text()) == schema_with_settings(), "run `make chart`"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_real_helm_agrees(name: str, tmp_path: Path) -> None:
+    """`helm lint --strict` finds nothing, and `helm template` renders what the library does."""
+    helm = helm_cli()
+    if helm is None:
+        pytest.skip("no helm: `make helm` fetches it")
+    values = ["--values", str(SHAPES[name])]
+    lint = subprocess.run(
+        [helm, "lint", "--strict", CHART, *values], capture_output=True, text=True, timeout=60
+    )
+    assert lint.returncode == 0, lint.stdout + lint.stderr
+    command = [helm, "template", "moebius", CHART, "--namespace", "moebius", *values]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    found = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(shown) if one}
+    assert found == {(one["kind"], one["metadata"]["name"]): one for one in render(shape_values(name))}
+
+
+def test_the_real_helm_says_why(tmp_path: Path) -> None:
+    """The sentence is what a user reads."""
+    helm = helm_cli()
+    if helm is None:
+        pytest.skip("no helm: `make helm` fetches it")
+    command = [helm, "template", "x", CHART, "--set", "model.source.pvc.claimName=m,experts.mode=none"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert refused.returncode != 0
+    assert "experts.mode is none, which puts all experts on GPUs, but engine.gpus is 0" in refused.stderr

@@ -1,0 +1,127 @@
+"""Guards `moebius models download`: broken fetches go on, digests are compared, tokens stay at their host."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moebius.app.checkpoint_download import Download, read_checksums
+from moebius.errors import UserError
+
+CONTENT = bytes(range(256)) * 4096
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves CONTENT as every file; `breaks`: so many answers end after half of what is left."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.breaks = 0
+        self.status = 200
+        self.redirect = ""
+        self.seen: list[tuple[str, str, str]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/org/model"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Any
+
+    def do_GET(self) -> None:
+        hub: Hub = self.server
+        ranged = self.headers.get("Range", "")
+        hub.seen.append((self.path, ranged, self.headers.get("Authorization", "")))
+        if hub.redirect:
+            self.send_response(302)
+            self.send_header("Location", hub.redirect + self.path)
+            self.end_headers()
+            return
+        begin = int(ranged.removeprefix("bytes=").removesuffix("-")) if ranged else 0
+        body = CONTENT[begin:]
+        self.send_response(hub.status if hub.status != 200 else 206 if ranged else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if hub.breaks:
+            hub.breaks -= 1
+            body = body[: len(body) // 2]
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def download(hub: Hub, directory: Path, **files: str) -> int:
+    wanted = {name.replace("_", "."): digest for name, digest in files.items()}
+    return Download(directory, hub.url, "secret", retry_s=0.01).run(wanted)
+
+
+def test_a_broken_fetch_goes_on(hub: Hub, tmp_path: Path) -> None:
+    """From where it broke off, twice; the file has its name only when its digest is right."""
+    hub.breaks = 2
+    assert download(hub, tmp_path, config_json=DIGEST) == 1
+    assert (tmp_path / "config.json").read_bytes() == CONTENT
+    begins = [ranged for _, ranged, _ in hub.seen]
+    assert begins == ["", f"bytes={len(CONTENT) // 2}-", f"bytes={len(CONTENT) * 3 // 4}-"]
+    assert download(hub, tmp_path, config_json=DIGEST) == 0
+    assert len(hub.seen) == 3
+
+
+def test_a_changed_file_is_fetched_again_and_a_wrong_one_refused(hub: Hub, tmp_path: Path) -> None:
+    """Neither a name nor an old note is believed; nothing wrong is left under the name."""
+    download(hub, tmp_path, a_bin=DIGEST)
+    (tmp_path / "a.bin").write_bytes(CONTENT[:-1])
+    assert download(hub, tmp_path, a_bin=DIGEST) == 1
+    with pytest.raises(UserError, match=f"b.bin: its SHA-256 is {DIGEST}, expected {'0' * 64}"):
+        download(hub, tmp_path, b_bin="0" * 64)
+    assert {path.name for path in tmp_path.iterdir() if "download" not in path.name} == {"a.bin"}
+
+
+def test_the_token_stays_with_its_host(hub: Hub, tmp_path: Path) -> None:
+    """Hubs redirect to stores that are not to see it."""
+    store = Hub()
+    threading.Thread(target=store.serve_forever, daemon=True).start()
+    hub.redirect = f"http://localhost:{store.server_port}"
+    download(hub, tmp_path, a_bin=DIGEST)
+    store.shutdown()
+    store.server_close()
+    assert hub.seen[0][2] == "Bearer secret"
+    assert store.seen[0][2] == ""
+
+
+def test_refusals_are_said_at_once(hub: Hub, tmp_path: Path) -> None:
+    """A wrong token is not tried five times; plain HTTP over a network is refused."""
+    hub.status = 403
+    with pytest.raises(UserError, match=r"a.bin: .*HTTP status 403; a token is needed"):
+        download(hub, tmp_path, a_bin=DIGEST)
+    assert len(hub.seen) == 1
+    with pytest.raises(UserError, match=r"'http://hub/x' is not allowed; allowed: https"):
+        Download(tmp_path, "http://hub/x")
+
+
+def test_lists_of_digests_are_read_strictly(tmp_path: Path) -> None:
+    """As sha256sum writes them; names stay below the directory."""
+    path = tmp_path / "sums"
+    path.write_text(f"{DIGEST}  config.json\n{DIGEST} *sub/a b.bin\n")
+    assert read_checksums(path) == {"config.json": DIGEST, "sub/a b.bin": DIGEST}
+    for wrong in (f"{DIGEST}  ../x", f"{DIGEST}  /etc/x", "abc  x", ""):
+        path.write_text(wrong + "\n")
+        with pytest.raises(UserError, match=r"line 1|names no file"):
+            read_checksums(path)
