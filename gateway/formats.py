@@ -294,6 +294,11 @@ class ChatFormat(ChoiceFormat):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, model: str, tokenizer: Tokenizer, prepared: Prepared) -> None:
+        super().__init__(model, tokenizer, prepared)
+        # The client sent `functions`, from before there were tools, and knows no `tool_calls`.
+        self._in_functions = prepared.speaks_functions
+
     def opening(self, index: int) -> dict[str, Any] | None:
         """The role, before the first content."""
         delta = {"role": "assistant", "content": ""}
@@ -302,12 +307,22 @@ class ChatFormat(ChoiceFormat):
     def delta_choices(self, delta: ParsedDelta) -> list[dict[str, Any]]:
         """A chunk per kind of new content, in the order in which the model wrote it."""
         choices = [
-            {"index": delta.index, "delta": chat_delta(event_), "logprobs": None, "finish_reason": None}
-            for event_ in delta.events
+            {"index": delta.index, "delta": self._delta(new), "logprobs": None, "finish_reason": None}
+            for new in delta.events
         ]
         if self._logprobs is not None:
             self._add_logprobs(delta, choices)
         return choices
+
+    def _delta(self, new: OutputEvent) -> dict[str, Any]:
+        made = chat_delta(new)
+        return {"function_call": made["tool_calls"][0]["function"]} if self._calls_one(made) else made
+
+    def _calls_one(self, made: dict[str, Any]) -> bool:
+        return self._in_functions and "tool_calls" in made
+
+    def _reason(self, finish: Finish) -> str:
+        return "function_call" if self._in_functions and finish.reason == "tool_calls" else finish.reason
 
     def _add_logprobs(self, delta: ParsedDelta, choices: list[dict[str, Any]]) -> None:
         """Gives a delta's log-probabilities to the first content in it."""
@@ -328,17 +343,20 @@ class ChatFormat(ChoiceFormat):
             "index": index,
             "delta": {},
             "logprobs": None,
-            "finish_reason": finish.reason,
+            "finish_reason": self._reason(finish),
             "stop_reason": finish.stop_reason,
         }
 
     def full(self, index: int, output: Output, finish: Finish) -> dict[str, Any]:
         """A whole message."""
+        message = chat_message(output)
+        if self._calls_one(message):
+            message["function_call"] = message.pop("tool_calls")[0]["function"]
         return {
             "index": index,
-            "message": chat_message(output),
+            "message": message,
             "logprobs": self._logprobs_of(output.logprobs),
-            "finish_reason": finish.reason,
+            "finish_reason": self._reason(finish),
             "stop_reason": finish.stop_reason,
         }
 

@@ -289,7 +289,7 @@ class _Calls:
         return self._lark.rule(f"{self._indexed(begin)} {arguments} {self._indexed(end)}")
 
     def _indexed(self, text: str) -> str:
-        return " /[0-9]+/ ".join(self._lark.literal(part) for part in text.split("{index}"))
+        return " /[0-9]{1,3}/ ".join(self._lark.literal(part) for part in text.split("{index}"))
 
     def _parameters(self, schema: dict[str, Any]) -> str:
         """Each parameter in its own text, in the schema's order, from the last one on."""

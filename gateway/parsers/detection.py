@@ -5,14 +5,15 @@ from __future__ import annotations
 from moebius.parser_names import AUTO, NONE
 
 # The first text that a template contains tells its format of tool calls.
-_TOOL_SIGNS = (
+_TOOL_SIGNS: tuple[tuple[str, str | None], ...] = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<minimax:tool_call>", "minimax_m2"),
+    ("]<]minimax[>[", None),  # a later MiniMax, with tags of its own in <tool_call>
     ("｜DSML｜", "deepseek_v32"),
     ("<|channel|>", "gpt_oss"),
     ("</arg_key><arg_value>", "glm47"),
     ("<arg_key>", "glm45"),
-    ("<function=", "qwen3_coder"),
+    ("<parameter=", "qwen3_coder"),
     ("[TOOL_CALLS]", "mistral"),
     ("<tool_call>", "hermes"),
     ("<|python_start|>", "pythonic"),

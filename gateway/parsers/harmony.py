@@ -16,7 +16,7 @@ from gateway.parsers.events import OutputPlan
 from gateway.parsers.json_reader import MOST_LABEL
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Markers, Steps
-from gateway.parsers.sink import OutputParser, Sink
+from gateway.parsers.sink import OutputParser, Sink, new_call_id
 
 logger = structlog.get_logger(__name__)
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
@@ -90,7 +90,7 @@ class HarmonyParser(OutputParser):
         return (yield from self._content())
 
     def _call(self, name: str) -> Steps[str | None]:
-        self.sink.start_call(name)
+        self.sink.start_call(name, new_call_id())
         is_empty = True
         while True:
             piece, marker = yield from self.scan.until(self._bodies)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-import secrets
-import string
 
 from gateway.grammar import ToolFraming
 from gateway.parsers.json_reader import MOST_LABEL, pass_value, read_label
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Markers, Steps
+from gateway.parsers.sink import new_call_id
 
 _NAME = ("name",)
 _ARGUMENTS = ("arguments", "parameters")
@@ -78,7 +78,7 @@ class NamedObject(ToolFormat):
         text = "".join(arguments) or "{}"
         if name is None or not text.startswith("{"):
             return False
-        self.sink.start_call(name)
+        self.sink.start_call(name, self.new_id())
         self.sink.arguments(text)
         self.sink.end_call()
         return True
@@ -87,7 +87,7 @@ class NamedObject(ToolFormat):
         """The text is not an object's: where it just ends, what is known is a call."""
         if name is None or (yield from self.scan.peek()) != END:
             return False
-        self.sink.start_call(name)
+        self.sink.start_call(name, self.new_id())
         return True
 
 
@@ -161,7 +161,11 @@ class JsonList(NamedObject):
 
 
 _NAME_TEXT = re.compile(r"[^\[{]*")
-_MISTRAL_ID = string.ascii_letters + string.digits
+
+
+def mistral_id(seed: str) -> str:
+    """An id as Mistral's templates demand: nine letters and digits, the same for the same `seed`."""
+    return hashlib.sha256(seed.encode()).hexdigest()[:9]
 
 
 class Mistral(JsonList):
@@ -171,6 +175,10 @@ class Mistral(JsonList):
     openers = ("[TOOL_CALLS]",)
     inner = ("[ARGS]", "[CALL_ID]")
     bare = ""
+
+    def new_id(self) -> str:
+        """Nine letters and digits."""
+        return mistral_id(new_call_id())
 
     def read(self, opener: str) -> Steps[bool]:
         """After the token."""
@@ -186,7 +194,6 @@ class Mistral(JsonList):
         first = yield from self.scan.peek()
         if not name or (first != "{" and not (is_complete and first == END)):
             return False
-        call_id = call_id or "".join(secrets.choice(_MISTRAL_ID) for _ in range(9))
         return (yield from self.call_with_json(name, call_id))
 
 

@@ -12,7 +12,7 @@ from gateway.grammar import ToolFraming
 from gateway.parsers.events import OutputPlan, ToolSpec
 from gateway.parsers.json_reader import loaded, pass_value, read_value
 from gateway.parsers.scanner import END, Markers, Scanner, Steps
-from gateway.parsers.sink import OutputParser, Sink
+from gateway.parsers.sink import OutputParser, Sink, new_call_id
 
 logger = structlog.get_logger(__name__)
 
@@ -60,6 +60,10 @@ class ToolFormat(ABC):
         self.tokens = reading.tokens
         self.after_section = False  # whether `read` is called for an opener after one of `sections`
 
+    def new_id(self) -> str:
+        """An id for a call that the model gave none."""
+        return new_call_id()
+
     @classmethod
     def texts(cls) -> frozenset[str]:
         """All texts of the format that the tokenizer may have tokens for."""
@@ -83,6 +87,7 @@ class ToolFormat(ABC):
         Returns:
             False: what follows is neither, nor the end of the output.
         """
+        call_id = call_id or self.new_id()
         first = yield from self.scan.skip_space()
         tokens = self.tokens & frozenset(ends)
         if first == "{":

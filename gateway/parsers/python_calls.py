@@ -93,7 +93,7 @@ class Pythonic(ToolFormat):
             if not calls and name not in self.tools and self.sink.calls == calls:
                 break  # prose in brackets, a Markdown link
             yield from self.scan.accept("(")
-            self.sink.start_call(name)
+            self.sink.start_call(name, self.new_id())
             self.scan.forget()  # no way back
             if not (yield from self._arguments(name)):
                 break

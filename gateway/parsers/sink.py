@@ -124,10 +124,10 @@ class Sink:
         if not self.calls:
             self._show(self._content.rest())
 
-    def start_call(self, name: str, call_id: str = "") -> None:
+    def start_call(self, name: str, call_id: str) -> None:
         """A call of `name` begins; white space around calls is no content."""
         self._content.begin(strip=True)
-        self._texts.append(ToolCallStart(self.calls, call_id or new_call_id(), name))
+        self._texts.append(ToolCallStart(self.calls, call_id, name))
         self.calls += 1
 
     def arguments(self, text: str) -> None:

@@ -138,7 +138,9 @@ class ValueWriter:
         if self._may_be_null and not self._streams:
             self._held.append(piece)
             text = "".join(self._held)
-            if len(text) <= _MAY_BE_NULL and "null".startswith(text.strip().lower()):
+            start = text.strip().lower()
+            # Templates of several families write Python's word into their examples.
+            if len(text) <= _MAY_BE_NULL and ("null".startswith(start) or "none".startswith(start)):
                 return ""
             self._streams, self._held, piece = True, [], text
         if not self._streams:

@@ -40,7 +40,7 @@ class TaggedCalls(ToolFormat):
         if not name or (opener not in self.tokens and not self.after_section and name not in self.tools):
             return False
         while name and not self.sink.is_full:
-            self.sink.start_call(name)
+            self.sink.start_call(name, self.new_id())
             self.scan.forget()  # no way back
             follows = yield from self._arguments(name)
             if not follows:

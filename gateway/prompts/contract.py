@@ -65,6 +65,7 @@ class Prepared:
     logprobs: int | None  # alternatives per output token; None: no log-probabilities
     images: list[tuple[str, ImageUrl]]  # parameter name and place of each image, in prompt order
     reply: Any = None  # what another API's format is made from (gateway/apis/)
+    speaks_functions: bool = False  # calls are answered as `function_call`, from before there were tools
     ignored: tuple[str, ...] = ()  # some of the fields that were sent and have no effect, by name
 
 

@@ -170,9 +170,11 @@ class Preparer:
             "documents": None,
             "bad_words": None,
             "tools": None,
+            "functions": None,
         }
         fields = body.model_copy(update=left_out | NO_STRUCTURE)
-        return Prepared(fields, jobs, _shown_logprobs(body, logprobs), images)
+        prepared = Prepared(fields, jobs, _shown_logprobs(body, logprobs), images)
+        return replace(prepared, speaks_functions=body.speaks_functions())
 
     def _completions(self, data: bytes | bytearray) -> Prepared:
         return self._text_prepared(self._parsed(data, CompletionRequest))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from gateway.errors import bad_request
 from gateway.grammar import response_format_constraint, tool_call_constraint
 from gateway.model import ServedModel
 from gateway.parsers.events import OutputPlan, ToolSpec
+from gateway.parsers.json_calls import mistral_id
 from gateway.parsers.registry import JSON_LIST, REASONING, thought_bounds, tool_format
 from gateway.schemas.requests import ChatCompletionRequest
 from gateway.schemas.tools import ToolFunction
 from gateway.text.conversation import Conversation
 from protos.engine_pb2 import Constraint
 
+_MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
 # The efforts that gpt-oss knows, for those of newer models.
 _HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 
@@ -38,6 +41,8 @@ def conversation_of(body: ChatCompletionRequest, model: ServedModel) -> Conversa
         for message in messages:  # its template's name, and it takes no thought next to an answer
             if message.get("reasoning_content") and not message["content"]:
                 message["thinking"] = message["reasoning_content"]
+    if model.tool_parser == "mistral":
+        _shorten_ids(messages)
     return Conversation(
         messages,
         body.opens_turn(),
@@ -45,6 +50,19 @@ def conversation_of(body: ChatCompletionRequest, model: ServedModel) -> Conversa
         template_variables(body, model),
         [tool.for_template() for tool in tools] or None,
     )
+
+
+def _shorten_ids(messages: list[dict[str, Any]]) -> None:
+    """Ids that other clients or models made, as Mistral's templates demand them."""
+
+    def short(call_id: str) -> str:
+        return call_id if _MISTRAL_ID.fullmatch(call_id) else mistral_id(call_id)
+
+    for message in messages:
+        if "tool_call_id" in message:
+            message["tool_call_id"] = short(message["tool_call_id"])
+        for call in message.get("tool_calls", ()):
+            call["id"] = short(call["id"])
 
 
 def offered_tools(body: ChatCompletionRequest) -> list[ToolFunction]:

@@ -282,3 +282,83 @@ def test_only_allowed_tools_are_offered(setup: Setup) -> None:
     assert "get_weather" not in setup.prompt()
     setup.create("fox", tools=[WEATHER, TIME], tool_choice="none")
     assert "# Tools" not in setup.prompt()
+
+
+def test_a_required_call_is_the_engines_constraint(setup: Setup) -> None:
+    """The grammar holds from the thought's end on; a named choice allows that one tool, once."""
+    answer = setup.create(
+        THOUGHT + CALLS.removeprefix("Let me look.\n"), tools=[WEATHER, TIME], tool_choice="required"
+    )
+    assert len(answer.choices[0].message.tool_calls) == 2
+    constraint = setup.engine.seen.requests[-1].constraint
+    assert "get_weather" in constraint.lark
+    assert "get_time" in constraint.lark
+    assert setup.engine.decode(constraint.after_token_ids) == "</think>"
+    assert setup.engine.decode(constraint.start_token_ids) == "<think>"
+    named = {"type": "function", "function": {"name": "get_time"}}
+    answer = setup.create(CALLS.partition("\n")[2], tools=[WEATHER, TIME], tool_choice=named)
+    assert len(answer.choices[0].message.tool_calls) == 1
+    constraint = setup.engine.seen.requests[-1].constraint
+    assert "get_weather" not in constraint.lark
+    setup.create(CALLS, tools=[WEATHER, TIME])
+    assert not setup.engine.seen.requests[-1].HasField("constraint")
+
+
+def test_thoughts_are_bounded_and_come_before_structure(setup: Setup) -> None:
+    """`thinking_token_budget` and a response format share one constraint, which knows where a thought is."""
+    setup.create("fox", extra_body={"thinking_token_budget": 7})
+    constraint = setup.engine.seen.requests[-1].constraint
+    assert constraint.WhichOneof("kind") is None
+    assert constraint.max_reasoning_tokens == 7
+    assert setup.engine.decode(constraint.after_token_ids) == "</think>"
+    setup.create("{}", response_format={"type": "json_object"})
+    constraint = setup.engine.seen.requests[-1].constraint
+    assert constraint.json_object
+    assert setup.engine.decode(constraint.start_token_ids) == "<think>"
+    # A template that closed the thought leaves nothing to wait for.
+    setup.create("{}", response_format={"type": "json_object"}, reasoning_effort="none")
+    constraint = setup.engine.seen.requests[-1].constraint
+    assert constraint.json_object
+    assert not constraint.after_token_ids
+
+
+def test_clients_that_know_only_functions(setup: Setup) -> None:
+    """`functions` are tools, and the answer is in their words, streamed and not; so is the history."""
+    fields = {"functions": [WEATHER["function"], TIME["function"]], "function_call": "auto"}
+    choice = setup.create(CALLS, **fields).choices[0]
+    assert choice.finish_reason == "function_call"
+    assert choice.message.tool_calls is None
+    assert choice.message.function_call.name == "get_weather"
+    assert json.loads(choice.message.function_call.arguments) == {"city": "Zürich", "days": 2}
+    name, arguments = "", ""
+    for chunk in setup.create(CALLS, stream=True, **fields):
+        called = chunk.choices[0].delta.function_call
+        name += (called and called.name) or ""
+        arguments += (called and called.arguments) or ""
+    assert (name, json.loads(arguments)["days"]) == ("get_weather", 2)
+    history = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "function_call": {"name": "get_time", "arguments": "{}"}},
+        {"role": "function", "name": "get_time", "content": "noon"},
+    ]
+    setup.client.chat.completions.create(model=MODEL, messages=history, **fields)
+    assert '{"name": "get_time", "arguments": {}}\n</tool_call>' in setup.prompt()
+    assert "tool\nnoon" in setup.prompt()
+
+
+def test_what_a_model_wrote_as_arguments_may_be_sent_back(setup: Setup) -> None:
+    """Arguments that are no JSON object stay the text that they are, rather than a 400 in the next turn."""
+    call = {"id": "c", "type": "function", "function": {"name": "get_time", "arguments": '{"broken'}}
+    history = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "no"}]
+    setup.engine.reset()
+    setup.engine.script = Script(text="fox")
+    setup.client.chat.completions.create(model=MODEL, messages=history, tools=[TIME])
+    assert '{\\"broken' in setup.prompt()
+
+
+def test_stop_strings_count_in_thoughts_too(setup: Setup) -> None:
+    """As in vLLM: a stop string ends the output wherever it stands."""
+    choice = setup.create(THOUGHT + "fox", stop=["fox wants"]).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.content is None
+    assert choice.message.reasoning_content == "The"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from gateway.grammar import ToolFraming, tool_call_constraint
+from gateway.parsers.detection import chosen_parsers
 from gateway.parsers.events import OutputPlan, ToolCallArguments, ToolSpec
 from gateway.parsers.registry import REASONING, TOOLS, make_parser, tool_format
 from gateway.parsers.scanner import Mark
@@ -177,6 +178,7 @@ VALUES: list[tuple[dict[str, Any], str, Any]] = [
     ({"type": "array"}, '["a"]', ["a"]),
     ({"type": ["string", "null"]}, "null", None),
     ({"type": ["string", "null"]}, "nullable", "nullable"),
+    ({"type": ["string", "null"]}, "None", None),
     ({"type": ["string", "null"]}, "", ""),
     ({"type": ["string", "integer"]}, "5", 5),
     ({"type": ["string", "integer"]}, "5a", "5a"),
@@ -310,3 +312,39 @@ def test_every_name_has_a_parser_and_users_spellings_find_it() -> None:
         assert parser_name(written, TOOL_CALL_PARSERS) == name
     with pytest.raises(ValueError, match=r"allowed are auto, none, deepseek_v3.*qwen3_coder"):
         parser_name("qwen9", TOOL_CALL_PARSERS)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "template", "tools", "reasoning"),
+    [
+        ("qwen3_moe", "<think> </think> <tool_call>", "hermes", "qwen3"),
+        ("qwen3_moe", "<tool_call> <function=x> <parameter=y>", "qwen3_coder", None),
+        ("step3p5", "<think> <tool_call> <function=x> <parameter=y>", "step3p5", "step3p5"),
+        ("glm4_moe", "<think> <tool_call> <arg_key>a</arg_key>\n<arg_value>", "glm45", "glm45"),
+        ("glm4_moe_lite", "<think> <tool_call> <arg_key>a</arg_key><arg_value>", "glm47", "glm45"),
+        ("minimax_m2", "<think> <minimax:tool_call> <invoke>", "minimax_m2", "minimax_m2"),
+        ("kimi_k2", "<|tool_calls_section_begin|> <think>", "kimi_k2", "kimi_k2"),
+        ("deepseek_v3", "<｜tool▁sep｜> ```json </think>", "deepseek_v3", "deepseek_v31"),
+        ("deepseek_v3", "<｜tool▁sep｜> </think>", "deepseek_v31", "deepseek_v31"),
+        ("deepseek_v32", "<｜DSML｜invoke> </think>", "deepseek_v32", "deepseek_v31"),
+        ("gpt_oss", "<|channel|> analysis", "gpt_oss", "gpt_oss"),
+        ("mixtral", "[TOOL_CALLS]", "mistral", None),
+        ("qwen2_moe", "<|im_start|>", None, None),
+    ],
+)
+def test_a_model_gets_the_parsers_that_its_template_calls_for(
+    model_type: str, template: str, tools: str | None, reasoning: str | None
+) -> None:
+    """By what the template teaches; settings override it, and `none` switches a parser off."""
+    assert chosen_parsers("auto", "auto", model_type, template) == (tools, reasoning)
+    assert chosen_parsers("pythonic", "none", model_type, template) == ("pythonic", None)
+    assert chosen_parsers("none", "qwen3", model_type, template) == (None, "qwen3")
+
+
+def test_ids_are_what_the_formats_templates_take_back() -> None:
+    """Kimi's as the model wrote them, Mistral's of nine letters and digits."""
+    kimi = parsed(read(recorded_plan("kimi_k2"), whole(RECORDED["kimi_k2"])))
+    assert kimi.ids == ("functions.get_weather:0", "functions.get_time:1")
+    for text in (RECORDED["mistral"], '[TOOL_CALLS][{"name": "get_time", "arguments": {}}]'):
+        ids = parsed(read(recorded_plan("mistral"), whole(text))).ids
+        assert all(len(one) == 9 and one.isalnum() for one in ids)
