@@ -9,10 +9,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from gateway.engine_client import EngineClient
 from gateway.errors import ApiError
 from gateway.output import OutputRules, OutputState
 from gateway.parsers.events import ParsedDelta
+from gateway.replicas.replica_set import ReplicaSet
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
 
@@ -50,7 +50,7 @@ class PromptJob:
         return self.counted_prompt_tokens or len(self.prompt_ids)
 
     async def run(
-        self, engine: EngineClient, tokenizer: Tokenizer, context: Any
+        self, engine: ReplicaSet, tokenizer: Tokenizer, context: Any
     ) -> AsyncGenerator[ParsedDelta, None]:
         """The outputs' new content as the engine sends it.
 
@@ -66,6 +66,9 @@ class PromptJob:
         states = [
             OutputState(self.first_index + index, tokenizer, self.rules, prompt_ids) for index in range(count)
         ]
+        # It may be the second time: see `RequestRun`.
+        self.completion_tokens = self.reasoning_tokens = self.cached_tokens = self.counted_prompt_tokens = 0
+        self.finish_reasons, self.input_logprobs, self.first_token_s = [], None, None
         completed = 0
         self.called_at = time.perf_counter()
         async with aclosing(engine.generate(self.request, context)) as responses:

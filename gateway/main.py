@@ -41,7 +41,7 @@ def run(config: MoebiusConfig) -> int:
         "gateway starts",
         host=config.gateway.host,
         port=config.gateway.port,
-        engine=config.gateway.engine_address,
+        engine=", ".join(config.gateway.engines) or config.gateway.engine_address,
         workers=config.gateway.workers,
     )
     if config.gateway.workers > 1:

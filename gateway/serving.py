@@ -138,14 +138,28 @@ class RequestRun:
             raise
 
     async def _whole(self) -> dict[str, Any]:
-        outputs: dict[int, Output] = {}
-        async with aclosing(self._deltas()) as deltas:
-            async for delta in deltas:
-                self._observe(delta)
-                outputs.setdefault(delta.index, Output()).add(delta)
+        outputs = await self._collected()
         answer = self._format.whole(self._given(outputs), self._finished())
         await self._format.settle()
         return answer
+
+    async def _collected(self) -> dict[int, Output]:
+        """All outputs. As nothing of them has been sent, a lost replica's are computed again by another."""
+        attempts = 0
+        while True:
+            outputs: dict[int, Output] = {}
+            attempts += 1
+            try:
+                async with aclosing(self._deltas()) as deltas:
+                    async for delta in deltas:
+                        self._observe(delta)
+                        outputs.setdefault(delta.index, Output()).add(delta)
+                return outputs
+            except grpc.aio.AioRpcError as error:
+                # A call that had given nothing was already tried elsewhere.
+                if not outputs or not self._gateway.engine.may_try_again(error, attempts):
+                    raise
+                self._last_token.clear()
 
     def _given(self, outputs: dict[int, Output]) -> list[Output]:
         """The outputs of each prompt that the answer has, in order; of more the likeliest per token."""

@@ -14,11 +14,11 @@ from starlette.requests import Request
 
 from gateway.admission import Admission, Drain
 from gateway.apis.stored_responses import ResponseStore
-from gateway.engine_client import EngineClient
 from gateway.errors import ApiError
 from gateway.model import ServedModel, load_served_model
 from gateway.prompts.contract import Kind, ModelFiles, Prepared, WorkerSetup
 from gateway.prompts.pool import BodyReceiver, PromptPool
+from gateway.replicas.replica_set import ReplicaSet
 from gateway.streaming import run_until_disconnect
 from gateway.telemetry import GatewayMetrics
 from gateway.text.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ class Gateway:
         self._prompts = PromptPool(config.gateway.prompt_workers, config.gateway.max_queued_requests)
         self.drain = Drain()
         self.responses = ResponseStore.of(config.gateway)
-        self._engine: EngineClient | None = None
+        self._engine: ReplicaSet | None = None
         self._model: ServedModel | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._last_status = ""
@@ -68,14 +68,16 @@ class Gateway:
         return self.config.gateway.tool_call_parser, self.config.gateway.reasoning_parser
 
     @property
-    def engine(self) -> EngineClient:
-        """The connection; exists while the application runs."""
+    def engine(self) -> ReplicaSet:
+        """The connections; exist while the application runs."""
         assert self._engine is not None, "the application is not running"
         return self._engine
 
     async def open(self) -> None:
         """Opens the channel and begins to ask the engine for its model, without waiting for it."""
-        self._engine = EngineClient(self.config.gateway.engine_address)
+        settings = self.config.gateway
+        self._engine = ReplicaSet(settings.engines or (settings.engine_address,), self.metrics.replicas)
+        await self._engine.open()
         self._connecting = asyncio.create_task(self._connect())
         if self.shared.listens_when_ready:
             await asyncio.wait({self._connecting}, timeout=_LISTEN_S)

@@ -22,11 +22,50 @@ _REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60,
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
+class ReplicaMetrics:
+    """Of each engine replica, as this process sees it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        name = "moebius:gateway_replica"
+        self._up = Gauge(f"{name}_up", "1: requests are sent there", ["replica"], registry=registry)
+        self._in_flight = Gauge(
+            f"{name}_requests_in_flight", "Requests that it is answering", ["replica"], registry=registry
+        )
+        self._requests = Counter(
+            f"{name}_requests", "Calls that ended, by gRPC status", ["replica", "status"], registry=registry
+        )
+        self._retries = Counter(
+            f"{name}_retries", "Requests that went on to another one", ["replica"], registry=registry
+        )
+
+    def up(self, replica: str, is_up: bool) -> None:
+        """Whether it is used."""
+        self._up.labels(replica).set(is_up)
+
+    def in_flight(self, replica: str, change: int) -> None:
+        """A call to it began (+1) or ended (-1)."""
+        self._in_flight.labels(replica).inc(change)
+
+    def ended(self, replica: str, status: str) -> None:
+        """A call to it ended; one that was cancelled here is not counted."""
+        self._requests.labels(replica, status).inc()
+
+    def retried(self, replica: str) -> None:
+        """A request that it failed went to another."""
+        self._retries.labels(replica).inc()
+
+    def gone(self, replica: str) -> None:
+        """It is no replica any more; what was counted stays."""
+        self._up.remove(replica)
+        self._in_flight.remove(replica)
+
+
 class GatewayMetrics:
     """One registry per application; every method is cheap enough for the token path."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.replicas = ReplicaMetrics(self.registry)
         self._model = ""
         self._success = self._counter("request_success", "Finished outputs", "finished_reason")
         self._rejections = self._counter("admission_rejections", "Requests refused with 429", "reason")

@@ -90,6 +90,10 @@ class GatewayConfig(Section):
     engine_address: str = Field(
         default="127.0.0.1:50051", description="gRPC address of gpu_service (host:port or unix:path)"
     )
+    engines: tuple[str, ...] = Field(
+        default=(),
+        description="Such addresses of several replicas; a name stands for all it has; empty: engine_address",
+    )
     api_key: str = Field(
         default="", description="Bearer token that clients need; as a flag it shows in `ps`; empty: none"
     )

@@ -7,11 +7,13 @@ import asyncio
 import contextlib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,14 +64,17 @@ class Group:
 
     def __init__(self, config: MoebiusConfig) -> None:
         """Takes the port. Raises StartupError."""
-        self._config = config
         self._count = config.gateway.workers
+        self._own_directory = ""  # of stored responses, which any process may be asked for
+        if config.gateway.stored_responses and not config.gateway.stored_responses_dir:
+            self._own_directory = tempfile.mkdtemp(prefix="moebius-responses-")
         # Twice: at SIGHUP each is there before the one that it replaces has gone.
         self._memory = shared_memory(2 * self._count)
         self._places = Places(2 * self._count, 0, self._memory)
         self._held = bound_socket(config.gateway.host, config.gateway.port)  # while none listens, too
         port = int(self._held.getsockname()[1])
-        gateway = config.gateway.model_copy(update={"port": port})
+        stored = config.gateway.stored_responses_dir or self._own_directory
+        gateway = config.gateway.model_copy(update={"port": port, "stored_responses_dir": stored})
         self._config = config.model_copy(update={"gateway": gateway})
         self._seats: list[_Process | None] = [None] * self._count
         self._processes: set[_Process] = set()
@@ -100,6 +105,8 @@ class Group:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._held.close()
+        if self._own_directory:
+            shutil.rmtree(self._own_directory, ignore_errors=True)
         os.close(self._memory)
         if self._broken is not None:
             raise StartupError(self._broken)

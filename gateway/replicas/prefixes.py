@@ -1,0 +1,62 @@
+"""Which replica has which prompts in its cache, as far as the gateway can know: by what it sent there."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+BLOCK = 64  # tokens
+# Blocks of a prompt that are looked at: conversations differ before, and longer prompts cost no more.
+_MOST_BLOCKS = 256
+_KEPT_BLOCKS = 2**16  # by replica: 4 million tokens, more than most KV pools hold
+
+
+def block_digests(token_ids: Sequence[int], salt: str = "") -> list[bytes]:
+    """One digest per whole block of the prompt's beginning, each of all tokens up to its end.
+
+    The same in every process. Prompts of different `salt` share no cache, so they share no digest.
+    """
+    digest = hashlib.blake2b(salt.encode(), digest_size=8)
+    digests = []
+    for start in range(0, min(len(token_ids) // BLOCK, _MOST_BLOCKS) * BLOCK, BLOCK):
+        digest.update(array("I", token_ids[start : start + BLOCK]).tobytes())
+        digests.append(digest.copy().digest())
+    return digests
+
+
+class SentPrefixes:
+    """The prompts that one replica was sent lately."""
+
+    def __init__(self, most: int = _KEPT_BLOCKS) -> None:
+        """`most`: blocks that are kept; those used longest ago go first."""
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+        self._most = most
+
+    def match(self, digests: Sequence[bytes]) -> int:
+        """How many of the prompt's first blocks were sent before."""
+        # A block is there only together with all before it, or those were dropped: then it helps nobody.
+        for number, digest in enumerate(digests):
+            if digest not in self._blocks:
+                return number
+        return len(digests)
+
+    def note(self, digests: Sequence[bytes]) -> None:
+        """The prompt is sent. Its first blocks are dropped last: the others are worth nothing without."""
+        for digest in reversed(digests):
+            self._blocks[digest] = None
+            self._blocks.move_to_end(digest)
+        while len(self._blocks) > self._most:
+            self._blocks.popitem(last=False)
+
+    def clear(self) -> None:
+        """The replica was started anew: its cache is empty."""
+        self._blocks.clear()
+
+
+def favourite(digests: Sequence[bytes], names: Sequence[str]) -> str:
+    """The replica that a prompt nobody has seen goes to: the same one in every gateway process, so that they
+    need not tell one another (rendezvous hashing). Prompts that begin alike have the same."""
+    key = digests[0] if digests else b""
+    return max(names, key=lambda name: hashlib.blake2b(key + name.encode(), digest_size=8).digest())

@@ -1,0 +1,90 @@
+"""One replica: its connection, whether it may be used, and how busy it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gateway.engine_client import EngineClient
+from gateway.replicas.prefixes import SentPrefixes
+from protos import engine_pb2
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+# Of GetModelInfo, what has to be the same everywhere: a request may go to any replica.
+_FACTS = (
+    "served_model_name",
+    "model_type",
+    "architectures",
+    "vocab_size",
+    "max_context_length",
+    "max_req_input_len",
+    "eos_token_ids",
+    "bos_token_id",
+    "pad_token_id",
+    "supports_vision",
+    "image_token_id",
+    "default_sampling_params_json",
+)
+
+
+def difference(wanted: engine_pb2.GetModelInfoResponse, found: engine_pb2.GetModelInfoResponse) -> str:
+    """What another replica's model has differently, by name and value; empty: nothing that matters."""
+    for name in _FACTS:
+        ours, theirs = getattr(wanted, name), getattr(found, name)
+        if ours != theirs:
+            shown, other = (
+                str(list(value) if hasattr(value, "append") else value)[:100] for value in (ours, theirs)
+            )
+            return f"{name} is {other}, that of the others is {shown}"
+    return ""
+
+
+@dataclass(eq=False)
+class Replica:
+    """Filled by `ReplicaSet`, which alone changes it."""
+
+    address: str
+    client: EngineClient
+    now: Callable[[], float] = time.monotonic
+    prefixes: SentPrefixes = field(default_factory=SentPrefixes)
+    in_flight: int = 0  # requests of this process
+    is_serving: bool = True  # by its own word, asked now and then; until it was asked: one has to try
+    mismatch: str = ""  # why it can not be used at all: its model is another one
+    info: engine_pb2.GetModelInfoResponse | None = None
+    is_leaving: bool = False  # its address is no longer one of the replicas'
+    # By its last word: outputs it has, running and waiting, and how many of ours it had then.
+    reported: int = 0
+    ours_then: int = 0
+    max_running: int = 64
+    failures: int = 0  # in a row
+    ejected_until: float = 0.0
+
+    def failed(self) -> None:
+        """A request could not be given to it, or was lost: it is left alone for a while, longer each time."""
+        pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(self.failures, 30), _LONGEST_PAUSE_S)
+        self.failures += 1
+        self.ejected_until = self.now() + pause_s
+
+    def worked(self) -> None:
+        """It answered a request."""
+        self.failures = 0
+        self.ejected_until = 0.0
+
+    @property
+    def is_on_probation(self) -> bool:
+        """Its pause is over, and no request has been answered since: one at a time may try."""
+        return self.failures > 0
+
+    @property
+    def may_be_used(self) -> bool:
+        """Whether a request may be sent to it now."""
+        if self.is_leaving or self.mismatch or not self.is_serving or self.now() < self.ejected_until:
+            return False
+        return not (self.is_on_probation and self.in_flight)
+
+    @property
+    def load(self) -> float:
+        """Outputs per place in its batch, those that others sent it included; more than 1: some wait."""
+        others = max(self.reported - self.ours_then, 0)
+        return (others + self.in_flight) / max(self.max_running, 1)

@@ -1,0 +1,279 @@
+"""All replicas of one model, used as if they were one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import structlog
+
+from gateway.engine_client import EngineClient, call_error
+from gateway.replicas.addresses import is_name, resolved
+from gateway.replicas.prefixes import block_digests
+from gateway.replicas.replica import Replica, difference
+from gateway.replicas.routing import choose, last_resort
+from gateway.telemetry import ReplicaMetrics
+from protos import engine_pb2
+
+logger = structlog.get_logger(__name__)
+POLL_S = 1.0  # between two questions to a replica how it is
+RESOLVE_S = 5.0
+_ATTEMPTS = 3  # a request that brings down what computes it shall not bring down all
+# The engine is gone or going, its queue is full: another one may have room. All else is the request's fault.
+_RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+
+
+class ReplicaSet:
+    """The replicas at some addresses. Methods that ask the engine raise `grpc.aio.AioRpcError`."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        metrics: ReplicaMetrics,
+        resolve: Callable[[str], Awaitable[list[str] | None]] = resolved,
+        poll_s: float = POLL_S,
+        resolve_s: float = RESOLVE_S,
+    ) -> None:
+        """`addresses`: host:port or unix:path each; of a name all its addresses are replicas."""
+        self._addresses = tuple(addresses)
+        self._metrics = metrics
+        self._resolve = resolve
+        self._poll_s, self._resolve_s = poll_s, resolve_s
+        self._found: dict[str, list[str]] = {}  # by name: its addresses at the last look
+        self.replicas: dict[str, Replica] = {}
+        self._info: engine_pb2.GetModelInfoResponse | None = None  # what all have to agree with
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def address(self) -> str:
+        """For log lines."""
+        return ", ".join(self._addresses)
+
+    @property
+    def _is_one(self) -> bool:
+        return len(self.replicas) == 1
+
+    async def open(self) -> None:
+        """Finds the replicas and begins to look after them."""
+        await self._look_up()
+        if any(map(is_name, self._addresses)):
+            self._tasks[""] = asyncio.create_task(self._keep_looking_up())
+
+    async def close(self) -> None:
+        """Closes all connections; running calls end with CANCELLED."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*(replica.client.close() for replica in self.replicas.values()))
+
+    async def generate(
+        self, request: engine_pb2.GenerateRequest, context: Any = None
+    ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
+        """As `EngineClient.generate`, of the replica that is best for it; of another one when that fails
+        before it has sent anything."""
+        if self._is_one:  # as if there were no choice, which there is not
+            (only,) = self.replicas.values()
+            async with aclosing(self._on(only, request, context)) as responses:
+                async for response in responses:
+                    yield response
+            return
+        tokens = request.tokenized.input_ids
+        digests = block_digests(tokens, request.cache_salt)
+        tried: list[Replica] = []
+        while True:
+            untried = [replica for replica in self.replicas.values() if replica not in tried]
+            replica = choose(untried, digests) or last_resort(untried)
+            if replica is None:
+                raise call_error(grpc.StatusCode.UNAVAILABLE, self._why_none())
+            tried.append(replica)
+            replica.prefixes.note(digests)
+            has_begun = False
+            try:
+                async with aclosing(self._on(replica, request, context)) as responses:
+                    async for response in responses:
+                        has_begun = True
+                        yield response
+                return
+            except grpc.aio.AioRpcError as error:
+                if has_begun or not self.may_try_again(error, len(tried)):
+                    raise
+                self._metrics.retried(replica.address)
+                logger.warning(
+                    "request goes to another replica",
+                    request_id=request.request_id,
+                    address=replica.address,
+                    status=error.code().name,
+                )
+
+    def may_try_again(self, error: grpc.aio.AioRpcError, attempts: int) -> bool:
+        """Whether a request of which nothing has been shown, after `attempts`, may be begun anew."""
+        return error.code() in _RETRIED and attempts < min(_ATTEMPTS, len(self.replicas))
+
+    async def _on(
+        self, replica: Replica, request: engine_pb2.GenerateRequest, context: Any
+    ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
+        """The call to one replica, and what it says about that."""
+        replica.in_flight += 1
+        self._metrics.in_flight(replica.address, +1)
+        try:
+            async with aclosing(replica.client.generate(request, context)) as responses:
+                async for response in responses:
+                    if replica.failures:
+                        replica.worked()
+                    yield response
+            self._metrics.ended(replica.address, "ok")
+        except grpc.aio.AioRpcError as error:
+            self._metrics.ended(replica.address, error.code().name.lower())
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                replica.failed()
+            raise
+        finally:
+            replica.in_flight -= 1
+            self._metrics.in_flight(replica.address, -1)
+
+    def _why_none(self) -> str:
+        reasons = [f"{one.address}: {one.mismatch}" for one in self.replicas.values() if one.mismatch]
+        return "; ".join(reasons) or f"no replica at {self.address}"
+
+    async def model_info(self) -> engine_pb2.GetModelInfoResponse:
+        """The facts that all replicas agree on: those of the first that answers."""
+        if self._info is not None:
+            return self._info
+        if not self.replicas:
+            raise call_error(grpc.StatusCode.UNAVAILABLE, self._why_none())
+        failure: grpc.aio.AioRpcError | None = None
+        for replica in self.replicas.values():
+            try:
+                replica.info = await replica.client.model_info()
+            except grpc.aio.AioRpcError as error:
+                failure = failure or error
+                continue
+            self._info = replica.info
+            return self._info
+        assert failure is not None
+        raise failure
+
+    async def is_serving(self) -> bool:
+        """Whether at least one replica would answer a request now."""
+        usable = [one for one in self.replicas.values() if not (one.mismatch or one.is_leaving)]
+        return any(await asyncio.gather(*(replica.client.is_serving() for replica in usable)))
+
+    async def live(self) -> engine_pb2.GetLiveResponse:
+        """Of the first replica that answers: figures of experts are a replica's own."""
+        answer: engine_pb2.GetLiveResponse = await self._first(lambda client: client.live())
+        return answer
+
+    async def load(self) -> engine_pb2.GetLoadResponse:
+        """Of the only replica, or of the first that answers with the queues of all added up."""
+        if self._is_one:
+            only: engine_pb2.GetLoadResponse = await self._first(lambda client: client.load())
+            return only
+        asked = (replica.client.load() for replica in self.replicas.values() if not replica.is_leaving)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        loads = [one for one in answers if isinstance(one, engine_pb2.GetLoadResponse)]
+        if not loads:
+            raise call_error(grpc.StatusCode.UNAVAILABLE, self._why_none())
+        total = loads[0]
+        for other in loads[1:]:
+            for name in _ADDED:
+                setattr(total, name, getattr(total, name) + getattr(other, name))
+        total.token_usage = total.num_used_tokens / max(total.max_total_num_tokens, 1)
+        return total
+
+    async def _first(self, ask: Callable[[EngineClient], Awaitable[Any]]) -> Any:
+        failure = call_error(grpc.StatusCode.UNAVAILABLE, self._why_none())
+        for replica in sorted(self.replicas.values(), key=lambda one: not one.may_be_used):
+            try:
+                return await ask(replica.client)
+            except grpc.aio.AioRpcError as error:
+                failure = error
+        raise failure
+
+    async def _keep_looking_up(self) -> None:
+        while True:
+            await asyncio.sleep(self._resolve_s)
+            await self._look_up()
+
+    async def _look_up(self) -> None:
+        """Takes in replicas that are new, and leaves those that are no longer named."""
+        wanted: list[str] = []
+        for address in self._addresses:
+            if not is_name(address):
+                wanted.append(address)
+                continue
+            found = await self._resolve(address)
+            if found is not None:
+                self._found[address] = found
+            wanted += self._found.get(address, [])
+        for address in dict.fromkeys(wanted):
+            known = self.replicas.get(address)
+            if known is None:
+                self._add(address)
+            elif known.is_leaving:
+                known.is_leaving = False
+        for address, replica in self.replicas.items():
+            if address not in wanted and not replica.is_leaving:
+                replica.is_leaving = True
+                logger.info("replica leaves", address=address)
+
+    def _add(self, address: str) -> None:
+        self.replicas[address] = Replica(address, EngineClient(address))
+        if len(self._addresses) > 1 or any(map(is_name, self._addresses)):
+            logger.info("replica", address=address)
+            self._tasks[address] = asyncio.create_task(self._look_after(self.replicas[address]))
+
+    async def _look_after(self, replica: Replica) -> None:
+        """Asks one replica how it is, until it has left and its last request has ended."""
+        while not (replica.is_leaving and replica.in_flight == 0):
+            await self._poll(replica)
+            await asyncio.sleep(self._poll_s)
+        del self.replicas[replica.address], self._tasks[replica.address]
+        self._metrics.gone(replica.address)
+        await replica.client.close()
+
+    async def _poll(self, replica: Replica) -> None:
+        serving = await replica.client.is_serving()
+        if serving and (replica.info is None or not replica.is_serving):
+            # It may have been started anew, with whatever model, and with nothing in its cache.
+            replica.prefixes.clear()
+            serving = await self._compare(replica)
+        if serving != replica.is_serving:
+            logger.info("replica", address=replica.address, serving=serving)
+        replica.is_serving = serving
+        self._metrics.up(replica.address, serving and not replica.mismatch)
+        with contextlib.suppress(grpc.aio.AioRpcError):  # one that can not tell is as busy as we make it
+            load = await replica.client.load()
+            replica.reported, replica.ours_then = load.num_total_reqs, replica.in_flight
+            replica.max_running = load.max_running_requests or replica.max_running
+
+    async def _compare(self, replica: Replica) -> bool:
+        """Whether its model is known now; another one than the others' is said once."""
+        try:
+            replica.info = await replica.client.model_info()
+        except grpc.aio.AioRpcError:
+            return False
+        self._info = self._info or replica.info
+        mismatch = difference(self._info, replica.info)
+        if mismatch and mismatch != replica.mismatch:
+            logger.error(
+                "replica has another model and is not used", address=replica.address, reason=mismatch
+            )
+        replica.mismatch = mismatch
+        return True
+
+
+_ADDED = (
+    "num_running_reqs",
+    "num_waiting_reqs",
+    "num_total_reqs",
+    "num_used_tokens",
+    "max_total_num_tokens",
+    "gen_throughput",
+    "max_running_requests",
+    "num_preemptions",
+    "num_cached_tokens",
+)

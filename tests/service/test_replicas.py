@@ -1,0 +1,102 @@
+"""Guards that the death of an engine replica costs nobody an answer that had not begun."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from moebius.app.cli import main as cli
+from tests.helpers.gateway_server import gateway_config, running_gateway
+from tests.helpers.stack import ROOT
+
+PROMPT_TOKENS, TOKENS = 8, 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint with random weights and a tokenizer."""
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    with contextlib.suppress(SystemExit):
+        cli(["models", "random", str(directory), "--shape", "tiny", "--layers", "1"])
+    return directory
+
+
+@contextlib.contextmanager
+def engine(model: Path, address: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A real engine process, alone."""
+    command = [
+        sys.executable,
+        "-m",
+        "moebius",
+        "gpu",
+        str(model),
+        "--device",
+        "cpu",
+        "--gpu-address",
+        address,
+    ]
+    command += ["--expert-transport", "local", "--num-pages", "512", "--served-model-name", "tiny"]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=sink)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_no_answer_that_had_not_begun_is_lost_with_its_replica(model: Path, tmp_path: Path) -> None:
+    """One of two engines is killed under load. Whole answers, which have shown nothing, all arrive, though
+    some were being computed there; of streams only those that had begun there end, with an error in-band; the
+    gateway is ready all the time."""
+    addresses = [f"unix:{tmp_path}/{number}.sock" for number in range(2)]
+    with contextlib.ExitStack() as stack:
+        first, _ = (
+            stack.enter_context(engine(model, address, tmp_path / f"{number}.log"))
+            for number, address in enumerate(addresses)
+        )
+        url = stack.enter_context(running_gateway(gateway_config("unused:1", engines=addresses)))
+        both = [f'moebius:gateway_replica_up{{replica="{address}"}} 1.0' for address in addresses]
+        until(lambda: all(line in httpx.get(f"{url}/metrics").text for line in both))
+        pool = stack.enter_context(ThreadPoolExecutor(24))
+        whole = [pool.submit(ask, url, number, stream=False) for number in range(16)]
+        streams = [pool.submit(ask, url, number, stream=True) for number in range(16, 24)]
+        busy = [
+            f'moebius:gateway_replica_requests_in_flight{{replica="{address}"}} 0.0' for address in addresses
+        ]
+        until(lambda: not any(line in httpx.get(f"{url}/metrics").text for line in busy))
+        first.send_signal(signal.SIGKILL)
+        answers = [one.result() for one in whole]
+        assert [answer.status_code for answer in answers] == [200] * 16
+        assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {TOKENS}
+        texts = [one.result().text for one in streams]
+        assert all(text.endswith("data: [DONE]\n\n") for text in texts)
+        failed = [text for text in texts if '"error"' in text]
+        assert all('"code":"engine_unavailable"' in text and '"text"' in text for text in failed)
+        assert httpx.get(f"{url}/ready").status_code == 200
+        assert [ask(url, number, stream=False).status_code for number in range(4)] == [200] * 4
+
+
+def ask(url: str, number: int, stream: bool) -> httpx.Response:
+    """One request with a prompt of its own."""
+    prompt = [(number * 7 + position) % 200 + 3 for position in range(PROMPT_TOKENS)]
+    body = {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "stream": stream, "model": "tiny"}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+
+
+def until(condition: object) -> None:
+    """Waits for it."""
+    assert callable(condition)
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
