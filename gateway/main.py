@@ -8,6 +8,7 @@ import socket
 import structlog
 import uvloop
 
+from gateway.apis.stored_responses import shared_store
 from gateway.connections import connection_limits
 from gateway.server import server_for
 from gateway.workers.group import Group
@@ -61,4 +62,5 @@ def run(config: MoebiusConfig) -> int:
 
 
 async def _serve_with_others(config: MoebiusConfig) -> int:
-    return await Group(config).run()
+    with shared_store(config) as shared:
+        return await Group(shared).run()

@@ -20,12 +20,13 @@ from typing import Any
 import structlog
 
 from gateway.errors import ApiError
-from moebius.config import GatewayConfig
+from moebius.config import GatewayConfig, MoebiusConfig
 
 logger = structlog.get_logger(__name__)
 
 FILE = "responses.sqlite"
 _BUSY_S = 5.0
+_PREFIX = "moebius-responses-"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY,
@@ -86,7 +87,7 @@ class ResponseStore:
         limits = StoreLimits(settings.stored_responses, size, settings.stored_responses_s)
         if settings.stored_responses_dir or not limits.count:
             return cls(settings.stored_responses_dir, limits)
-        return cls(tempfile.mkdtemp(prefix="moebius-responses-"), limits, is_own=True)
+        return cls(tempfile.mkdtemp(prefix=_PREFIX), limits, is_own=True)
 
     def close(self) -> None:
         """Removes what nobody can go on from any more."""
@@ -162,6 +163,18 @@ class ResponseStore:
         except (sqlite3.Error, OSError) as error:
             logger.warning("a stored response can not be deleted", reason=str(error))
             return False
+
+
+@contextlib.contextmanager
+def shared_store(config: MoebiusConfig) -> Iterator[MoebiusConfig]:
+    """The settings with a directory for stored responses, which all processes that get them share."""
+    settings = config.gateway
+    if settings.stored_responses_dir or not settings.stored_responses:
+        yield config
+        return
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:
+        gateway = settings.model_copy(update={"stored_responses_dir": directory})
+        yield config.model_copy(update={"gateway": gateway})
 
 
 def not_found(what: str, response_id: str, param: str, code: str) -> ApiError:

@@ -111,15 +111,19 @@ def gateway(engine: tuple[FakeEngine, str], directory: Path, **settings: Any) ->
 
 
 def test_to_clients_they_are_one(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
-    """Any process answers; counts are of all of them, whoever is asked; the bound on requests in flight is
-    common; a process that is killed is replaced, what it had counted stays, and others never notice; at
-    SIGTERM streams end in order and all processes are gone."""
+    """Any process answers, and goes on from what another one answered; counts are of all of them, whoever is
+    asked; the bound on requests in flight is common; a process that is killed is replaced, what it had
+    counted stays, and others never notice; at SIGTERM streams end in order and all processes are gone."""
     with gateway(engine, tmp_path, max_queued_requests=3) as running:
         for _ in range(12):
             assert running.post(BODY).status_code == 200
         success = "vllm:request_success_total"
         assert {running.metric(success) for _ in range(6)} == {12}
         assert running.metric("moebius:gateway_workers") == 2
+        first_id = httpx.post(f"{running.url}/v1/responses", json={"input": "x"}).json()["id"]
+        follow = {"input": "y", "previous_response_id": first_id}
+        answers = [httpx.post(f"{running.url}/v1/responses", json=follow) for _ in range(8)]
+        assert {answer.status_code for answer in answers} == {200}
 
         engine[0].script = Script(delay_s=0.2)
         with ThreadPoolExecutor(3) as pool:
@@ -130,13 +134,14 @@ def test_to_clients_they_are_one(engine: tuple[FakeEngine, str], tmp_path: Path)
 
         engine[0].script = Script()
         first = running.workers()[0]
-        assert running.metric(success) == 15
+        finished = running.metric(success)
+        assert finished == 24
         first.kill()
         running.until(
             lambda: len(running.workers()) == 2 and first.pid not in {w.pid for w in running.workers()}
         )
         running.until(running.answers)
-        assert running.metric(success) == 15
+        assert running.metric(success) == finished
         assert running.metric("moebius:gateway_worker_restarts_total") == 1
 
         engine[0].script = Script(delay_s=0.05)
