@@ -1,0 +1,1 @@
+"""Scripted conversations with clients; run in an environment of their own, see tests/clients/run.py."""
