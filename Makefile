@@ -78,3 +78,4 @@ clean:
 -include tests/drills/drills.mk
 -include tests/web/web.mk
 -include k8s/k8s.mk
+-include tests/clients/clients.mk

@@ -92,6 +92,7 @@ class ApiError(Exception):
 MESSAGES_PATH = "/v1/messages"
 OLLAMA_PATH = "/api/"
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+THREAD_UNSUPPORTED = "thread_unsupported_request"
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -112,6 +113,8 @@ def anthropic_error(error: ApiError, request_id: str | None) -> tuple[int, dict[
     if error.code == CONTEXT_LENGTH_EXCEEDED:
         message = f"prompt is too long: {message}"  # agents shorten their conversation by these words
     body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+    if error.code == THREAD_UNSUPPORTED:
+        body["error"]["details"] = {"error_code": error.code, "unsupported": []}
     if request_id is not None:
         body["request_id"] = request_id
     return status, body

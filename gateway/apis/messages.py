@@ -37,7 +37,7 @@ from gateway.apis.translation import (
     text_part,
     without_none,
 )
-from gateway.errors import ApiError, anthropic_error, bad_request
+from gateway.errors import THREAD_UNSUPPORTED, ApiError, anthropic_error, bad_request
 from gateway.formats import Output, ResponseFormat, Usage
 from gateway.model import ServedModel
 from gateway.parsers.events import Finish, ParsedDelta
@@ -68,6 +68,13 @@ class MessagesReply:
 
 def translate(body: CountTokensRequest, context: Context) -> Translation:
     """The chat request of a body of either path."""
+    if body.thread is not None:
+        # Ignored, it would cost a conversation its history. Clients then send all of it.
+        raise bad_request(
+            "conversations are not kept here: send all messages, without 'thread'",
+            "thread",
+            THREAD_UNSUPPORTED,
+        )
     messages = MessageList()
     for text in _system_texts(body):
         messages.system(text)

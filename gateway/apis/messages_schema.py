@@ -216,6 +216,7 @@ class CountTokensRequest(StrictModel):
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="As in `output_config`, its older place")
+    thread: Any = Field(None, description="A conversation that the server would keep: none is, so 400")
 
 
 class MessagesRequest(CountTokensRequest):

@@ -76,6 +76,11 @@ def run_checks(python: Path, scripted: str, demo: str, only: Sequence[str]) -> l
     return results
 
 
+def failures(results: Sequence[dict[str, Any]]) -> list[str]:
+    """What went wrong, a line each."""
+    return [f"{one['client']}: {one['check']}: {one['detail']}" for one in results if one["detail"]]
+
+
 def table(results: Sequence[dict[str, Any]], versions: dict[str, str]) -> str:
     """Clients by capabilities, in Markdown."""
     lines = [f"| client | {' | '.join(CAPABILITIES)} |", "|---" * (len(CAPABILITIES) + 1) + "|"]
@@ -111,7 +116,7 @@ def main() -> int:
         )
         results = run_checks(options.python, scripted, demo.base_url, options.only)
     found = table(results, versions_of())
-    failed = sum(bool(result["detail"]) for result in results)
+    failed = len(failures(results))
     print(f"\n{found}\n{len(results) - failed} of {len(results)} checks pass")
     if options.write:
         before, _, rest = PAGE.read_text().partition(BEGIN)

@@ -203,3 +203,15 @@ def test_metrics_count_messages(setup: Setup) -> None:
     while finished() != before + 1:
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def test_conversations_that_the_server_would_keep_are_refused(setup: Setup) -> None:
+    """`thread` would leave out the history: a 400 by whose code the client's tool runner sends all of it."""
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            setup.client.messages.create(
+                model=MODEL, max_tokens=10, messages=HELLO, extra_body={"thread": thread}
+            )
+        body: Any = caught.value.body
+        assert body["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": []}
+    assert setup.engine.seen.requests == []

@@ -127,7 +127,7 @@ def loop(servers: Servers) -> None:
 
 @check(NAME, "forced tool")
 def forced_tool(servers: Servers) -> None:
-    settings = ModelSettings(tool_choice="to_fahrenheit", max_tokens=60)
+    settings = ModelSettings(tool_choice="to_fahrenheit", max_tokens=200, temperature=0)
     options: Any = {"tools": TOOLS, "model_settings": settings, "tool_use_behavior": "stop_on_first_tool"}
     for found in outputs(servers.demo, "Hi", **options):
         assert isinstance(float(found), float)
@@ -137,7 +137,7 @@ def forced_tool(servers: Servers) -> None:
 def schema(servers: Servers) -> None:
     for server in (servers.scripted, servers.demo):
         for found in outputs(
-            server, "Report", output_type=Report, model_settings=ModelSettings(max_tokens=80)
+            server, "Report", output_type=Report, model_settings=ModelSettings(max_tokens=200, temperature=0)
         ):
             is_report(found)
 

@@ -24,6 +24,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
 NAME = "langchain-openai"
+BRIEF: dict[str, Any] = {"max_tokens": 200, "temperature": 0}
 TOOLS = [tool(get_weather), tool(to_fahrenheit)]
 
 
@@ -79,7 +80,7 @@ def streamed_tools(servers: Servers) -> None:
 
 @check(NAME, "forced tool")
 def forced_tool(servers: Servers) -> None:
-    bound = model_of(servers.demo, max_tokens=60).bind_tools(TOOLS, tool_choice="to_fahrenheit")
+    bound = model_of(servers.demo, **BRIEF).bind_tools(TOOLS, tool_choice="to_fahrenheit")
     (call,) = bound.invoke("Hi").tool_calls
     assert isinstance(call["args"]["celsius"], int)
 
@@ -87,8 +88,8 @@ def forced_tool(servers: Servers) -> None:
 @check(NAME, "JSON schema")
 def schema(servers: Servers) -> None:
     for server in (servers.scripted, servers.demo):
-        is_report(model_of(server, max_tokens=60).with_structured_output(Report).invoke("Report"))
-    by_call = model_of(servers.demo, max_tokens=60).with_structured_output(Report, method="function_calling")
+        is_report(model_of(server, **BRIEF).with_structured_output(Report).invoke("Report"))
+    by_call = model_of(servers.demo, **BRIEF).with_structured_output(Report, method="function_calling")
     is_report(by_call.invoke("Report"))
 
 

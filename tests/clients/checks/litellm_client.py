@@ -81,14 +81,14 @@ def streamed_tools(servers: Servers) -> None:
 @check(NAME, "forced tool")
 def forced_tool(servers: Servers) -> None:
     choice = {"type": "function", "function": {"name": "to_fahrenheit"}}
-    answer = complete(servers.demo, "Hi", tools=TOOLS, tool_choice=choice, max_tokens=60)
+    answer = complete(servers.demo, "Hi", tools=TOOLS, tool_choice=choice, max_tokens=200, temperature=0)
     assert isinstance(json.loads(answer.choices[0].message.tool_calls[0].function.arguments)["celsius"], int)
 
 
 @check(NAME, "JSON schema")
 def schema(servers: Servers) -> None:
     for server in (servers.scripted, servers.demo):
-        answer = complete(server, "Report", response_format=Report, max_tokens=60)
+        answer = complete(server, "Report", response_format=Report, max_tokens=200, temperature=0)
         is_report(Report.model_validate_json(answer.choices[0].message.content))
 
 

@@ -90,7 +90,7 @@ def loop(servers: Servers) -> None:
 @check(NAME, "JSON schema")
 def schema(servers: Servers) -> None:
     for server in (servers.scripted, servers.demo):
-        answer = model_of(server).prompt("Report", schema=Report, max_tokens=80)
+        answer = model_of(server).prompt("Report", schema=Report, max_tokens=200, temperature=0)
         is_report(Report.model_validate_json(answer.text()))
 
 

@@ -97,7 +97,12 @@ def loop(servers: Servers) -> None:
 @check(NAME, "JSON schema")
 def schema(servers: Servers) -> None:
     for server in (servers.scripted, servers.demo):
-        answer = chat(server, "Report", format=Report.model_json_schema(), options={"num_predict": 80})
+        answer = chat(
+            server,
+            "Report",
+            format=Report.model_json_schema(),
+            options={"num_predict": 200, "temperature": 0},
+        )
         is_report(Report.model_validate_json(answer.message.content))
     loose = chat(servers.scripted, "Report", format="json")
     assert isinstance(json.loads(loose.message.content), dict)

@@ -105,7 +105,7 @@ def streamed_tools(servers: Servers) -> None:
 @check(NAME, "forced tool")
 def forced_tools(servers: Servers) -> None:
     named = {"type": "function", "function": {"name": "to_fahrenheit"}}
-    limits: dict[str, Any] = {"max_tokens": 60, "temperature": 0}
+    limits: dict[str, Any] = {"max_tokens": 200, "temperature": 0}
     (call,) = chat(servers.demo, "Hi", tools=TOOLS, tool_choice=named, **limits).choices[0].message.tool_calls
     assert call.function.name == "to_fahrenheit"
     assert isinstance(json.loads(call.function.arguments)["celsius"], int)
@@ -122,7 +122,7 @@ def schema(servers: Servers) -> None:
     for server in (servers.scripted, servers.demo):
         messages: Any = [{"role": "user", "content": "Report"}]
         answer = client_of(server).chat.completions.parse(
-            model=server.model, messages=messages, response_format=Report, max_tokens=60
+            model=server.model, messages=messages, response_format=Report, max_tokens=200, temperature=0
         )
         is_report(answer.choices[0].message.parsed)
     loose = chat(
@@ -238,7 +238,9 @@ def responses_streamed_tools(servers: Servers) -> None:
 @check(RESPONSES, "forced tool")
 def responses_forced(servers: Servers) -> None:
     choice = {"type": "function", "name": "to_fahrenheit"}
-    items = respond(servers.demo, "Hi", tools=FLAT_TOOLS, tool_choice=choice, max_output_tokens=60).output
+    items = respond(
+        servers.demo, "Hi", tools=FLAT_TOOLS, tool_choice=choice, max_output_tokens=200, temperature=0
+    ).output
     assert isinstance(json.loads(items[-1].arguments)["celsius"], int)
 
 
@@ -246,7 +248,7 @@ def responses_forced(servers: Servers) -> None:
 def responses_schema(servers: Servers) -> None:
     for server in (servers.scripted, servers.demo):
         answer = client_of(server).responses.parse(
-            model=server.model, input="Report", text_format=Report, max_output_tokens=60
+            model=server.model, input="Report", text_format=Report, max_output_tokens=200, temperature=0
         )
         is_report(answer.output_parsed)
 

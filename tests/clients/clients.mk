@@ -1,0 +1,11 @@
+# Conversations of nine clients with our servers. They get an environment of their own: what they need does not
+# have to fit what we need. `make test-clients CLIENTS=...` takes one that is there.
+CLIENTS ?= build/clients-venv
+.PHONY: test-clients
+test-clients: setup $(CLIENTS)/.ready
+	$(BIN)/python -m tests.clients.run $(CLIENTS)/bin/python --write
+
+build/clients-venv/.ready: tests/clients/requirements.txt
+	$(BIN)/python -m venv build/clients-venv
+	build/clients-venv/bin/pip install --quiet --no-deps --requirement tests/clients/requirements.txt
+	touch $@
