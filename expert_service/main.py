@@ -22,12 +22,14 @@ from expert_service.spans import SpanRecorder
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError, WrongIdentity
 from moebius.expert_slices import SliceRequest
+from moebius.grpc_channels import listen
 from moebius.grpc_refusal import RefuseUndecodable
 from moebius.mailbox import IdentityMismatch, MailboxError
 from moebius.mailbox_plan import grpc_message_bytes
 from moebius.models.geometry import MoeGeometry
 from moebius.progress import note_imports, take_phases
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
+from moebius.tls import configure_tls
 from moebius.weight_segment import segment_path
 from protos import expert_pb2, expert_pb2_grpc
 
@@ -147,7 +149,7 @@ class ExpertProcess:
 
     def _listen(self, address: str) -> None:
         try:
-            port = self._server.add_insecure_port(address)
+            port = listen(self._server, address)
         except RuntimeError as error:
             raise StartupError(f"cannot listen on {address} (--expert-address)") from error
         self._server.start()
@@ -232,6 +234,7 @@ def run(config: MoebiusConfig) -> int:
     configure_logging(config.telemetry, name)
     tracing = configure_tracing(config.telemetry, "moebius-expert")
     try:
+        configure_tls(config.security)
         try:
             process = ExpertProcess(config)
         except ValueError as error:

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
+from moebius.grpc_channels import open_aio_channel
 from moebius.outbox import Outbox
 from protos import engine_pb2, engine_pb2_grpc
 
@@ -164,7 +165,7 @@ class EngineClient:
         """`address` is host:port or unix:path; the channel connects on first use, on the running loop."""
         self.address = address
         options = [*_CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", keepalive_ms)]
-        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._channel = open_aio_channel(address, options)
         self._engine: Any = cast(Any, engine_pb2_grpc.EngineStub)(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._many = _ManyCalls(self._engine)

@@ -16,6 +16,7 @@ from moebius.api_keys import ApiKeys
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError
 from moebius.telemetry import configure_logging, configure_tracing
+from moebius.tls import configure_tls, http_files, read_credentials
 
 logger = structlog.get_logger(__name__)
 
@@ -37,6 +38,7 @@ def run(config: MoebiusConfig) -> int:
     """
     configure_logging(config.telemetry, "gateway")
     tracing = configure_tracing(config.telemetry, "moebius-gateway")
+    configure_tls(config.security)
     _check_address(config.gateway.host, config.gateway.port)
     logger.info(
         "gateway starts",
@@ -48,6 +50,8 @@ def run(config: MoebiusConfig) -> int:
     if config.gateway.workers > 1:
         connection_limits(config.gateway)  # what is wrong with the settings is said once, and here
         ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
+        if (files := http_files(config.security)) is not None:
+            read_credentials(files)
         return uvloop.run(_serve_with_others(config))
     server = server_for(config)
     try:

@@ -19,6 +19,7 @@ from gateway.connections import ConnectionTable, connection_limits, protocol_for
 from gateway.state import Gateway
 from gateway.streaming import DirectSend
 from gateway.telemetry import GatewayMetrics
+from gateway.tls import secured
 from gateway.workers.shared import Shared
 from moebius.config import MoebiusConfig
 
@@ -113,6 +114,7 @@ def server_for(config: MoebiusConfig, shared: Shared | None = None) -> GatewaySe
     limits = connection_limits(config.gateway)
     app = create_app(config, on_broken=lambda reason: server.end_broken(reason), shared=shared)
     metrics: GatewayMetrics = app.state.gateway.metrics
+    protocol = protocol_for(ConnectionTable(limits, metrics.connection_closed))
     settings = uvicorn.Config(
         DirectSend(app),
         host=config.gateway.host,
@@ -120,7 +122,7 @@ def server_for(config: MoebiusConfig, shared: Shared | None = None) -> GatewaySe
         log_config=None,
         access_log=False,
         lifespan="on",
-        http=protocol_for(ConnectionTable(limits, metrics.connection_closed)),
+        http=secured(protocol, config, limits, metrics.connection_closed),  # type: ignore[arg-type]
         ws="none",
         backlog=limits.backlog,
         timeout_keep_alive=limits.idle_timeout_s,

@@ -17,6 +17,7 @@ from gpu_service.expert_recorder import ExpertRecorder
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.grpc_channels import open_aio_channel
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
 from moebius.placement import make_placement
@@ -74,9 +75,7 @@ class LiveExperts:
     async def _ask(self, index: int) -> tuple[pb.LiveExpertServer, expert_pb2.StatsResponse | None]:
         """One server's answer; None: it gave none in time."""
         if not self._channels:
-            self._channels = [
-                grpc.aio.insecure_channel(address, options=_OPTIONS) for address in self._addresses
-            ]
+            self._channels = [open_aio_channel(address, _OPTIONS) for address in self._addresses]
         stub: Any = expert_pb2_grpc.ExpertStub(self._channels[index])  # type: ignore[no-untyped-call]
         try:
             async with asyncio.timeout(_ANSWER_S):

@@ -32,10 +32,12 @@ from gpu_service.vllm_engine import VllmEngineServicer
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig
 from moebius.errors import USER_ERROR_EXIT, UserError, report_failure
+from moebius.grpc_channels import listen
 from moebius.grpc_refusal import RefuseUndecodableAsync
 from moebius.mailbox import MailboxError
 from moebius.progress import note_imports, phase, take_phases
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
+from moebius.tls import configure_tls
 from protos import engine_pb2_grpc, vllm_engine_pb2_grpc
 
 _log = structlog.get_logger(__name__)
@@ -58,6 +60,7 @@ def run(config: MoebiusConfig) -> int:
     tracing = configure_tracing(config.telemetry, "moebius-gpu")
     metrics = None
     try:
+        configure_tls(config.security)
         metrics = start_metrics_server(config.gpu.gpu_metrics_port, host=config.telemetry.metrics_host)
         status, in_order = _run(config)
     except _EXPECTED as error:
@@ -118,7 +121,7 @@ def make_server(
     if reflect:
         enable_reflection(server, SERVICE_NAME, VLLM_SERVICE_NAME)
     try:
-        port = server.add_insecure_port(address)
+        port = listen(server, address)
     except RuntimeError as error:
         raise UserError(f"gpu_address: can not listen on {address!r}: {error}") from error
     return server, report, port

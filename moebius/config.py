@@ -117,6 +117,12 @@ class GatewayConfig(Section):
     idle_timeout_s: int = Field(
         default=60, ge=1, description="Longest wait for the next request, or for a client to read its answer"
     )
+    gateway_metrics_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="Port of the gateway's metrics and probes; 0: they are on the HTTP port",
+    )
     cors_origins: tuple[str, ...] = Field(
         default=(), description="Origins of web pages that may send requests, or *; empty: none"
     )
@@ -258,7 +264,7 @@ class GpuConfig(Section):
         default=0, ge=0, description="Seed of requests that bring none, mixed with their id"
     )
     gpu_metrics_port: int = Field(
-        default=0, ge=0, le=65535, description="Prometheus port of gpu_service; 0: none"
+        default=0, ge=0, le=65535, description="Port of gpu_service's metrics and probes; 0: none"
     )
 
     @property
@@ -314,7 +320,10 @@ class ExpertConfig(Section):
         default=(), description="gRPC addresses of all expert processes, by share"
     )
     expert_metrics_port: int = Field(
-        default=0, ge=0, le=65535, description="Prometheus port of the first expert process"
+        default=0,
+        ge=0,
+        le=65535,
+        description="Port of the first expert process's metrics and probes; 0: none",
     )
     expert_weights_dir: str = Field(
         default="",
@@ -442,6 +451,31 @@ class SupervisorConfig(Section):
     )
 
 
+class SecurityConfig(Section):
+    """TLS of gRPC between processes, and of HTTP; files are PEM and read again when they change."""
+
+    grpc_tls: Literal["off", "tls", "mutual"] = Field(
+        default="off",
+        description="gRPC of all processes: plain text, servers show a certificate, or clients do as well",
+    )
+    grpc_cert_file: str = Field(
+        default="", description="Certificate of this process as gRPC server and client, its chain after it"
+    )
+    grpc_key_file: str = Field(default="", description="Private key of that certificate")
+    grpc_ca_file: str = Field(default="", description="CA certificates by which the others are checked")
+    grpc_server_name: str = Field(
+        default="",
+        description="Name in certificates of gRPC servers; empty: the address's host, for sockets localhost",
+    )
+    http_cert_file: str = Field(
+        default="", description="Certificate of the HTTP server, its chain after it; empty: plain HTTP"
+    )
+    http_key_file: str = Field(default="", description="Private key of that certificate")
+    http_client_ca_file: str = Field(
+        default="", description="CA certificates; HTTP clients need a certificate by one of them; empty: none"
+    )
+
+
 class TelemetryConfig(Section):
     """Logs, traces and metrics of every process."""
 
@@ -475,4 +509,5 @@ class MoebiusConfig(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)

@@ -23,6 +23,7 @@ from gateway.workers.metrics import samples_of
 from gateway.workers.shared import Places, Shared
 from moebius.errors import UserError
 from moebius.telemetry import configure_logging, configure_tracing
+from moebius.tls import configure_tls
 
 _SAMPLES_EVERY = 5  # beats: what is counted after the last ones is lost with a killed process
 
@@ -101,6 +102,7 @@ def main() -> int:
     configure_logging(setup.config.telemetry, "gateway")
     tracing = configure_tracing(setup.config.telemetry, "moebius-gateway")
     try:
+        configure_tls(setup.config.security)
         member = Member(setup)
         return uvloop.run(member.run(connection))
     except UserError as error:

@@ -26,6 +26,7 @@ from gpu_service.experts.client import (
 )
 from gpu_service.experts.servers import Newcomers, difference
 from moebius.errors import WrongIdentity
+from moebius.grpc_channels import open_channel
 from moebius.mailbox_plan import MOST_GRPC_ROWS
 from moebius.models.geometry import MoeGeometry
 from protos import expert_pb2, expert_pb2_grpc
@@ -74,7 +75,7 @@ class GrpcExpertClient(ExpertClient):
         self.geometry = geometry
         self._dtype = dtype
         self._deadline_s = deadline_ms / 1000
-        self._channels = [grpc.insecure_channel(address, options=_OPTIONS) for address in addresses]
+        self._channels = [open_channel(address, _OPTIONS) for address in addresses]
         self._streams: list[ComputeStream] = []
         self._epoch = 0
         self._generation = 0

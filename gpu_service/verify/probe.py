@@ -19,6 +19,7 @@ from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.verify.errors import relative_error
 from moebius.checkpoint.split import equal_shares, split_bounds
 from moebius.config import ExpertConfig, MoebiusConfig
+from moebius.grpc_channels import open_channel
 from moebius.models.geometry import MoeGeometry
 from protos import expert_pb2, expert_pb2_grpc
 
@@ -182,6 +183,6 @@ def _error(
 def _intermediate_range(address: str) -> tuple[int, int]:
     """What the server says it holds of every expert."""
     make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub
-    with grpc.insecure_channel(address) as channel:
+    with open_channel(address) as channel:
         info = make_stub(channel).Info(expert_pb2.InfoRequest(), timeout=_TIMEOUT_S)
     return info.intermediate_begin, info.intermediate_end

@@ -24,6 +24,20 @@ EngineAddress = Annotated[
 ]
 
 
+@record.callback()
+def connect(
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="YAML file whose section `security` says how gRPC is reached"),
+    ] = None,
+) -> None:
+    """Record which experts are chosen."""
+    from moebius.config_loader import load_config
+    from moebius.tls import configure_tls
+
+    configure_tls(load_config(config).security)
+
+
 @record.command()
 def start(
     mode: Annotated[str, typer.Option(help="stat, per_pass or per_token")] = "stat",
@@ -94,27 +108,34 @@ def _engine(address: str) -> Iterator[Any]:
     """A stub of the engine. Raises UserError naming what the engine refused, or that it is not there."""
     import grpc
 
+    from moebius.grpc_channels import open_channel, tls_problem
     from protos import engine_pb2_grpc
 
     address = address or _running_engine()
-    with grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
+    with open_channel(address, [("grpc.max_receive_message_length", -1)]) as channel:
         try:
             yield engine_pb2_grpc.EngineStub(channel)  # type: ignore[no-untyped-call]
         except grpc.RpcError as error:
             code = error.code()
             if code is grpc.StatusCode.UNAVAILABLE:
-                raise UserError(f"cannot reach an engine at {address}") from None
+                problem = tls_problem(address)
+                reason = f": {problem}" if problem else ""
+                raise UserError(f"cannot reach an engine at {address}{reason}") from None
             raise UserError(f"the engine refused: {error.details()}") from None
 
 
 def _running_engine() -> str:
     """The engine of the only `moebius serve` with its default state directory."""
     from moebius.app.supervisor.plan import default_state_dir
+    from moebius.config_loader import load_config
+    from moebius.tls import active_tls, configure_tls
 
     sockets = sorted(default_state_dir().glob("*/gpu.sock"))
     if len(sockets) != 1:
         running = ", ".join(f"unix:{path}" for path in sockets) or "none"
         raise UserError(f"--engine-address is needed: engines found here: {running}")
+    if active_tls() is None:
+        configure_tls(load_config(sockets[0].with_name("gateway.yaml")).security)
     return f"unix:{sockets[0]}"
 
 
@@ -135,10 +156,11 @@ def read_expert_stats(address: str) -> ExpertStats:
     """Asks `Expert.Stats` at a gRPC address (host:port or unix:path). Raises UserError."""
     import grpc
 
+    from moebius.grpc_channels import open_channel
     from protos import expert_pb2, expert_pb2_grpc
 
     make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub
-    with grpc.insecure_channel(address) as channel:
+    with open_channel(address) as channel:
         try:
             answer = make_stub(channel).Stats(expert_pb2.StatsRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError as error:

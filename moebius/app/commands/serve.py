@@ -30,10 +30,12 @@ def register(app: typer.Typer) -> None:
         from moebius.app.commands.running import running
         from moebius.app.supervisor.plan import plan_processes
         from moebius.telemetry import configure_logging
+        from moebius.tls import configure_tls
 
         if not dry_run:
             check_device(config)
         config = with_checkpoint(config)
+        configure_tls(config.security)
         check_files(config, needs_weights=not dry_run)
         if dry_run:
             print_dry_run(config)
@@ -96,7 +98,7 @@ for chunk in stream:
 
 def _add_services(app: typer.Typer) -> None:
     @app.command()
-    @with_settings("model", "images", "gateway", "telemetry")
+    @with_settings("model", "images", "gateway", "security", "telemetry")
     def gateway(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
         """Run the HTTP process alone, in front of a gpu_service at --engine-address."""
         config = _prepared(config, print_config)
@@ -105,7 +107,7 @@ def _add_services(app: typer.Typer) -> None:
         raise typer.Exit(run(config))
 
     @app.command()
-    @with_settings("model", "images", "gpu", "experts", "parallel", "placement", "telemetry")
+    @with_settings("model", "images", "gpu", "experts", "parallel", "placement", "security", "telemetry")
     def gpu(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
         """Run one engine process (--rank N of several); it reaches experts as --expert-transport says."""
         config = _prepared(config, print_config)
@@ -114,7 +116,9 @@ def _add_services(app: typer.Typer) -> None:
         raise typer.Exit(run(config))
 
     @app.command()
-    @with_settings("model", "images", "gpu", "experts", "parallel", "placement", "supervisor", "telemetry")
+    @with_settings(
+        "model", "images", "gpu", "experts", "parallel", "placement", "supervisor", "security", "telemetry"
+    )
     def ranks(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
         """Run all ranks of one engine that are of this host (--rank-hosts, --host-index); restart them.
 
@@ -123,14 +127,16 @@ def _add_services(app: typer.Typer) -> None:
         from moebius.app.commands.running import running
         from moebius.app.supervisor.plan import plan_ranks
         from moebius.telemetry import configure_logging
+        from moebius.tls import configure_tls
 
         config = _prepared(config, print_config)
+        configure_tls(config.security)
         configure_logging(config.telemetry, "supervisor")
         with running(plan_ranks(config)) as supervisor:
             supervisor.run()
 
     @app.command()
-    @with_settings("model", "experts", "placement", "telemetry")
+    @with_settings("model", "experts", "placement", "security", "telemetry")
     def expert(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
         """Run one expert server alone: share --split-index of --split-count.
 

@@ -72,10 +72,12 @@ class GrpcProbe(Probe, Liveness):
         import grpc
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+        from moebius.grpc_channels import open_channel
+
         request = health_pb2.HealthCheckRequest(service=self.service)
         # Channels of one address would share a connection, and its pauses between attempts to connect.
         options = [("grpc.use_local_subchannel_pool", 1)]
-        with grpc.insecure_channel(self.address, options) as channel:
+        with open_channel(self.address, options) as channel:
             try:
                 return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s).status)
             except grpc.RpcError as error:

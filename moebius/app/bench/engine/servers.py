@@ -70,12 +70,13 @@ class ExpertServers:
     def _ask(self, address: str, method: str, read: Callable[[Any], Any]) -> Any:
         import grpc
 
+        from moebius.grpc_channels import open_channel
         from protos import expert_pb2, expert_pb2_grpc
 
         make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub
         request = getattr(expert_pb2, f"{method}Request")()
         options = [("grpc.max_receive_message_length", -1)]
-        with grpc.insecure_channel(address, options) as channel:
+        with open_channel(address, options) as channel:
             try:
                 return read(getattr(make_stub(channel), method)(request, timeout=TIMEOUT_S))
             except grpc.RpcError as error:
