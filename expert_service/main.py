@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -28,10 +29,13 @@ from moebius.mailbox import IdentityMismatch, MailboxError
 from moebius.mailbox_plan import grpc_message_bytes
 from moebius.models.geometry import MoeGeometry
 from moebius.progress import note_imports, take_phases
-from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
+from moebius.telemetry import configure_logging, configure_tracing, enable_reflection
 from moebius.tls import configure_tls
 from moebius.weight_segment import segment_path
 from protos import expert_pb2, expert_pb2_grpc
+
+if TYPE_CHECKING:
+    from moebius.operations import ProcessState
 
 SERVICE = expert_pb2.DESCRIPTOR.services_by_name["Expert"].full_name
 # Each open Compute stream holds a thread; the control calls and health watches need some as well.
@@ -75,6 +79,8 @@ class ExpertProcess:
             experts.expert_weights_dir,
         )
         self._damage = ""
+        self._serving = False
+        self._stands_still = False
         self._host = ExpertHost(
             placement,
             self._mailbox.attach,
@@ -127,8 +133,11 @@ class ExpertProcess:
         metrics = None
         if experts.expert_metrics_port:
             from expert_service.metrics import make_registry
+            from moebius.operations import Answers, registry_text, start_operations
 
-            metrics = start_metrics_server(experts.expert_metrics_port, make_registry(self._host), host)
+            registry = make_registry(self._host)
+            answers = Answers(lambda: registry_text(registry), self._process_state)
+            metrics = start_operations(experts.expert_metrics_port, host, answers)
         self._listen(experts.expert_address)
         try:
             note_imports()
@@ -147,6 +156,13 @@ class ExpertProcess:
                 metrics.close()
         return 0
 
+    def _process_state(self) -> ProcessState:
+        """For probes over HTTP: what the health service says."""
+        from moebius.operations import ProcessState
+
+        not_ready = "" if self._serving else "still loading, or draining"
+        return ProcessState(not_ready, "the serve loop stands still" if self._stands_still else "")
+
     def _listen(self, address: str) -> None:
         try:
             port = listen(self._server, address)
@@ -159,6 +175,7 @@ class ExpertProcess:
         loaded = self._host.loaded
         self._mailbox.start()
         self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        self._serving = True
         if loaded is not None:
             log.info(
                 "experts loaded",
@@ -193,6 +210,7 @@ class ExpertProcess:
                 # Whoever asks whether the process works (a kubelet's liveness probe) starts another one.
                 log.error("the serve loop stands still", hang_timeout_s=standstill.limit_s)
                 self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+                self._stands_still = True
         if self._damage:
             raise DamagedWeights(
                 f"packed experts were damaged in memory ({self._damage}); they are packed anew"
@@ -202,6 +220,7 @@ class ExpertProcess:
 
     def _drain(self, timeout_s: float | None) -> bool:
         """Both transports; None waits for as long as it takes."""
+        self._serving = False
         self._health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         begin = time.monotonic()
         idle = self._host.drain(timeout_s)

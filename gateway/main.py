@@ -10,7 +10,8 @@ import uvloop
 
 from gateway.apis.stored_responses import shared_store
 from gateway.connections import connection_limits
-from gateway.server import server_for
+from gateway.operations import gateway_operations
+from gateway.server import GatewayServer, server_for
 from gateway.workers.group import Group
 from moebius.api_keys import ApiKeys
 from moebius.config import MoebiusConfig
@@ -55,7 +56,7 @@ def run(config: MoebiusConfig) -> int:
         return uvloop.run(_serve_with_others(config))
     server = server_for(config)
     try:
-        uvloop.run(server.serve())
+        uvloop.run(_serve_alone(config, server))
     except SystemExit:  # uvicorn leaves this way when the port was taken in this moment
         return 1
     finally:
@@ -65,6 +66,13 @@ def run(config: MoebiusConfig) -> int:
     return 0 if server.started else 1
 
 
+async def _serve_alone(config: MoebiusConfig, server: GatewayServer) -> None:
+    with gateway_operations(config, server.gateway.render_metrics, server.gateway.not_ready):
+        await server.serve()
+
+
 async def _serve_with_others(config: MoebiusConfig) -> int:
     with shared_store(config) as shared:
-        return await Group(shared).run()
+        group = Group(shared)
+        with gateway_operations(config, group.all_metrics, group.not_ready):
+            return await group.run()

@@ -9,7 +9,6 @@ from fastapi.responses import PlainTextResponse
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from gateway.admission import shutting_down
 from gateway.errors import ApiError
 from gateway.formats import ChatFormat, CompletionFormat
 from gateway.images import collect_images
@@ -125,25 +124,19 @@ async def ready(request: Request) -> dict[str, Any]:
     it is not while it waits for lost expert servers.
     """
     gateway = gateway_of(request)
-    if gateway.drain.has_begun:
-        raise shutting_down()
-    model = gateway.model()
-    if gateway.shared.all_ready is not None and not await gateway.shared.all_ready():
-        raise ApiError(503, "a gateway process is starting", code="engine_unavailable", retry_after_s=1)
-    if not await gateway.engine.is_serving():
-        raise ApiError(
-            503,
-            "the engine is not serving: it is starting, stopping, gone, or waiting for its expert servers",
-            code="engine_unavailable",
-            retry_after_s=2,
-        )
+    model = await gateway.ready_model()
     return {"status": "ready", "model": model.name, "in_flight": gateway.admission.in_flight}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Prometheus text."""
-    return Response(await gateway_of(request).render_metrics(), media_type=CONTENT_TYPE_LATEST)
+    """Prometheus text; not here where metrics have a port of their own."""
+    gateway = gateway_of(request)
+    if gateway.config.gateway.gateway_metrics_port:
+        raise ApiError(
+            404, "metrics have a port of their own here (gateway_metrics_port)", code="unknown_url"
+        )
+    return Response(await gateway.render_metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/version")

@@ -37,19 +37,19 @@ class GatewayServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_s: float) -> None:
         """Requests that run at the end may go on for `drain_s` seconds."""
         super().__init__(config)
-        self._gateway = gateway
+        self.gateway = gateway
         self._drain = gateway.drain
         self._drain_s = drain_s
 
     @property
     def metrics(self) -> GatewayMetrics:
         """What this process counts."""
-        return self._gateway.metrics
+        return self.gateway.metrics
 
     @property
     def is_ready(self) -> bool:
         """Whether the model is known: before, requests are answered 503."""
-        return self._gateway.is_ready
+        return self.gateway.is_ready
 
     def retire(self) -> None:
         """Ends the server while others serve the port: nothing new comes here, what runs goes on."""

@@ -12,7 +12,7 @@ import grpc
 import structlog
 from starlette.requests import Request
 
-from gateway.admission import Admission, Drain
+from gateway.admission import Admission, Drain, shutting_down
 from gateway.apis.stored_responses import ResponseStore
 from gateway.errors import ApiError
 from gateway.model import ServedModel, load_served_model
@@ -197,6 +197,30 @@ class Gateway:
     def is_ready(self) -> bool:
         """Whether the model is known."""
         return self._model is not None
+
+    async def not_ready(self) -> str:
+        """Why a request sent now would not be answered; empty: it would."""
+        try:
+            await self.ready_model()
+        except ApiError as error:
+            return error.message
+        return ""
+
+    async def ready_model(self) -> ServedModel:
+        """The served model when a request sent now would be answered; else ApiError 503 with the reason."""
+        if self.drain.has_begun:
+            raise shutting_down()
+        model = self.model()
+        if self.shared.all_ready is not None and not await self.shared.all_ready():
+            raise ApiError(503, "a gateway process is starting", code="engine_unavailable", retry_after_s=1)
+        if not await self.engine.is_serving():
+            raise ApiError(
+                503,
+                "the engine is not serving: it is starting, stopping, gone or waiting for its expert servers",
+                code="engine_unavailable",
+                retry_after_s=2,
+            )
+        return model
 
     def model(self) -> ServedModel:
         """The served model; ApiError 503 until the engine has described it."""

@@ -35,8 +35,9 @@ from moebius.errors import USER_ERROR_EXIT, UserError, report_failure
 from moebius.grpc_channels import listen
 from moebius.grpc_refusal import RefuseUndecodableAsync
 from moebius.mailbox import MailboxError
+from moebius.operations import Answers, ProcessState, registry_text, start_operations
 from moebius.progress import note_imports, phase, take_phases
-from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, start_metrics_server
+from moebius.telemetry import configure_logging, configure_tracing, enable_reflection
 from moebius.tls import configure_tls
 from protos import engine_pb2_grpc, vllm_engine_pb2_grpc
 
@@ -61,8 +62,10 @@ def run(config: MoebiusConfig) -> int:
     metrics = None
     try:
         configure_tls(config.security)
-        metrics = start_metrics_server(config.gpu.gpu_metrics_port, host=config.telemetry.metrics_host)
-        status, in_order = _run(config)
+        state = ProcessState("still loading")
+        answers = Answers(registry_text, lambda: state)
+        metrics = start_operations(config.gpu.gpu_metrics_port, config.telemetry.metrics_host, answers)
+        status, in_order = _run(config, state)
     except _EXPECTED as error:
         report_failure(str(error))
         status = USER_ERROR_EXIT if isinstance(error, ValueError) else getattr(error, "exit_status", 1)
@@ -80,10 +83,10 @@ def run(config: MoebiusConfig) -> int:
     return status
 
 
-def _run(config: MoebiusConfig) -> tuple[int, bool]:
+def _run(config: MoebiusConfig, state: ProcessState) -> tuple[int, bool]:
     if config.parallel.rank > 0:
         return run_follower(config), True
-    return uvloop.run(_serve(config))
+    return uvloop.run(_serve(config, state))
 
 
 def _is_alone(config: MoebiusConfig) -> bool:
@@ -143,7 +146,7 @@ class _Signals:
         (self.hurry if self.stop.is_set() else self.stop).set()
 
 
-async def _serve(config: MoebiusConfig) -> tuple[int, bool]:
+async def _serve(config: MoebiusConfig, state: ProcessState) -> tuple[int, bool]:
     """The exit status, and whether everything was closed."""
     loop = asyncio.get_running_loop()
     signals = _Signals(loop)
@@ -151,7 +154,8 @@ async def _serve(config: MoebiusConfig) -> tuple[int, bool]:
     server, report, _ = make_server(
         servicer, config.gpu.gpu_address, reflect=config.telemetry.grpc_reflection
     )
-    await report.set(False)
+    report.state = state
+    await report.set(False, why="still loading")
     await server.start()
     loading = _start_loading(config, loop)
     stopping = asyncio.create_task(signals.stop.wait())

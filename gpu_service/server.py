@@ -33,6 +33,7 @@ from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds, InvalidField, make_requests
 from gpu_service.vision.processor import ImagePreparer
 from moebius import __version__
+from moebius.operations import ProcessState
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 
@@ -53,10 +54,13 @@ class HealthReport:
         """`others`: services that serve when the engine's does."""
         self._others = others
         self._servicer = health.aio.HealthServicer()
+        self.state = ProcessState()  # the same for probes over HTTP; set by whoever answers those
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    async def set(self, serving: bool, works: bool = True) -> None:
-        """What whoever asks from now on, and whoever watches, gets as an answer."""
+    async def set(self, serving: bool, works: bool = True, why: str = "") -> None:
+        """What whoever asks from now on, and whoever watches, gets as an answer; `why` it does not serve."""
+        self.state.not_ready = "" if serving else why or "not serving"
+        self.state.broken = "" if works else why or "the engine has ended"
         await self._servicer.set("", _SERVING if works else _NOT_SERVING)
         for name in (SERVICE_NAME, *self._others):
             await self._servicer.set(name, _SERVING if serving else _NOT_SERVING)
@@ -105,7 +109,8 @@ class Readiness:
 
     async def _tell(self) -> None:
         ready = not self.problem and not self._draining
-        await self._report.set(ready, works=self._engine.is_alive)
+        why = self.problem or ("shutting down" if self._draining else "")
+        await self._report.set(ready, works=self._engine.is_alive, why=why)
 
     def _look(self) -> str:
         if not self._engine.is_alive:

@@ -161,7 +161,7 @@ class _Call:
                 handed_over = True
             return call
         except grpc.RpcError as error:
-            code = error.code()  # type: ignore[attr-defined]
+            code = error.code()
             raise
         finally:
             if not handed_over:
@@ -171,7 +171,8 @@ class _Call:
 def _code(call: Any) -> grpc.StatusCode | None:
     """The status of a call that has ended."""
     found = call.code()
-    return _result(found) if asyncio.iscoroutine(found) else found
+    code: grpc.StatusCode | None = _result(found) if asyncio.iscoroutine(found) else found
+    return code
 
 
 def _result(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -256,7 +257,8 @@ class RenewingAioChannel(_Renewing, grpc.aio.Channel):
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Of the channel that is used now."""
-        return self._now.channel.get_state(try_to_connect)
+        state: grpc.ChannelConnectivity = self._now.channel.get_state(try_to_connect)
+        return state
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
         """Of the channel that is used now."""

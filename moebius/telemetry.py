@@ -1,7 +1,7 @@
 """Logs (structlog), traces (OpenTelemetry) and metrics (Prometheus), set up alike in every process.
 
 A process calls `configure_logging`, `configure_tracing` and, if it has a metrics port,
-`start_metrics_server` once at the start of its `run()`. Everything else uses the libraries themselves:
+`operations.start_operations` once at the start of its `run()`. Everything else uses the libraries themselves:
 `structlog.get_logger(__name__)`, `opentelemetry.trace.get_tracer("moebius")`, `prometheus_client`.
 
 Lines written inside a span carry its `trace_id` and `span_id` (lower-case hex, as in `traceparent`), so a
@@ -17,10 +17,8 @@ import logging
 import os
 import socket
 import sys
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import structlog
@@ -33,19 +31,11 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from moebius import __version__
 from moebius.config import TelemetryConfig
-from moebius.errors import UserError
-
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
-
-    from prometheus_client import CollectorRegistry
 
 __all__ = [
-    "MetricsServer",
     "configure_logging",
     "configure_tracing",
     "enable_reflection",
-    "start_metrics_server",
     "tracer",
 ]
 
@@ -206,44 +196,6 @@ def _exporter(endpoint: str) -> SpanExporter:
     return OTLPSpanExporter(
         endpoint=endpoint, insecure=not endpoint.startswith("https://"), timeout=EXPORT_TIMEOUT_MS // 1000
     )
-
-
-@dataclass(frozen=True)
-class MetricsServer:
-    """A running endpoint; filled by `start_metrics_server`."""
-
-    server: WSGIServer
-    thread: threading.Thread
-
-    @property
-    def port(self) -> int:
-        """The TCP port it listens on."""
-        return self.server.server_port
-
-    def close(self) -> None:
-        """Stops answering and frees the port."""
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
-
-
-def start_metrics_server(
-    port: int, registry: CollectorRegistry | None = None, host: str = "127.0.0.1"
-) -> MetricsServer | None:
-    """Serves `GET /metrics` on `host` from a thread; port 0 means none (returns None).
-
-    Without `registry` the library's own is served. Raises UserError when host or port can not be bound.
-    """
-    if port == 0:
-        return None
-    # Here, because it takes a while to import, and a process that is started again is waited for.
-    from prometheus_client import REGISTRY, start_http_server
-
-    try:
-        server, thread = start_http_server(port, addr=host, registry=registry or REGISTRY)
-    except OSError as error:
-        raise UserError(f"cannot serve metrics on {host}:{port} (metrics_host): {error.strerror}") from None
-    return MetricsServer(server, thread)
 
 
 def enable_reflection(server: grpc.Server | grpc.aio.Server, *services: str) -> None:

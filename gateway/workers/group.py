@@ -158,6 +158,24 @@ class Group:
         parts = [self._gone, *(process.samples for process in processes), samples_of(self._registry)]
         return rendered(added(parts))
 
+    async def all_metrics(self) -> bytes:
+        """What `GET /metrics` answers: engines included, which one of the others knows how to ask."""
+        answer = await self._ask_one("page")
+        return await self.metrics() if answer is None else bytes(answer)
+
+    async def not_ready(self) -> str:
+        """Why a request sent now would not be answered; empty: it would."""
+        answer = await self._ask_one("not_ready")
+        return "no gateway process has started yet" if answer is None else str(answer)
+
+    async def _ask_one(self, name: str) -> Any:
+        """The answer of one of the others, of those that are ready if there are any; None: none answers."""
+        for process in sorted(self._processes, key=lambda one: not one.ready.is_set()):
+            with contextlib.suppress(TimeoutError, ChannelClosed):
+                async with asyncio.timeout(_ANSWER_S):
+                    return await process.channel.ask(name)
+        return None
+
     async def _ask_samples(self, process: _Process) -> None:
         """Fresh ones; of a process that does not answer the last stay."""
         with contextlib.suppress(TimeoutError, ChannelClosed):

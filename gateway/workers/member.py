@@ -73,6 +73,10 @@ class Member:
         if name == "retire":
             self._server.retire()
             return None
+        if name == "page":
+            return await self._server.gateway.render_metrics()
+        if name == "not_ready":
+            return await self._server.gateway.not_ready()
         assert name == "samples", name
         return samples_of(self._server.metrics.registry)
 

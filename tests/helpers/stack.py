@@ -60,8 +60,13 @@ def wait_ready(base_url: str, process: subprocess.Popen[bytes], log: Path, timeo
 
 
 @contextlib.contextmanager
-def running_stack(model: Path, directory: Path, *flags: str, timeout_s: float = 120) -> Iterator[Stack]:
-    """Runs `moebius serve model flags…` on a free port; on exit stops it with SIGTERM and checks the exit."""
+def running_stack(
+    model: Path, directory: Path, *flags: str, timeout_s: float = 120, scheme: str = "http"
+) -> Iterator[Stack]:
+    """Runs `moebius serve model flags…` on a free port; on exit stops it with SIGTERM and checks the exit.
+
+    With the scheme https the server's CA has to be in SSL_CERT_FILE.
+    """
     port = free_port()
     log = directory / "serve.log"
     state_dir = directory / "state"
@@ -69,7 +74,7 @@ def running_stack(model: Path, directory: Path, *flags: str, timeout_s: float = 
     command += ["--state-dir", str(state_dir), *flags]
     with log.open("wb") as sink:
         process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT)
-    base_url = f"http://127.0.0.1:{port}"
+    base_url = f"{scheme}://127.0.0.1:{port}"
     try:
         wait_ready(base_url, process, log, timeout_s)
         yield Stack(process, base_url, log, state_dir)

@@ -112,7 +112,7 @@ def test_strangers_are_refused_and_named(authority: Authority, tmp_path: Path, w
         for _ in range(2):
             with pytest.raises(grpc.RpcError) as caught:
                 check(address)
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         if words:
             wait_until(lambda: len(logs) > 0, 10)
             (line,) = logs
@@ -150,7 +150,7 @@ async def test_asynchronous_channels_follow_changes_too(authority: Authority, tm
     address = f"127.0.0.1:{listen(server, '127.0.0.1:0')}"
     await server.start()
     async with open_aio_channel(address) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)  # type: ignore[arg-type]
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         watch = stub.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == SERVING
         successor = Authority("successor")

@@ -45,6 +45,7 @@ from moebius.config_loader import effective_config
 from moebius.errors import ConfigError, StartupError
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
+from moebius.tls import http_files
 from moebius.weight_segment import segment_path
 
 # sockaddr_un.sun_path holds 108 bytes, the last one zero.
@@ -85,6 +86,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
     config = _shared_settings(config, directory, len(placements))
     members = _members(config, placements, place_ranks(config, find_gpus(), usable_cpus()[0]))
     host = _reachable(config.gateway.host)
+    scheme = "http" if http_files(config.security) is None else "https"
     return ServePlan(
         plan=Plan(
             directory=directory,
@@ -97,7 +99,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
             json_logs=config.telemetry.log_format == "json",
         ),
         timing=_timing(config),
-        base_url=f"http://{f'[{host}]' if ':' in host else host}:{config.gateway.port}",
+        base_url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.gateway.port}",
         config=config,
     )
 
@@ -172,6 +174,8 @@ def _members(
     group = "ranks" if len(ranks) > 1 else ""
     members += [_rank_member(config, placed, engine_probe, group) for placed in ranks]
     host, port = _reachable(config.gateway.host), config.gateway.port
+    if config.gateway.gateway_metrics_port:
+        host, port = _reachable(config.telemetry.metrics_host), config.gateway.gateway_metrics_port
     ready, alive = HttpProbe(host, port, "/ready"), HttpProbe(host, port, "/health")
     return [*members, _Member("gateway", "gateway", config, ready, STOP_GATEWAY, liveness=alive)]
 
@@ -229,7 +233,17 @@ def _with_port(config: MoebiusConfig) -> MoebiusConfig:
             where = f"{host}:{config.gateway.port}"
             raise StartupError(f"cannot serve HTTP on {where} (--host, --port): {error.strerror}") from None
         port = int(probe.getsockname()[1])
-    return _replace(config, "gateway", port=port)
+    config = _replace(config, "gateway", port=port)
+    if http_files(config.security) is not None and not config.gateway.gateway_metrics_port:
+        # Our own probes bring no certificate.
+        config = _replace(config, "gateway", gateway_metrics_port=_free_port(config.telemetry.metrics_host))
+    return config
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def _reachable(host: str) -> str:

@@ -1,0 +1,87 @@
+"""The sections of the configuration tree (`config.py`) for operators: processes, TLS, telemetry."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A frozen group of settings; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SupervisorConfig(Section):
+    """The launcher of `moebius serve`."""
+
+    state_dir: str = Field(
+        default="", description="Directory for sockets and the run file; empty: under the user's runtime dir"
+    )
+    ready_timeout_s: float = Field(
+        default=1800.0, gt=0, description="Longest wait for all processes to be ready"
+    )
+    restart_backoff_s: float = Field(
+        default=0.5,
+        gt=0,
+        description="First pause before a restart, none after long service; doubles each time without any",
+    )
+    restart_backoff_max_s: float = Field(default=30.0, gt=0, description="Longest pause before a restart")
+    stop_timeout_s: float = Field(
+        default=20.0,
+        gt=0,
+        description="How long running requests may go on after SIGTERM; then they get an error",
+    )
+    hang_timeout_s: float = Field(
+        default=30.0,
+        ge=1,
+        description="A process that shows no sign of life and computes nothing for so long is replaced",
+    )
+
+
+class SecurityConfig(Section):
+    """TLS of gRPC between processes, and of HTTP; files are PEM and read again when they change."""
+
+    grpc_tls: Literal["off", "tls", "mutual"] = Field(
+        default="off",
+        description="gRPC of all processes: plain text, servers show a certificate, or clients do as well",
+    )
+    grpc_cert_file: str = Field(
+        default="", description="Certificate of this process as gRPC server and client, its chain after it"
+    )
+    grpc_key_file: str = Field(default="", description="Private key of that certificate")
+    grpc_ca_file: str = Field(default="", description="CA certificates by which the others are checked")
+    grpc_server_name: str = Field(
+        default="",
+        description="Name in certificates of gRPC servers; empty: the address's host, for sockets localhost",
+    )
+    http_cert_file: str = Field(
+        default="", description="Certificate of the HTTP server, its chain after it; empty: plain HTTP"
+    )
+    http_key_file: str = Field(default="", description="Private key of that certificate")
+    http_client_ca_file: str = Field(
+        default="", description="CA certificates; HTTP clients need a certificate by one of them; empty: none"
+    )
+
+
+class TelemetryConfig(Section):
+    """Logs, traces and metrics of every process."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level logged"
+    )
+    log_format: Literal["console", "json"] = Field(
+        default="console", description="How log lines are rendered"
+    )
+    metrics_host: str = Field(
+        default="127.0.0.1", description="Address that the metrics ports of all processes bind to"
+    )
+    grpc_reflection: bool = Field(
+        default=False, description="Answer gRPC reflection, which lists every service and message"
+    )
+    otlp_endpoint: str = Field(default="", description="OTLP gRPC endpoint for traces; empty: no export")
+    trace_sample_ratio: float = Field(default=1.0, ge=0, le=1, description="Share of requests traced")
+    expert_span_ratio: float = Field(
+        default=0.01, ge=0, le=1, description="Share of traced steps with expert spans"
+    )
