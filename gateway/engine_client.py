@@ -161,11 +161,14 @@ async def _write(stream: Any, outbox: Outbox[engine_pb2.CallRequest]) -> None:
 class EngineClient:
     """One channel to one engine. Raises `grpc.aio.AioRpcError`; `errors.from_grpc` gives its HTTP meaning."""
 
-    def __init__(self, address: str, keepalive_ms: int = KEEPALIVE_MS) -> None:
-        """`address` is host:port or unix:path; the channel connects on first use, on the running loop."""
+    def __init__(self, address: str, keepalive_ms: int = KEEPALIVE_MS, server_name: str = "") -> None:
+        """`address` is host:port or unix:path; the channel connects on first use, on the running loop.
+
+        `server_name`: what its certificate has to say, if not the address's host.
+        """
         self.address = address
         options = [*_CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", keepalive_ms)]
-        self._channel = open_aio_channel(address, options)
+        self._channel = open_aio_channel(address, options, server_name)
         self._engine: Any = cast(Any, engine_pb2_grpc.EngineStub)(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._many = _ManyCalls(self._engine)

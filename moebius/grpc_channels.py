@@ -54,12 +54,15 @@ def open_channel(address: str, options: Options = ()) -> grpc.Channel:
     )
 
 
-def open_aio_channel(address: str, options: Options = ()) -> grpc.aio.Channel:
-    """As `grpc.aio.insecure_channel`, with TLS where that is configured; on the running loop."""
+def open_aio_channel(address: str, options: Options = (), server_name: str = "") -> grpc.aio.Channel:
+    """As `grpc.aio.insecure_channel`, with TLS where that is configured; on the running loop.
+
+    `server_name`: what the certificate has to say, where the address was found by that name.
+    """
     tls = active_tls()
     if tls is None:
         return grpc.aio.insecure_channel(address, options=list(options))
-    every = [*options, *tls.target_options(address)]
+    every = [*options, *(tls.target_options(address) or tls.named(server_name))]
     return RenewingAioChannel(
         address, tls, lambda: grpc.aio.secure_channel(address, tls.channel_credentials(), options=every)
     )

@@ -268,6 +268,10 @@ class GrpcTls:
     def target_options(self, address: str) -> list[tuple[str, Any]]:
         """Which name the server's certificate must have, where the address does not say it."""
         name = self.server_name or ("localhost" if address.startswith("unix:") else "")
+        return self.named(name)
+
+    def named(self, name: str) -> list[tuple[str, Any]]:
+        """The option for a server of this name; none for an empty one."""
         return [("grpc.ssl_target_name_override", name)] if name else []
 
     def channel_credentials(self) -> grpc.ChannelCredentials:

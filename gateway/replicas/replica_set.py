@@ -43,6 +43,7 @@ class ReplicaSet:
         self._metrics = metrics
         self._resolve = resolve
         self._poll_s, self._resolve_s = poll_s, resolve_s
+        self._names: dict[str, str] = {}  # of an address that was found by a name: that
         self._found: dict[str, list[str]] = {}  # by name: its addresses at the last look
         self.replicas: dict[str, Replica] = {}
         self._info: engine_pb2.GetModelInfoResponse | None = None  # what all have to agree with
@@ -209,6 +210,7 @@ class ReplicaSet:
             if found is not None:
                 self._found[address] = found
             wanted += self._found.get(address, [])
+            self._names.update(dict.fromkeys(self._found.get(address, []), address.rpartition(":")[0]))
         for address in dict.fromkeys(wanted):
             known = self.replicas.get(address)
             if known is None:
@@ -221,7 +223,9 @@ class ReplicaSet:
                 logger.info("replica leaves", address=address)
 
     def _add(self, address: str) -> None:
-        self.replicas[address] = Replica(address, EngineClient(address))
+        self.replicas[address] = Replica(
+            address, EngineClient(address, server_name=self._names.get(address, ""))
+        )
         if len(self._addresses) > 1 or any(map(is_name, self._addresses)):
             logger.info("replica", address=address)
             self._tasks[address] = asyncio.create_task(self._look_after(self.replicas[address]))

@@ -41,7 +41,16 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def stack(tmp_path_factory: pytest.TempPathFactory, secret: Path) -> Iterator[Stack]:
     """As in test_end_to_end.py, with TLS everywhere."""
     directory = tmp_path_factory.mktemp("stack")
-    flags = ["--expert-servers", "2", "--served-model-name", MODEL, "--dtype", "float32", "--top-k", "16"]
+    flags = [
+        "--expert-servers",
+        "2",
+        "--served-model-name",
+        MODEL,
+        "--dtype",
+        "float32",
+        "--experts-per-token",
+        "16",
+    ]
     flags += ["--expert-transport", "grpc", *grpc_flags(secret)]
     flags += ["--http-cert-file", str(secret / "tls.crt"), "--http-key-file", str(secret / "tls.key")]
     with running_stack(demo_checkpoint(), directory, *flags, scheme="https") as running:
