@@ -23,3 +23,9 @@ crds:
 	@mkdir -p build/crds
 	for source in $(CRD_SOURCES); do \
 	  curl -fsSL -o build/crds/$${source%%=*}.yaml https://raw.githubusercontent.com/$${source#*=} || exit 1; done
+
+# Builds the CPU image on a base made here, and runs the rendered Pod and the compose file's containers: needs root and the
+# Debian packages podman, runc and debootstrap; minutes, and 10 GB while it runs.
+.PHONY: test-pod
+test-pod: setup
+	$(BIN)/python -m pytest --pods tests/k8s/test_pod.py -rs

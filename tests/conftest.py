@@ -48,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: ONE_AT_A_TIME not in item.path.parents)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
+        if item.get_closest_marker("pod") and not item.config.getoption("--pods"):
+            item.add_marker(pytest.mark.skip(reason="builds an image and runs Pods: make test-pod"))
         wanted = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
         if wanted > devices:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s), {devices} here"))

@@ -37,13 +37,20 @@ FAST = (
     "tests/service/test_gguf_serve.py",
 )
 # Marks of tests that a machine may be unable to run, and where they run.
-ELSEWHERE = {"multigpu": "on several GPUs", "gpu": "on a GPU", "amx": "on AMX", "numa": "in make test-numa"}
+ELSEWHERE = {
+    "multigpu": "on several GPUs",
+    "gpu": "on a GPU",
+    "amx": "on AMX",
+    "numa": "in make test-numa",
+    "pod": "in make test-pod",
+}
 
 
 def add_options(parser: pytest.Parser) -> None:
     """`--full` and `--fast`."""
     group = parser.getgroup("selection")
     group.addoption("--full", action="store_true", help="all combinations of parameters, all fuzz cases")
+    group.addoption("--pods", action="store_true", help="build an image and run Pods (make test-pod)")
     group.addoption("--fast", action="store_true", help="tests that find most mistakes within two minutes")
 
 

@@ -132,6 +132,8 @@ def strict(schema: Any) -> Any:
     found = {key: strict(value) for key, value in schema.items() if not key.startswith("x-kubernetes")}
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
+    if isinstance(found.get("pattern"), str) and "(?i)" in found["pattern"][1:]:
+        found.pop("pattern")  # Go's; Python allows flags at the begin only
     if "properties" in found and not schema.get("x-kubernetes-preserve-unknown-fields"):
         found.setdefault("additionalProperties", False)
     return found

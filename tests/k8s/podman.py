@@ -1,0 +1,129 @@
+"""Runs a rendered Pod with podman, which knows less of Pods than a kubelet: what it lacks is done here.
+
+Native sidecars become containers that start first; gRPC probes are asked from inside; ends are sent in the
+order in which a kubelet sends them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from tests.helpers.chart import ROOT, Manifest
+
+WORK = ROOT / "build" / "pod"
+IMAGE = "localhost/moebius:pod-test"
+MISSING_TOOL = 77
+PROBE = """
+import sys
+from moebius.app.supervisor.health import GrpcProbe
+sys.exit(not GrpcProbe("127.0.0.1:" + sys.argv[1], sys.argv[2]).ready())
+"""
+
+
+def podman(*arguments: str, check: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """One command; raises AssertionError with what it said."""
+    environment = {**os.environ, "CONTAINERS_CONF": str(WORK / "containers.conf"), "STORAGE_DRIVER": "vfs"}
+    done = subprocess.run(
+        ["podman", *arguments], env=environment, capture_output=True, text=True, check=False, timeout=timeout
+    )
+    assert done.returncode == 0 or not check, (
+        f"podman {' '.join(arguments[:4])}: {done.stderr or done.stdout}"
+    )
+    return done
+
+
+def for_podman(pod: Manifest, name: str) -> Manifest:
+    """A Pod of a template, without what podman 4.3 does not know."""
+    spec = copy.deepcopy(pod["spec"])
+    sidecars = [one for one in spec.get("initContainers") or [] if one.get("restartPolicy") == "Always"]
+    spec["initContainers"] = [one for one in spec.get("initContainers") or [] if one not in sidecars]
+    spec["containers"] = [*sidecars, *spec["containers"]]
+    for container in (*spec["initContainers"], *spec["containers"]):
+        container["image"] = IMAGE
+        container["imagePullPolicy"] = "Never"
+        container.pop("restartPolicy", None)
+        container.pop("lifecycle", None)
+        # Nested in another container, limits can not be set.
+        container.pop("resources", None)
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            container.pop(probe, None)
+    for key in ("affinity", "serviceAccountName", "securityContext"):
+        spec.pop(key, None)
+    spec["restartPolicy"] = "Always"
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": pod["metadata"]["labels"]},
+        "spec": spec,
+    }
+
+
+class PodmanPod:
+    """A running Pod; its containers are named as in the manifest."""
+
+    def __init__(self, name: str, pod: Manifest, config_maps: Sequence[Manifest], directory: Path) -> None:
+        self.name = name
+        self._probes = {
+            one["name"]: one
+            for one in (*(pod["spec"].get("initContainers") or []), *pod["spec"]["containers"])
+        }
+        file = directory / "pod.yaml"
+        documents = [*config_maps, for_podman(pod, name)]
+        file.write_text(yaml.safe_dump_all(documents, sort_keys=False))
+        podman("play", "kube", "--network=none", str(file), timeout=300)
+
+    def container(self, name: str) -> str:
+        """As podman calls it."""
+        return f"{self.name}-{name}"
+
+    def inspect(self, name: str) -> Manifest:
+        """What podman knows of a container's state."""
+        found: list[Manifest] = json.loads(podman("inspect", self.container(name)).stdout)
+        state: Manifest = found[0]["State"]
+        return state
+
+    def logs(self, name: str) -> str:
+        done = podman("logs", self.container(name), check=False)
+        return done.stdout + done.stderr
+
+    def python(
+        self, name: str, code: str, *arguments: str, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs Python inside a container."""
+        return podman(
+            "exec", self.container(name), "python3", "-c", code, *arguments, check=False, timeout=timeout
+        )
+
+    def is_ready(self, name: str) -> bool:
+        """What the container's readiness probe would say."""
+        probe = self._probes[name]["readinessProbe"]
+        if "grpc" in probe:
+            grpc = probe["grpc"]
+            return self.python(name, PROBE, str(grpc["port"]), grpc["service"]).returncode == 0
+        path = probe["httpGet"]["path"]
+        code = f"import urllib.request as u; u.urlopen('http://127.0.0.1:8000{path}', timeout=3)"
+        return self.python(name, code).returncode == 0
+
+    def wait_ready(self, name: str, limit_s: float) -> None:
+        """Raises AssertionError with the container's last lines."""
+        end = time.monotonic() + limit_s
+        while not self.is_ready(name):
+            assert time.monotonic() < end, f"{name} is not ready:\n{self.logs(name)[-3000:]}"
+            time.sleep(1.0)
+
+    def kill_process(self, name: str) -> None:
+        """As by the kernel: podman did not ask for it, so its restart policy applies."""
+        os.kill(int(self.inspect(name)["Pid"]), 9)
+
+    def remove(self) -> None:
+        """The Pod, and its volumes."""
+        podman("pod", "rm", "--force", "--time", "5", self.name, check=False, timeout=180)
+        podman("volume", "prune", "--force", check=False)

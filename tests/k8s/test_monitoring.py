@@ -1,0 +1,219 @@
+"""Guards dashboard, alerts and scalers: every query is valid, and asks for metrics that we export."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from expert_service.host import ExpertHost
+from expert_service.metrics import make_registry
+from gateway.telemetry import GatewayMetrics
+from gpu_service.memory.ledger import MemoryLedger, export
+from gpu_service.telemetry import EngineMetrics
+from moebius.kernels import EngineStats
+from tests.helpers.chart import CHART, ROOT, render
+
+pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+from tests.k8s.test_chart import MODEL, OPTIONS, merged
+
+# Of Prometheus itself and of the kubelet.
+FOREIGN = {"up", "container_cpu_cfs_throttled_periods_total", "container_cpu_cfs_periods_total"}
+NAME = re.compile(r"\b((?:vllm|moebius):\w+|up|container_\w+)(?=\s*[{\[])")
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+
+
+def registries() -> Iterator[CollectorRegistry]:
+    """Of a gateway, an engine with a GPU and an expert server with everything loaded."""
+    yield GatewayMetrics().registry
+    engine = CollectorRegistry()
+    metrics = EngineMetrics("m", engine)
+    metrics.describe_cache(16, 8, True)
+    metrics.describe_self_test({0: 0.0})
+    plan = SimpleNamespace(lines=[SimpleNamespace(part="KV cache", nbytes=1)])
+    ledger = SimpleNamespace(plan=plan, measured={"KV cache": 1}, late_allocations=lambda: 0)
+    export(cast(MemoryLedger, ledger), "m", engine)
+    yield engine
+    ones = np.ones(1, np.uint64)
+    stats = EngineStats(1, 1, 1.0, 0, 0, ones, ones, ones, np.ones((1, 1), np.uint64))
+    loaded = SimpleNamespace(
+        engine=SimpleNamespace(packed_bytes=1, num_threads=1, stats=lambda: stats),
+        seconds=1.0,
+        relative_errors={0: 0.0},
+    )
+    host = SimpleNamespace(is_serving=True, loaded=loaded, placement=SimpleNamespace(numa_node=0))
+    yield make_registry(cast(ExpertHost, host))
+
+
+def exported() -> set[str]:
+    """Names of all samples."""
+    return {
+        family.name + suffix
+        for registry in registries()
+        for family in registry.collect()
+        for suffix in SUFFIXES[family.type]
+    }
+
+
+def rendered(kind: str, name: str = "") -> Any:
+    """One object of a release with everything on."""
+    found = [one for one in render(merged({"model": MODEL}, OPTIONS)) if one["kind"] == kind]
+    return next(one for one in found if one["metadata"]["name"].endswith(name))
+
+
+def queries() -> dict[str, list[str]]:
+    """Where -> PromQL."""
+    dashboard = json.loads((CHART / "files/dashboard.json").read_text())
+    panels = {
+        panel["title"]: [target["expr"] for target in panel["targets"]]
+        for panel in dashboard["panels"]
+        if panel["type"] != "row"
+    }
+    rules = rendered("PrometheusRule")["spec"]["groups"][0]["rules"]
+    scalers = [one for one in render(merged({"model": MODEL}, OPTIONS)) if one["kind"] == "ScaledObject"]
+    assert len(scalers) == 2
+    asked = {one["metadata"]["name"]: [one["spec"]["triggers"][0]["metadata"]["query"]] for one in scalers}
+    variables = [one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    return panels | {rule["alert"]: [rule["expr"]] for rule in rules} | asked | {"variables": variables}
+
+
+def test_every_query_names_metrics_that_exist() -> None:
+    """A panel or alert about a metric that was renamed would be silent for ever."""
+    known = exported() | FOREIGN
+    names = {}
+    for where, texts in queries().items():
+        for text in texts:
+            # Variables name them without a selector.
+            found = set(NAME.findall(text)) or set(re.findall(r"(?:vllm|moebius):\w+", text))
+            assert found, (where, text)
+            names |= dict.fromkeys(found, where)
+    assert {name: where for name, where in names.items() if name not in known} == {}
+    assert len(names) >= 30
+
+
+def test_every_metric_of_ours_that_can_alarm_is_shown() -> None:
+    """Counters of faults have a panel."""
+    shown = " ".join(text for texts in queries().values() for text in texts)
+    for name in sorted(exported()):
+        if re.search(r"fail|lost|nonfinite|replayed|preempt|reject|error", name) and name.startswith(
+            "moebius"
+        ):
+            if "self_test" in name or "requantise" in name or name.endswith("inputs_total"):
+                continue
+            assert name in shown, name
+
+
+def test_the_dashboard_loads() -> None:
+    """Ids and places are unique, nothing overlaps, and the ConfigMap holds the file as it is."""
+    text = (CHART / "files/dashboard.json").read_text()
+    dashboard = json.loads(text)
+    assert json.loads(rendered("ConfigMap", "-dashboard")["data"]["moebius.json"]) == dashboard
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_alerts_are_about_this_release_and_say_what_to_do() -> None:
+    """Each has the release's selector, a severity, a summary and a description."""
+    rules = rendered("PrometheusRule")["spec"]["groups"][0]["rules"]
+    for rule in rules:
+        assert 'namespace="moebius", pod=~"moebius-.*"' in rule["expr"]
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "description"}
+
+
+def promtool() -> str | None:
+    fetched = ROOT / "build" / "promtool"
+    return str(fetched) if fetched.exists() else shutil.which("promtool")
+
+
+def test_prometheus_takes_rules_and_queries(tmp_path: Path) -> None:
+    """`promtool check rules` parses every alert, and every panel's query as if it were one."""
+    tool = promtool()
+    if tool is None:
+        pytest.skip("no promtool: apt-get install prometheus")
+    groups = rendered("PrometheusRule")["spec"]["groups"]
+    recorded = [
+        {"record": f"panel:{number}", "expr": text.replace("$__rate_interval", "1m")}
+        for number, text in enumerate(
+            text for where, texts in queries().items() if where != "variables" for text in texts
+        )
+    ]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [*groups, {"name": "panels", "rules": recorded}]}))
+    checked = subprocess.run([tool, "check", "rules", str(file)], capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+ALERT_TESTS = """
+rule_files: [RULES]
+evaluation_interval: 1m
+tests:
+  - interval: 1m
+    input_series:
+      - series: 'moebius:expert_serving{namespace="moebius", pod="moebius-0", container="expert-1"}'
+        values: '1 1 0x20'
+      - {series: 'vllm:num_requests_waiting{namespace="moebius", pod="moebius-0"}', values: '0+3x30'}
+      - series: 'moebius:expert_serving{namespace="other", pod="moebius-0", container="expert-1"}'
+        values: '0x30'
+    alert_rule_test:
+      - eval_time: 3m
+        alertname: MoebiusExpertServerGone
+        exp_alerts: []
+      - eval_time: 9m
+        alertname: MoebiusExpertServerGone
+        exp_alerts:
+          - exp_labels: {severity: critical, namespace: moebius, pod: moebius-0, container: expert-1}
+            exp_annotations:
+              summary: Expert server expert-1 of moebius-0 has not served for 5 minutes.
+              description: >-
+                Requests wait for it; `kubectl logs` of the container says whether it loads, and how far.
+      - eval_time: 25m
+        alertname: MoebiusQueueGrows
+        exp_alerts:
+          - exp_labels: {severity: warning, namespace: moebius, pod: moebius-0}
+            exp_annotations:
+              summary: 75 outputs wait at moebius-0, more every minute.
+              description: >-
+                More is asked than this engine computes; another replica, or a lower
+                gateway.max_queued_requests to refuse early.
+      - eval_time: 25m
+        alertname: MoebiusErrors
+        exp_alerts: []
+"""
+
+
+def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
+    """Of this release only, after the time they wait, and not before."""
+    tool = promtool()
+    if tool is None:
+        pytest.skip("no promtool: apt-get install prometheus")
+    (tmp_path / "rules.yaml").write_text(
+        yaml.safe_dump({"groups": rendered("PrometheusRule")["spec"]["groups"]}, width=1000)
+    )
+    (tmp_path / "tests.yaml").write_text(ALERT_TESTS.replace("RULES", "rules.yaml"))
+    run = subprocess.run(
+        [tool, "test", "rules", "tests.yaml"], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stdout + run.stderr

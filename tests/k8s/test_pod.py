@@ -1,0 +1,230 @@
+"""Guards the rendered Pod and the compose file by running them: `make test-pod`, with podman, no registry."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helpers.chart import ROOT, render
+
+pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+from tests.k8s.manifests import pod_specs
+from tests.k8s.podman import IMAGE, MISSING_TOOL, PodmanPod, podman
+
+pytestmark = [pytest.mark.pod, pytest.mark.timeout(2400)]
+START_S = 240.0
+TOKENS = 24
+# Sent from inside the gateway's container: the Pod has no network.
+CHAT = """
+import json, sys, urllib.request
+body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0,
+        "max_tokens": int(sys.argv[1]), "ignore_eos": True, "stream": sys.argv[2] == "stream"}
+request = urllib.request.Request("http://127.0.0.1:8000/v1/chat/completions", json.dumps(body).encode(),
+                                 {"Content-Type": "application/json"})
+answer = urllib.request.urlopen(request, timeout=200)
+for line in answer:
+    print(line.decode().strip(), flush=True)
+"""
+SCRAPE = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:%s/metrics').read().decode())"
+
+
+@pytest.fixture(scope="module")
+def image() -> str:
+    """The CPU image of these sources."""
+    script = ROOT / "tests" / "k8s" / "build_image.sh"
+    built = subprocess.run([script, IMAGE], capture_output=True, text=True, timeout=2000)
+    if built.returncode == MISSING_TOOL:
+        pytest.skip(built.stderr.strip())
+    assert built.returncode == 0, (built.stdout + built.stderr)[-4000:]
+    return IMAGE
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with one small checkpoint that everybody may read."""
+    from moebius.app.random_model import RandomModelOptions, write_random_model
+
+    directory = tmp_path_factory.mktemp("models")
+    write_random_model(
+        directory / "tiny", RandomModelOptions("tiny", "bfloat16", 0, 0.0, "none", "random", 0, 2)
+    )
+    for path in (directory, *directory.parents[:2], *directory.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return directory
+
+
+def values(models: Path) -> dict[str, Any]:
+    """Two expert servers, no GPU, the gateway in the Pod."""
+    return {
+        "model": {
+            "name": "tiny",
+            "path": "tiny",
+            "source": {"type": "hostPath", "hostPath": {"path": str(models)}},
+        },
+        "engine": {"cpus": 1, "memoryMiB": 2048},
+        "experts": {"servers": 2, "cpus": 1, "memoryMiB": 1024, "weightsMiB": 256},
+        "gateway": {"inPod": True, "cpus": 1},
+        "shmMiB": 256,
+        "drainSeconds": 30,
+        "config": {
+            "gpu": {"kv_cache_gib": 0.1},
+            "model": {"dtype": "float32"},
+            "experts": {"batch_invariant_experts": True},
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def pod(image: str, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodmanPod]:
+    """The Pod of a release, as the chart renders it."""
+    manifests = render(values(models), name="podtest")
+    template = next(one for one in pod_specs(manifests))
+    maps = [one for one in manifests if one["kind"] == "ConfigMap"]
+    directory = tmp_path_factory.mktemp("pod")
+    name = f"moebius-{os.getpid()}"
+    running = None
+    try:
+        running = PodmanPod(name, template, maps, directory)
+        yield running
+    finally:
+        if running is not None:
+            running.remove()
+        else:
+            podman("pod", "rm", "--force", name, check=False)
+
+
+def chat(pod: PodmanPod, tokens: int = TOKENS, stream: bool = False) -> str:
+    """The answer's text."""
+    done = pod.python("gateway", CHAT, str(tokens), "stream" if stream else "whole", timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:] + pod.logs("engine")[-3000:]
+    if not stream:
+        return str(json.loads(done.stdout)["choices"][0]["message"]["content"])
+    lines = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+
+
+def test_the_preflight_has_passed(pod: PodmanPod) -> None:
+    """It read the Pod's volumes and the planner's numbers, and found no failure."""
+    log = pod.logs("preflight")
+    assert pod.inspect("preflight")["ExitCode"] == 0, log
+    assert "ok      volume for packed experts" in log
+    assert "ok      /dev/shm: " in log
+    assert "FAILURE" not in log
+
+
+def test_the_pod_serves_and_survives_an_expert_server(pod: PodmanPod) -> None:
+    """All probes say ready; a killed server comes back with what it had packed, and answers stay the same."""
+    for name in ("expert-0", "expert-1", "engine", "gateway"):
+        pod.wait_ready(name, START_S)
+    expected = chat(pod)
+    assert chat(pod, stream=True) == expected
+    pod.kill_process("expert-1")
+    assert chat(pod) == expected
+    pod.wait_ready("expert-1", START_S)
+    # Its second start reads no checkpoint: what its predecessor had packed is on the volume.
+    assert pod.logs("expert-1").count('"experts loaded"') >= 1
+    scraped = pod.python("expert-1", SCRAPE % 9412).stdout
+    assert "moebius:expert_serving 1.0" in scraped
+    assert "moebius:expert_numa_node" in scraped
+    assert "vllm:" in pod.python("engine", SCRAPE % 9401).stdout
+
+
+def test_the_image_is_lean_and_listed(image: str) -> None:
+    """No compiler, no pip, nobody's root, and a list of what is in it."""
+    run = ("run", "--rm", "--network=none", "--read-only", "--entrypoint", "/bin/sh", image, "-c")
+    found = podman(*run, "id -u; command -v gcc g++ cc pip pip3; cat /opt/moebius/share/sbom.cdx.json").stdout
+    user, _, text = found.partition("\n")
+    assert user == "10001"
+    assert text.lstrip().startswith("{"), text[:200]
+    names = {component["name"]: component["version"] for component in json.loads(text)["components"]}
+    assert {"torch", "grpcio", "moebius"} <= set(names)
+    locked = dict(
+        line.split("==")
+        for line in (ROOT / "deploy/constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    different = {
+        name: (version, locked[name])
+        for name, version in names.items()
+        if name in locked and version.partition("+")[0] != locked[name]
+    }
+    assert different == {}
+
+
+def test_sigterm_drains(pod: PodmanPod) -> None:
+    """Containers first, then sidecars, as a kubelet does it: a running stream gets its end, and all leave in
+    order."""
+    for name in ("engine", "gateway"):
+        pod.wait_ready(name, START_S)
+    streamed: list[str] = []
+    client = threading.Thread(target=lambda: streamed.append(chat(pod, 600, stream=True)))
+    client.start()
+    time.sleep(2.0)
+    assert client.is_alive()
+    stops = [
+        threading.Thread(target=podman, args=("stop", "--time", "60", pod.container(name)))
+        for name in ("gateway", "engine")
+    ]
+    for stop in stops:
+        stop.start()
+    for thread in (*stops, client):
+        thread.join(120)
+    assert len(streamed) == 1
+    for name in ("expert-0", "expert-1"):
+        podman("stop", "--time", "60", pod.container(name))
+    statuses = {name: pod.inspect(name)["ExitCode"] for name in ("gateway", "engine", "expert-0", "expert-1")}
+    assert statuses == dict.fromkeys(statuses, 0), pod.logs("engine")[-2000:]
+
+
+def test_the_compose_files_containers_run(image: str, models: Path, tmp_path: Path) -> None:
+    """The same commands and settings as in deploy/compose.yaml, started in no particular order."""
+    services = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]
+    name = f"compose-{os.getpid()}"
+    config = tmp_path / "moebius.yaml"
+    config.write_text((ROOT / "deploy/moebius.yaml").read_text())
+    config.chmod(0o644)
+    tmp_path.chmod(0o755)
+    podman("pod", "create", "--network=none", "--name", name)
+    try:
+        for service in ("engine", "expert-1", "gateway", "expert-0"):
+            podman(*compose_arguments(services[service], name, service, models, config))
+        code = "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/ready', timeout=3)"
+        end = time.monotonic() + START_S
+        while podman("exec", f"{name}-gateway", "python3", "-c", code, check=False).returncode:
+            logs = podman("logs", f"{name}-engine", check=False)
+            assert time.monotonic() < end, (logs.stdout + logs.stderr)[-3000:]
+            time.sleep(1.0)
+        done = podman("exec", f"{name}-gateway", "python3", "-c", CHAT, "8", "whole", timeout=240)
+        assert json.loads(done.stdout)["usage"]["completion_tokens"] == 8
+    finally:
+        podman("pod", "rm", "--force", "--time", "5", name, check=False, timeout=180)
+        podman("volume", "prune", "--force", check=False)
+
+
+def compose_arguments(service: dict[str, Any], pod: str, name: str, models: Path, config: Path) -> list[str]:
+    """`podman run` of what docker compose would run."""
+    arguments = ["run", "--detach", "--pod", pod, "--name", f"{pod}-{name}", "--user", service["user"]]
+    arguments += ["--read-only", "--cap-drop", "ALL", "--env", "HOME=/cache", "--tmpfs", "/tmp"]
+    arguments += ["--tmpfs", "/run/moebius:mode=0777"]
+    for text in service["volumes"]:
+        source, target = text.replace("${MODELS:?a directory of checkpoints}", str(models)).split(":", 1)
+        source = str(config) if source == "./moebius.yaml" else source
+        arguments += ["--volume", f"{source if source.startswith('/') else f'{pod}-{source}'}:{target}"]
+    words = [
+        word.replace("${MODEL:?a checkpoint in MODELS}", "tiny").replace("${MODEL}", "tiny")
+        for word in service["command"]
+    ]
+    return [*arguments, IMAGE, *words]
