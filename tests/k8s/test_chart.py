@@ -7,13 +7,10 @@ import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer.main
 import yaml
 
-from moebius.app.cli import app
 from moebius.config_loader import load_config
 from tests.helpers.chart import (
     CHART,
@@ -34,6 +31,7 @@ from tests.helpers.chart import (
 
 pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
 pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+from tests.k8s.commands import check_command
 from tests.k8s.manifests import OLDEST, check_manifest, pod_specs
 
 SOURCES: dict[str, Values] = {
@@ -225,27 +223,6 @@ def is_guaranteed(pod: Manifest) -> bool:
         if container["name"] not in ("preflight", "download") and not resources["limits"]["cpu"].isdigit():
             return False
     return True
-
-
-def check_command(container: Manifest, config: Path) -> None:
-    """`moebius` has the command and its options; the settings that it is given can be read."""
-    words = [str(word) for word in container["args"]]
-    if container.get("command"):
-        text = words[0].removeprefix("exec moebius ")
-        words = re.sub(r"\$\(\(.*?\)\)|\$\w+", "1", text).split()
-    command: Any = typer.main.get_command(app)
-    while hasattr(command, "commands"):
-        command = command.commands[words.pop(0)]
-    options = {name: option for option in command.params for name in option.opts if name.startswith("--")}
-    flags: dict[str, str] = {}
-    for position, word in enumerate(words):
-        if word.startswith("--"):
-            assert word in options, f"{container['name']}: {word}"
-            if not options[word].is_flag:
-                flags[word.removeprefix("--").replace("-", "_")] = words[position + 1]
-    if words[0].startswith("--config") and container["name"] not in ("preflight", "download"):
-        flags.pop("config")
-        load_config(config, {name: value for name, value in flags.items() if "$(" not in value})
 
 
 def check_services(manifests: list[Manifest]) -> None:

@@ -2,6 +2,7 @@
 # Boots a real kernel with two NUMA nodes under emulation and runs numa_guest.cc as its /init.
 # usage: run_guest.sh [WORK_DIR]; prints the guest's console. Installs nothing: exit status 77 and the
 # missing package on stderr when a tool is absent.
+#        run_guest.sh WORK_DIR ROOT INIT [ARGUMENT...] boots another root, a directory, with INIT of it.
 #
 # The kernel comes from (first that exists): WORK_DIR/vmlinuz, an unpacked or installed Debian cloud kernel.
 # Without root: apt-get download the package that linux-image-cloud-amd64 depends on, then
@@ -16,7 +17,7 @@ need() {
 }
 need qemu-system-x86_64 qemu-system-x86
 need cpio cpio
-need g++ g++
+[ $# -gt 1 ] || need g++ g++
 
 kernel=
 for candidate in "$work"/vmlinuz "$work"/kernel/boot/vmlinuz-*-cloud-amd64 /boot/vmlinuz-*-cloud-amd64; do
@@ -27,15 +28,23 @@ if [ -z "$kernel" ]; then
   exit 77
 fi
 
-rm -rf "$work/root"
-mkdir -p "$work/root/dev"
-g++ -std=c++20 -O1 -static -I"$root" -o "$work/root/init" \
-  "$root/tests/numa/numa_guest.cc" "$root"/kernels/topology/*.cc
-(cd "$work/root" && find . | cpio --quiet -o -H newc) > "$work/initramfs"
+if [ $# -gt 1 ]; then
+  tree=$2 init=$3 memory=2G
+  shift 3
+else
+  tree=$work/root init=/init memory=1G
+  set --
+  rm -rf "$tree"
+  mkdir -p "$tree/dev"
+  g++ -std=c++20 -O1 -static -I"$root" -o "$tree/init" \
+    "$root/tests/numa/numa_guest.cc" "$root"/kernels/topology/*.cc
+fi
+(cd "$tree" && find . | cpio --quiet -o -H newc) > "$work/initramfs"
 
 # Emulation (tcg) needs no privilege and works inside virtual machines; the guest takes a few seconds.
-exec timeout 240 qemu-system-x86_64 -accel tcg -cpu max -smp 4,sockets=2 -m 1G \
-  -object memory-backend-ram,id=m0,size=512M -numa node,nodeid=0,cpus=0-1,memdev=m0 \
-  -object memory-backend-ram,id=m1,size=512M -numa node,nodeid=1,cpus=2-3,memdev=m1 \
-  -kernel "$kernel" -initrd "$work/initramfs" -append "console=ttyS0 quiet panic=-1 rdinit=/init" \
+half=$((${memory%G} * 512))M
+exec timeout 240 qemu-system-x86_64 -accel tcg -cpu max -smp 4,sockets=2 -m $memory \
+  -object memory-backend-ram,id=m0,size=$half -numa node,nodeid=0,cpus=0-1,memdev=m0 \
+  -object memory-backend-ram,id=m1,size=$half -numa node,nodeid=1,cpus=2-3,memdev=m1 \
+  -kernel "$kernel" -initrd "$work/initramfs" -append "console=ttyS0 quiet panic=-1 rdinit=$init -- $*" \
   -nographic -no-reboot

@@ -1,0 +1,113 @@
+"""Guards what runs without Kubernetes: versions of images, compose file, systemd unit."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from moebius.config_loader import load_config
+from tests.helpers.chart import ROOT
+from tests.k8s.commands import check_command
+
+DEPLOY = ROOT / "deploy"
+
+
+def locked() -> dict[str, str]:
+    """Name -> version."""
+    lines = (DEPLOY / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_every_requirement_is_locked_within_its_range() -> None:
+    """`tools/lock` was run after the last change of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    versions = locked()
+    for text in (*project["dependencies"], *extras["gpu"], *extras["vision"]):
+        wanted = Requirement(text)
+        name = canonicalize_name(wanted.name)
+        assert name in versions, f"{name}: run tools/lock"
+        assert wanted.specifier.contains(versions[name], prereleases=True), (
+            f"{name}=={versions[name]}: {text}"
+        )
+
+
+def test_images_have_the_torch_that_developers_have() -> None:
+    """One version, named in the set-up and in both Dockerfiles."""
+    setup = re.search(r"torch==([\d.]+)", (ROOT / "tools/setup").read_text())
+    assert setup is not None
+    found = {
+        version
+        for name in ("Dockerfile.cpu", "Dockerfile.cuda")
+        for version in re.findall(r"torch==([\d.]+)", (DEPLOY / name).read_text())
+    }
+    assert found == {setup[1], locked()["torch"]}
+
+
+def test_images_hold_what_is_needed_and_no_more() -> None:
+    """.dockerignore lets in every package of the wheel, and neither tests nor builds."""
+    lines = (ROOT / ".dockerignore").read_text().split()
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"][
+        "packages"
+    ]
+    assert lines[0] == "*"
+    assert {f"!{name}" for name in (*packages, "kernels", "CMakeLists.txt", "pyproject.toml")} <= set(lines)
+    assert not {"!tests", "!build", "!.git"} & set(lines)
+
+
+def test_compose_starts_what_its_settings_say(tmp_path: Path) -> None:
+    """As many expert servers as shares, in one network and with the same volumes; commands are ours."""
+    document: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    config = load_config(DEPLOY / "moebius.yaml")
+    services = document["services"]
+    experts = sorted(name for name in services if name.startswith("expert-"))
+    assert experts == [f"expert-{index}" for index in range(config.experts.split_count)]
+    assert set(services) == {"gateway", "engine", *experts}
+    volumes = services["gateway"]["volumes"]
+    for name, service in services.items():
+        assert service["volumes"] == volumes
+        assert service["read_only"]
+        assert service["user"] == "10001:10001"
+        assert name == "gateway" or service["network_mode"] == "service:gateway"
+        command = [word for word in service["command"] if "MODEL" not in word]
+        check_command({"name": name, "args": command}, DEPLOY / "moebius.yaml")
+    places = {text.rpartition(":/")[2].removesuffix(":ro") for text in volumes}
+    assert {"models", "etc/moebius/moebius.yaml", "dev/shm", "weights", "cache"} == places
+    assert set(document["volumes"]) == {"shm", "weights", "cache"}
+    addresses = {
+        services[name]["command"][services[name]["command"].index("--expert-address") + 1] for name in experts
+    }
+    assert len(addresses) == len(experts)
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    """`systemd-analyze verify` finds nothing; the supervisor has time to drain."""
+    text = (DEPLOY / "systemd/moebius@.service").read_text()
+    words = re.findall(r"^ExecStart=\S+ (.*)$", text, re.MULTILINE)[0].replace("%i", "x").split()
+    config = tmp_path / "x.yaml"
+    config.write_text("")
+    words[words.index("--config") + 1] = str(config)
+    check_command({"name": "unit", "args": words}, config)
+    stop_s = int(re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[0])
+    assert stop_s > load_config(None).supervisor.stop_timeout_s + 20
+    tool = shutil.which("systemd-analyze")
+    if tool is None:
+        pytest.skip("no systemd-analyze")
+    unit = tmp_path / "moebius@x.service"
+    unit.write_text(
+        text.replace("/opt/moebius/bin/moebius", "/bin/true").replace("User=moebius", "User=root")
+    )
+    checked = subprocess.run(
+        [tool, "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60
+    )
+    ours = [line for line in checked.stderr.splitlines() if "moebius" in line]
+    assert ours == []
