@@ -7,11 +7,12 @@
 {{- if .Values.model.name -}}
 {{- $_ := set $tree.model "served_model_name" .Values.model.name -}}
 {{- end -}}
-{{- $engine := printf "dns:///%s-engine.%s.svc:50051" $name .Release.Namespace -}}
-{{- if .Values.gateway.inPod -}}
-{{- $engine = "127.0.0.1:50051" -}}
+{{- $gateway := dict "host" "0.0.0.0" "port" 8000 "engine_address" "127.0.0.1:50051" -}}
+{{- if not .Values.gateway.inPod -}}
+{{- /* The name of all ready engines; the gateway chooses among them. */ -}}
+{{- $engines := list (printf "%s-engine.%s.svc:50051" $name .Release.Namespace) -}}
+{{- $gateway = dict "host" "0.0.0.0" "port" 8000 "engines" $engines -}}
 {{- end -}}
-{{- $gateway := dict "host" "0.0.0.0" "port" 8000 "engine_address" $engine -}}
 {{- if .Values.gateway.apiKeySecret -}}
 {{- $_ := set $gateway "api_key_file" "/etc/moebius-keys/keys" -}}
 {{- end -}}
