@@ -214,6 +214,7 @@ def tool_call_constraint(
     parallel: bool,
     added_tokens: Mapping[str, int],
     special_ids: frozenset[int] = frozenset(),
+    answer_schema: JsonSchema | None = None,
 ) -> Constraint:
     """Calls of `tools`, as the model writes them, whose arguments satisfy their schemas.
 
@@ -224,6 +225,7 @@ def tool_call_constraint(
         parallel: whether more than one call may be made.
         added_tokens: ids of the tokenizer's added tokens by their text (`Tokenizer.added_tokens`).
         special_ids: which of them no text spells (`Tokenizer.special_ids`).
+        answer_schema: instead of calls there may be JSON of this schema, and no other text.
 
     The caller sets `after_token_ids` and what belongs to it where the model thinks first.
 
@@ -235,7 +237,11 @@ def tool_call_constraint(
     for number, tool in enumerate(tools):
         _check_parameters(tool, f"tools[{number}].function.parameters")
     calls = _Calls(framing, LarkGrammar(added_tokens))
-    constraint = Constraint(lark=calls.grammar(tools, at_least_one, parallel, special_ids))
+    if answer_schema is not None:
+        lark = calls.grammar_or_json(tools, parallel, answer_schema)
+    else:
+        lark = calls.grammar(tools, at_least_one, parallel, special_ids)
+    constraint = Constraint(lark=lark)
     check_constraint(constraint, "tools")
     return constraint
 
@@ -280,6 +286,14 @@ class _Calls:
         else:
             text = lark.until(marker)
         return lark.render(f"{lark.rule(text)} {calls} | {lark.rule(ANY_TEXT)}")
+
+    def grammar_or_json(self, tools: Sequence[ToolSpec], parallel: bool, schema: JsonSchema) -> str:
+        """Lark's text: calls alone, or a value of the schema."""
+        framing, lark = self._framing, self._lark
+        call = lark.any_of([self._call(tool) for tool in tools])
+        more = f"({lark.literal(framing.separator)} {call})*" if parallel else ""
+        calls = lark.rule(f"{lark.literal(framing.begin)} {call} {more} {lark.literal(framing.end)}")
+        return lark.render(f"{calls} | {lark.json(schema)}")
 
     def _call(self, tool: ToolSpec, skipped: int = 0) -> str:
         """`skipped`: characters of the beginning that were read already."""

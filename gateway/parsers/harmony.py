@@ -34,6 +34,7 @@ class Harmony(ToolFormat):
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"
     )
     inner = ALL
+    follows_text = False
 
     def read(self, opener: str) -> Steps[bool]:
         """Never called."""

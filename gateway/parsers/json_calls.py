@@ -114,6 +114,7 @@ class LlamaJson(NamedObject):
 
     framing = ToolFraming('{"name": "{name}", "parameters": ', "}", separator="; ")
     openers = ("<|python_tag|>",)
+    follows_text = False
     bare = "{"
 
     def read(self, opener: str) -> Steps[bool]:
@@ -135,6 +136,7 @@ class JsonList(NamedObject):
     """A list of objects: what is forced of models whose own way is not known."""
 
     framing = ToolFraming('{"name": "{name}", "parameters": ', "}", begin="[", separator=", ", end="]")
+    follows_text = False
     bare = "["
 
     def read(self, opener: str) -> Steps[bool]:
@@ -174,6 +176,7 @@ class Mistral(JsonList):
     framing = ToolFraming("[TOOL_CALLS]{name}[ARGS]", "")
     openers = ("[TOOL_CALLS]",)
     inner = ("[ARGS]", "[CALL_ID]")
+    follows_text = True
     bare = ""
 
     def new_id(self) -> str:

@@ -54,6 +54,7 @@ class ToolFormat(ABC):
     closers: tuple[str, ...] = ()  # after calls: dropped
     bare: str = ""  # first characters of outputs that are a call without an opener
     inner: tuple[str, ...] = ()  # further texts that may be tokens
+    follows_text = True  # a call may come after content, or not at all
 
     def __init__(self, reading: Reading) -> None:
         self.scan, self.sink, self.tools = reading.scan, reading.sink, reading.tools

@@ -77,6 +77,7 @@ class Pythonic(ToolFormat):
     )
     openers = ("<|python_start|>",)
     closers = ("<|python_end|>",)
+    follows_text = False
     bare = "["
 
     def read(self, opener: str) -> Steps[bool]:

@@ -137,7 +137,8 @@ def constraint_of(
     Raises:
         ApiError: 400 naming the parameter and the keyword of a schema that can not be enforced.
     """
-    constraint = _tool_constraint(body, model, plan) or response_format_constraint(body)
+    wanted = response_format_constraint(body)
+    constraint = _tool_constraint(body, model, plan, wanted) or wanted
     budget, parser = body.thinking_token_budget, model.reasoning_parser
     if budget is not None and parser is None:
         raise bad_request(
@@ -161,17 +162,33 @@ def constraint_of(
 
 
 def _tool_constraint(
-    body: ChatCompletionRequest, model: ServedModel, plan: OutputPlan | None
+    body: ChatCompletionRequest, model: ServedModel, plan: OutputPlan | None, wanted: Constraint | None
 ) -> Constraint | None:
-    """The grammar of required and named calls; None: the model decides."""
-    if plan is None or not plan.forced or plan.tool_parser is None:
+    """The grammar of required and named calls, of strict tools, or of calls next to a JSON answer; None: the
+    model decides, and writes what it likes, or what is `wanted` of an answer."""
+    if plan is None or plan.tool_parser is None:
+        return None
+    form = tool_format(plan.tool_parser)
+    answer = None if plan.forced else _answer_schema(body)
+    is_strict = wanted is None and all(tool.strict for tool in offered_tools(body))
+    if not plan.forced and not (form.follows_text and (is_strict or answer is not None)):
         return None
     allowed = body.choice().allowed
     return tool_call_constraint(
-        tool_format(plan.tool_parser).framing,
+        form.framing,
         [tool for tool in plan.tools if allowed is None or tool.name in allowed],
-        at_least_one=True,
+        at_least_one=plan.forced,
         parallel=plan.max_calls is None,
         added_tokens=model.tokenizer.added_tokens,
         special_ids=model.tokenizer.special_ids,
+        answer_schema=answer,
     )
+
+
+def _answer_schema(body: ChatCompletionRequest) -> dict[str, Any] | bool | None:
+    """The schema that `response_format` gives an answer; None: it gives none."""
+    wanted = body.response_format
+    if wanted is None or wanted.type not in ("json_object", "json_schema"):
+        return None
+    schema = wanted.schema_ if wanted.json_schema is None else wanted.json_schema.schema_
+    return {"type": "object"} if schema is None else schema

@@ -322,6 +322,22 @@ def test_thoughts_are_bounded_and_come_before_structure(setup: Setup) -> None:
     assert not constraint.after_token_ids
 
 
+def test_strict_tools_and_json_answers_have_a_grammar_of_their_own(setup: Setup) -> None:
+    """Where every tool is strict, calls keep to their schemas; with a response format, so do answers."""
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    setup.create("fox", tools=[strict])
+    free = setup.engine.seen.requests[-1].constraint.lark
+    assert "get_weather" in free
+    setup.create("fox", tools=[strict, TIME])
+    assert not setup.engine.seen.requests[-1].HasField("constraint")
+    answer = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["oslo"]}}}
+    setup.create('"oslo"', tools=[TIME], response_format=answer)
+    constraint = setup.engine.seen.requests[-1].constraint
+    assert "get_time" in constraint.lark
+    assert "oslo" in constraint.lark
+    assert constraint.after_token_ids
+
+
 def test_clients_that_know_only_functions(setup: Setup) -> None:
     """`functions` are tools, and the answer is in their words, streamed and not; so is the history."""
     fields = {"functions": [WEATHER["function"], TIME["function"]], "function_call": "auto"}

@@ -364,6 +364,19 @@ def test_calls_of_free_choice(framing: ToolFraming) -> None:
     assert not takes(plain, f"{call} more text")
 
 
+def test_calls_or_a_json_answer() -> None:
+    """With a response format an output is calls or an answer of its schema; no other text, and not both."""
+    constraint = tool_call_constraint(
+        HERMES, [TIME], at_least_one=False, parallel=True, added_tokens={}, answer_schema=POINT
+    )
+    call = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+    assert takes(constraint, call)
+    assert takes(constraint, f"{call}\n{call}")
+    assert takes(constraint, '{"x": 1}')
+    for text in ("It is late.", '{"y": 1}', f'{{"x": 1}}{call}', f'{call}{{"x": 1}}', f"Now: {call}"):
+        assert not takes(constraint, text), text
+
+
 def test_markers_that_are_tokens_are_asked_for_as_tokens() -> None:
     """What merely spells a marker would not be one for the parser."""
     constraint = tool_call_constraint(
