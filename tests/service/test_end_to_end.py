@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -66,6 +68,42 @@ def test_answer_is_coherent(stack: Stack) -> None:
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.usage is not None
     assert answer.usage.prompt_tokens > 10
+
+
+def test_all_apis_give_the_same_answer(stack: Stack) -> None:
+    """The same question through every API has the same answer, streamed where that is the API's own way; a
+    response is gone on from through the store of the whole system."""
+    question = "What is the capital of France?"
+    messages = [{"role": "user", "content": question}]
+    settings = {"model": MODEL, "temperature": 0}
+    limit = {"max_tokens": 60}
+    chat = post(stack, "/v1/chat/completions", {**settings, **limit, "messages": messages})
+    text = chat.json()["choices"][0]["message"]["content"]
+    assert "Paris" in text
+    message = post(stack, "/v1/messages", {**settings, **limit, "messages": messages}).json()
+    assert message["content"] == [{"type": "text", "text": text}]
+    response = client_of(stack).responses.create(
+        model=MODEL, temperature=0, max_output_tokens=60, input=question
+    )
+    assert response.output_text == text
+    options = {"temperature": 0, "num_predict": 60}
+    lines = post(stack, "/api/chat", {"model": MODEL, "messages": messages, "options": options}).text
+    assert "".join(json.loads(line)["message"]["content"] for line in lines.splitlines()) == text
+    follow = client_of(stack).responses.create(
+        model=MODEL, input="And of Spain?", previous_response_id=response.id, max_output_tokens=5
+    )
+    assert follow.usage is not None
+    assert response.usage is not None
+    assert follow.usage.input_tokens > response.usage.total_tokens
+    (stored,) = stack.state_dir.rglob("responses.sqlite")
+    assert stored.stat().st_mode & 0o077 == 0
+
+
+def post(stack: Stack, path: str, body: dict[str, Any]) -> httpx.Response:
+    """One request that is answered."""
+    answer = httpx.post(f"{stack.base_url}{path}", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer
 
 
 def test_stream_equals_whole(stack: Stack) -> None:

@@ -12,6 +12,7 @@ import grpc
 import httpx
 import pytest
 
+from tests.helpers.agent_gateway import THOUGHT, AgentGateway, agent_gateway
 from tests.helpers.fake_engine import CONTEXT, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
@@ -215,3 +216,83 @@ def test_conversations_that_the_server_would_keep_are_refused(setup: Setup) -> N
         body: Any = caught.value.body
         assert body["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": []}
     assert setup.engine.seen.requests == []
+
+
+WEATHER: Any = {
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALLS = (
+    f"{THOUGHT}Let me look.\n<tool_call>\n"
+    '{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
+    """A gateway whose model thinks and calls tools."""
+    with agent_gateway(tmp_path_factory.mktemp("agent")) as running:
+        yield running
+
+
+def test_agent_loop(agent: AgentGateway) -> None:
+    """As Claude Code works: thoughts and calls are streamed, and go back with what the tools gave."""
+    client = anthropic.Anthropic(base_url=agent.url, api_key="none", max_retries=0, timeout=60)
+    settings: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 32_000,
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search"}],
+        "thinking": {"type": "enabled", "budget_tokens": 4000},
+        "metadata": {"user_id": "someone"},
+        "extra_headers": {"anthropic-beta": "interleaved-thinking-2025-05-14"},
+        "extra_body": {"context_management": {"edits": []}},
+    }
+    messages: list[Any] = [{"role": "user", "content": "Weather?"}]
+    agent.says(CALLS)
+    with client.messages.stream(messages=messages, **settings) as stream:
+        first = stream.get_final_message()
+    assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert first.stop_reason == "tool_use"
+    calls = [block for block in first.content if block.type == "tool_use"]
+    assert [call.input for call in calls] == [{"city": "Zürich"}, {"city": "Rome"}]
+    assert first.usage.output_tokens_details is not None
+    assert first.usage.output_tokens_details.thinking_tokens > 0
+    results = [
+        {"type": "tool_result", "tool_use_id": call.id, "content": f"Sunny {number}"}
+        for number, call in enumerate(calls)
+    ]
+    messages += [
+        {"role": "assistant", "content": [block.to_dict() for block in first.content]},
+        {"role": "user", "content": results},
+    ]
+    agent.says("It is sunny.")
+    second = client.messages.create(messages=messages, **settings)
+    assert [block.to_dict() for block in second.content] == [{"type": "text", "text": "It is sunny."}]
+    prompt = agent.prompt()
+    for part in (
+        "Be brief.",
+        "Weather?",
+        "The fox wants\n the",
+        '"Zürich"',
+        "tool\nSunny 0",
+        "tool\nSunny 1",
+    ):
+        assert part in prompt
+    assert "</think>\n\n" not in prompt[-20:]
+
+
+def test_forced_calls_are_constrained(agent: AgentGateway) -> None:
+    """Any tool and one tool reach the engine as grammars; without thinking the prompt closes the thought."""
+    client = anthropic.Anthropic(base_url=agent.url, api_key="none", max_retries=0, timeout=60)
+    choices: list[Any] = [{"type": "any"}, {"type": "tool", "name": "get_weather"}]
+    for choice in choices:
+        agent.says(CALLS.partition("\n\n")[2])
+        answer = client.messages.create(
+            model=MODEL, max_tokens=500, messages=HELLO, tools=[WEATHER], tool_choice=choice
+        )
+        assert answer.stop_reason == "tool_use"
+        assert agent.engine.seen.requests[0].HasField("constraint")
+        assert agent.prompt().endswith("</think>\n\n")
