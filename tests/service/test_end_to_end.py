@@ -29,7 +29,16 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     and all 16 experts, because the demo's routers score experts within a few ulps of one another.
     """
     directory = tmp_path_factory.mktemp("stack")
-    flags = ["--expert-servers", "2", "--served-model-name", MODEL, "--dtype", "float32", "--top-k", "16"]
+    flags = [
+        "--expert-servers",
+        "2",
+        "--served-model-name",
+        MODEL,
+        "--dtype",
+        "float32",
+        "--experts-per-token",
+        "16",
+    ]
     with running_stack(demo_checkpoint(), directory, *flags) as running:
         yield running
 

@@ -24,7 +24,16 @@ MODEL = "moebius-demo"
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The demo model in fp32 with all 16 experts (no near ties of the router) on two expert servers."""
     directory = tmp_path_factory.mktemp("stack")
-    flags = ["--expert-servers", "2", "--dtype", "float32", "--top-k", "16", "--served-model-name", MODEL]
+    flags = [
+        "--expert-servers",
+        "2",
+        "--dtype",
+        "float32",
+        "--experts-per-token",
+        "16",
+        "--served-model-name",
+        MODEL,
+    ]
     with running_stack(demo_checkpoint(), directory, *flags) as running:
         yield running
 
