@@ -187,7 +187,8 @@ def create_app(
         TokenizeRequest,
         DetokenizeRequest,
     ]
-    install_openapi(app, [*schemas, *(schema for schema, _ in TRANSLATIONS.values())])
+    described = [*schemas, *(schema for schema, _ in TRANSLATIONS.values())]
+    install_openapi(app, described, config.gateway.strict_parameters)
     _add_middleware(app, config, gateway)
     return app
 

@@ -9,6 +9,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from gateway.errors import MESSAGES_PATH, OLLAMA_PATH
+from gateway.schemas.common import GenerationFields
+from gateway.schemas.parameters import NEUTRAL_VALUES
+
 _SCHEMAS = "#/components/schemas/"
 _REFUSALS = {
     400: "The request can not be done as it is; `param` names the field at fault",
@@ -17,8 +21,11 @@ _REFUSALS = {
     413: "The body is too large",
     429: "Too many requests; `Retry-After` says when to come back",
     500: "The server failed",
+    502: "The engine ended the call too early",
     503: "The server is not ready, or stops",
+    504: "The engine did not answer in time",
 }
+_OVERLOADED = 529  # Anthropic's, where other APIs have 503
 
 
 class ErrorDetails(BaseModel):
@@ -50,8 +57,11 @@ def takes(schema: type[BaseModel]) -> dict[str, Any]:
     return {"openapi_extra": {"requestBody": body}, "responses": refusals}
 
 
-def install_openapi(app: FastAPI, schemas: Sequence[type[BaseModel]]) -> None:
-    """Makes `app.openapi` describe `schemas`, which its routes name by `takes`."""
+def install_openapi(app: FastAPI, schemas: Sequence[type[BaseModel]], strict: bool = False) -> None:
+    """Makes `app.openapi` describe `schemas`, which its routes name by `takes`.
+
+    `strict`: unknown fields are refused.
+    """
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -61,12 +71,85 @@ def install_openapi(app: FastAPI, schemas: Sequence[type[BaseModel]]) -> None:
             _, described = models_json_schema(modes, ref_template=_SCHEMAS + "{model}")
             components = document["components"]["schemas"]
             components.update(described["$defs"])
-            # Promised by the framework; its own refusals are 400 here.
-            for operation in (one for path in document["paths"].values() for one in path.values()):
-                operation["responses"].pop("422", None)
+            components.update(_ERROR_SHAPES)
+            for schema in schemas:
+                if issubclass(schema, GenerationFields):
+                    _add_unsupported(components[schema.__name__]["properties"])
+            if not strict:
+                _allow_unknown(components)
+            for path, operations in document["paths"].items():
+                for operation in operations.values():
+                    _describe_responses(path, operation, components)
             components.pop("HTTPValidationError", None)
             components.pop("ValidationError", None)
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+_TEXT = {"type": "string"}
+# What is not in OpenAI's shape, by the API.
+_ERROR_SHAPES: dict[str, Any] = {
+    "AnthropicErrorResponse": {
+        "type": "object",
+        "description": "Every answer of the Messages API with a status of 400 or above.",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": _TEXT, "message": _TEXT},
+            },
+            "request_id": _TEXT,
+        },
+    },
+    "OllamaErrorResponse": {
+        "type": "object",
+        "description": "Every answer of Ollama's API with a status of 400 or above.",
+        "required": ["error"],
+        "properties": {"error": _TEXT},
+    },
+}
+
+
+def _describe_responses(path: str, operation: dict[str, Any], components: dict[str, Any]) -> None:
+    """Media types of streams, and errors in the shape of the path's API."""
+    responses = operation["responses"]
+    responses.pop("422", None)  # promised by the framework; its own refusals are 400 here
+    shape = ""
+    if path.startswith(MESSAGES_PATH):
+        shape = "AnthropicErrorResponse"
+        if "503" in responses:
+            responses[str(_OVERLOADED)] = responses.pop("503")
+    elif path.startswith(OLLAMA_PATH):
+        shape = "OllamaErrorResponse"
+    for status, response in responses.items():
+        if shape and int(status) >= 400:
+            response["content"] = {"application/json": {"schema": {"$ref": _SCHEMAS + shape}}}
+    if "requestBody" not in operation or "200" not in responses:
+        return
+    reference = operation["requestBody"]["content"]["application/json"]["schema"].get("$ref", "")
+    body = components.get(reference.removeprefix(_SCHEMAS), {})
+    if "stream" in body.get("properties", {}):
+        streams = "application/x-ndjson" if shape == "OllamaErrorResponse" else "text/event-stream"
+        responses["200"]["content"][streams] = {}
+
+
+def _add_unsupported(properties: dict[str, Any]) -> None:
+    """Fields that are known and pass only with a value that asks for nothing."""
+    for name, values in NEUTRAL_VALUES.items():
+        properties.setdefault(name, {"enum": [*values, None], "description": "Not supported"})
+
+
+def _allow_unknown(value: Any) -> None:
+    """Unknown fields of requests are left out, not refused."""
+    if isinstance(value, dict):
+        if value.get("additionalProperties") is False:
+            del value["additionalProperties"]
+        for part in value.values():
+            _allow_unknown(part)
+    elif isinstance(value, list):
+        for part in value:
+            _allow_unknown(part)

@@ -172,7 +172,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSA
 
 
 class ChatCompletionRequest(ToolFields, StructuredFields, GenerationFields):
-    """Every field here is implemented; the others are in `unsupported.py`."""
+    """A conversation to answer."""
 
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
@@ -239,7 +239,7 @@ def _is_token_list(value: object) -> bool:
 
 
 class CompletionRequest(StructuredFields, GenerationFields):
-    """Every field here is implemented; the others are in `unsupported.py`."""
+    """One or more prompts to continue."""
 
     prompt: list[str | list[int]] = Field(description=f"{_FORMS}; normalised to a list of prompts")
     max_tokens: int | None = Field(16, ge=0, le=2**31, description="0 only with `echo`")
