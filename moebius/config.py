@@ -27,7 +27,14 @@ ReasoningParser = Annotated[str, AfterValidator(partial(parser_name, parsers=REA
 class ModelConfigSection(Section):
     """Which checkpoint is served, and how it is read."""
 
-    model: str = Field(default="", description="Checkpoint directory in Hugging Face format, or a GGUF model")
+    model: str = Field(
+        default="",
+        description="Directory in Hugging Face format, GGUF model, or name on the hub (owner/name)",
+    )
+    revision: str = Field(default="", description="Branch, tag or commit of a model on the hub; empty: main")
+    offline: bool = Field(
+        default=False, description="Take a model of the hub only from what was downloaded before"
+    )
     served_model_name: str = Field(
         default="", description="Name clients send; empty: the directory's or file's name"
     )

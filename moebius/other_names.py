@@ -110,6 +110,8 @@ OTHER_NAMES: dict[str, OtherName] = {
     "data-parallel-size": _refused(_REPLICAS),
     "dp": _refused(_REPLICAS),
     "dp-size": _refused(_REPLICAS),
+    "download-dir": _refused("models are kept where HF_HOME says"),
+    "hf-token": _refused("a token is read from HF_TOKEN, or from where `hf auth login` put it"),
     "tokenizer": _refused("the tokenizer is the checkpoint's; a chat template of your own: --chat-template"),
     "lora-modules": _refused("LoRA adapters are not supported: merge them into the checkpoint"),
     "enable-lora": _refused("LoRA adapters are not supported: merge them into the checkpoint", False),

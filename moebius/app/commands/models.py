@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from moebius.app.hub import HubModel, fetch_model, hub_model
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 
 DEMO = "demo"
+# Seconds between two lines about a download.
+REPORT_S = 10.0
 
 
-def with_checkpoint(config: MoebiusConfig) -> MoebiusConfig:
+def with_checkpoint(config: MoebiusConfig, needs_weights: bool = True) -> MoebiusConfig:
     """The configuration with `model` as an absolute directory that holds a config.json, or as a GGUF model.
 
-    `demo` stands for the demo model, built on first use (unless a directory of that name is here), and
-    takes exact experts.
+    A name on the Hugging Face hub is downloaded first, without `needs_weights` only what describes the model
+    (of GGUF files all). `demo` stands for the demo model, built on first use (unless a directory of that name
+    is here), and takes exact experts.
     Raises UserError.
     """
     given = config.model.model
@@ -35,9 +43,41 @@ def with_checkpoint(config: MoebiusConfig) -> MoebiusConfig:
         # Its routers score experts within rounding of each other, and each expert is a sixteenth of a small
         # model: its answers should not depend on what else is computed with them.
         experts = experts.model_copy(update={"batch_invariant_experts": True})
+    name = config.model.served_model_name
+    named = hub_model(given) if given != DEMO else None
+    if named is not None:
+        path, name = _downloaded(named, config, needs_weights), name or named.repository
     _check(given, path)
-    section = config.model.model_copy(update={"model": str(path)})
+    section = config.model.model_copy(update={"model": str(path), "served_model_name": name})
     return config.model_copy(update={"model": section, "experts": experts})
+
+
+def _downloaded(named: HubModel, config: MoebiusConfig, needs_weights: bool) -> Path:
+    """Where it lies in the cache, downloaded with a progress display. Raises UserError."""
+    with _download_progress() as progress:
+        return fetch_model(named, config.model.revision, config.model.offline, progress, needs_weights)
+
+
+@contextlib.contextmanager
+def _download_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal, else a line now and then; nothing when nothing is downloaded."""
+    from moebius.app.demo_model import rich_progress
+
+    with contextlib.ExitStack() as stack:
+        bars: list[Callable[[str, int, int], None]] = []
+        written_at = -REPORT_S
+
+        def show(what: str, done: int, total: int) -> None:
+            nonlocal written_at
+            if sys.stderr.isatty():
+                if not bars:
+                    bars.append(stack.enter_context(rich_progress()))
+                bars[0](what, done, total)
+            elif done == total or time.monotonic() - written_at >= REPORT_S:
+                written_at = time.monotonic()
+                print(f"{what}: {done / 1e9:.2f} of {total / 1e9:.2f} GB", file=sys.stderr, flush=True)
+
+        yield show
 
 
 def _check(given: str, path: Path) -> None:
@@ -51,7 +91,10 @@ def _check(given: str, path: Path) -> None:
             raise UserError(f"MODEL {given!r}: {error}") from None
         return
     if not path.is_dir():
-        raise UserError(f"MODEL {given!r}: there is no such directory, and no such .gguf file")
+        raise UserError(
+            f"MODEL {given!r}: there is no such directory, and no such .gguf file; a model of the Hugging "
+            "Face hub is named owner/name"
+        )
     try:
         refuse_pointer(path / "config.json")
         document = json.loads((path / "config.json").read_text())
@@ -172,3 +215,18 @@ def download(
     with rich_progress() as progress:
         fetched = Download(directory, base_url, token, progress).run(wanted)
     print(f"{directory}: {len(wanted)} files, {fetched} of them fetched now")
+
+
+@app.command()
+def fetch(
+    model: Annotated[str, typer.Argument(metavar="NAME", help="owner/name, of GGUF files owner/name:Q4_K_M")],
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit; empty: main")] = "",
+    offline: Annotated[bool, typer.Option("--offline", help="Only say where it was downloaded to")] = False,
+) -> None:
+    """Download a model from the Hugging Face hub into its cache, as `serve` does, and print where."""
+    named = hub_model(model)
+    if named is None:
+        raise UserError(f"{model!r} is no name of the Hugging Face hub: owner/name")
+    with _download_progress() as progress:
+        place = fetch_model(named, revision, offline, progress)
+    print(place)

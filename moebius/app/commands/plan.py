@@ -72,6 +72,6 @@ def plan(
         measure=measure,
     )
     wish = Wish(context, concurrency, tuple(parse_counts(streams, "--streams")))
-    config = with_checkpoint(config)
+    config = with_checkpoint(config, needs_weights=False)
     check_files(config, needs_weights=False)
     run(config, options, wish, fill, json_file, values)

@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
         if not dry_run:
             check_device(config)
-        config = with_checkpoint(config)
+        config = with_checkpoint(config, needs_weights=not dry_run)
         configure_tls(config.security)
         check_files(config, needs_weights=not dry_run)
         if dry_run:

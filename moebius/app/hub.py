@@ -1,0 +1,240 @@
+"""Models by name: files of a checkpoint on the Hugging Face hub, downloaded once into its shared cache.
+
+Endpoint, cache and token are where the ecosystem keeps them: HF_ENDPOINT, HF_HOME, HF_TOKEN and the token
+that `hf auth login` stored; HF_HUB_OFFLINE stands for `--offline`. What broke off is continued by the same
+command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moebius.errors import UserError
+
+# `owner/name`, of GGUF files with the one that is wanted: `owner/name:Q4_K_M`.
+_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
+# What tells the quantisations of one model apart in the names of its GGUF files.
+_QUANTISATION = re.compile(
+    r"[-._]((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))(?:-\d{5}-of-\d{5})?\.gguf$", re.I
+)
+_USUAL = "Q4_K_M"
+_WEIGHTS = (".safetensors", ".gguf")
+# Besides weights: configurations, tokenizers and templates, but no code.
+_NEEDED = (".json", ".model", ".jinja", ".txt", ".tiktoken")
+_REPORT_S = 1.0
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A name as it was typed; filled by `hub_model`."""
+
+    repository: str
+    quantisation: str  # of a GGUF file; empty: none was named
+
+
+def hub_model(given: str) -> HubModel | None:
+    """What `given` names on the hub; None when it is a path, or no name that the hub could have."""
+    match = _ID.fullmatch(given)
+    if match is None or given.endswith(".gguf") or Path(given).expanduser().exists():
+        return None
+    return HubModel(match[1], match[2] or "")
+
+
+def fetch_model(
+    model: HubModel, revision: str, offline: bool, progress: Progress, needs_weights: bool = True
+) -> Path:
+    """The checkpoint's directory, or its (first) GGUF file, in the cache; downloads what is missing there.
+
+    `revision`: branch, tag or commit; empty: main. Without `needs_weights` only what describes the model.
+
+    Raises:
+        UserError: naming what is missing, and what can be done.
+    """
+    from huggingface_hub import constants
+
+    if offline or constants.HF_HUB_OFFLINE:
+        return _cached(model, revision, needs_weights, "--offline (or HF_HUB_OFFLINE) is set, and ")
+    try:
+        listed = _listed(model, revision)
+    except _unreachable() as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return _cached(
+            model, revision, needs_weights, f"{constants.ENDPOINT} can not be reached ({reason}), and "
+        )
+    chosen = chosen_files(model, [file.rfilename for file in listed.siblings], needs_weights)
+    sizes = {file.rfilename: file.size or 0 for file in listed.siblings if file.rfilename in chosen}
+    snapshot = _fetch(model, revision, listed.sha, sizes, progress)
+    return _place(snapshot, chosen)
+
+
+def chosen_files(model: HubModel, names: Sequence[str], needs_weights: bool = True) -> list[str]:
+    """Of a repository's files those that are needed: nothing of it twice in another format.
+
+    Raises:
+        UserError: there are no weights that can be read, or several quantisations and none was chosen.
+    """
+    # Directories hold other formats of the same weights (original/, onnx/), or one quantisation each.
+    top = [name for name in names if "/" not in name]
+    described = [name for name in top if name.endswith(_NEEDED)]
+    safetensors = [n for n in top if n.endswith(".safetensors") and not n.startswith("consolidated")]
+    if safetensors and not model.quantisation:
+        return sorted(described + (safetensors if needs_weights else []))
+    gguf = [n for n in names if n.endswith(".gguf") and not Path(n).name.lower().startswith("mmproj")]
+    if not gguf:
+        what = "no GGUF files" if model.quantisation else "neither safetensors nor GGUF files"
+        raise UserError(f"{model.repository} has {what}")
+    kinds: dict[str, list[str]] = {}
+    for name in gguf:
+        match = _QUANTISATION.search(name)
+        kinds.setdefault(match[1].upper() if match else "", []).append(name)
+    wanted = model.quantisation.upper() or (next(iter(kinds)) if len(kinds) == 1 else _USUAL)
+    if wanted not in kinds:
+        listed = ", ".join(sorted(kind for kind in kinds if kind))
+        which = f"no {wanted}" if model.quantisation else "several quantisations"
+        raise UserError(f"{model.repository} has {which}: give one as {model.repository}:NAME, of {listed}")
+    return sorted(kinds[wanted])
+
+
+def _listed(model: HubModel, revision: str) -> Any:
+    """The hub's list of a repository's files. Raises UserError, or what `_unreachable` names."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    page = f"{constants.ENDPOINT}/{model.repository}"
+    try:
+        return HfApi().model_info(model.repository, revision=revision or None, files_metadata=True)
+    except GatedRepoError:
+        raise UserError(f"{model.repository}: accept its conditions at {page}, and set HF_TOKEN") from None
+    except RepositoryNotFoundError:
+        raise UserError(
+            f"MODEL {model.repository!r}: there is no such directory here, and no such model at "
+            f"{constants.ENDPOINT} (a private one needs HF_TOKEN)"
+        ) from None
+    except RevisionNotFoundError:
+        raise UserError(f"{model.repository} has no revision {revision!r}: see {page}") from None
+    except HfHubHTTPError as error:
+        raise UserError(f"{page}: {str(error).splitlines()[0]}") from None
+
+
+def _fetch(model: HubModel, revision: str, commit: str, sizes: dict[str, int], progress: Progress) -> Path:
+    """Downloads what is not in the cache yet. Raises UserError."""
+    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    missing = {
+        name: size
+        for name, size in sizes.items()
+        if not isinstance(try_to_load_from_cache(model.repository, name, revision=commit), str)
+    }
+    cache = Path(constants.HF_HUB_CACHE)
+    blobs = cache / f"models--{model.repository.replace('/', '--')}" / "blobs"
+    total = sum(missing.values())
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(cache).free
+        if total - _size(blobs, ".incomplete") > free:
+            raise UserError(
+                f"{model.repository} takes {total / 1e9:.1f} GB more, but {cache} has {free / 1e9:.1f} GB "
+                "free: HF_HOME chooses another place"
+            )
+        disable_progress_bars()
+        with _watched(blobs, total, lambda done: progress(f"downloading {model.repository}", done, total)):
+            # By the branch's name, which the cache remembers then for who comes without a network.
+            snapshot = snapshot_download(
+                model.repository, revision=revision or None, allow_patterns=sorted(sizes)
+            )
+    except _unreachable() as error:
+        raise UserError(
+            f"{model.repository}: the download broke off ({type(error).__name__}); the same command goes on "
+            "where it stopped"
+        ) from None
+    except HfHubHTTPError as error:
+        raise UserError(f"{model.repository}: {str(error).splitlines()[0]}") from None
+    except OSError as error:
+        raise UserError(f"{model.repository}: can not be written to {cache}: {error}") from None
+    return Path(snapshot)
+
+
+@contextlib.contextmanager
+def _watched(blobs: Path, total: int, report: Callable[[int], None]) -> Iterator[None]:
+    """Reports how much of `total` bytes has come, while the library downloads."""
+    before = _size(blobs) - _size(blobs, ".incomplete")
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_REPORT_S):
+            report(min(total, max(0, _size(blobs) - before)))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    if total:
+        watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if total:
+            watcher.join()
+    if total:
+        report(total)
+
+
+def _size(directory: Path, suffix: str = "") -> int:
+    """Bytes on disk of the files there; they may vanish meanwhile."""
+    found = 0
+    for path in directory.glob(f"*{suffix}"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            found += min(status.st_size, status.st_blocks * 512)
+    return found
+
+
+def _cached(model: HubModel, revision: str, needs_weights: bool, why: str) -> Path:
+    """What was downloaded before. Raises UserError with the ways out."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    with contextlib.suppress(CacheNotFound, UserError):
+        for repository in scan_cache_dir().repos:
+            for found in repository.revisions if repository.repo_id == model.repository else ():
+                if (revision or "main") in (*found.refs, found.commit_hash):
+                    snapshot = found.snapshot_path
+                    names = [str(each.file_path.relative_to(snapshot)) for each in found.files]
+                    return _place(snapshot, chosen_files(model, names, needs_weights))
+    raise UserError(
+        f"{why}{model.repository} was not downloaded before: give the directory of a copy as MODEL, or run "
+        "this with a network once (HF_ENDPOINT names a mirror)"
+    )
+
+
+def _place(snapshot: Path, chosen: Sequence[str]) -> Path:
+    """A directory, or of GGUF files the first."""
+    gguf = [name for name in chosen if name.endswith(".gguf")]
+    return snapshot / min(gguf) if gguf else snapshot
+
+
+def _unreachable() -> tuple[type[BaseException], ...]:
+    """What the library raises without a network, and when one breaks off."""
+    import httpx2
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    return (
+        httpx2.TransportError,
+        OfflineModeIsEnabled,
+        LocalEntryNotFoundError,
+        ConnectionError,
+        TimeoutError,
+    )

@@ -1,0 +1,133 @@
+"""A stand-in for the Hugging Face hub: lists a repository's files and serves them, with ranges."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class HubServer(ThreadingHTTPServer):
+    """Serves `repositories` (id -> name -> bytes); counts what was sent of each file."""
+
+    daemon_threads = True
+
+    def __init__(self, repositories: dict[str, dict[str, bytes]]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repositories = repositories
+        self.sent: dict[str, int] = {}
+        # Of a file so many bytes are sent, and the connection ends.
+        self.breaks_after: dict[str, int] = {}
+        self.token = ""
+        self.gated = False
+
+    @property
+    def url(self) -> str:
+        """What HF_ENDPOINT has to be."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: HubServer
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        """What is known of a file."""
+        self._file(with_body=False)
+
+    def do_GET(self) -> None:
+        """The list of files, or one."""
+        path = unquote(urlsplit(self.path).path)
+        if not path.startswith("/api/models/"):
+            self._file(with_body=True)
+            return
+        name, kind, revision = re.fullmatch(r"/api/models/(.+?)(?:/(revision|tree)/(.*))?", path).groups("")
+        files = self._repository(name)
+        if files is None:
+            return
+        if kind == "tree":
+            entries = [{"type": "file", "path": n, "size": len(d), "oid": "b"} for n, d in files.items()]
+            self._answer(200, json.dumps(entries).encode(), {})
+            return
+        if revision not in ("", "main", COMMIT):
+            self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            return
+        siblings = [{"rfilename": file, "size": len(data), "blobId": "b"} for file, data in files.items()]
+        document = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings, "tags": []}
+        self._answer(200, json.dumps(document).encode(), {})
+
+    def _repository(self, name: str) -> dict[str, bytes] | None:
+        """The files, or None and an error was sent."""
+        if self.server.gated or (
+            self.server.token and self.headers.get("Authorization") != f"Bearer {self.server.token}"
+        ):
+            code = "GatedRepo" if self.server.gated else "RepoNotFound"
+            self._answer(403 if self.server.gated else 401, b"{}", {"X-Error-Code": code})
+            return None
+        if name not in self.server.repositories:
+            self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+            return None
+        return self.server.repositories[name]
+
+    def _file(self, with_body: bool) -> None:
+        repository, _, rest = unquote(urlsplit(self.path).path)[1:].partition("/resolve/")
+        files = self._repository(repository)
+        if files is None:
+            return
+        name = rest.partition("/")[2]
+        data = files.get(name)
+        if data is None:
+            self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+            return
+        begin = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0] or 0)
+        etag = f'"{hashlib.sha256(data).hexdigest()}"'
+        headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if begin:
+            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
+        body = data[begin:]
+        limit = self.server.breaks_after.pop(name, None) if with_body else None
+        if with_body:
+            self.server.sent[name] = self.server.sent.get(name, 0) + len(body[:limit])
+        self._answer(206 if begin else 200, body, headers, with_body, limit)
+
+    def _answer(
+        self,
+        status: int,
+        body: bytes,
+        headers: dict[str, str],
+        with_body: bool = True,
+        limit: int | None = None,
+    ) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            with contextlib.suppress(OSError):
+                self.wfile.write(body[:limit])
+        self.close_connection = limit is not None
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Tests need no access log."""
+
+
+@contextlib.contextmanager
+def hub_server(repositories: dict[str, dict[str, bytes]]) -> Iterator[HubServer]:
+    """A running stand-in."""
+    server = HubServer(repositories)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
