@@ -1,7 +1,7 @@
 """A model that follows rules instead of weights, behind the real gateway: agent loops, every time alike.
 
 It reads the rendered prompt as a model would, and answers in Hermes' format: tool calls in tags, thoughts in
-tags. Run as `python -m tests.clients.scripted_model`; the first line on standard output is the gateway's URL.
+tags. Run as `python -m tests.clients.scripted_model`; a line of standard output is the gateway's URL.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 import tempfile
 import threading
 from dataclasses import dataclass
@@ -168,7 +169,8 @@ def main() -> None:
             signal.signal(number, lambda *_: stop.set())
         address = f"unix:{directory}/engine.sock"
         with serving(engine, address), running_gateway(gateway_config(address)) as url:
-            print(url, flush=True)
+            sys.stdout.write(f"\n{url}\n")  # at once: log lines of other threads go there, too
+            sys.stdout.flush()
             stop.wait()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,12 @@ TOOLS = [
 
 
 class Report(BaseModel):
-    """Structured output that a small model can only give when it has to."""
+    """Structured output that a small model can only give when it has to.
+
+    Without further fields: where a schema allows them, a small model never stops making some.
+    """
+
+    model_config = ConfigDict(extra="forbid")
 
     city: Literal["Oslo", "Rome"]
     degrees: int = Field(ge=0, le=40)

@@ -36,7 +36,7 @@ def chat(server: Server, given: Any, **options: Any) -> Any:
 def plain(servers: Servers) -> None:
     server = servers.scripted
     client = Client(host=server.base, timeout=120)
-    assert [model.model for model in client.list().models] == [server.model]
+    assert [model.model for model in client.list().models] == [f"{server.model}:latest"]
     assert "completion" in (client.show(server.model).capabilities or [])
     answer = chat(server, "Hello")
     assert (answer.message.content, answer.done, answer.done_reason) == ("You said: Hello", True, "stop")
