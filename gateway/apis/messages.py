@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.apis.messages_schema import (
+    AnthropicMessage,
+    AnthropicTool,
     ContentBlock,
     CountTokensRequest,
     DocumentBlock,
     ImageBlock,
-    Message,
     MessagesRequest,
     OtherBlock,
     SearchResultBlock,
     TextBlock,
     ThinkingBlock,
-    Tool,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -104,7 +104,7 @@ def _system_texts(body: CountTokensRequest) -> list[str]:
     return [text for text in texts if text and not text.startswith(_BILLING)]
 
 
-def _add_message(messages: MessageList, message: Message, place: str, context: Context) -> None:
+def _add_message(messages: MessageList, message: AnthropicMessage, place: str, context: Context) -> None:
     content = message.content
     blocks: Sequence[Any] = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
     if message.role == "assistant":
@@ -133,7 +133,7 @@ def _add_answer(messages: MessageList, blocks: Sequence[ContentBlock], place: st
             case ToolUseBlock():
                 messages.call(block.id, block.name, block.input)
             case _:
-                context.leave_out(f"messages[].content[].type={block.type}", place)
+                context.leave_out(f"messages[].content[].{block.type}", place)
 
 
 def _result_parts(block: ToolResultBlock, place: str, context: Context) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ def _parts(blocks: Iterable[Any], place: str, context: Context) -> list[dict[str
                 texts = [block.title, block.source, *(one.text for one in block.content)]
                 parts.append(text_part("\n".join(texts)))
             case OtherBlock():
-                context.leave_out(f"messages[].content[].type={block.type}", f"{place}.content")
+                context.leave_out(f"messages[].content[].{block.type}", f"{place}.content")
             case _:  # a thought or a call, which are the model's
                 raise bad_request(
                     f"a block of type {block.type!r} belongs to the assistant, not into '{place}'", place
@@ -185,7 +185,7 @@ def _document(block: DocumentBlock) -> str:
     return "\n".join(text for text in (block.title, block.context, content) if text)
 
 
-def _is_own(tool: Tool) -> bool:
+def _is_own(tool: AnthropicTool) -> bool:
     """Whether the body says what the tool is: Anthropic's own have a type instead."""
     return tool.type in (None, "custom")
 
@@ -194,7 +194,7 @@ def _tools(body: CountTokensRequest, context: Context) -> dict[str, Any]:
     tools = []
     for number, tool in enumerate(body.tools or ()):
         if not _is_own(tool):
-            context.leave_out(f"tools[].type={tool.type}", f"tools[{number}].type")
+            context.leave_out(f"tools[].{tool.type}", f"tools[{number}].type")
             continue
         if not tool.name:
             raise bad_request(f"missing required parameter: 'tools[{number}].name'", f"tools[{number}].name")

@@ -140,7 +140,7 @@ ContentBlock = Annotated[
 ]
 
 
-class Message(StrictModel):
+class AnthropicMessage(StrictModel):
     """One turn."""
 
     place = "messages[]."
@@ -157,7 +157,7 @@ class Thinking(StrictModel):
     display: str | None = Field(None, description="omitted: thoughts come back in signatures only")
 
 
-class Tool(StrictModel):
+class AnthropicTool(StrictModel):
     """A tool; one with a `type` other than custom is Anthropic's own and left out."""
 
     place = "tools[]."
@@ -209,10 +209,10 @@ class CountTokensRequest(StrictModel):
     """What a prompt is made of."""
 
     model: str = Field(max_length=MAX_LABEL_CHARACTERS)
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     thinking: Thinking | None = None
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[AnthropicTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="As in `output_config`, its older place")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.apis.ollama_schema import (
-    Message,
     OllamaChatRequest,
     OllamaGenerateRequest,
+    OllamaMessage,
     OllamaModelRequest,
     OllamaRequest,
     Options,
@@ -137,7 +137,7 @@ class _CallIds:
         self._open.append((name, call_id))
         return call_id
 
-    def result(self, message: Message) -> str:
+    def result(self, message: OllamaMessage) -> str:
         """The id of the call that a result is of: the first of the same name, or else the first."""
         if message.tool_call_id:
             return message.tool_call_id
@@ -149,7 +149,7 @@ class _CallIds:
         return found[1]
 
 
-def _add_message(messages: MessageList, message: Message, calls: _CallIds) -> None:
+def _add_message(messages: MessageList, message: OllamaMessage, calls: _CallIds) -> None:
     text = message.content or ""
     parts = [*_images(message.images), *([text_part(text)] if text or not message.images else [])]
     if message.role == "system":

@@ -32,7 +32,7 @@ class Call(StrictModel):
     function: CalledFunction
 
 
-class Message(StrictModel):
+class OllamaMessage(StrictModel):
     """One message of the conversation; `images` are base64."""
 
     place = "messages[]."
@@ -80,7 +80,7 @@ class OllamaRequest(StrictModel):
 class OllamaChatRequest(OllamaRequest):
     """The next message of a conversation; of an empty one, whether the model is there."""
 
-    messages: list[Message] = Field(default_factory=list, max_length=MAX_MESSAGES, fail_fast=True)
+    messages: list[OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES, fail_fast=True)
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
 
 

@@ -202,7 +202,7 @@ def _add_item(messages: MessageList, item: Any, place: str, context: Context) ->
         case ToolsItem():
             pass  # taken together with the request's tools
         case _:
-            context.leave_out(f"input[].type={item.type}", place)
+            context.leave_out(f"input[].{item.type}", place)
 
 
 def _add_message(messages: MessageList, item: MessageItem, place: str, context: Context) -> None:
@@ -235,7 +235,7 @@ def _parts(content: str | list[Any], place: str, context: Context) -> list[dict[
                     "unsupported_parameter",
                 )
             case _:
-                context.leave_out(f"input[].content[].type={part.type}", place)
+                context.leave_out(f"input[].content[].{part.type}", place)
     return parts
 
 
@@ -283,7 +283,7 @@ class _ToolList:
                 case NamespaceTool():
                     self.add(tool.tools, param, tool)
                 case _:
-                    self._context.leave_out(f"tools[].type={tool.type}", param)
+                    self._context.leave_out(f"tools[].{tool.type}", param)
 
     def _take(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import Discriminator
@@ -31,6 +31,18 @@ class Translation:
     fits_limit: bool = False
     is_text: bool = False
     answer: dict[str, Any] | None = None  # JSON of what needs no engine; then there is no request
+
+    def softened(self) -> Translation | None:
+        """With later instructions as the user's, for templates that refuse them; None: there are none."""
+        messages = self.request["messages"]
+        later = [message["role"] in ("system", "developer") for message in messages[1:]]
+        if not any(later):
+            return None
+        spoken = [
+            {**message, "role": "user"} if is_later else message
+            for message, is_later in zip(messages[1:], later, strict=True)
+        ]
+        return replace(self, request={**self.request, "messages": [messages[0], *spoken]})
 
     def named(self, error: ApiError) -> ApiError:
         """An error about the chat request, in the words of the API that was used."""

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from gateway.apis.registry import TRANSLATIONS
 from gateway.apis.stored_responses import ResponseStore
-from gateway.apis.translation import Context
+from gateway.apis.translation import Context, Translation
 from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request, describe_validation_error
 from gateway.grammar import response_format_constraint
 from gateway.model import ServedModel
@@ -123,12 +123,22 @@ class Preparer:
             if translation.is_text:
                 text = self._validated(translation.request, CompletionRequest, Tolerance())
                 return replace(self._text_prepared(text, translation.fits_limit), reply=translation.reply)
-            body = self._validated(translation.request, ChatCompletionRequest, Tolerance())
-            if kind == "count_tokens":
-                return _json({"input_tokens": len(self._chat_prompt(body, len(data))[0])})
-            prepared = self._chat_prepared(body, len(data), translation.fits_limit)
+            try:
+                return self._translated_chat(kind, translation, len(data))
+            except ApiError as error:
+                # Many templates take instructions at the beginning only; agents add some later.
+                softened = translation.softened() if error.param == "messages" else None
+                if softened is None:
+                    raise
+                return self._translated_chat(kind, softened, len(data))
         except ApiError as error:
             raise translation.named(error) from None
+
+    def _translated_chat(self, kind: Kind, translation: Translation, size: int) -> Prepared | bytes:
+        body = self._validated(translation.request, ChatCompletionRequest, Tolerance())
+        if kind == "count_tokens":
+            return _json({"input_tokens": len(self._chat_prompt(body, size)[0])})
+        prepared = self._chat_prepared(body, size, translation.fits_limit)
         return replace(prepared, reply=translation.reply)
 
     def _chat_prompt(

@@ -49,7 +49,7 @@ class AgentGateway:
 
 
 @contextlib.contextmanager
-def agent_gateway(directory: Path, **settings: Any) -> Iterator[AgentGateway]:
+def agent_gateway(directory: Path, template: str = TEMPLATE, **settings: Any) -> Iterator[AgentGateway]:
     """Runs both; `settings` are leaves of the `gateway` section."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens(
@@ -58,7 +58,7 @@ def agent_gateway(directory: Path, **settings: Any) -> Iterator[AgentGateway]:
             for text in ("<tool_call>", "</tool_call>", "<think>", "</think>")
         ]
     )
-    write_tokenizer(directory, tokenizer, TEMPLATE)
+    write_tokenizer(directory, tokenizer, template)
     address = f"unix:{directory}/engine.sock"
     engine = FakeEngine(directory, tokenizer, context=4096, model_type="qwen3_moe")
     with serving(engine, address), running_gateway(gateway_config(address, **settings)) as url:

@@ -12,7 +12,7 @@ import grpc
 import httpx
 import pytest
 
-from tests.helpers.agent_gateway import THOUGHT, AgentGateway, agent_gateway
+from tests.helpers.agent_gateway import TEMPLATE, THOUGHT, AgentGateway, agent_gateway
 from tests.helpers.fake_engine import CONTEXT, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
@@ -296,3 +296,22 @@ def test_forced_calls_are_constrained(agent: AgentGateway) -> None:
         assert answer.stop_reason == "tool_use"
         assert agent.engine.seen.requests[0].HasField("constraint")
         assert agent.prompt().endswith("</think>\n\n")
+
+
+def test_instructions_in_the_course_of_a_conversation(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where the template takes instructions at the beginning only, later ones are the user's words."""
+    directory = tmp_path_factory.mktemp("late")
+    messages = [*HELLO, {"role": "assistant", "content": "Yes?"}, {"role": "system", "content": "Be kind."}]
+    body = {"model": MODEL, "max_tokens": 9, "system": "Brief.", "messages": [*messages, *HELLO]}
+    refusing = TEMPLATE.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('only at the beginning') }}{% endif %}",
+    )
+    for template, role in ((TEMPLATE, "system"), (refusing, "user")):
+        with agent_gateway(directory, template=template) as running:
+            answer = httpx.post(f"{running.url}/v1/messages", json=body)
+            assert answer.status_code == 200, answer.text
+            assert f"<|start|>{role}\nBe kind.<|end|>" in running.prompt()
+            counted = httpx.post(f"{running.url}/v1/messages/count_tokens", json=body).json()["input_tokens"]
+            assert counted == len(running.engine.seen.requests[-1].tokenized.input_ids)

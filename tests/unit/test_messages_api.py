@@ -236,7 +236,7 @@ def test_history_of_an_agent(tmp_path: Path) -> None:
         {"role": "tool", "tool_call_id": "t2", "content": "Error:\nNo city"},
         {"role": "user", "content": [image, {"type": "text", "text": "And now?"}]},
     ]
-    assert ignored == {"messages[].content[].type=redacted_thinking"}
+    assert ignored == {"messages[].content[].redacted_thinking"}
 
 
 def test_tools_and_choices(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_tools_and_choices(tmp_path: Path) -> None:
         assert request["tools"] == [{"type": "function", "function": function}]
         assert request["tool_choice"] == expected
         assert "parallel_tool_calls" not in request
-        assert "tools[].type=web_search_20250305" in ignored
+        assert "tools[].web_search_20250305" in ignored
     single = {"type": "auto", "disable_parallel_tool_use": True}
     assert translated(tmp_path, tools=[TOOL], tool_choice=single)[0]["parallel_tool_calls"] is False
     with pytest.raises(ApiError, match="which is not one of 'tools'"):
