@@ -17,7 +17,7 @@ class ReasoningDelta:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one per token, and freezing triples what making it costs
 class ContentDelta:
     """A piece of the answer's text; filled by parsers, and by `OutputState` where an output has none."""
 
@@ -65,7 +65,7 @@ class Finish:
     stop_reason: str | int | None = None  # the stop string or stop token found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # as ContentDelta
 class ParsedDelta:
     """New content of one output, in the order in which the model wrote it; filled by `OutputState`."""
 

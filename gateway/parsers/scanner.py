@@ -39,10 +39,16 @@ class Markers:
         self.pattern = re.compile("|".join(map(re.escape, spelled))) if spelled else None
         self._starts = frozenset(text[:end] for text in spelled for end in range(1, len(text)))
         self._longest = max((len(text) - 1 for text in spelled), default=0)
+        firsts = {text[0] for text in spelled}
+        self._first = firsts.pop() if len(firsts) == 1 else ""  # with which every marker begins
 
     def held(self, text: str, first: int) -> int:
         """How many characters at the end of `text[first:]` may begin a marker; the most, or 0."""
-        for length in range(min(self._longest, len(text) - first), 0, -1):
+        most = min(self._longest, len(text) - first)
+        if self._first:
+            place = text.find(self._first, len(text) - most) if most else -1
+            most = 0 if place < 0 else len(text) - place
+        for length in range(most, 0, -1):
             if text[-length:] in self._starts:
                 return length
         return 0

@@ -148,6 +148,9 @@ def constraint_of(
             "unsupported_parameter",
         )
     thought = "closed" if parser is None else _thought(body, parser, prompt)
+    think = REASONING.get(parser or "")
+    if thought == "unknown" and think is not None and think.begin not in model.tokenizer.added_tokens:
+        thought = "closed"  # a grammar whose calls begin with the same letter could not be told apart
     if parser is None or thought == "closed" or (constraint is None and budget is None):
         return constraint
     constraint = constraint or Constraint()
