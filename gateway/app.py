@@ -179,7 +179,7 @@ def create_app(
     app.include_router(api_router)
     app.include_router(page_router(config.gateway.web_page))
     if config.gateway.live_view:
-        app.state.live_figures = LiveFigures(lambda: gateway.engine.live())
+        app.state.live_figures = LiveFigures(lambda replica: gateway.engine.live(replica))
         app.include_router(live_router)
     schemas: list[type[BaseModel]] = [
         ChatCompletionRequest,

@@ -163,10 +163,12 @@ class ReplicaSet:
         usable = [one for one in self.replicas.values() if not (one.mismatch or one.is_leaving)]
         return any(await asyncio.gather(*(replica.client.is_serving() for replica in usable)))
 
-    async def live(self) -> engine_pb2.GetLiveResponse:
-        """Of the first replica that answers: figures of experts are a replica's own."""
-        answer: engine_pb2.GetLiveResponse = await self._first(lambda client: client.live())
-        return answer
+    async def live(self, number: int = 0) -> engine_pb2.GetLiveResponse:
+        """Of one replica, by its place among `replicas`: figures of experts are a replica's own."""
+        found = list(self.replicas.values())[number : number + 1]
+        if not found:
+            raise call_error(grpc.StatusCode.UNAVAILABLE, self._why_none())
+        return await found[0].client.live()
 
     async def load(self) -> engine_pb2.GetLoadResponse:
         """Of the only replica, or of the first that answers with the queues of all added up."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 
+from gateway.errors import bad_request
 from gateway.openapi import refuses
 from gateway.state import gateway_of
 from protos import engine_pb2
@@ -17,24 +19,32 @@ from protos import engine_pb2
 _FRESH_S = 0.5
 
 
+@dataclass
+class _Figures:
+    """The last answer of one replica; filled by `LiveFigures`."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    last: dict[str, Any] | None = None
+    asked: float = 0.0  # time.monotonic()
+
+
 class LiveFigures:
-    """The engine's last answer, shared by all who look; filled by `get`."""
+    """The engines' last answers, shared by all who look."""
 
-    def __init__(self, ask: Callable[[], Awaitable[engine_pb2.GetLiveResponse]]) -> None:
-        """`ask` calls the engine's GetLive."""
+    def __init__(self, ask: Callable[[int], Awaitable[engine_pb2.GetLiveResponse]]) -> None:
+        """`ask` calls GetLive of a replica, by its number."""
         self._ask = ask
-        self._lock = asyncio.Lock()
-        self._last: dict[str, Any] | None = None
-        self._asked = 0.0  # time.monotonic()
+        self._found: dict[int, _Figures] = {}
 
-    async def get(self) -> dict[str, Any]:
+    async def get(self, replica: int) -> dict[str, Any]:
         """Figures that are at most half a second old. Raises grpc.aio.AioRpcError."""
-        async with self._lock:
-            if self._last is None or time.monotonic() - self._asked >= _FRESH_S:
-                self._last = None
-                found = live_object(await self._ask())
-                self._last, self._asked = found, time.monotonic()
-            return self._last
+        found = self._found.setdefault(replica, _Figures())
+        async with found.lock:
+            if found.last is None or time.monotonic() - found.asked >= _FRESH_S:
+                found.last = None
+                found.last = live_object(await self._ask(replica))
+                found.asked = time.monotonic()
+            return found.last
 
 
 def live_object(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
@@ -106,12 +116,21 @@ def _server(server: engine_pb2.LiveExpertServer) -> dict[str, Any]:
 router = APIRouter()
 
 
-@router.get("/v1/live", **refuses(401, 503))
-async def live(request: Request, layers: bool = True) -> dict[str, Any]:
-    """Figures of the engine, its expert servers and, unless `layers` is false, the experts of each layer."""
+@router.get("/v1/live", **refuses(400, 401, 503))
+async def live(
+    request: Request, layers: bool = True, replica: Annotated[int, Query(ge=0)] = 0
+) -> dict[str, Any]:
+    """Figures of an engine, its expert servers and, unless `layers` is false, the experts of each layer.
+
+    `replica`: which of several engines, from 0.
+    """
     gateway = gateway_of(request)
+    model = gateway.model()  # 503 until one is known
+    count = len(gateway.engine.replicas)
+    if replica >= max(count, 1):
+        raise bad_request(f"'replica' is {replica}; there are {count}, counted from 0", "replica")
     figures: LiveFigures = request.app.state.live_figures
-    found = {**await figures.get(), "model": gateway.model().name}
+    found = {**await figures.get(replica), "model": model.name, "replica": replica, "replicas": count}
     found["requests"] = {**found["requests"], "gateway_in_flight": gateway.admission.in_flight}
     if found["experts"] is not None and not layers:
         found["experts"] = {**found["experts"], "layers": None}

@@ -88,7 +88,7 @@ def instance_of(schema: dict[str, Any], definitions: dict[str, Any] | None = Non
         return schema["const"]
     if "anyOf" in schema:
         return instance_of(schema["anyOf"][0], definitions)
-    kind = schema.get("type")
+    kind = str(schema.get("type"))
     if kind == "object":
         return {name: instance_of(one, definitions) for name, one in schema.get("properties", {}).items()}
     if kind == "array":
@@ -163,7 +163,7 @@ def main() -> None:
         tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>")])
         write_tokenizer(directory, tokenizer, TEMPLATE)
         engine = ScriptedModel(directory, tokenizer, CONTEXT)
-        engine.placeholder = tokenizer.token_to_id(IMAGE)
+        engine.placeholder = int(tokenizer.token_to_id(IMAGE) or 0)
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())

@@ -139,7 +139,9 @@ def test_live_figures(engine: tuple[FakeEngine, str], url: str) -> None:
         assert experts["servers"][0]["numa_node"] is None
         assert experts["servers"][1] == {"index": 1, "is_up": False}
         assert client.get(f"{url}/v1/live?layers=false").json()["experts"]["layers"] is None
-        assert client.get(f"{url}/v1/live?layers=perhaps").status_code == 400
+        for wrong in ("layers=perhaps", "replica=1", "replica=-1"):
+            assert client.get(f"{url}/v1/live?{wrong}").status_code == 400
+        assert (live["replica"], live["replicas"]) == (0, 1)
 
 
 def test_models_say_whether_images_are_taken(url: str) -> None:

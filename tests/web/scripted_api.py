@@ -35,6 +35,7 @@ class Script:
     live: dict[str, Any] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of chat requests
     paths: list[str] = field(default_factory=list)  # of all requests
+    queries: list[str] = field(default_factory=list)  # of all requests
     left: threading.Event = field(default_factory=threading.Event)  # a client went away within an answer
 
 
@@ -65,6 +66,7 @@ def _api(script: Script) -> FastAPI:
 
     def refused(request: Request) -> JSONResponse | None:
         script.paths.append(request.url.path)
+        script.queries.append(request.url.query)
         if script.key and request.headers.get("authorization") != f"Bearer {script.key}":
             return JSONResponse({"error": {"message": "missing or wrong API key"}}, 401)
         return None

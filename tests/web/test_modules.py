@@ -136,19 +136,19 @@ PATTERNS = [
 
 
 def test_markdown_takes_time_in_proportion(page: Browser) -> None:
-    """A text four times as long takes less than fourteen times as long, for any mark repeated."""
+    """Eight times the text takes nearer to eight times as long than to 64 times, for any mark repeated."""
     body = """const slow = [];
     for (const pattern of given[0]) {
-      const time = (size) => {
+      const once = (size) => {
         const text = pattern.repeat(Math.ceil(size / pattern.length));
         const begin = performance.now();
         for (const block of m.splitBlocks(text)) if (block.text) m.parseInline(block.text);
         return performance.now() - begin;
       };
-      time(20000);
-      const [short, long] = [time(50000), time(200000)];
-      if (long > 400 && long > 14 * short) slow.push([pattern, short, long]);
-      if (long > 20000) slow.push([pattern, long]);
+      // The best of some: the machine may be busy.
+      const best = (size, times) => Math.min(...Array.from({ length: times }, () => once(size)));
+      const [short, long] = [best(25000, 5), best(200000, 2)];
+      if (long > 400 && long > 32 * short) slow.push([pattern, short, long]);
     }
     return slow;"""
     assert call(page, "markdown", body, PATTERNS) == []

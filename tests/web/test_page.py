@@ -346,6 +346,11 @@ def test_the_live_view(page: Browser, script: Script) -> None:
     page.until(lambda: "4.00 GB/s" in page.text("#live-view tbody tr"))  # while computing
     assert "80 %" in page.text("#live-view tbody tr")
     page.until(lambda: "2 (100)" in page.text("#live-view section"))
+    assert page.count("#replica") == 0
+    script.live["replicas"] = 2
+    page.until(lambda: page.count("#replica") == 1)
+    page.type("#replica", "2")
+    page.until(lambda: any("replica=1" in query for query in script.queries))
     page.click("header nav a[href='#chat']")
     page.until(lambda: page.count("#messages") == 1)
     seen = len(script.paths)

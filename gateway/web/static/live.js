@@ -73,6 +73,7 @@ export class LiveView {
     this.calls = 0;
     this.last = null; // the answer before
     this.baseline = null; // counts by layer when the view was opened
+    this.replica = 0; // of several engines behind one gateway
     this.#build();
   }
 
@@ -103,7 +104,24 @@ export class LiveView {
       table("Experts by layer", ["Layer", "On the GPU", "On CPU servers", "Chosen: GPU or streamed", "Computed by CPUs", "Hottest experts"], this.layers),
     );
     const figures = element("div", { class: "figures" }, Object.values(this.figures).map((figure) => figure.node));
-    this.node.append(element("h2", { class: "hidden" }, "Load"), this.problem, figures, this.expertsPart);
+    this.choice = element("select", { id: "replica", onchange: () => this.#choose(Number(this.choice.value)) });
+    this.replicas = element("p", { hidden: true }, element("label", { for: "replica" }, "Engine "), this.choice);
+    this.node.append(element("h2", { class: "hidden" }, "Load"), this.problem, this.replicas, figures, this.expertsPart);
+  }
+
+  #choose(replica) {
+    this.replica = replica;
+    this.last = this.baseline = null; // another engine's counters
+    this.calls = 0;
+    for (const figure of Object.values(this.figures)) figure.points = [];
+  }
+
+  #showReplicas(count) {
+    this.replicas.hidden = count < 2;
+    if (this.choice.length === count) return;
+    const options = Array.from({ length: count }, (_, number) => element("option", { value: String(number) }, `${number + 1} of ${count}`));
+    this.choice.replaceChildren(...options);
+    this.choice.value = String(this.replica);
   }
 
   /** Asks while it is shown, and only then. */
@@ -128,7 +146,9 @@ export class LiveView {
   async #askNow() {
     const withLayers = this.calls++ % LAYERS_EVERY === 0;
     try {
-      this.#show(await this.page.api.get(`v1/live?layers=${withLayers}`));
+      const { replica } = this;
+      const found = await this.page.api.get(`v1/live?layers=${withLayers}&replica=${replica}`);
+      if (replica === this.replica) this.#show(found);
       this.problem.hidden = true;
       return EVERY_MS;
     } catch (error) {
@@ -141,6 +161,7 @@ export class LiveView {
 
   #show(now) {
     const { figures, last } = this;
+    this.#showReplicas(now.replicas ?? 1);
     const { requests, kv_cache: kv, time_to_first_token: first } = now;
     figures.tokens.show(now.tokens_per_second.toFixed(1), "over the last 10 s", now.tokens_per_second);
     figures.prompts.show(now.prompt_tokens_per_second.toFixed(1), "over the last 10 s, cached ones included", now.prompt_tokens_per_second);
