@@ -236,11 +236,11 @@ class Preparer:
                 raise bad_request(
                     "images are not tokenised here: how many tokens they take depends on them", "messages"
                 )
-            messages = [message.for_template() for message in body.messages]
-            kwargs = body.chat_template_kwargs or {}
-            conversation = Conversation(messages, body.add_generation_prompt, kwargs=kwargs)
-            text = self._rendered(conversation, bool(body.parse_special))
-            tokens = self._encoded(text, bool(special), "messages")
+            sent = {name: getattr(body, name) for name in body.CONVERSATION}
+            sent["messages"] = parse_json(data)["messages"]
+            asked = {name: value for name, value in sent.items() if value is not None}
+            chat = self._validated(asked, ChatCompletionRequest, Tolerance())
+            tokens, _, _ = self._chat_prompt(chat, len(data))
         else:
             text = self._plain_text(body.prompt or "", body.parse_special is not False, "prompt")
             tokens = self._encoded(text, special is not False, "prompt")

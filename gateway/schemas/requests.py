@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -17,7 +17,7 @@ from gateway.schemas.common import (
     parse_json,
 )
 from gateway.schemas.structured import StructuredFields
-from gateway.schemas.tools import TemplateKwargs, ToolFields
+from gateway.schemas.tools import ToolFields
 from moebius.request_limits import MAX_LOGPROBS, MAX_OUTPUTS
 
 MAX_MESSAGES = 16_384
@@ -298,7 +298,16 @@ MAX_TOKENS = 2**20  # to turn into text
 
 
 class TokenizeRequest(StrictModel):
-    """Text or a conversation to count or tokenise; exactly one of `prompt` and `messages`."""
+    """Text or a conversation to count or tokenise; exactly one of `prompt` and `messages`.
+
+    With `messages`, `tools` and the other fields of chat requests that are part of the prompt count.
+    """
+
+    # Those: read as a chat request's.
+    CONVERSATION: ClassVar[tuple[str, ...]] = (
+        *("messages", "tools", "tool_choice", "documents", "chat_template_kwargs", "reasoning_effort"),
+        *("add_generation_prompt", "continue_final_message", "add_special_tokens", "parse_special"),
+    )
 
     model: str | None = Field(None, max_length=MAX_LABEL_CHARACTERS)
     prompt: str | None = None
@@ -306,8 +315,13 @@ class TokenizeRequest(StrictModel):
     add_special_tokens: bool | None = Field(
         None, description="Unset: true for `prompt`, false for `messages`"
     )
-    add_generation_prompt: bool = True
-    chat_template_kwargs: TemplateKwargs | None = None
+    tools: list[dict[str, Any]] | None = Field(None, description="As in chat requests")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="As in chat requests")
+    documents: list[dict[str, Any]] | None = Field(None, description="As in chat requests")
+    reasoning_effort: str | None = Field(None, description="As in chat requests")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="As in chat requests")
+    add_generation_prompt: bool | None = Field(None, description="Unset: unless the final message goes on")
+    continue_final_message: bool | None = None
     parse_special: bool | None = Field(
         None,
         description="Whether control tokens spelled in the text are control tokens; unset: true for "

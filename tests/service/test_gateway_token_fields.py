@@ -18,6 +18,7 @@ from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 TEMPLATE = (
     "{% for d in documents or [] %}{{ d.text }};{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for message in messages %}<|start|>{{ message.role }} {{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant {% endif %}"
 )
@@ -251,3 +252,22 @@ def test_without_detokenising_there_are_ids_and_no_text(served: Served) -> None:
     choice = served.post("completions", body)["choices"][0]
     assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [30, 31, 2], "stop")
     assert served.refusal("completions", {**body, "stop": "x"}) == "stop"
+
+
+def test_conversations_are_tokenised_as_chat_prompts_are(served: Served) -> None:
+    """With tools, documents and a message that goes on: the ids of /tokenize are those the engine gets."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    history = [*CHAT["messages"], {"role": "assistant", "content": "The"}]  # type: ignore[misc]
+    for more in (
+        {},
+        {"tools": [tool]},
+        {"tools": [tool], "tool_choice": "none"},
+        {"messages": history, "continue_final_message": True},
+        {"documents": [{"text": "x"}], "add_generation_prompt": False},
+    ):
+        body = {"messages": CHAT["messages"], **more}
+        served.post("chat/completions", {**body, "max_tokens": 1})
+        counted = served.post("tokenize", body)
+        assert counted["tokens"] == list(served.sent().tokenized.input_ids), more
+        assert counted["count"] == len(counted["tokens"])
+    assert served.refusal("tokenize", {"messages": CHAT["messages"], "tools": [{"type": "function"}]})
