@@ -62,6 +62,8 @@ _BILLING = "x-anthropic-billing-header:"
 class MessagesReply:
     """What a message is made from besides the output; filled by `translate`."""
 
+    # The name that was asked for: Claude Code gives thoughts back to a model of the same name only.
+    model: str
     context_length: int  # of the model, tokens
     hides_thinking: bool = False
 
@@ -93,7 +95,7 @@ def translate(body: CountTokensRequest, context: Context) -> Translation:
     if isinstance(body, MessagesRequest):
         request |= _sampling(body)
     hides = body.thinking is not None and body.thinking.display == "omitted"
-    reply = MessagesReply(context.model.max_context_length, hides)
+    reply = MessagesReply(body.model, context.model.max_context_length, hides)
     return Translation(without_none(request), NAMES, reply, fits_limit=True)
 
 
@@ -287,10 +289,9 @@ class MessagesFormat(ResponseFormat):
     operation = "chat"
     keep_alive = sse("ping", {})
 
-    def __init__(self, model: str, request_id: str, reply: MessagesReply) -> None:
+    def __init__(self, request_id: str, reply: MessagesReply) -> None:
         """`request_id` is told with failures."""
         self.id = f"msg_{uuid.uuid4().hex}"
-        self._model = model
         self._request_id = request_id
         self._reply = reply
         self._parts = PartList()
@@ -331,7 +332,7 @@ class MessagesFormat(ResponseFormat):
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self._reply.model,
             "content": blocks,
             **ending,
             "usage": _usage(usage),

@@ -47,7 +47,7 @@ async def create_message(request: Request) -> Response:
     """Anthropic's Messages: the next message of a conversation, whole or as a stream of events."""
     gateway = gateway_of(request)
     prepared = await gateway.generation(request, "messages")
-    form = MessagesFormat(gateway.model().name, request.state.request_id, prepared.reply)
+    form = MessagesFormat(request.state.request_id, prepared.reply)
     return await _respond(request, prepared, form)
 
 

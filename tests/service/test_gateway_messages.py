@@ -58,12 +58,12 @@ def setup(running: Setup) -> Setup:
 
 
 def test_message(setup: Setup) -> None:
-    """A whole message; the name Claude Code sends is an alias; an id for support is in the header."""
+    """A whole message by the name that was asked for, here an alias; an id for support is in the header."""
     answer = setup.client.messages.create(
         model=MODEL, max_tokens=100, messages=HELLO, extra_body={"temperature": 0}, system="Be brief."
     )
     assert answer.id.startswith("msg_")
-    assert (answer.type, answer.role, answer.model) == ("message", "assistant", "tiny-model")
+    assert (answer.type, answer.role, answer.model) == ("message", "assistant", MODEL)
     assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": GREEDY}]
     assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
     sent = setup.engine.seen.requests[0]

@@ -23,14 +23,14 @@ from gateway.parsers.events import (
 from gateway.schemas.parameters import Tolerance
 from tests.helpers.api_requests import ANSWER, delta, events, served_model
 
-REPLY = MessagesReply(context_length=100)
+REPLY = MessagesReply("tiny", context_length=100)
 USAGE = Usage(prompt_tokens=50, completion_tokens=9, cached_tokens=32, reasoning_tokens=4)
 TOOL = {"name": "weather", "description": "Looks it up", "input_schema": {"type": "object"}}
 
 
 def streamed(answer: list[ParsedDelta]) -> list[dict[str, Any]]:
     """The events of an answer that comes delta by delta."""
-    form = MessagesFormat("tiny", "r1", REPLY)
+    form = MessagesFormat("r1", REPLY)
     data = b"".join(form.stream_delta(one, lambda: USAGE) for one in answer)
     return events(data + form.stream_end(USAGE))
 
@@ -38,7 +38,7 @@ def streamed(answer: list[ParsedDelta]) -> list[dict[str, Any]]:
 def whole(answer: list[ParsedDelta]) -> dict[str, Any]:
     """The message of the same answer."""
     output = Output(deltas=list(answer), finish=answer[-1].finish)
-    return MessagesFormat("tiny", "r1", REPLY).whole([output], USAGE)
+    return MessagesFormat("r1", REPLY).whole([output], USAGE)
 
 
 def test_stream_of_thought_text_and_calls() -> None:
@@ -130,18 +130,18 @@ def test_full_context() -> None:
     """An output that filled the context says so, rather than that its own limit was reached."""
     full = Usage(prompt_tokens=90, completion_tokens=10, cached_tokens=0)
     output = Output(deltas=[], finish=Finish("length"))
-    message = MessagesFormat("tiny", "r1", REPLY).whole([output], full)
+    message = MessagesFormat("r1", REPLY).whole([output], full)
     assert message["stop_reason"] == "model_context_window_exceeded"
 
 
 def test_hidden_thoughts_come_back(tmp_path: Path) -> None:
     """With `display` omitted a thought is in its signature alone, and the next request has it."""
-    reply = MessagesReply(context_length=100, hides_thinking=True)
-    form = MessagesFormat("tiny", "r1", reply)
+    reply = MessagesReply("tiny", context_length=100, hides_thinking=True)
+    form = MessagesFormat("r1", reply)
     thought = [delta(ReasoningDelta("Höm, "), ReasoningDelta("well."), finish=Finish("stop"))]
     data = b"".join(form.stream_delta(one, lambda: USAGE) for one in thought) + form.stream_end(USAGE)
     changes = [one["delta"] for one in events(data) if one["type"] == "content_block_delta"]
-    block = MessagesFormat("tiny", "r1", reply).whole([Output(deltas=list(thought))], USAGE)["content"][0]
+    block = MessagesFormat("r1", reply).whole([Output(deltas=list(thought))], USAGE)["content"][0]
     assert changes == [{"type": "signature_delta", "signature": block["signature"]}]
     assert block["thinking"] == ""
     history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [block]}]
@@ -165,7 +165,7 @@ def test_nothing_was_said() -> None:
 
 def test_failure_in_a_stream() -> None:
     """The error event is Anthropic's envelope."""
-    data = MessagesFormat("tiny", "r1", REPLY).stream_failure(ApiError(503, "gone"))
+    data = MessagesFormat("r1", REPLY).stream_failure(ApiError(503, "gone"))
     assert events(data) == [
         {"type": "error", "error": {"type": "overloaded_error", "message": "gone"}, "request_id": "r1"}
     ]
