@@ -22,7 +22,7 @@ def test_every_figure_is_measured_together_with_its_limit(tmp_path: Path) -> Non
     )
     rows = {row.figure: row for row in run(options, file)}
     assert [row["figure"] for row in json.loads(file.read_text())] == list(rows)
-    assert len(rows) == 7
+    assert len(rows) == 8
     assert all(row.ours > 0 and row.limit > 0 for row in rows.values())
     paced = rows["tokens per second meanwhile"]
     # 4 streams, 50 tokens a second each; a busy machine makes it fewer, nothing makes it more.

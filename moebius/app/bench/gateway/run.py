@@ -24,6 +24,7 @@ from moebius.app.bench.gateway.engine import write_tokenizer
 from moebius.app.bench.gateway.processes import (
     bare_server,
     cpu_seconds,
+    descendants,
     free_port,
     gateway,
     http_processes,
@@ -85,6 +86,7 @@ class Figures:
     first_byte_p50_ms: float
     first_byte_p99_ms: float
     requests_per_second: float
+    cpu_us_per_request: float  # of one that is not streamed; prompt processes included
 
 
 def run(options: GatewayOptions, json_file: Path | None = None) -> list[GatewayRow]:
@@ -183,14 +185,17 @@ async def _record(port: int, model: str, directory: Path) -> None:
 
 async def _measure(options: GatewayOptions, port: int, pid: int, model: str) -> Figures:
     """One server's figures."""
-    cpu_us, rate = await _stream_cost(options, port, pid, model)
+    cpu_us_per_token, rate = await _stream_cost(options, port, pid, model)
     short = chat(model, _SHORT, True)
     rounds = [await first_bytes(port, options.arrivals, short) for _ in range(1 + _ROUNDS)][1:]
     times = sorted(rounds, key=lambda one: one[len(one) // 2])[_ROUNDS // 2]
     whole = chat(model, _WHOLE_TOKENS, False)
+    pids = descendants(pid)
+    cpu, begin = cpu_seconds(pids), time.perf_counter()
     requests = await whole_requests(port, options.connections, whole, options.seconds)
+    cpu_us = (cpu_seconds(pids) - cpu) / (requests * (time.perf_counter() - begin)) * 1e6
     p50, p99 = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
-    return Figures(cpu_us, rate, p50 * 1e3, p99 * 1e3, requests)
+    return Figures(cpu_us_per_token, rate, p50 * 1e3, p99 * 1e3, requests, cpu_us)
 
 
 async def _stream_cost(options: GatewayOptions, port: int, pid: int, model: str) -> tuple[float, float]:
@@ -231,6 +236,7 @@ def _rows(ours: Figures, limit: Figures) -> Iterator[GatewayRow]:
         ("first_byte_p50_ms", "first byte of streams that arrive together, p50", "ms"),
         ("first_byte_p99_ms", "first byte of streams that arrive together, p99", "ms"),
         ("requests_per_second", "requests that are not streamed", "1/s"),
+        ("cpu_us_per_request", "processor time per such request, all processes", "µs"),
     )
     for field, name, unit in named:
         one, other = getattr(ours, field), getattr(limit, field)
