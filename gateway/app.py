@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 
 import structlog
 from fastapi import FastAPI, Request, Response
-from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 from pydantic import BaseModel
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -32,6 +31,7 @@ from gateway.schemas.requests import (
 )
 from gateway.state import Gateway
 from gateway.streaming import ClientGone
+from gateway.tracing import TracingMiddleware
 from gateway.web.live import LiveFigures
 from gateway.web.live import router as live_router
 from gateway.web.pages import page_router
@@ -208,7 +208,5 @@ def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> No
             expose_headers=["X-Request-Id", "Retry-After"],
             max_age=3600,
         )
-    app.add_middleware(RequestContextMiddleware)  # added last: outermost, so every answer has an id
-    FastAPIInstrumentor.instrument_app(
-        app, excluded_urls="/health,/ping,/ready,/metrics", exclude_spans=["receive", "send"]
-    )
+    app.add_middleware(RequestContextMiddleware)  # around all others, so every answer has an id
+    app.add_middleware(TracingMiddleware)

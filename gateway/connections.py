@@ -104,7 +104,23 @@ class LingeringTransport:
     def __init__(self, transport: asyncio.Transport, connection: HttpConnection) -> None:
         self._transport = transport
         self._connection = connection
-        self.write = transport.write  # once per token: not looked up each time
+        self._head = b""  # of an answer whose body comes in a moment
+
+    def write(self, data: bytes) -> None:
+        """At once, but for an answer's head, which goes with the beginning of its body."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 "):
+            self._head = data
+            self._connection.loop.call_soon(self.flush)  # in case its body takes longer
+            return
+        self._transport.write(data)
+
+    def flush(self) -> None:
+        """Sends what is kept."""
+        if self._head and not self._transport.is_closing():
+            self._transport.write(self._head)
+        self._head = b""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -115,6 +131,7 @@ class LingeringTransport:
 
     def close(self) -> None:
         """At once, unless the client is still sending what it was answered about."""
+        self.flush()
         if not self._connection.linger(self._transport):
             self._transport.close()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,9 +11,10 @@ from urllib.parse import unquote_to_bytes, urlsplit
 import httpx
 
 from gateway.errors import ApiError
+from gateway.prompts.data_images import DecodedImage, ImageRefused, check_image
 from gateway.schemas.requests import ImageUrl
 from moebius.config import ImageConfig
-from moebius.image_files import open_image, read_below
+from moebius.image_files import read_below
 from protos import engine_pb2
 
 ANY_HOST = "*"
@@ -23,10 +22,6 @@ _MIB = 2**20
 _LONGEST_URL = 8192
 # IPv4 addresses as translators write them into IPv6 (RFC 6052).
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-
-
-class ImageRefused(ValueError):
-    """One image can not be used; the message says why and what is allowed."""
 
 
 async def from_host(url: str, config: ImageConfig) -> bytes:
@@ -138,60 +133,44 @@ _MOST_BYTES = 240 * _MIB
 _DETAILS: Mapping[str | None, engine_pb2.ImageDetail] = {"low": engine_pb2.IMAGE_DETAIL_LOW}
 
 
-async def collect_images(
-    places: Sequence[tuple[str, ImageUrl]], config: ImageConfig
-) -> list[engine_pb2.ImageInput]:
-    """All images as the engine takes them, in order; `places`: the name of its parameter and each image.
+async def add_images(
+    request: engine_pb2.GenerateRequest,
+    places: Sequence[tuple[str, ImageUrl | DecodedImage]],
+    config: ImageConfig,
+) -> None:
+    """Gives the request all its images, in order; `places`: the name of its parameter and each image.
 
     Raises:
         ApiError: 400 that names the part at fault.
     """
-    files = await asyncio.gather(*(_collected(place, image.url, config) for place, image in places))
+    files = await asyncio.gather(*(_collected(place, image, config) for place, image in places))
     if sum(map(len, files)) > _MOST_BYTES:
         raise _refused(
             "messages", f"the images together are larger than {_MOST_BYTES // _MIB} MiB", "image_too_large"
         )
-    details = [_DETAILS.get(image.detail, engine_pb2.IMAGE_DETAIL_HIGH) for _, image in places]
-    return [
-        engine_pb2.ImageInput(data=data, detail=detail) for data, detail in zip(files, details, strict=True)
-    ]
+    for data, (_, image) in zip(files, places, strict=True):
+        request.images.add(data=data, detail=_DETAILS.get(image.detail, engine_pb2.IMAGE_DETAIL_HIGH))
+        await asyncio.sleep(0)  # each is copied, which takes milliseconds: others go on in between
 
 
 def _refused(param: str, message: str, code: str) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
-async def _collected(place: str, url: str, config: ImageConfig) -> bytes:
+async def _collected(place: str, image: ImageUrl | DecodedImage, config: ImageConfig) -> bytes:
+    if isinstance(image, DecodedImage):
+        return image.data if isinstance(image.data, bytes) else bytes(image.data)
     try:
-        scheme = url.partition(":")[0].lower()
+        scheme = image.url.partition(":")[0].lower()
         source = _SOURCES.get(scheme)
         if source is None:
-            raise ImageRefused(f"URLs of images begin with {', '.join(_SOURCES)}, not with {scheme[:20]!r}")
-        data = await source(url, config)
-        if len(data) > config.max_image_mib * _MIB:
-            raise ImageRefused(_too_large(config))
-        open_image(data, config.max_image_megapixels)
+            allowed = ", ".join(["data", *_SOURCES])
+            raise ImageRefused(f"URLs of images begin with {allowed}, not with {scheme[:20]!r}")
+        data = await source(image.url, config)
+        check_image(data, config)
     except ValueError as error:
         raise _refused(place, str(error), "invalid_image") from error
     return data
-
-
-def _too_large(config: ImageConfig) -> str:
-    return f"the image is larger than {config.max_image_mib:g} MiB (max_image_mib)"
-
-
-async def _from_data(url: str, config: ImageConfig) -> bytes:
-    """RFC 2397: `data:image/png;base64,...`. Not split by `urlsplit`, which would keep it in its cache."""
-    kind, comma, payload = url.partition(":")[2].partition(",")
-    media, *options = kind.split(";")
-    if not (comma and media.lower().startswith("image/") and options[-1:] == ["base64"]):
-        raise ImageRefused("a data URL must begin with data:image/TYPE;base64,")
-    if len(payload) * 3 // 4 > config.max_image_mib * _MIB + 3:
-        raise ImageRefused(_too_large(config))
-    try:
-        return await asyncio.to_thread(base64.b64decode, payload, validate=True)
-    except binascii.Error as error:
-        raise ImageRefused(f"the data URL is not valid base64: {error}") from error
 
 
 async def _from_file(url: str, config: ImageConfig) -> bytes:
@@ -203,7 +182,6 @@ async def _from_file(url: str, config: ImageConfig) -> bytes:
 
 
 _SOURCES: Mapping[str, Callable[[str, ImageConfig], Awaitable[bytes]]] = {
-    "data": _from_data,
     "file": _from_file,
     "http": from_host,
     "https": from_host,

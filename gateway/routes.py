@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from gateway.errors import ApiError
 from gateway.formats import ChatFormat, CompletionFormat
-from gateway.images import collect_images
+from gateway.images import add_images
 from gateway.openapi import refuses, takes
 from gateway.prompts.contract import Kind
 from gateway.schemas.requests import (
@@ -33,8 +33,7 @@ async def create_chat_completion(request: Request) -> Response:
     gateway = gateway_of(request)
     prepared = await gateway.generation(request, "chat")
     model = gateway.model()
-    images = await collect_images(prepared.images, gateway.config.images)
-    prepared.jobs[0].request.images.extend(images)
+    await add_images(prepared.jobs[0].request, prepared.images, gateway.config.images)
     form = ChatFormat(model.name, model.tokenizer, prepared)
     return await RequestRun(gateway, model, prepared, form).respond(request)
 

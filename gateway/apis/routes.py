@@ -18,7 +18,7 @@ from gateway.apis.responses_schema import ResponsesRequest
 from gateway.apis.stored_responses import StoredResponse, not_found
 from gateway.errors import ApiError, bad_request
 from gateway.formats import ResponseFormat
-from gateway.images import collect_images
+from gateway.images import add_images
 from gateway.openapi import refuses, takes
 from gateway.prompts.contract import Kind, Prepared
 from gateway.serving import RequestRun
@@ -30,8 +30,7 @@ router = APIRouter()
 async def _respond(request: Request, prepared: Prepared, form: ResponseFormat) -> Response:
     """Answers a prepared request in the form of its API."""
     gateway = gateway_of(request)
-    images = await collect_images(prepared.images, gateway.config.images)
-    prepared.jobs[0].request.images.extend(images)
+    await add_images(prepared.jobs[0].request, prepared.images, gateway.config.images)
     return await RequestRun(gateway, gateway.model(), prepared, form).respond(request)
 
 

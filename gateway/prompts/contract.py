@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from gateway.apis.stored_responses import ResponseStore
 from gateway.generation import PromptJob
+from gateway.prompts.data_images import DecodedImage
 from gateway.schemas.common import GenerationFields
 from gateway.schemas.requests import ImageUrl
 from moebius.config import ImageConfig
@@ -28,6 +29,7 @@ Kind = Literal[
     "ollama_pull",
 ]
 HEADER = struct.Struct("!Q")  # length of what follows, bytes
+ANSWER_HEADER = struct.Struct("!QI")  # the same, and how many buffers come then, each with its own HEADER
 READY = b"ready"
 
 
@@ -63,7 +65,7 @@ class Prepared:
     fields: GenerationFields  # without prompts and messages
     jobs: list[PromptJob]  # without images and the response's id
     logprobs: int | None  # alternatives per output token; None: no log-probabilities
-    images: list[tuple[str, ImageUrl]]  # parameter name and place of each image, in prompt order
+    images: list[tuple[str, ImageUrl | DecodedImage]]  # parameter name and each image, in prompt order
     reply: Any = None  # what another API's format is made from (gateway/apis/)
     speaks_functions: bool = False  # calls are answered as `function_call`, from before there were tools
     ignored: tuple[str, ...] = ()  # some of the fields that were sent and have no effect, by name
@@ -107,3 +109,14 @@ def packed(value: Any) -> bytes:
     """One message with its header."""
     data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     return HEADER.pack(len(data)) + data
+
+
+def packed_answer(value: Any) -> list[bytes | memoryview]:
+    """One message of a process, in pieces: files stay apart, so that its reader need not take all at once."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
+    pieces: list[bytes | memoryview] = [ANSWER_HEADER.pack(len(data), len(buffers)) + data]
+    for buffer in buffers:
+        raw = buffer.raw()
+        pieces += [HEADER.pack(len(raw)), raw]
+    return pieces

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from gateway.admission import RETRY_AFTER_S
 from gateway.errors import ApiError
 from gateway.prompts.contract import (
+    ANSWER_HEADER,
     HEADER,
     READY,
     Answer,
@@ -63,6 +64,11 @@ def _spawn(channel: socket.socket) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "gateway.prompts.worker"]
     return subprocess.Popen(command, stdin=channel.fileno(), env=environment)
+
+
+def _joined(pieces: list[bytes], size: int) -> list[bytes]:
+    """A small request as one piece, which takes one system call."""
+    return [b"".join(pieces)] if size <= SMALL_BYTES else pieces
 
 
 class _Died(Exception):
@@ -119,7 +125,7 @@ class _Process:
         """The answer; _Died when the process ended without one, or took `limit_s` by the clock."""
         try:
             async with asyncio.timeout(limit_s):
-                await self._send([packed((job.kind, job.size)), *job.body])
+                await self._send(_joined([packed((job.kind, job.size)), *job.body], job.size))
                 answer, self.leaving = await self._receive()
         except TimeoutError:
             await self.stop()
@@ -137,11 +143,17 @@ class _Process:
 
     async def _receive(self) -> Any:
         try:
-            header = await self._reader.readexactly(HEADER.size)
-            data = await self._reader.readexactly(HEADER.unpack(header)[0])
+            header = await self._reader.readexactly(ANSWER_HEADER.size)
+            length, count = ANSWER_HEADER.unpack(header)
+            data = await self._reader.readexactly(length)
+            buffers = [await self._read_buffer() for _ in range(count)]
         except (asyncio.IncompleteReadError, ConnectionError):
             raise _Died(await self.stop(kill=False)) from None
-        return pickle.loads(data)
+        return pickle.loads(data, buffers=buffers)
+
+    async def _read_buffer(self) -> bytes:
+        (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        return await self._reader.readexactly(length)
 
     async def stop(self, kill: bool = True) -> int:
         """Closes the connection and waits for the end; returns the exit status."""

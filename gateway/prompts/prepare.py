@@ -18,6 +18,7 @@ from gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request, descr
 from gateway.grammar import response_format_constraint
 from gateway.model import ServedModel
 from gateway.prompts.contract import Answer, Broken, Kind, Prepared, Refused
+from gateway.prompts.data_images import with_data
 from gateway.prompts.jobs import JobPlan, build_jobs
 from gateway.prompts.tool_use import constraint_of, conversation_of, output_plan
 from gateway.schemas.common import GenerationFields, JsonError, parse_json
@@ -183,7 +184,7 @@ class Preparer:
             "functions": None,
         }
         fields = body.model_copy(update=left_out | NO_STRUCTURE)
-        prepared = Prepared(fields, jobs, _shown_logprobs(body, logprobs), images)
+        prepared = Prepared(fields, jobs, _shown_logprobs(body, logprobs), with_data(images, self._images))
         return replace(prepared, speaks_functions=body.speaks_functions())
 
     def _completions(self, data: bytes | bytearray) -> Prepared:

@@ -9,6 +9,7 @@ gateway starts another.
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 import re
 import resource
@@ -18,32 +19,27 @@ import sys
 from pathlib import Path
 
 from gateway.model import load_served_model
-from gateway.prompts.contract import HEADER, READY, ModelFiles, WorkerSetup, packed, too_much_memory
+from gateway.prompts.contract import HEADER, READY, ModelFiles, WorkerSetup, packed_answer, too_much_memory
 from gateway.prompts.prepare import Preparer
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
 
 OUT_OF_MEMORY = 3  # exit code
+_BUFFER = 2**17  # bytes
 _GROWTH = 2**28  # bytes; a process that keeps more after a request makes room for a new one
 _OOM_SCORE = "500"  # if the machine runs out of memory, the kernel takes this process before the engine
 
 
-def _received(channel: socket.socket, size: int) -> bytearray | None:
+def _received(incoming: io.BufferedReader[socket.SocketIO], size: int) -> bytearray | None:
     """Exactly `size` bytes; None when the gateway is gone."""
     data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        count = channel.recv_into(view[done:])
-        if count == 0:
-            return None
-        done += count
-    return data
+    return data if incoming.readinto(data) == size else None
 
 
-def _message(channel: socket.socket) -> bytearray | None:
+def _message(incoming: io.BufferedReader[socket.SocketIO]) -> bytearray | None:
     """The next message without its header; None when the gateway is gone."""
-    header = _received(channel, HEADER.size)
-    return None if header is None else _received(channel, HEADER.unpack(header)[0])
+    header = _received(incoming, HEADER.size)
+    return None if header is None else _received(incoming, HEADER.unpack(header)[0])
 
 
 def _used(what: str) -> int:
@@ -53,7 +49,12 @@ def _used(what: str) -> int:
     return int(found.group(1)) * 1024
 
 
-def _prepare_all(channel: socket.socket, setup: WorkerSetup, tokenizer: Tokenizer) -> None:
+def _prepare_all(
+    channel: socket.socket,
+    incoming: io.BufferedReader[socket.SocketIO],
+    setup: WorkerSetup,
+    tokenizer: Tokenizer,
+) -> None:
     """Answers requests until the gateway is gone or this process has grown."""
     info = engine_pb2.GetModelInfoResponse.FromString(setup.model_info)
     model = load_served_model(info, tokenizer, setup.served_name, setup.aliases, setup.parsers)
@@ -61,10 +62,10 @@ def _prepare_all(channel: socket.socket, setup: WorkerSetup, tokenizer: Tokenize
     most = _used("VmData") + setup.memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     at_start = _used("VmRSS")
-    channel.sendall(packed(READY))
-    while (data := _message(channel)) is not None:
+    channel.sendall(b"".join(packed_answer(READY)))
+    while (data := _message(incoming)) is not None:
         kind, size = pickle.loads(data)
-        body = _received(channel, size)
+        body = _received(incoming, size)
         if body is None:
             return
         signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)
@@ -73,18 +74,25 @@ def _prepare_all(channel: socket.socket, setup: WorkerSetup, tokenizer: Tokenize
         except MemoryError:
             answer = too_much_memory(setup)
         del body
-        leaving = _used("VmRSS") > at_start + _GROWTH
-        reply = packed((answer, leaving))
+        leaving = _has_grown(at_start)
+        reply = packed_answer((answer, leaving))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        channel.sendall(reply)
+        for piece in reply:
+            channel.sendall(piece)
         del answer, reply
         if leaving:
             return
 
 
-def _read_files(channel: socket.socket) -> Tokenizer | None:
+def _has_grown(at_start: int) -> bool:
+    """Whether this process has kept much memory; costs next to nothing as long as it never had as much."""
+    most = at_start + _GROWTH
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > most and _used("VmRSS") > most
+
+
+def _read_files(incoming: io.BufferedReader[socket.SocketIO]) -> Tokenizer | None:
     """The tokenizer that the first message names; None when the gateway is gone."""
-    data = _message(channel)
+    data = _message(incoming)
     if data is None:
         return None
     files: ModelFiles = pickle.loads(data)
@@ -100,13 +108,15 @@ def main() -> int:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
     channel = socket.socket(fileno=0)
+    # A small request takes one system call.
+    incoming = io.BufferedReader(socket.SocketIO(channel, "r"), _BUFFER)
     try:
-        if (tokenizer := _read_files(channel)) is None:
+        if (tokenizer := _read_files(incoming)) is None:
             return 0
         # The engine may still load, for as long as it takes.
-        data = _message(channel)
+        data = _message(incoming)
         if data is not None:
-            _prepare_all(channel, pickle.loads(data), tokenizer)
+            _prepare_all(channel, incoming, pickle.loads(data), tokenizer)
     except MemoryError:
         return OUT_OF_MEMORY
     except (BrokenPipeError, ConnectionResetError):

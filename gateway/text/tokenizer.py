@@ -124,6 +124,7 @@ class Tokenizer:
         self._added_text = {token_id: token.content for token_id, token in added.items()}
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._bytes: dict[int, bytes] = {}  # of tokens that were asked for: answers repeat a few thousand
         controls = [token for token in added.values() if is_control(token.content, token.special)]
         # A mark is taken out before added tokens are looked for in normalised text: there it splits words.
         self._seamless = not any(token.normalized for token in controls)
@@ -223,6 +224,14 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes one token adds to a text, which may be part of a character."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes_of(token_id)
+            if token_id < self.vocab_size:
+                self._bytes[token_id] = known
+        return known
+
+    def _bytes_of(self, token_id: int) -> bytes:
         if self.is_byte_level:
             return piece_to_bytes(self.piece(token_id))
         if token_id in self._added_text:
