@@ -150,6 +150,7 @@ class ChoiceFormat(ResponseFormat):
         self._tokenizer = tokenizer
         self._logprobs = prepared.logprobs
         self._names_by_id = bool(prepared.fields.return_tokens_as_token_ids)
+        self._names_tokens = bool(prepared.fields.logprob_token_ids)
         self._options = prepared.fields.stream_options or StreamOptions.model_validate({})
         self._details = TokenDetails(prepared, tokenizer)
         self._opened: set[int] = set()
@@ -363,7 +364,7 @@ class ChatFormat(ChoiceFormat):
     def _logprobs_of(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
-        return chat_logprobs(self._tokenizer, tokens, self._logprobs, self._names_by_id)
+        return chat_logprobs(self._tokenizer, tokens, self._logprobs, self._names_by_id, self._names_tokens)
 
 
 class CompletionFormat(ChoiceFormat):

@@ -54,7 +54,9 @@ class ServedModel:
         """Raises ApiError 400 when an id is outside the vocabulary."""
         wrong = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
         if wrong is not None:
-            raise bad_request(f"{param}: token id {wrong} is outside [0, {self.vocab_size})", param)
+            raise bad_request(
+                f"{param}: token id {wrong} is out of vocabulary, which is [0, {self.vocab_size})", param
+            )
 
     def check_length(self, length: int, param: str) -> None:
         """Raises ApiError 400 for a prompt of more tokens than the model takes."""

@@ -55,18 +55,23 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float, by_id: bool) -> 
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], count: int, by_id: bool = False
+    tokenizer: Tokenizer,
+    tokens: Sequence[TokenLogprob],
+    count: int,
+    by_id: bool = False,
+    with_own: bool = False,
 ) -> dict[str, Any]:
     """`choices[].logprobs` of chat: one content entry per token with up to `count` alternatives.
 
-    `by_id`: tokens are named by their ids.
+    `by_id`: tokens are named by their ids; `with_own`: each is one of its alternatives in any case.
     """
     content = []
     for token in tokens:
         entry = _entry(tokenizer, token.token_id, token.logprob or 0.0, by_id)
-        entry["top_logprobs"] = [
-            _entry(tokenizer, token_id, value, by_id) for token_id, value in token.top[:count]
-        ]
+        top = token.top[:count]
+        if with_own and token.token_id not in dict(top):
+            top = ((token.token_id, token.logprob or 0.0), *top)
+        entry["top_logprobs"] = [_entry(tokenizer, token_id, value, by_id) for token_id, value in top]
         content.append(entry)
     return {"content": content, "refusal": None}
 
@@ -261,7 +266,7 @@ class OutputState:
         if self._echoed:
             return ""
         self._echoed = True
-        detokenizer = make_detokenizer(self._tokenizer, self._rules.skip_special_tokens)
+        detokenizer = make_detokenizer(self._tokenizer, False)  # as the echoed text shows them
         offset = 0
         for position, token_id in enumerate(logprobs.token_ids if self._rules.echoes_logprobs else ()):
             value = logprobs.token_logprobs[position]

@@ -35,8 +35,9 @@ class TokenDetails:
         """What is said of the prompt of output `index`; `whole`: in an answer that is no stream."""
         job = self._jobs[index // self._outputs_per_prompt]
         details: dict[str, Any] = {"prompt_token_ids": list(job.prompt_ids)} if self._with_ids else {}
-        if whole and self._num_prompt_logprobs is not None:
-            details["prompt_logprobs"] = self._prompt_logprobs(job, self._num_prompt_logprobs)
+        if whole:
+            count = self._num_prompt_logprobs
+            details["prompt_logprobs"] = None if count is None else self._prompt_logprobs(job, count)
         return details
 
     def _prompt_logprobs(self, job: PromptJob, count: int) -> list[dict[str, Any] | None]:

@@ -225,7 +225,7 @@ class Preparer:
         prompt = self._cut_off(prompt, body)
         self._model.check_length(len(prompt), "prompt")
         self._model.check_token_ids(prompt, "prompt")
-        echoed = self._model.tokenizer.decode(prompt, body.skip_special_tokens) if body.echo else ""
+        echoed = self._model.tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else ""
         return echoed, prompt
 
     def _tokenize(self, data: bytes | bytearray) -> bytes:

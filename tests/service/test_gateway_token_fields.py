@@ -135,8 +135,8 @@ def test_named_tokens_are_scored_and_tokens_named_by_id(served: Served) -> None:
     content = served.post("chat/completions", body)["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == ["token_id:30", "token_id:31"]
     assert [[top["token"] for top in entry["top_logprobs"]] for entry in content] == [
-        ["token_id:7", "token_id:9"]
-    ] * 2
+        [f"token_id:{sampled}", "token_id:7", "token_id:9"] for sampled in (30, 31)
+    ]
     assert (
         served.sent().sampling_params.logprobs,
         list(served.sent().sampling_params.logprob_token_ids),
@@ -271,3 +271,15 @@ def test_conversations_are_tokenised_as_chat_prompts_are(served: Served) -> None
         assert counted["tokens"] == list(served.sent().tokenized.input_ids), more
         assert counted["count"] == len(counted["tokens"])
     assert served.refusal("tokenize", {"messages": CHAT["messages"], "tools": [{"type": "function"}]})
+
+
+def test_an_echo_shows_special_tokens_where_its_offsets_say(served: Served) -> None:
+    """Of a prompt that came as ids, too; texts and offsets agree on what a special token is long."""
+    served.engine.script = Script(text=" fox")
+    body = {**TEXT, "prompt": [1, 1, *served.ids("The")], "echo": True, "logprobs": 0, "max_tokens": 1}
+    choice = served.post("completions", body)["choices"][0]
+    start = "<|start|><|start|>The"
+    assert choice["text"].startswith(start)
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets[:3] == [0, 9, 18]
+    assert offsets[len(body["prompt"])] == len(start)  # type: ignore[arg-type]
