@@ -29,7 +29,7 @@ from moebius.mailbox import IdentityMismatch, MailboxError
 from moebius.mailbox_plan import grpc_message_bytes
 from moebius.models.geometry import MoeGeometry
 from moebius.progress import note_imports, take_phases
-from moebius.telemetry import configure_logging, configure_tracing, enable_reflection
+from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
 from moebius.tls import configure_tls
 from moebius.weight_segment import segment_path
 from protos import expert_pb2, expert_pb2_grpc
@@ -138,6 +138,7 @@ class ExpertProcess:
             registry = make_registry(self._host)
             answers = Answers(lambda: registry_text(registry), self._process_state)
             metrics = start_operations(experts.expert_metrics_port, host, answers)
+        end_metrics = self._export_metrics()
         self._listen(experts.expert_address)
         try:
             note_imports()
@@ -152,9 +153,20 @@ class ExpertProcess:
             raise StartupError(str(error)) from error
         finally:
             self._shut_down()
+            end_metrics()
             if metrics is not None:
                 metrics.close()
         return 0
+
+    def _export_metrics(self) -> Callable[[], None]:
+        """Over OTLP, if that is configured; returns what ends it."""
+        settings = self._config.telemetry
+        if not settings.otlp_endpoint:
+            return lambda: None
+        from expert_service.metrics import make_registry
+
+        collect = make_registry(self._host).collect
+        return export_metrics(settings, "moebius-expert", collect, self._spans.attributes)
 
     def _process_state(self) -> ProcessState:
         """For probes over HTTP: what the health service says."""

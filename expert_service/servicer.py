@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 import grpc
 import numpy as np
 import numpy.typing as npt
+import structlog
+from opentelemetry.trace import format_trace_id
 
 from expert_service.errors import AlreadyLoaded, LoadCancelled, NotServing
 from expert_service.host import ExpertHost, LoadedSlice
@@ -24,6 +26,7 @@ from moebius.mailbox_plan import MOST_GRPC_ROWS
 from protos import expert_pb2, expert_pb2_grpc
 from protos import expert_pb2 as pb
 
+_log = structlog.get_logger(__name__)
 HIDDEN_DTYPES: dict[int, type[np.generic]] = {
     expert_pb2.DTYPE_FLOAT32: np.float32,
     expert_pb2.DTYPE_BFLOAT16: np.uint16,
@@ -103,6 +106,16 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
         loaded = self._host.loaded
         return pb.StatsResponse() if loaded is None else _stats(loaded)
 
+    def GetMetrics(
+        self, request: pb.GetMetricsRequest, context: grpc.ServicerContext
+    ) -> pb.GetMetricsResponse:
+        """What the metrics port shows."""
+        # Here, because it takes a while to import, and a process that is started again is waited for.
+        from expert_service.metrics import make_registry
+        from moebius.operations import registry_text
+
+        return pb.GetMetricsResponse(text=registry_text(make_registry(self._host)))
+
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
         """DEADLINE_EXCEEDED when not idle in time."""
         timeout_s = request.timeout_ms / 1000 if request.timeout_ms else None
@@ -123,8 +136,10 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
                 last_epoch = request.epoch
                 response = self._compute(request)
             except NotServing as error:
+                _note_refusal(request, error)
                 _abort(context, grpc.StatusCode.UNAVAILABLE, error)
             except ValueError as error:
+                _note_refusal(request, error)
                 _abort(context, grpc.StatusCode.INVALID_ARGUMENT, error)
             yield response
 
@@ -142,6 +157,12 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
         return pb.ComputeResponse(
             epoch=request.epoch, output=output.tobytes(), compute_seconds=duration_ns * 1e-9
         )
+
+
+def _note_refusal(request: pb.ComputeRequest, error: Exception) -> None:
+    parent = sampled_parent(request.traceparent)
+    ids = {} if parent is None else {"trace_id": format_trace_id(parent[0])}
+    _log.warning("a record is refused", layer=request.layer, rows=request.rows, reason=str(error), **ids)
 
 
 def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, error: Exception) -> NoReturn:

@@ -10,9 +10,11 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import structlog
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
+_log = structlog.get_logger(__name__)
 # A step whose parent was not heard of for this long is over.
 QUIET_NS = 500_000_000
 
@@ -72,6 +74,13 @@ class SpanRecorder:
             attributes = {"layer": call.layer, "rows": call.rows, "duration_ns": call.duration_ns}
             span.add_event("moebius.expert.layer", attributes, timestamp=call.start_unix_ns)
         span.end(end_time=_end(calls))
+        _log.debug(
+            "sampled step",
+            trace_id=trace.format_trace_id(first.trace_id),
+            layers=len(calls),
+            rows=first.rows,
+            compute_ms=round(sum(call.duration_ns for call in calls) / 1e6, 3),
+        )
 
 
 def _end(calls: list[Call]) -> int:

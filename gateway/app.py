@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.admission import DrainMiddleware
 from gateway.apis.registry import TRANSLATIONS
 from gateway.apis.routes import router as api_router
-from gateway.errors import MESSAGES_PATH, ApiError, install_error_handlers
+from gateway.errors import MESSAGES_PATH, install_error_handlers
+from gateway.keys import KeyMiddleware
 from gateway.openapi import install_openapi
 from gateway.routes import router
 from gateway.schemas.requests import (
@@ -37,7 +38,7 @@ from gateway.web.live import router as live_router
 from gateway.web.pages import page_router
 from gateway.workers.shared import Shared
 from moebius import __version__
-from moebius.api_keys import ApiKeys
+from moebius.api_keys import ApiKeys, KeyLimits
 from moebius.config import MoebiusConfig
 
 logger = structlog.get_logger(__name__)
@@ -89,44 +90,8 @@ class RequestContextMiddleware:
                 )
 
 
-def _sent_keys(headers: Headers) -> list[bytes]:
-    """The keys a client brought, in OpenAI's header and in Anthropic's."""
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    keys = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
-    # Headers are read as latin-1; the bytes that were sent count.
-    return [key.strip().encode("latin-1") for key in keys if key.strip()]
-
-
 def _is_open(path: str) -> bool:
     return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
-
-
-class AuthMiddleware:
-    """Requires a key on every path but probes, metrics and documentation.
-
-    It is sent as `Authorization: Bearer KEY` or as `x-api-key: KEY`.
-    """
-
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        self._app = app
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one connection."""
-        if self._refuses(scope):
-            error = ApiError(
-                401,
-                "missing or wrong API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-                code="invalid_api_key",
-            )
-            await error.response(scope)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _refuses(self, scope: Scope) -> bool:
-        if scope["type"] != "http" or _is_open(scope["path"]) or scope["method"] == "OPTIONS":
-            return False
-        return not any(self._keys.accepts(key) for key in _sent_keys(Headers(scope=scope)))
 
 
 _CLIENT_CLOSED = 499  # nginx's number; nobody reads the answer, but the log line does
@@ -198,7 +163,13 @@ def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> No
     app.add_middleware(DrainMiddleware, drain=gateway.drain, failed=gateway.metrics.failed)
     keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
     if keys.required:
-        app.add_middleware(AuthMiddleware, keys=keys)
+        settings = config.gateway
+        limits = KeyLimits(
+            settings.key_requests_in_flight, settings.key_requests_per_minute, settings.key_tokens_per_minute
+        )
+        app.add_middleware(
+            KeyMiddleware, keys=keys, is_open=_is_open, defaults=limits, metrics=gateway.metrics
+        )
     if config.gateway.cors_origins:
         app.add_middleware(
             CORSMiddleware,

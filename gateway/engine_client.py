@@ -184,6 +184,11 @@ class EngineClient:
         answer = await self._engine.GetLive(engine_pb2.GetLiveRequest(), timeout=timeout_s)
         return cast(engine_pb2.GetLiveResponse, answer)
 
+    async def metrics(self, timeout_s: float = 2.0) -> engine_pb2.GetMetricsResponse:
+        """What the engine and its expert servers count."""
+        answer = await self._engine.GetMetrics(engine_pb2.GetMetricsRequest(), timeout=timeout_s)
+        return cast(engine_pb2.GetMetricsResponse, answer)
+
     async def load(self, timeout_s: float = 2.0) -> engine_pb2.GetLoadResponse:
         """Queues and cache occupancy now."""
         answer = await self._engine.GetLoad(engine_pb2.GetLoadRequest(), timeout=timeout_s)

@@ -16,7 +16,7 @@ from gateway.workers.group import Group
 from moebius.api_keys import ApiKeys
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError
-from moebius.telemetry import configure_logging, configure_tracing
+from moebius.telemetry import configure_logging, configure_tracing, export_metrics
 from moebius.tls import configure_tls, http_files, read_credentials
 
 logger = structlog.get_logger(__name__)
@@ -55,11 +55,13 @@ def run(config: MoebiusConfig) -> int:
             read_credentials(files)
         return uvloop.run(_serve_with_others(config))
     server = server_for(config)
+    end_metrics = export_metrics(config.telemetry, "moebius-gateway", server.metrics.registry.collect)
     try:
         uvloop.run(_serve_alone(config, server))
     except SystemExit:  # uvicorn leaves this way when the port was taken in this moment
         return 1
     finally:
+        end_metrics()
         tracing.shutdown()  # sends the last spans
     if server.broken is not None:
         raise StartupError(server.broken)

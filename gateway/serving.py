@@ -19,6 +19,7 @@ from gateway import telemetry
 from gateway.errors import to_api_error
 from gateway.formats import Output, ResponseFormat, Usage
 from gateway.generation import merge
+from gateway.keys import KeyUse
 from gateway.model import ServedModel
 from gateway.parsers.events import ParsedDelta
 from gateway.prompts.contract import Prepared
@@ -52,11 +53,13 @@ class RequestRun:
         self._span = trace.get_current_span()
         for number, job in enumerate(self._jobs):
             job.request.request_id = form.id if len(self._jobs) == 1 else f"{form.id}-{number}"
+        gateway.metrics.described(self._jobs[0].request.sampling_params)
         telemetry.describe_request(
             self._span, form.operation, body, self._jobs[0].request.sampling_params, model.name
         )
         self._context = otel_context.get_current()
         self._admitted = False
+        self._key_use: KeyUse | None = None  # None: no keys are needed here
         self._first: asyncio.Future[bytes] | None = None
         self._events_ahead: AsyncGenerator[bytes, None] | None = None
 
@@ -70,6 +73,7 @@ class RequestRun:
             ApiError, grpc.aio.AioRpcError: the request failed before the answer began.
             ClientGone: the client left.
         """
+        self._key_use = getattr(request.state, "key_use", None)
         self._gateway.admission.enter()
         self._gateway.metrics.in_flight(+1)
         self._admitted = True
@@ -105,6 +109,9 @@ class RequestRun:
             await self._events_ahead.aclose()
         if self._admitted:
             self._admitted = False
+            if self._key_use is not None:
+                used = self._usage()
+                self._key_use.took(used.prompt_tokens + used.completion_tokens)
             self._gateway.metrics.in_flight(-1)
             self._gateway.admission.leave()
 
@@ -229,7 +236,17 @@ class RequestRun:
             self._first_token(min(whole))
         total = self._usage()
         reasons = [reason for job in self._jobs for reason in job.finish_reasons]
-        self._gateway.metrics.finished(total.total_s, total.prompt_tokens, total.completion_tokens, reasons)
+        self._gateway.metrics.finished(
+            total.total_s, total.prompt_tokens, total.completion_tokens, reasons, total.prompt_s
+        )
+        self._gateway.genai.finished(
+            self._format.operation,
+            self._model.name,
+            total.total_s,
+            total.prompt_s,
+            (total.prompt_tokens, total.completion_tokens),
+            len(reasons),
+        )
         usage = {
             "input": total.prompt_tokens,
             "output": total.completion_tokens,
@@ -246,6 +263,9 @@ class RequestRun:
         if failure.status == 429:
             self._gateway.metrics.rejected("engine_queue_full")
         self._gateway.metrics.failed(failure.status)
+        seconds = time.perf_counter() - self._started
+        kind = failure.code or str(failure.status)
+        self._gateway.genai.failed(self._format.operation, self._model.name, seconds, kind)
         telemetry.describe_failure(self._span, failure.code or type(error).__name__, failure.message)
         # gRPC's own words name sockets: for the log, not for the client.
         details = {"details": error.details()} if isinstance(error, grpc.aio.AioRpcError) else {}

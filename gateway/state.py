@@ -20,8 +20,9 @@ from gateway.prompts.contract import Kind, ModelFiles, Prepared, WorkerSetup
 from gateway.prompts.pool import BodyReceiver, PromptPool
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.streaming import run_until_disconnect
-from gateway.telemetry import GatewayMetrics
+from gateway.telemetry import GatewayMetrics, GenAiMetrics
 from gateway.text.tokenizer import Tokenizer
+from gateway.workers.metrics import engine_metrics
 from gateway.workers.shared import Shared, alone
 from moebius.config import MoebiusConfig
 from protos import engine_pb2
@@ -49,6 +50,7 @@ class Gateway:
         self.config = config
         self._on_broken = on_broken
         self.metrics = GatewayMetrics()
+        self.genai = GenAiMetrics()
         self.admission = Admission(config.gateway.max_queued_requests, self.metrics, self.shared.places)
         self._bodies = BodyReceiver(self._max_body_bytes)
         self._prompts = PromptPool(config.gateway.prompt_workers, config.gateway.max_queued_requests)
@@ -188,10 +190,9 @@ class Gateway:
             return await run_until_disconnect(request, self._prompts.prepare(kind, body))
 
     async def render_metrics(self) -> bytes:
-        """Prometheus text, of all processes of this port."""
-        if self.shared.metrics is None:
-            return self.metrics.render()
-        return await self.shared.metrics()
+        """Prometheus text, of all processes of this port, of all engines and of their expert servers."""
+        own = self.metrics.render() if self.shared.metrics is None else await self.shared.metrics()
+        return own + await asyncio.to_thread(engine_metrics, await self.engine.metrics())
 
     @property
     def is_ready(self) -> bool:

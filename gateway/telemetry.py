@@ -6,10 +6,13 @@ import re
 from collections.abc import Callable, Sequence
 
 import structlog
+from opentelemetry import metrics
+from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span, Status, StatusCode
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from gateway.schemas.common import GenerationFields
+from moebius import __version__
 from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)
@@ -20,6 +23,11 @@ _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.
 _TOKEN_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+# As the conventions have them.
+_GENAI_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_GENAI_TOKENS = tuple(4**power for power in range(14))
 
 
 class ReplicaMetrics:
@@ -81,6 +89,13 @@ class GatewayMetrics:
         )
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self._generation = self._histogram("request_generation_tokens", "Tokens made for a request", _TOKENS)
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time between the tokens of an output",
+            (*_TOKEN_S, 20, 40, 80),
+        )
+        self._wanted = self._histogram("request_params_n", "Outputs asked for", (1, 2, 5, 10, 20))
+        self._limit = self._histogram("request_params_max_tokens", "Longest output allowed, tokens", _TOKENS)
         self._in_flight = Gauge(
             "moebius:gateway_requests_in_flight",
             "Requests between admission and the last byte",
@@ -115,6 +130,8 @@ class GatewayMetrics:
     def set_model(self, name: str) -> None:
         """The value of the `model_name` label from now on."""
         self._model = name
+        for reason in ("gateway_queue_full", "engine_queue_full", "key_limit"):
+            self._rejections.labels(name, reason)  # 0 is something to show, and to compare with
 
     def rejected(self, reason: str) -> None:
         """A request was answered with 429."""
@@ -160,10 +177,24 @@ class GatewayMetrics:
         """Where the number of connections is read from."""
         self._connections.set_function(count)
 
+    def described(self, params: engine_pb2.SamplingParams) -> None:
+        """What a request asked for."""
+        self._wanted.labels(self._model).observe(params.n or 1)
+        self._limit.labels(self._model).observe(params.max_tokens)
+
     def finished(
-        self, seconds: float, prompt_tokens: int, completion_tokens: int, reasons: list[str]
+        self,
+        seconds: float,
+        prompt_tokens: int,
+        completion_tokens: int,
+        reasons: list[str],
+        first_token_s: float = 0.0,
     ) -> None:
-        """A request ended well; `reasons` has one finish reason per output."""
+        """A request ended well; `reasons` has one finish reason per output, `first_token_s` is after its
+        arrival (0: there was none)."""
+        per_token = time_per_token(seconds, first_token_s, completion_tokens, len(reasons))
+        if per_token is not None:
+            self._per_token.labels(self._model).observe(per_token)
         for reason in reasons:
             self._success.labels(self._model, reason).inc()
         self._request.labels(self._model).observe(seconds)
@@ -173,6 +204,72 @@ class GatewayMetrics:
     def render(self) -> bytes:
         """The exposition text."""
         return generate_latest(self.registry)
+
+
+def time_per_token(seconds: float, first_token_s: float, tokens: int, outputs: int) -> float | None:
+    """Mean time between tokens of one output, seconds; None: none had a second one."""
+    later = tokens - outputs
+    if not first_token_s or later <= 0:
+        return None
+    return (seconds - first_token_s) * outputs / later
+
+
+class GenAiMetrics:
+    """Metrics of OpenTelemetry's conventions for generative AI, sent over OTLP when that is configured."""
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        """`meter`: None takes the process's."""
+        meter = meter or metrics.get_meter("moebius", __version__)
+        seconds = {"unit": "s", "explicit_bucket_boundaries_advisory": _GENAI_S}
+        self._duration = meter.create_histogram(
+            "gen_ai.server.request.duration", description="Arrival to the last token", **seconds
+        )
+        self._first = meter.create_histogram(
+            "gen_ai.server.time_to_first_token", description="Arrival to the first token", **seconds
+        )
+        self._token = meter.create_histogram(
+            "gen_ai.server.time_per_output_token", description="Time per token after the first", **seconds
+        )
+        self._usage = meter.create_histogram(
+            "gen_ai.client.token.usage",
+            unit="{token}",
+            description="Tokens of a request, by type",
+            explicit_bucket_boundaries_advisory=_GENAI_TOKENS,
+        )
+
+    def finished(
+        self,
+        operation: str,
+        model: str,
+        seconds: float,
+        first_token_s: float,
+        tokens: tuple[int, int],
+        outputs: int,
+    ) -> None:
+        """A request of so many `outputs` ended well; `tokens` of the prompt and of all outputs, times from
+        its arrival, of the first token 0 if there was none."""
+        attributes = _genai_attributes(operation, model)
+        self._duration.record(seconds, attributes)
+        if first_token_s:
+            self._first.record(first_token_s, attributes)
+        per_token = time_per_token(seconds, first_token_s, tokens[1], outputs)
+        if per_token is not None:
+            self._token.record(per_token, attributes)
+        for kind, count in zip(("input", "output"), tokens, strict=True):
+            self._usage.record(count, {**attributes, "gen_ai.token.type": kind})
+
+    def failed(self, operation: str, model: str, seconds: float, error: str) -> None:
+        """A request ended with an error of this code."""
+        self._duration.record(seconds, {**_genai_attributes(operation, model), "error.type": error})
+
+
+def _genai_attributes(operation: str, model: str) -> dict[str, str]:
+    return {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "moebius",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+    }
 
 
 def describe_request(

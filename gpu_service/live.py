@@ -72,11 +72,27 @@ class LiveExperts:
                 )
             )
 
-    async def _ask(self, index: int) -> tuple[pb.LiveExpertServer, expert_pb2.StatsResponse | None]:
-        """One server's answer; None: it gave none in time."""
+    async def metrics(self) -> list[pb.ServerMetrics]:
+        """Of the servers that answer in time."""
+        pages = await asyncio.gather(*map(self._page, range(len(self._addresses))))
+        return [page for page in pages if page is not None]
+
+    async def _page(self, index: int) -> pb.ServerMetrics | None:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                answer = await self._stub(index).GetMetrics(expert_pb2.GetMetricsRequest())
+        except (grpc.aio.AioRpcError, TimeoutError):
+            return None
+        return pb.ServerMetrics(index=index, text=answer.text)
+
+    def _stub(self, index: int) -> Any:
         if not self._channels:
             self._channels = [open_aio_channel(address, _OPTIONS) for address in self._addresses]
-        stub: Any = expert_pb2_grpc.ExpertStub(self._channels[index])  # type: ignore[no-untyped-call]
+        return expert_pb2_grpc.ExpertStub(self._channels[index])  # type: ignore[no-untyped-call]
+
+    async def _ask(self, index: int) -> tuple[pb.LiveExpertServer, expert_pb2.StatsResponse | None]:
+        """One server's answer; None: it gave none in time."""
+        stub = self._stub(index)
         try:
             async with asyncio.timeout(_ANSWER_S):
                 info = await stub.Info(expert_pb2.InfoRequest())

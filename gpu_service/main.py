@@ -17,6 +17,7 @@ from typing import NoReturn
 import grpc
 import structlog
 import uvloop
+from prometheus_client import REGISTRY
 
 from gpu_service.build import Built, WarmUpGate, build_engine, model_info
 from gpu_service.engine.interface import NullObserver
@@ -37,7 +38,7 @@ from moebius.grpc_refusal import RefuseUndecodableAsync
 from moebius.mailbox import MailboxError
 from moebius.operations import Answers, ProcessState, registry_text, start_operations
 from moebius.progress import note_imports, phase, take_phases
-from moebius.telemetry import configure_logging, configure_tracing, enable_reflection
+from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
 from moebius.tls import configure_tls
 from protos import engine_pb2_grpc, vllm_engine_pb2_grpc
 
@@ -58,13 +59,14 @@ MIN_PING_INTERVAL_MS = 10_000
 def run(config: MoebiusConfig) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. What went wrong is the last line on stderr."""
     configure_logging(config.telemetry, "gpu")
-    tracing = configure_tracing(config.telemetry, "moebius-gpu")
-    metrics = None
+    tracing = configure_tracing(config.telemetry, "moebius-gpu", _attributes(config))
+    metrics, end_metrics = None, _nothing
     try:
         configure_tls(config.security)
         state = ProcessState("still loading")
         answers = Answers(registry_text, lambda: state)
         metrics = start_operations(config.gpu.gpu_metrics_port, config.telemetry.metrics_host, answers)
+        end_metrics = export_metrics(config.telemetry, "moebius-gpu", REGISTRY.collect, _attributes(config))
         status, in_order = _run(config, state)
     except _EXPECTED as error:
         report_failure(str(error))
@@ -75,12 +77,21 @@ def run(config: MoebiusConfig) -> int:
         report_failure(f"{type(error).__name__}: {error} (its traceback is above)")
         status, in_order = 1, _is_alone(config)
     finally:
+        end_metrics()
         tracing.shutdown()
         if metrics is not None:
             metrics.close()
     if not in_order:
         _leave(status)
     return status
+
+
+def _nothing() -> None:
+    """There is nothing to end yet."""
+
+
+def _attributes(config: MoebiusConfig) -> dict[str, int]:
+    return {"moebius.rank": config.parallel.rank}
 
 
 def _run(config: MoebiusConfig, state: ProcessState) -> tuple[int, bool]:

@@ -12,8 +12,9 @@ this rule.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +100,8 @@ class Request:
     cache_namespace: str = ""
     arrival: int = 0
     trace_context: dict[str, str] = field(default_factory=dict)
+    # Of the trace that the call belongs to, hex, also when that is not recorded; filled by the servicer.
+    trace_id: str = ""
     vision: VisionPrompt | None = None  # None: there is no image in the prompt.
     constraint: OutputConstraint | None = None  # of this output alone; None: it may be anything.
 
@@ -178,3 +181,14 @@ class Request:
     def finished(self) -> bool:
         """True once a finish reason is set."""
         return self.finish_reason is not None
+
+
+MOST_TRACE_IDS = 16
+
+
+def trace_fields(requests: Iterable[Request]) -> dict[str, Any]:
+    """For log lines: `trace_id` of one request, `trace_ids` of the first of several, nothing of none."""
+    found = list(dict.fromkeys(request.trace_id for request in requests if request.trace_id))
+    if len(found) == 1:
+        return {"trace_id": found[0]}
+    return {"trace_ids": found[:MOST_TRACE_IDS]} if found else {}

@@ -26,14 +26,14 @@ from gpu_service.expert_recorder import START, STOP, ExpertRecorder, dumped, rec
 from gpu_service.experts.client import ExpertClient
 from gpu_service.live import LiveExperts
 from gpu_service.many_calls import ManyCalls
-from gpu_service.request import Request
+from gpu_service.request import Request, trace_fields
 from gpu_service.responses import CallBuffer, CallEnded, OutputRouter
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused
 from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds, InvalidField, make_requests
 from gpu_service.vision.processor import ImagePreparer
 from moebius import __version__
-from moebius.operations import ProcessState
+from moebius.operations import ProcessState, registry_text
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 
@@ -191,7 +191,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         arrived = time.perf_counter()
         outputs = await _validated(request, service, context)
-        span = _start_span(request, outputs, context)
+        span = _start_span(request, outputs, context, service.info.served_model_name)
         buffer = service.router.open(request.request_id)
         finished = False
         try:
@@ -249,6 +249,13 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         if service.live is not None:
             await service.live.describe(live)
         return live
+
+    async def GetMetrics(self, request: pb.GetMetricsRequest, context: _Context) -> pb.GetMetricsResponse:
+        """Also while the model loads: what there is."""
+        answer = pb.GetMetricsResponse(text=await asyncio.to_thread(registry_text))
+        if self.service is not None and self.service.live is not None:
+            answer.servers.extend(await self.service.live.metrics())
+        return answer
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: _Context) -> pb.FlushCacheResponse:
         """Runs in the engine thread, between two steps."""
@@ -359,7 +366,9 @@ async def _messages(
                 outputs -= 1
 
 
-def _start_span(message: pb.GenerateRequest, outputs: list[Request], context: _GenerateContext) -> trace.Span:
+def _start_span(
+    message: pb.GenerateRequest, outputs: list[Request], context: _GenerateContext, model: str
+) -> trace.Span:
     """The request's span, under the caller's; its context travels with the engine's requests."""
     carrier = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
     if "traceparent" not in carrier:
@@ -368,11 +377,19 @@ def _start_span(message: pb.GenerateRequest, outputs: list[Request], context: _G
     span = trace.get_tracer("moebius").start_span(
         "engine.generate", context=parent, kind=trace.SpanKind.SERVER
     )
+    span.set_attribute("gen_ai.provider.name", "moebius")
+    span.set_attribute("gen_ai.request.model", model)
     span.set_attribute("gen_ai.request.id", message.request_id)
     span.set_attribute("gen_ai.usage.input_tokens", outputs[0].prompt_len)
     span.set_attribute("gen_ai.request.choice.count", len(outputs))
-    if span.is_recording():
-        for output in outputs:
+    ids = span.get_span_context()
+    if ids.is_valid:
+        structlog.contextvars.bind_contextvars(
+            trace_id=trace.format_trace_id(ids.trace_id), request_id=message.request_id
+        )
+    for output in outputs:
+        output.trace_id = trace.format_trace_id(ids.trace_id) if ids.is_valid else ""
+        if span.is_recording():
             propagate.inject(output.trace_context, context=trace.set_span_in_context(span))
     return span
 
@@ -382,6 +399,10 @@ def _end_span(span: trace.Span, outputs: list[Request], cancelled: bool) -> None
     span.set_attribute("gen_ai.response.finish_reasons", reasons)
     span.set_attribute("gen_ai.usage.output_tokens", sum(len(o.output_token_ids) for o in outputs))
     span.set_attribute("gen_ai.usage.cache_read.input_tokens", max(o.cached_len for o in outputs))
+    failed = next((output.error_message for output in outputs if output.error_message), "")
+    fields = {**trace_fields(outputs), **({"error": failed} if failed else {})}
+    log = _log.info if cancelled or failed else _log.debug
+    log("outputs ended", request_id=outputs[0].request_id, reasons=reasons, cancelled=cancelled, **fields)
     if cancelled:
         span.set_attribute("moebius.cancelled", True)
     if "error" in reasons:

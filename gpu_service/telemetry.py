@@ -41,6 +41,13 @@ class EngineMetrics:
             "request_prefill_time_seconds", "Admitted to first token", _SECONDS
         )
         self.decode_time = self._histogram("request_decode_time_seconds", "First to last token", _SECONDS)
+        self.inference_time = self._histogram(
+            "request_inference_time_seconds", "Admitted to last token", _SECONDS
+        )
+        by_reason = [*self._labels, "reason"]
+        text = "Outputs in the queue, by what they wait for"
+        waiting = Gauge("vllm:num_requests_waiting_by_reason", text, by_reason, registry=registry)
+        self.waiting_for_capacity = waiting.labels(**self._labels, reason="capacity")
         self.failed_steps = self._counter("failed_steps", "Steps that raised", "moebius")
         self.replayed_steps = self._counter(
             "replayed_steps", "Forward passes repeated after an expert server was lost", "moebius"
@@ -193,6 +200,7 @@ class EngineTelemetry:
             return
         self.metrics.running.set(load.num_running)
         self.metrics.waiting.set(load.num_waiting)
+        self.metrics.waiting_for_capacity.set(load.num_waiting)
         self.metrics.kv_usage.set(load.used_pages / load.usable_pages)
         self.metrics.prefix_queries.inc(load.query_tokens - last.query_tokens)
         self.metrics.prefix_hits.inc(load.hit_tokens - last.hit_tokens)
@@ -218,6 +226,8 @@ class EngineTelemetry:
             self.metrics.non_finite.inc()
         end = time.time_ns()
         borders = (times.submitted, times.admitted, times.first_token, end)
+        if times.admitted:
+            self.metrics.inference_time.observe((end - times.admitted) / 1e9)
         histograms = (self.metrics.queue_time, self.metrics.prefill_time, self.metrics.decode_time)
         parent = propagate.extract(delta.request.trace_context) if delta.request.trace_context else None
         for index, name in enumerate(("engine.queue", "engine.prefill", "engine.decode")):

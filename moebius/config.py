@@ -103,7 +103,19 @@ class GatewayConfig(Section):
         default="", description="Bearer token that clients need; as a flag it shows in `ps`; empty: none"
     )
     api_key_file: str = Field(
-        default="", description="File of such tokens, one a line, read again when it changes; empty: none"
+        default="",
+        description="File of such tokens, or of hashes by `moebius keys`, one a line, read when it changes",
+    )
+    key_requests_in_flight: int | None = Field(
+        default=None, ge=1, description="Requests that a key may have at once, in each gateway process"
+    )
+    key_requests_per_minute: int | None = Field(
+        default=None, ge=1, description="Requests that a key may send in a minute, to each gateway process"
+    )
+    key_tokens_per_minute: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens, prompts' and outputs', of a key in a minute, as above",
     )
     max_queued_requests: int = Field(
         default=256, ge=1, description="Requests in flight before 429 is answered"

@@ -80,7 +80,12 @@ class TelemetryConfig(Section):
     grpc_reflection: bool = Field(
         default=False, description="Answer gRPC reflection, which lists every service and message"
     )
-    otlp_endpoint: str = Field(default="", description="OTLP gRPC endpoint for traces; empty: no export")
+    otlp_endpoint: str = Field(
+        default="", description="OTLP gRPC endpoint for traces and metrics; empty: none"
+    )
+    otlp_metrics_interval_s: float = Field(
+        default=15.0, ge=0, description="Seconds between two exports of metrics over OTLP; 0: none"
+    )
     trace_sample_ratio: float = Field(default=1.0, ge=0, le=1, description="Share of requests traced")
     expert_span_ratio: float = Field(
         default=0.01, ge=0, le=1, description="Share of traced steps with expert spans"

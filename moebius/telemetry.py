@@ -17,8 +17,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
@@ -32,10 +32,15 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 from moebius import __version__
 from moebius.config import TelemetryConfig
 
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
 __all__ = [
     "configure_logging",
     "configure_tracing",
     "enable_reflection",
+    "export_metrics",
+    "process_resource",
     "tracer",
 ]
 
@@ -145,7 +150,7 @@ def configure_tracing(
     """
     provider = TracerProvider(
         sampler=_sampler(settings),
-        resource=_resource(service_name, attributes or {}),
+        resource=process_resource(service_name, attributes or {}),
         shutdown_on_exit=True,
     )
     if settings.otlp_endpoint:
@@ -163,6 +168,26 @@ def configure_tracing(
     return provider
 
 
+def export_metrics(
+    settings: TelemetryConfig,
+    service_name: str,
+    collect: Callable[[], Iterable[Metric]],
+    attributes: Mapping[str, Any] | None = None,
+) -> Callable[[], None]:
+    """Sends metrics to `otlp_endpoint` from now on, if that is configured; returns what ends it, to be called
+    before exit: it sends the last figures.
+
+    `collect` gives the families of the process's Prometheus registry, and is called from a thread.
+    `service_name` and `attributes` as those of `configure_tracing`.
+    """
+    if not settings.otlp_endpoint or not settings.otlp_metrics_interval_s:
+        return lambda: None
+    from moebius.otlp_metrics import configure_metrics
+
+    provider = configure_metrics(settings, service_name, collect, attributes or {})
+    return provider.shutdown
+
+
 def tracer() -> trace.Tracer:
     """The tracer every part of Moebius uses."""
     return trace.get_tracer("moebius", __version__)
@@ -174,8 +199,8 @@ def _sampler(settings: TelemetryConfig) -> Sampler:
     return ParentBased(TraceIdRatioBased(settings.trace_sample_ratio))
 
 
-def _resource(service_name: str, attributes: Mapping[str, Any]) -> Resource:
-    """Semantic-convention attributes of this process."""
+def process_resource(service_name: str, attributes: Mapping[str, Any]) -> Resource:
+    """Semantic-convention attributes of this process, for traces and metrics."""
     return Resource(
         {
             "service.name": service_name,

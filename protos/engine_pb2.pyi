@@ -360,6 +360,26 @@ class GetLoadResponse(_message.Message):
     num_cached_tokens: int
     def __init__(self, timestamp: _Optional[str] = ..., version: _Optional[str] = ..., num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_total_reqs: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., max_total_num_tokens: _Optional[int] = ..., token_usage: _Optional[float] = ..., gen_throughput: _Optional[float] = ..., cache_hit_rate: _Optional[float] = ..., max_running_requests: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
+class GetMetricsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetMetricsResponse(_message.Message):
+    __slots__ = ("text", "servers")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    text: bytes
+    servers: _containers.RepeatedCompositeFieldContainer[ServerMetrics]
+    def __init__(self, text: _Optional[bytes] = ..., servers: _Optional[_Iterable[_Union[ServerMetrics, _Mapping]]] = ...) -> None: ...
+
+class ServerMetrics(_message.Message):
+    __slots__ = ("index", "text")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    text: bytes
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[bytes] = ...) -> None: ...
+
 class GetLiveRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

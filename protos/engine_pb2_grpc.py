@@ -64,6 +64,11 @@ class EngineStub:
                 request_serializer=protos_dot_engine__pb2.GetLiveRequest.SerializeToString,
                 response_deserializer=protos_dot_engine__pb2.GetLiveResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/moebius.engine.v1.Engine/GetMetrics',
+                request_serializer=protos_dot_engine__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=protos_dot_engine__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/moebius.engine.v1.Engine/FlushCache',
                 request_serializer=protos_dot_engine__pb2.FlushCacheRequest.SerializeToString,
@@ -136,6 +141,13 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetrics(self, request, context):
+        """Everything that this engine and its expert servers count, for whoever is scraped in their place.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushCache(self, request, context):
         """Drops every cached prefix that no running request holds; running requests are not touched.
         """
@@ -196,6 +208,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.GetLive,
                     request_deserializer=protos_dot_engine__pb2.GetLiveRequest.FromString,
                     response_serializer=protos_dot_engine__pb2.GetLiveResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=protos_dot_engine__pb2.GetMetricsRequest.FromString,
+                    response_serializer=protos_dot_engine__pb2.GetMetricsResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -380,6 +397,33 @@ class Engine:
             '/moebius.engine.v1.Engine/GetLive',
             protos_dot_engine__pb2.GetLiveRequest.SerializeToString,
             protos_dot_engine__pb2.GetLiveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moebius.engine.v1.Engine/GetMetrics',
+            protos_dot_engine__pb2.GetMetricsRequest.SerializeToString,
+            protos_dot_engine__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

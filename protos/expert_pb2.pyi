@@ -159,6 +159,16 @@ class StatsResponse(_message.Message):
     weight_bytes: int
     def __init__(self, calls: _Optional[int] = ..., rows: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerStats, _Mapping]]] = ..., nonfinite_outputs: _Optional[int] = ..., nonfinite_inputs: _Optional[int] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
 
+class GetMetricsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetMetricsResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: bytes
+    def __init__(self, text: _Optional[bytes] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_ms",)
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]

@@ -49,6 +49,11 @@ class ExpertStub:
                 request_serializer=protos_dot_expert__pb2.StatsRequest.SerializeToString,
                 response_deserializer=protos_dot_expert__pb2.StatsResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/moebius.expert.v1.Expert/GetMetrics',
+                request_serializer=protos_dot_expert__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=protos_dot_expert__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/moebius.expert.v1.Expert/Drain',
                 request_serializer=protos_dot_expert__pb2.DrainRequest.SerializeToString,
@@ -86,6 +91,13 @@ class ExpertServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetrics(self, request, context):
+        """What the process's metrics port shows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Stops accepting new work, finishes what is in flight, answers when idle.
         """
@@ -117,6 +129,11 @@ def add_ExpertServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=protos_dot_expert__pb2.StatsRequest.FromString,
                     response_serializer=protos_dot_expert__pb2.StatsResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=protos_dot_expert__pb2.GetMetricsRequest.FromString,
+                    response_serializer=protos_dot_expert__pb2.GetMetricsResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -210,6 +227,33 @@ class Expert:
             '/moebius.expert.v1.Expert/Stats',
             protos_dot_expert__pb2.StatsRequest.SerializeToString,
             protos_dot_expert__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moebius.expert.v1.Expert/GetMetrics',
+            protos_dot_expert__pb2.GetMetricsRequest.SerializeToString,
+            protos_dot_expert__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

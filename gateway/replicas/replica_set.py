@@ -187,6 +187,14 @@ class ReplicaSet:
         total.token_usage = total.num_used_tokens / max(total.max_total_num_tokens, 1)
         return total
 
+    async def metrics(self) -> dict[str, engine_pb2.GetMetricsResponse]:
+        """What the engines count, by the label of each: "0" of the only one, else its address."""
+        asked = [one for one in self.replicas.values() if not one.is_leaving]
+        answers = await asyncio.gather(*(one.client.metrics() for one in asked), return_exceptions=True)
+        labels = ["0"] if len(asked) == 1 else [one.address for one in asked]
+        found = zip(labels, answers, strict=True)
+        return {label: page for label, page in found if isinstance(page, engine_pb2.GetMetricsResponse)}
+
     async def _first(self, ask: Callable[[EngineClient], Awaitable[Any]]) -> Any:
         failure = call_error(grpc.StatusCode.UNAVAILABLE, self._why_none())
         for replica in sorted(self.replicas.values(), key=lambda one: not one.may_be_used):

@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import uvloop
+from prometheus_client import CollectorRegistry
 
 from gateway.server import GatewayServer, server_for
 from gateway.workers.channel import Channel, ChannelClosed
@@ -22,7 +23,7 @@ from gateway.workers.contract import BEAT_S, Beat, MemberSetup, bound_socket
 from gateway.workers.metrics import samples_of
 from gateway.workers.shared import Places, Shared
 from moebius.errors import UserError
-from moebius.telemetry import configure_logging, configure_tracing
+from moebius.telemetry import configure_logging, configure_tracing, export_metrics
 from moebius.tls import configure_tls
 
 _SAMPLES_EVERY = 5  # beats: what is counted after the last ones is lost with a killed process
@@ -38,6 +39,11 @@ class Member:
             setup.config, Shared(places, self._all_metrics, self._all_ready, setup.listens_when_ready)
         )
         self._setup = setup
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """What this process counts."""
+        return self._server.metrics.registry
 
     async def run(self, connection: socket.socket) -> int:
         """Serves until a signal, or until the first process is gone. Returns the exit code."""
@@ -108,7 +114,11 @@ def main() -> int:
     try:
         configure_tls(setup.config.security)
         member = Member(setup)
-        return uvloop.run(member.run(connection))
+        end_metrics = export_metrics(setup.config.telemetry, "moebius-gateway", member.registry.collect)
+        try:
+            return uvloop.run(member.run(connection))
+        finally:
+            end_metrics()
     except UserError as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 1

@@ -1,12 +1,15 @@
-"""Prometheus metrics of several processes as those of one."""
+"""Prometheus metrics of several processes on one page: added up, or next to one another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+
+from protos import engine_pb2
 
 
 @dataclass
@@ -62,6 +65,33 @@ class _Collected(CollectorRegistry):
                 Sample(sample, dict(labels), value) for (sample, labels), value in family.values.items()
             ]
             yield metric
+
+
+# Of the process that counts, not of what it does: on that process's own port.
+_OF_PROCESSES = ("python_", "process_")
+
+
+def engine_metrics(pages: Mapping[str, engine_pb2.GetMetricsResponse]) -> bytes:
+    """Exposition text of what engines count, by the label `engine`, and of their expert servers, by `server`.
+
+    Names are those of the engines' own ports; none of them is one of the gateway's.
+    """
+    total: Samples = {}
+    for engine, page in pages.items():
+        _merge(total, page.text, {"engine": engine})
+        for server in page.servers:
+            _merge(total, server.text, {"engine": engine, "server": str(server.index)})
+    return rendered(total)
+
+
+def _merge(total: Samples, text: bytes, labels: Mapping[str, str]) -> None:
+    """Adds the samples of an exposition text, with `labels` in place of their own of these names."""
+    for metric in text_string_to_metric_families(text.decode()):
+        if metric.name.startswith(_OF_PROCESSES):
+            continue
+        family = total.setdefault(metric.name, Family(metric.documentation, metric.type))
+        for sample in metric.samples:
+            family.values[sample.name, tuple(sorted({**sample.labels, **labels}.items()))] = sample.value
 
 
 def rendered(samples: Samples) -> bytes:

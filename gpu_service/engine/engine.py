@@ -51,7 +51,7 @@ from gpu_service.engine.results import StepResult
 from gpu_service.engine.step import Batch, StepPlan
 from gpu_service.engine.step_runner import DeviceLost, Step, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
-from gpu_service.request import FinishReason, Request
+from gpu_service.request import FinishReason, Request, trace_fields
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused, refuse_impossible
 from gpu_service.scheduler.scheduler import Scheduler
 
@@ -291,7 +291,8 @@ class Engine:
         try:
             return batch, self._builder.build(batch, self._observer.launched(batch))
         except Exception as error:
-            _log.exception("building the step's inputs failed", step=batch.step)
+            fields = trace_fields(batch.requests)
+            _log.exception("building the step's inputs failed", step=batch.step, **fields)
             self._fail(batch, f"building the step's inputs failed: {error!r}")
             return None
 
@@ -309,7 +310,8 @@ class Engine:
         try:
             masks = self._builder.masks(step.batch)
         except Exception as error:
-            _log.exception("masks can not be computed", step=step.batch.step)
+            fields = trace_fields(step.batch.requests)
+            _log.exception("masks can not be computed", step=step.batch.step, **fields)
             reason = f"masks can not be computed: {error!r}"
             constrained = [r for r in step.batch.requests if r.constraint is not None and not r.finished]
             for request in constrained:
@@ -332,15 +334,15 @@ class Engine:
             # Of another process: a traceback would show this one's way to it.
             is_ours = not isinstance(error, (ExpertUnavailable, ExpertComputeFailed))
             requests = len(step.batch.requests)
-            _log.error(
-                "step failed", step=step.batch.step, requests=requests, error=str(error), exc_info=is_ours
-            )
+            fields = {"requests": requests, "error": str(error), **trace_fields(step.batch.requests)}
+            _log.error("step failed", step=step.batch.step, exc_info=is_ours, **fields)
             self._fail(step.batch, f"{type(error).__name__}: {error}")
             return
         try:
             self._apply_result(step, result)
         except Exception as error:
-            _log.exception("applying a step's results failed", step=step.batch.step)
+            fields = trace_fields(step.batch.requests)
+            _log.exception("applying a step's results failed", step=step.batch.step, **fields)
             self._end_all(FinishReason.ERROR, f"applying a step's results failed: {error!r}")
             self.scheduler.ended(step.batch)
 
@@ -426,7 +428,7 @@ class Engine:
             try:
                 self.scheduler.finish(request, reason, message, keep=False)
             except Exception:  # its state is broken already; the others and its client still need the end
-                _log.exception("ending a request failed", request=request.key)
+                _log.exception("ending a request failed", request=request.key, **trace_fields([request]))
         self._end([delta_of(request) for request in requests])
 
     def _end(self, deltas: list[OutputDelta]) -> None:

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from moebius import __version__
-from moebius.app.commands import bench, chat, demo, doctor, experts, host, models, plan, serve, verify
+from moebius.app.commands import bench, chat, demo, doctor, experts, host, keys, models, plan, serve, verify
 from moebius.app.exits import exit_with
 from moebius.app.other_options import note_variables, translated
 from moebius.config_loader import sections
@@ -60,6 +60,7 @@ TOPICS = {
     "parallel": "Several GPUs (parallel)",
     "placement": "Experts on GPUs (placement)",
     "supervisor": "Supervision (supervisor)",
+    "security": "TLS (security)",
     "telemetry": "Telemetry (telemetry)",
 }
 
@@ -70,6 +71,7 @@ for registered in app.registered_commands:
 app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")
 app.add_typer(experts.app, name="experts")
+app.add_typer(keys.app, name="keys")
 
 
 @app.callback()

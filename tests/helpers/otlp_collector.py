@@ -1,4 +1,4 @@
-"""An OTLP collector in this process: a gRPC TraceService that keeps the spans it is sent."""
+"""An OTLP collector in this process: it keeps the spans and metrics it is sent."""
 
 from __future__ import annotations
 
@@ -9,8 +9,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric, ResourceMetrics
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
+
+
+class _MetricsService(metrics_service_pb2_grpc.MetricsServiceServicer):
+    """Received metrics."""
+
+    def __init__(self) -> None:
+        self.groups: list[ResourceMetrics] = []
+
+    def Export(self, request: Any, context: Any) -> Any:
+        """Keeps what an exporter sends."""
+        self.groups += request.resource_metrics
+        return metrics_service_pb2.ExportMetricsServiceResponse()
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -20,12 +34,29 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self._received: list[ResourceSpans] = []
         self._lock = threading.Lock()
         self.endpoint = ""
+        self.received_metrics = _MetricsService()
 
     def Export(self, request: Any, context: Any) -> Any:
         """Keeps what an exporter sends."""
         with self._lock:
             self._received += request.resource_spans
         return trace_service_pb2.ExportTraceServiceResponse()
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """All metrics so far, each as often as it was sent."""
+        groups = list(self.received_metrics.groups)
+        return [metric for group in groups for scope in group.scope_metrics for metric in scope.metrics]
+
+    @property
+    def metric_services(self) -> set[str]:
+        """`service.name` of all who sent metrics."""
+        return {
+            item.value.string_value
+            for group in list(self.received_metrics.groups)
+            for item in group.resource.attributes
+            if item.key == "service.name"
+        }
 
     @property
     def spans(self) -> list[Span]:
@@ -60,6 +91,7 @@ def running_collector() -> Iterator[Collector]:
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
     collector = Collector()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(collector.received_metrics, server)
     port = server.add_insecure_port("127.0.0.1:0")
     collector.endpoint = f"http://127.0.0.1:{port}"
     server.start()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moebius.api_keys import ApiKeys, client_key
+from moebius.api_keys import ApiKeys, KeyLimits, add_key, client_key, read_keys, revoke_key
 from moebius.errors import ConfigError
 
 
@@ -70,3 +70,64 @@ def test_a_readable_file_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixt
     """Everybody on the machine could read the keys: said once, with the remedy, but served."""
     assert ApiKeys("", str(key_file(tmp_path, "alpha\n", 0o644))).accepts(b"alpha")
     assert "chmod 600" in capsys.readouterr().out
+
+
+def test_a_made_key_is_nowhere_but_with_its_owner(tmp_path: Path) -> None:
+    """`add_key` returns a key that works and of which the file has the salted hash only; comments stay."""
+    path = tmp_path / "keys"
+    path.write_text("# ours\nplain\n")
+    path.chmod(0o600)
+    made = add_key(str(path), "alice", KeyLimits(requests_per_minute=60))
+    again = add_key(str(path), "bob", KeyLimits())
+    text = path.read_text()
+    assert made not in text
+    assert text.startswith("# ours\nplain\nsha256:")
+    assert path.stat().st_mode & 0o077 == 0
+    keys = ApiKeys("", str(path))
+    found = keys.find(made.encode())
+    assert found is not None
+    assert (found.name, found.limits) == ("alice", KeyLimits(requests_per_minute=60))
+    assert keys.accepts(b"plain")
+    assert keys.find(again.encode()) != found
+    assert not keys.accepts(text.splitlines()[2].encode())  # whoever has the file has no key
+    assert [key.name for key in read_keys(str(path))] == ["line-2", "alice", "bob"]
+    with pytest.raises(ConfigError, match="has hashes of keys only"):
+        client_key("", str(key_file(tmp_path, text.splitlines()[2])))
+
+
+def test_a_revoked_key_is_refused_at_once(tmp_path: Path) -> None:
+    """Also one that was accepted a moment ago; the last key of a file is not taken out."""
+    path = str(tmp_path / "keys")
+    alice, bob = add_key(path, "alice", KeyLimits()), add_key(path, "bob", KeyLimits())
+    keys = ApiKeys("", path)
+    assert keys.accepts(alice.encode())
+    revoke_key(path, "alice")
+    assert (keys.accepts(alice.encode()), keys.accepts(bob.encode())) == (False, True)
+    with pytest.raises(ConfigError, match="no key with the name 'alice'; there are bob"):
+        revoke_key(path, "alice")
+    with pytest.raises(ConfigError, match="is the last key"):
+        revoke_key(path, "bob")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("sha256:00:11", "line 1: allowed: sha256:SALT:DIGEST"),
+        (f"sha256:00:{'11' * 32} colour=red", "line 1: 'colour=red' is not allowed; allowed: name=TEXT"),
+        (f"sha256:00:{'11' * 32} requests_per_minute=0", "'requests_per_minute=0' is not allowed"),
+        (f"sha256:00:{'11' * 32} name=a\nsha256:01:{'11' * 32} name=a", "two keys with the name 'a'"),
+    ],
+)
+def test_wrong_lines_are_named(tmp_path: Path, line: str, words: str) -> None:
+    """A typing error in a limit is no key without one."""
+    with pytest.raises(ConfigError, match=words):
+        read_keys(str(key_file(tmp_path, line)))
+
+
+def test_names_are_unique_and_plain(tmp_path: Path) -> None:
+    """A second key of the same name, or a name that the file could not hold, is refused."""
+    path = str(tmp_path / "keys")
+    add_key(path, "alice", KeyLimits())
+    for name in ("alice", "", "two words", "a=b"):
+        with pytest.raises(ConfigError, match="--name"):
+            add_key(path, name, KeyLimits())

@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import structlog
+
 from moebius.app.supervisor.plan import ServePlan, process_names
 from moebius.app.supervisor.supervisor import State, Supervisor
 
@@ -88,8 +90,24 @@ class BarView(StartView):
             self._display.update(self._tasks[name], description=f"{name:<9} {text or 'starting'}")
 
 
+class LogView(StartView):
+    """A log line per event, where logs are JSON: nothing else may stand among them."""
+
+    def __init__(self) -> None:
+        self._log = structlog.get_logger(__name__)
+
+    def on_event(self, name: str, state: State) -> None:
+        self._log.info("process state", name=name, state=state)
+
+    def on_waiting(self, waiting: Mapping[str, str]) -> None:
+        """The processes themselves log what they do."""
+
+
 @contextlib.contextmanager
 def _start_view(serve_plan: ServePlan) -> Iterator[StartView]:
+    if serve_plan.plan.json_logs:
+        yield LogView()
+        return
     if not sys.stderr.isatty():
         yield LineView(lambda line: print(line, file=sys.stderr, flush=True))
         return

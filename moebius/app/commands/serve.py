@@ -26,6 +26,8 @@ def register(app: typer.Typer) -> None:
     @with_settings()
     def serve(config: MoebiusConfig, dry_run: DryRun = False, print_config: PrintConfig = False) -> None:
         """Start gateway, gpu_service and expert servers, and keep them running."""
+        import structlog
+
         from moebius.api_keys import ApiKeys
         from moebius.app.commands.running import running
         from moebius.app.supervisor.plan import plan_processes
@@ -48,7 +50,10 @@ def register(app: typer.Typer) -> None:
         with running(serve_plan) as supervisor:
             if not supervisor.stopping:
                 name = serve_plan.config.model.served_model_name
-                print(examples(serve_plan.base_url, name, keys.required), flush=True)
+                if serve_plan.plan.json_logs:
+                    structlog.get_logger(__name__).info("ready", model=name, base_url=serve_plan.base_url)
+                else:
+                    print(examples(serve_plan.base_url, name, keys.required), flush=True)
             supervisor.run()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from moebius.app.supervisor.health import Hang, ProcessSpec, Timing, Watch
+from moebius.app.supervisor.lines import ForwardedLines
 from moebius.errors import FAILURE_MARK, USER_ERROR_EXIT, WRONG_IDENTITY_EXIT
 from moebius.progress import is_end_of_phase, text_of_line
 
@@ -58,7 +59,7 @@ class ManagedProcess:
         self._started_at = 0.0
         self._ready_since = 0.0
         self._restart_at = 0.0
-        self._prefix = b"" if json_logs else f"{spec.name:<9}| ".encode()
+        self._lines = ForwardedLines(spec.name, json_logs)
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         # Why it could not start, as it said itself; empty: it did, or said nothing.
         self.cause = ""
@@ -233,6 +234,9 @@ class ManagedProcess:
                         continue
                 elif is_end_of_phase(text):
                     self.progress = ""
+                forwarded = self._lines.forwarded(text)
+                if forwarded is None:
+                    continue
                 with contextlib.suppress(OSError, ValueError):  # our own stderr may be closed already
-                    sys.stderr.buffer.write(self._prefix + line.rstrip(b"\n") + b"\n")
+                    sys.stderr.buffer.write(forwarded.encode(errors="replace") + b"\n")
                     sys.stderr.buffer.flush()
