@@ -46,7 +46,7 @@ logger = structlog.get_logger(__name__)
 # Probes, metrics and documentation stay open, as load balancers and scrapers bring no key.
 _OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/openapi.json", "/docs"})
 _OPEN_PREFIX = "/web/"  # the page's own files: what they show has to be asked for with the key
-_QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"})
+_QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/v1/live"})  # asked all the time
 _MAX_REQUEST_ID = 128
 
 

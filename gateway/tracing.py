@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moebius.telemetry import tracer
 
 # Probes and scrapes come every few seconds for ever.
-_UNTRACED = frozenset({"/health", "/ping", "/ready", "/metrics"})
+_UNTRACED = frozenset({"/health", "/ping", "/ready", "/metrics", "/v1/live"})
 
 
 class _Headers(Getter[list[tuple[bytes, bytes]]]):

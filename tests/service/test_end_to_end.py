@@ -66,6 +66,39 @@ def test_a_quiet_start_fits_a_screen(stack: Stack) -> None:
     assert sum("loading dense weights" in line for line in summaries) == 1
 
 
+def test_live_figures_are_those_of_the_system(stack: Stack) -> None:
+    """Every server answers with what it read, every layer has as many rows as tokens chose experts, and the
+    engine's times are there: nothing of it is made up. All 16 experts are chosen, all on CPU servers."""
+    client_of(stack).chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Count to ten."}], max_tokens=8
+    )
+    before = httpx.get(f"{stack.base_url}/v1/live").json()
+
+    def rows(live: dict[str, Any]) -> set[int]:
+        """Rows of the experts that the self-test did not look at, over all layers."""
+        return {min(layer["cpu_rows"]) for layer in live["experts"]["layers"]}
+
+    # One step may still be computed when the last token is here.
+    end = time.monotonic() + 60
+    while len(rows(live := httpx.get(f"{stack.base_url}/v1/live").json())) > 1:
+        assert time.monotonic() < end, rows(live)
+        time.sleep(0.6)
+    assert min(rows(live)) > 8
+    assert live["time_to_first_token"]["count"] >= 1
+    assert live["kv_cache"]["total_tokens"] > 0
+    experts = live["experts"]
+    assert (experts["num_experts"], experts["top_k"], experts["streamed"]) == (16, 16, None)
+    assert [server["is_up"] for server in experts["servers"]] == [True, True]
+    for server, earlier in zip(experts["servers"], before["experts"]["servers"], strict=True):
+        assert server["instance"] == earlier["instance"]
+        assert server["weight_bytes"] >= server["packed_bytes"] > 0
+        assert server["busy_seconds"] > 0
+    for layer in experts["layers"]:
+        assert layer["gpu_experts"] == []
+        assert layer["chosen"] is None  # nobody counts on the engine's side
+    assert httpx.get(f"{stack.base_url}/").status_code == 200
+
+
 def test_answer_is_coherent(stack: Stack) -> None:
     """A real question gets the real answer through template, engine, mailbox and detokeniser."""
     answer = client_of(stack).chat.completions.create(
