@@ -101,7 +101,7 @@ def check_stop(base_url: str, model: str) -> None:
     cut = client.completions.create(**settings, stop=[stop])
     assert cut.choices[0].text == text[: text.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
-    assert cut.choices[0].model_extra == {"stop_reason": stop}
+    assert (cut.choices[0].model_extra or {})["stop_reason"] == stop
     chunks = client.completions.create(**settings, stop=stop, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == text[: text.index(stop)]
     kept = client.completions.create(**settings, stop=stop, extra_body={"include_stop_str_in_output": True})
