@@ -13,7 +13,7 @@ import structlog
 from starlette.requests import Request
 
 from gateway.admission import Admission, Drain, shutting_down
-from gateway.apis.stored_responses import ResponseStore
+from gateway.apis.stored_responses import ResponseStore, check_store
 from gateway.errors import ApiError
 from gateway.model import ServedModel, load_served_model
 from gateway.prompts.contract import Kind, ModelFiles, Prepared, WorkerSetup
@@ -55,7 +55,8 @@ class Gateway:
         self._bodies = BodyReceiver(self._max_body_bytes)
         self._prompts = PromptPool(config.gateway.prompt_workers, config.gateway.max_queued_requests)
         self.drain = Drain()
-        self.responses = ResponseStore.of(config.gateway)
+        check_store(config.gateway)
+        self._responses: ResponseStore | None = None
         self._engine: ReplicaSet | None = None
         self._model: ServedModel | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -70,6 +71,12 @@ class Gateway:
         return self.config.gateway.tool_call_parser, self.config.gateway.reasoning_parser
 
     @property
+    def responses(self) -> ResponseStore:
+        """What clients may go on from; exists while the application runs."""
+        assert self._responses is not None, "the application is not running"
+        return self._responses
+
+    @property
     def engine(self) -> ReplicaSet:
         """The connections; exist while the application runs."""
         assert self._engine is not None, "the application is not running"
@@ -80,6 +87,7 @@ class Gateway:
         settings = self.config.gateway
         self._engine = ReplicaSet(settings.engines or (settings.engine_address,), self.metrics.replicas)
         await self._engine.open()
+        self._responses = ResponseStore.of(settings)
         self._connecting = asyncio.create_task(self._connect())
         if self.shared.listens_when_ready:
             await asyncio.wait({self._connecting}, timeout=_LISTEN_S)
@@ -91,7 +99,8 @@ class Gateway:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._connecting
         await self._prompts.close()
-        self.responses.close()
+        if self._responses is not None:
+            self._responses.close()
         await self.engine.close()
 
     async def _connect(self) -> None:

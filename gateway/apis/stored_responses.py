@@ -13,7 +13,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import structlog
 
 from gateway.errors import ApiError
 from moebius.config import GatewayConfig, MoebiusConfig
+from moebius.errors import ConfigError
 
 logger = structlog.get_logger(__name__)
 
@@ -82,12 +83,20 @@ class ResponseStore:
 
     @classmethod
     def of(cls, settings: GatewayConfig) -> ResponseStore:
-        """The store in the configured directory, or else in a private one."""
+        """The store in the configured directory, or else in a private one; without room for that, none.
+
+        Raises ConfigError when the configured directory can not be used.
+        """
         size = int(settings.stored_responses_mib * 2**20)
         limits = StoreLimits(settings.stored_responses, size, settings.stored_responses_s)
-        if settings.stored_responses_dir or not limits.count:
-            return cls(settings.stored_responses_dir, limits)
-        return cls(tempfile.mkdtemp(prefix=_PREFIX), limits, is_own=True)
+        chosen = settings.stored_responses_dir
+        if not limits.count:
+            return cls(chosen, limits)
+        if chosen:
+            check_store(settings)
+            return cls(chosen, limits)
+        own = _private_directory()
+        return cls(own, limits if own else replace(limits, count=0), is_own=bool(own))
 
     def close(self) -> None:
         """Removes what nobody can go on from any more."""
@@ -165,16 +174,43 @@ class ResponseStore:
             return False
 
 
+def check_store(settings: GatewayConfig) -> None:
+    """Makes the configured directory unless it is there; ConfigError when nothing can be written in it."""
+    directory = settings.stored_responses_dir
+    if not directory or not settings.stored_responses:
+        return
+    try:
+        Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"stored_responses_dir: {directory} can not be used: {error.strerror}; allowed: a directory that "
+            "can be written"
+        ) from None
+
+
+def _private_directory() -> str:
+    """A new one that only this user can read; empty: there is no place for it."""
+    try:
+        return tempfile.mkdtemp(prefix=_PREFIX)
+    except OSError as error:
+        logger.warning("no responses are stored", reason=str(error), remedy="--stored-responses-dir")
+        return ""
+
+
 @contextlib.contextmanager
 def shared_store(config: MoebiusConfig) -> Iterator[MoebiusConfig]:
-    """The settings with a directory for stored responses, which all processes that get them share."""
-    settings = config.gateway
-    if settings.stored_responses_dir or not settings.stored_responses:
-        yield config
-        return
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:
-        gateway = settings.model_copy(update={"stored_responses_dir": directory})
-        yield config.model_copy(update={"gateway": gateway})
+    """The settings with a directory for stored responses, which all processes that get them share.
+
+    Raises ConfigError when the configured directory can not be used.
+    """
+    store = ResponseStore.of(config.gateway)
+    chosen = {"stored_responses_dir": store.directory, "stored_responses": store.limits.count}
+    try:
+        yield config.model_copy(update={"gateway": config.gateway.model_copy(update=chosen)})
+    finally:
+        store.close()
 
 
 def not_found(what: str, response_id: str, param: str, code: str) -> ApiError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from gateway.apis.response_format import InputText, ResponsesFormat
 from gateway.apis.responses import ResponsesReply, ToolName, encrypted, translate
 from gateway.apis.responses_schema import ResponsesRequest
-from gateway.apis.stored_responses import ResponseStore, StoreLimits
+from gateway.apis.stored_responses import ResponseStore, StoreLimits, shared_store
 from gateway.apis.translation import Context, Translation
 from gateway.errors import ApiError
 from gateway.formats import Output, Usage
@@ -30,6 +31,8 @@ from gateway.parsers.events import (
 )
 from gateway.schemas.parameters import Tolerance
 from gateway.text.tokenizer import Tokenizer
+from moebius.config import GatewayConfig, MoebiusConfig
+from moebius.errors import ConfigError
 from tests.helpers.api_requests import ANSWER, delta, events, served_model
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
@@ -514,6 +517,26 @@ def test_a_broken_store_costs_no_answer(tmp_path: Path) -> None:
     gone = ResponseStore(str(tmp_path / "gone"), LIMITS)
     assert not put(gone, "a")
     assert gone.find("a") is None
+
+
+def test_where_the_store_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configured directory is made, or refused by the setting's name; a private one is removed at the end;
+    without any place for it the gateway serves without a store."""
+    with shared_store(MoebiusConfig()) as shared:
+        private = Path(shared.gateway.stored_responses_dir)
+        assert private.stat().st_mode & 0o077 == 0
+        assert put(ResponseStore.of(shared.gateway), "a")
+    assert not private.exists()
+    chosen = tmp_path / "new" / "responses"
+    settings = GatewayConfig(stored_responses_dir=str(chosen))
+    with shared_store(MoebiusConfig(gateway=settings)) as shared:
+        assert put(ResponseStore.of(shared.gateway), "a")
+    assert ResponseStore.of(settings).find("a") is not None
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="stored_responses_dir"):
+        ResponseStore.of(GatewayConfig(stored_responses_dir=str(tmp_path / "file")))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert not ResponseStore.of(GatewayConfig()).keeps
 
 
 def test_a_store_of_none(tmp_path: Path) -> None:
