@@ -220,16 +220,9 @@ class GenAiMetrics:
     def __init__(self, meter: Meter | None = None) -> None:
         """`meter`: None takes the process's."""
         meter = meter or metrics.get_meter("moebius", __version__)
-        seconds = {"unit": "s", "explicit_bucket_boundaries_advisory": _GENAI_S}
-        self._duration = meter.create_histogram(
-            "gen_ai.server.request.duration", description="Arrival to the last token", **seconds
-        )
-        self._first = meter.create_histogram(
-            "gen_ai.server.time_to_first_token", description="Arrival to the first token", **seconds
-        )
-        self._token = meter.create_histogram(
-            "gen_ai.server.time_per_output_token", description="Time per token after the first", **seconds
-        )
+        self._duration = _seconds(meter, "request.duration", "Arrival to the last token")
+        self._first = _seconds(meter, "time_to_first_token", "Arrival to the first token")
+        self._token = _seconds(meter, "time_per_output_token", "Time per token after the first")
         self._usage = meter.create_histogram(
             "gen_ai.client.token.usage",
             unit="{token}",
@@ -261,6 +254,12 @@ class GenAiMetrics:
     def failed(self, operation: str, model: str, seconds: float, error: str) -> None:
         """A request ended with an error of this code."""
         self._duration.record(seconds, {**_genai_attributes(operation, model), "error.type": error})
+
+
+def _seconds(meter: Meter, name: str, description: str) -> metrics.Histogram:
+    return meter.create_histogram(
+        f"gen_ai.server.{name}", "s", description, explicit_bucket_boundaries_advisory=_GENAI_S
+    )
 
 
 def _genai_attributes(operation: str, model: str) -> dict[str, str]:

@@ -31,6 +31,13 @@ BaseUrl = Annotated[str, typer.Option(help="Running server")]
 ModelName = Annotated[str, typer.Option("--model", help="Model name [default: the server's first]")]
 ApiKey = Annotated[str, typer.Option(help="Bearer token (shows in `ps`)")]
 ApiKeyFile = Annotated[str, typer.Option(help="File whose first key is the bearer token", metavar="FILE")]
+CaFile = Annotated[
+    str, typer.Option(help="CA certificates by which an https server is checked", metavar="FILE")
+]
+ClientCertFile = Annotated[
+    str, typer.Option(help="Certificate for an https server that wants one", metavar="FILE")
+]
+ClientKeyFile = Annotated[str, typer.Option(help="Private key of that certificate", metavar="FILE")]
 # The first argument of most commands, not an option.
 MODEL_LEAF = "model"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,18 +43,55 @@ class ListedModel:
         return Path(self.root) if self.root and (Path(self.root) / "config.json").is_file() else None
 
 
+@dataclass(frozen=True)
+class ClientTls:
+    """Files for an https server, PEM; empty: none. Filled by options of the command line."""
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+
+    def context(self) -> ssl.SSLContext:
+        """Raises UserError naming the option and the file that can not be used."""
+        context = ssl.create_default_context()
+        try:
+            if self.ca_file:
+                context.load_verify_locations(self.ca_file)
+        except (OSError, ssl.SSLError) as error:
+            raise UserError(f"--ca-file: {self.ca_file} can not be used: {error}") from None
+        if bool(self.cert_file) != bool(self.key_file):
+            raise UserError("--client-cert-file and --client-key-file are needed together")
+        try:
+            if self.cert_file:
+                context.load_cert_chain(self.cert_file, self.key_file)
+        except (OSError, ssl.SSLError) as error:
+            files = f"{self.cert_file}, {self.key_file}"
+            raise UserError(f"--client-cert-file, --client-key-file: {files}: {error}") from None
+        return context
+
+
 class ApiClient:
     """Talks to one server. Every error is a UserError that names the address and what it answered."""
 
-    def __init__(self, base_url: str, api_key: str = "", keep_alive: bool = True) -> None:
-        """Without `keep_alive` every request has a connection of its own: some servers end them unasked."""
+    def __init__(
+        self, base_url: str, api_key: str = "", keep_alive: bool = True, tls: ClientTls | None = None
+    ) -> None:
+        """Without `keep_alive` every request has a connection of its own: some servers end them unasked.
+
+        `tls`: for an https server; None checks it by the CAs that everybody trusts.
+        """
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None if keep_alive else 0)
         try:
             self._http = httpx.Client(
-                base_url=self._base_url, headers=headers, timeout=timeout, limits=limits, trust_env=False
+                base_url=self._base_url,
+                headers=headers,
+                timeout=timeout,
+                limits=limits,
+                trust_env=False,
+                verify=True if tls is None else tls.context(),
             )
         except httpx.InvalidURL as error:
             raise UserError(f"--base-url {base_url!r} is not a URL: {error}") from None

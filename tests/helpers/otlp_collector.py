@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
@@ -90,8 +90,14 @@ def running_collector() -> Iterator[Collector]:
     """A collector on a free port of this machine."""
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
     collector = Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(collector.received_metrics, server)
+    for register, servicer in (
+        (cast(Any, trace_service_pb2_grpc).add_TraceServiceServicer_to_server, collector),
+        (
+            cast(Any, metrics_service_pb2_grpc).add_MetricsServiceServicer_to_server,
+            collector.received_metrics,
+        ),
+    ):
+        register(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     collector.endpoint = f"http://127.0.0.1:{port}"
     server.start()

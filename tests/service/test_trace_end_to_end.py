@@ -163,6 +163,7 @@ def test_one_scrape_has_everything_and_adds_up(stack: Stack) -> None:
     """The gateway's page has vLLM's names and ours, of all processes. Tokens served are tokens counted, and
     the experts that servers computed are those that tokens were routed to."""
     before = scraped(stack)
+    now = before
     usages = [stream(stack, 5), stream(stack, 9)]
     body = {"model": "m", "prompt": "Three,", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
     whole = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=60).json()["usage"]
@@ -180,7 +181,6 @@ def test_one_scrape_has_everything_and_adds_up(stack: Stack) -> None:
         rows = "moebius:expert_rows_total"
         return total(last, rows) == total(now, rows) and change("vllm:generation_tokens_total") >= served
 
-    now = before
     wait_until(settled, 20)
     families = {name.removeprefix("vllm:") for name, _ in now if name.startswith("vllm:")}
     suffixes = ("", "_total", "_bucket")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from moebius.app.chat.answer import stream_answer
-from moebius.app.client import ApiClient
+from moebius.app.client import ApiClient, ClientTls
 from moebius.errors import UserError
 from tests.helpers.sse_server import delta_event, scripted_server, usage_event
 
@@ -48,3 +50,14 @@ def test_model_list_tells_the_checkpoint(tmp_path: object) -> None:
     with scripted_server([], root="/somewhere/else") as server:
         served = ApiClient(server.base_url).first_model()
     assert (served.name, served.root, served.local_directory) == ("m", "/somewhere/else", None)
+
+
+def test_files_for_https_are_named(tmp_path: Path) -> None:
+    """A CA, certificate or key that can not be used is an error about its option, before anything is sent."""
+    (tmp_path / "ca").write_text("hello")
+    with pytest.raises(UserError, match=r"--ca-file: .*ca can not be used"):
+        ApiClient("https://127.0.0.1:1", tls=ClientTls(ca_file=str(tmp_path / "ca")))
+    with pytest.raises(UserError, match="are needed together"):
+        ApiClient("https://127.0.0.1:1", tls=ClientTls(cert_file="x"))
+    with pytest.raises(UserError, match="--client-key-file"):
+        ApiClient("https://127.0.0.1:1", tls=ClientTls(cert_file="x", key_file="y"))

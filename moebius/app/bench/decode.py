@@ -16,7 +16,7 @@ from pathlib import Path
 from moebius.app.bench.engine.bounds import WeightBytes
 from moebius.app.bench.limits import read_bandwidth
 from moebius.app.bench.output import BenchTable, Column, or_dash, write_json
-from moebius.app.client import ApiClient
+from moebius.app.client import ApiClient, ClientTls
 from moebius.errors import UserError
 
 
@@ -55,10 +55,10 @@ class DecodeRow:
 
 def run(
     base_url: str, model: str, api_key: str, streams: Sequence[int], max_tokens: int,
-    checkpoint: Path | None, json_file: Path | None,
+    checkpoint: Path | None, json_file: Path | None, tls: ClientTls | None = None,
 ) -> None:  # fmt: skip
     """Measures each number of streams in turn and prints a row per number. Raises UserError."""
-    client = ApiClient(base_url, api_key)
+    client = ApiClient(base_url, api_key, tls=tls)
     served = client.first_model()
     name = model or served.name
     directory = checkpoint or served.local_directory

@@ -12,6 +12,9 @@ from moebius.app.cli_options import (
     ApiKey,
     ApiKeyFile,
     BaseUrl,
+    CaFile,
+    ClientCertFile,
+    ClientKeyFile,
     JsonFile,
     ModelName,
     log_warnings_only,
@@ -74,6 +77,9 @@ def decode(
     model: ModelName = "",
     api_key: ApiKey = "",
     api_key_file: ApiKeyFile = "",
+    ca_file: CaFile = "",
+    client_cert_file: ClientCertFile = "",
+    client_key_file: ClientKeyFile = "",
     streams: Annotated[str, typer.Option(help="Numbers of concurrent streams")] = "1,8,32",
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per stream")] = 128,
     checkpoint: Annotated[
@@ -85,9 +91,11 @@ def decode(
     """Tokens per second, time to first token and inter-token latency of a running server."""
     from moebius.app.bench.decode import run
     from moebius.app.bench.kernels_inputs import parse_counts
+    from moebius.app.client import ClientTls
 
-    counts = parse_counts(streams, "--streams")
-    run(base_url, model, client_key(api_key, api_key_file), counts, max_tokens, checkpoint, json_file)
+    counts, key = parse_counts(streams, "--streams"), client_key(api_key, api_key_file)
+    tls = ClientTls(ca_file, client_cert_file, client_key_file)
+    run(base_url, model, key, counts, max_tokens, checkpoint, json_file, tls)
 
 
 @app.command()

@@ -7,7 +7,16 @@ from typing import Annotated, Any
 import typer
 
 from moebius.api_keys import client_key
-from moebius.app.cli_options import ApiKey, ApiKeyFile, BaseUrl, ModelName, with_settings
+from moebius.app.cli_options import (
+    ApiKey,
+    ApiKeyFile,
+    BaseUrl,
+    CaFile,
+    ClientCertFile,
+    ClientKeyFile,
+    ModelName,
+    with_settings,
+)
 from moebius.config import MoebiusConfig
 
 MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer, tokens")]
@@ -31,6 +40,9 @@ def register(app: typer.Typer) -> None:
         image: Images = None,
         api_key: ApiKey = "",
         api_key_file: ApiKeyFile = "",
+        ca_file: CaFile = "",
+        client_cert_file: ClientCertFile = "",
+        client_key_file: ClientKeyFile = "",
         max_tokens: MaxTokens = 1024,
         temperature: Temperature = 0.7,
     ) -> None:
@@ -38,10 +50,11 @@ def register(app: typer.Typer) -> None:
         from moebius.app.chat.answer import stream_answer
         from moebius.app.chat.conversation import Conversation, image_url
         from moebius.app.chat.terminal import converse
-        from moebius.app.client import ApiClient
+        from moebius.app.client import ApiClient, ClientTls
 
         images = [image_url(place) for place in image or ()]
-        client = ApiClient(base_url, client_key(api_key, api_key_file))
+        tls = ClientTls(ca_file, client_cert_file, client_key_file)
+        client = ApiClient(base_url, client_key(api_key, api_key_file), tls=tls)
         name = model or client.first_model().name
         conversation = Conversation(_body(name, max_tokens, temperature), system, images=images)
         if prompt:
