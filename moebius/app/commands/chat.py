@@ -30,7 +30,11 @@ Images = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
+    _add_chat(app)
+    _add_run(app)
 
+
+def _add_chat(app: typer.Typer) -> None:
     @app.command()
     def chat(
         prompt: Annotated[str, typer.Option(help="Ask this, print the answer, end")] = "",
@@ -63,6 +67,8 @@ def register(app: typer.Typer) -> None:
         else:
             converse(client, conversation)
 
+
+def _add_run(app: typer.Typer) -> None:
     @app.command()
     @with_settings()
     def run(
