@@ -27,10 +27,16 @@ def _schema_error(schema: str) -> str:
     import jsonschema  # takes a moment, and most requests have no tools
 
     value = json.loads(schema)
-    try:
-        jsonschema.Draft202012Validator.check_schema(value)
-    except jsonschema.SchemaError as error:
-        return f"{error.json_path}: {error.message}"
+    errors = []
+    # Nobody says which dialect a tool's schema is in, and generators write older ones, too.
+    for dialect in (jsonschema.Draft202012Validator, jsonschema.Draft7Validator, jsonschema.Draft4Validator):
+        try:
+            dialect.check_schema(value)
+            break
+        except jsonschema.SchemaError as error:
+            errors.append(f"{error.json_path}: {error.message}")
+    else:
+        return errors[0]
     kind = value.get("type", "object")
     return "" if kind == "object" else f"arguments are an object, not {shown(kind)}"
 

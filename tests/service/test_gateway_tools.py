@@ -378,3 +378,22 @@ def test_stop_strings_count_in_thoughts_too(setup: Setup) -> None:
     assert choice.finish_reason == "stop"
     assert choice.message.content is None
     assert choice.message.reasoning_content == "The"
+
+
+def test_a_prompt_with_tools_can_be_counted(setup: Setup) -> None:
+    """/tokenize renders tools as a chat request does; /detokenize shows what the engine would be sent."""
+    setup.create("fox", tools=[WEATHER])
+    body = {"messages": MESSAGES, "tools": [WEATHER]}
+    tokens = httpx.post(f"{setup.url}/tokenize", json=body).json()["tokens"]
+    assert tokens == list(setup.engine.seen.requests[-1].tokenized.input_ids)
+
+
+def test_schemas_of_older_dialects_are_taken(setup: Setup) -> None:
+    """What generators of JSON Schema's drafts 4 and 7 write is no error."""
+    old = {"type": "object", "properties": {"a": {"type": "number", "minimum": 0, "exclusiveMinimum": True}}}
+    pair = {"type": "object", "properties": {"a": {"type": "array", "items": [{"type": "string"}]}}}
+    tools = [
+        {"type": "function", "function": {"name": f"f{n}", "parameters": p}}
+        for n, p in enumerate((old, pair))
+    ]
+    assert setup.create("fox", tools=tools).choices[0].message.content == "fox"
