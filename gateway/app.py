@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admission import DrainMiddleware
@@ -23,7 +24,7 @@ from gateway.apis.routes import router as api_router
 from gateway.errors import MESSAGES_PATH, install_error_handlers
 from gateway.keys import KeyMiddleware
 from gateway.openapi import install_openapi
-from gateway.routes import router
+from gateway.routes import create_chat_completion, create_completion, router
 from gateway.schemas.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -48,6 +49,7 @@ _OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/versio
 _OPEN_PREFIX = "/web/"  # the page's own files: what they show has to be asked for with the key
 _QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/v1/live"})  # asked all the time
 _MAX_REQUEST_ID = 128
+_OFTEN = {"/v1/chat/completions": create_chat_completion, "/v1/completions": create_completion}
 
 
 class RequestContextMiddleware:
@@ -154,6 +156,9 @@ def create_app(
     ]
     described = [*schemas, *(schema for schema, _ in TRANSLATIONS.values())]
     install_openapi(app, described, config.gateway.strict_parameters)
+    # What is asked all the time is found first, and without what the framework does for parameters and
+    # dependencies, of which these have none. Everything else about them, also the document, is as declared.
+    app.router.routes[:0] = [Route(path, endpoint, methods=["POST"]) for path, endpoint in _OFTEN.items()]
     _add_middleware(app, config, gateway)
     return app
 
