@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -163,7 +164,11 @@ def test_one_trace_from_http_to_the_engine(setup: Setup) -> None:
     parent = f"00-{trace_id}-b7ad6b7169203331-01"
     body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
     assert setup.post("/v1/chat/completions", body, traceparent=parent).status_code == 200
-    spans = {span.name: span for span in setup.spans.get_finished_spans()}
+    spans: dict[str, Any] = {}
+    end = time.monotonic() + 10  # the request's span ends a moment after its last byte
+    while f"chat {MODEL}" not in spans and time.monotonic() < end:
+        spans = {span.name: span for span in setup.spans.get_finished_spans()}
+        time.sleep(0.01)
     http, call = spans[f"chat {MODEL}"], spans["moebius.engine.v1.Engine/Generate"]
     assert call.parent is not None
     assert call.parent.span_id == http.context.span_id
