@@ -228,3 +228,17 @@ def test_settings_that_can_not_be_used_are_refused_once(
         assert ended.returncode == 1, ended.stderr
         assert words in ended.stderr.splitlines()[-1]
         assert "Traceback" not in ended.stderr
+
+
+def test_operators_have_a_port_of_their_own(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
+    """Metrics and probes of all processes on one port, by the first one; metrics are nowhere else."""
+    port = free_port()
+    with gateway(engine, tmp_path, gateway_metrics_port=port) as one:
+        url = f"http://127.0.0.1:{port}"
+        assert one.post(BODY).status_code == 200
+        page = httpx.get(f"{url}/metrics", timeout=30).text
+        assert "moebius:gateway_workers 2.0" in page
+        assert 'vllm:request_success_total{finished_reason="length",model_name="tiny-model"} 1.0' in page
+        assert httpx.get(f"{one.url}/metrics", timeout=30).status_code == 404
+        for path in ("/health", "/ready"):
+            assert httpx.get(url + path, timeout=30).status_code == 200, path
