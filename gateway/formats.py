@@ -160,7 +160,7 @@ class ChoiceFormat(ResponseFormat):
         choices = [
             {
                 **self.full(index, output, output.finish or Finish("abort")),
-                **self._details.of_output(output.token_ids),
+                **self._details.of_output(output.token_ids, whole=True),
                 **({} if self.prompt_of_response else self._details.of_prompt(index, whole=True)),
             }
             for index, output in enumerate(outputs)

@@ -27,9 +27,11 @@ class TokenDetails:
         """Whether ids of output tokens are given."""
         return self._with_ids
 
-    def of_output(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """What the choice with these tokens says in addition."""
-        return {"token_ids": list(token_ids)} if self._with_ids else {}
+    def of_output(self, token_ids: Sequence[int], whole: bool = False) -> dict[str, Any]:
+        """What the choice with these tokens says in addition; `whole`: in an answer that is no stream."""
+        if self._with_ids:
+            return {"token_ids": list(token_ids)}
+        return {"token_ids": None} if whole else {}
 
     def of_prompt(self, index: int, whole: bool = False) -> dict[str, Any]:
         """What is said of the prompt of output `index`; `whole`: in an answer that is no stream."""
@@ -37,6 +39,7 @@ class TokenDetails:
         details: dict[str, Any] = {"prompt_token_ids": list(job.prompt_ids)} if self._with_ids else {}
         if whole:
             count = self._num_prompt_logprobs
+            details.setdefault("prompt_token_ids", None)
             details["prompt_logprobs"] = None if count is None else self._prompt_logprobs(job, count)
         return details
 

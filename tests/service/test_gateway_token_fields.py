@@ -107,7 +107,9 @@ def test_token_ids_of_streams_are_those_of_the_whole(served: Served, path: str, 
             assert len(pieces[0]) == 1, "the first chunk comes at once"
             assert all(len(piece) == interval for piece in pieces[1:-1])
     plain = served.post(path, {**body, "return_token_ids": None})
-    assert "token_ids" not in plain["choices"][0]
+    assert plain["choices"][0]["token_ids"] is None
+    holder = plain if path.startswith("chat") else plain["choices"][0]
+    assert (holder["prompt_token_ids"], holder["prompt_logprobs"]) == (None, None)
 
 
 @pytest.mark.parametrize(("path", "body"), [("chat/completions", CHAT), ("completions", TEXT)])
