@@ -248,14 +248,20 @@ def _counts(line: str) -> bool:
 
 
 def _replace(file: Path, lines: Sequence[str]) -> None:
-    """At once, so that a gateway never reads half of it; only its owner may read it."""
+    """At once, so that a gateway never reads half of it. Owner and mode stay: a gateway that may not read the
+    new file would go on with the keys of the old one. A file that is new is its maker's alone."""
+    file = file.resolve()
     try:
+        before = file.stat() if file.exists() else None
         descriptor, made = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
             opened.write("".join(f"{line}\n" for line in lines))
             opened.flush()
             os.fsync(opened.fileno())
         try:
+            if before is not None:
+                os.chown(made, before.st_uid, before.st_gid)
+                os.chmod(made, stat.S_IMODE(before.st_mode))
             os.replace(made, file)
         except OSError:
             with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,20 @@ def test_names_are_unique_and_plain(tmp_path: Path) -> None:
     for name in ("alice", "", "two words", "a=b"):
         with pytest.raises(ConfigError, match="--name"):
             add_key(path, name, KeyLimits())
+
+
+def test_a_changed_file_keeps_owner_mode_and_place(tmp_path: Path) -> None:
+    """An administrator revokes a key: the gateway's user can still read the file, which may be a link."""
+    link, path = tmp_path / "link", tmp_path / "keys"
+    link.symlink_to(path)
+    add_key(str(link), "alice", KeyLimits())
+    path.chmod(0o640)
+    if os.getuid() == 0:
+        os.chown(path, 12345, 23456)
+    before = path.stat()
+    add_key(str(link), "bob", KeyLimits())
+    revoke_key(str(link), "alice")
+    after = path.stat()
+    assert link.is_symlink()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert [key.name for key in read_keys(str(path))] == ["bob"]
