@@ -150,7 +150,7 @@ def test_what_can_not_be_served_is_named(model: Path) -> None:
     with pytest.raises(StartupError, match=r"cannot serve HTTP on 203\.0\.113\.1:0"):
         planned(model, host="203.0.113.1")
     with pytest.raises(CheckpointError, match="allowed: 1 to 8"):
-        planned(model, top_k="9")
+        planned(model, experts_per_token="9")
 
 
 @contextmanager
