@@ -10,24 +10,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tokenizers import AddedToken
 
-from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
-from tests.helpers.gateway_server import gateway_config, running_gateway
-from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+from tests.helpers.agent_gateway import THOUGHT, agent_gateway
+from tests.helpers.fake_engine import MODEL, FakeEngine, Script
 
-# What matters of Qwen3's: tools in the system turn, thoughts in tags, calls in tags.
-TEMPLATE = (
-    "{% if tools %}<|start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-    'Answer with <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|end|>\n{% endif %}'
-    "{% for m in messages %}<|start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "\n</tool_call>{% endfor %}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
 WEATHER = {
     "type": "function",
     "function": {
@@ -42,7 +28,6 @@ WEATHER = {
 }
 TIME = {"type": "function", "function": {"name": "get_time"}}
 MESSAGES = [{"role": "user", "content": "What is the weather?"}]
-THOUGHT = "<think>\nThe fox wants\n the weather.\n</think>\n\n"
 CALLS = (
     'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}'
     "\n</tool_call>\n"
@@ -79,20 +64,9 @@ class Setup:
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     """Shared by this file."""
-    directory = tmp_path_factory.mktemp("tools")
-    tokenizer = byte_level_tokenizer()
-    tokenizer.add_tokens(
-        [
-            AddedToken(text, normalized=False)
-            for text in ("<think>", "</think>", "<tool_call>", "</tool_call>")
-        ]
-    )
-    write_tokenizer(directory, tokenizer, TEMPLATE)
-    address = f"unix:{directory}/engine.sock"
-    engine = FakeEngine(directory, tokenizer, context=4096, model_type="qwen3_moe")
-    with serving(engine, address), running_gateway(gateway_config(address)) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        yield Setup(url, engine, client)
+    with agent_gateway(tmp_path_factory.mktemp("tools")) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        yield Setup(running.url, running.engine, client)
 
 
 @dataclass
