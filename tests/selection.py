@@ -51,6 +51,7 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
     group.addoption("--full", action="store_true", help="all combinations of parameters, all fuzz cases")
     group.addoption("--pods", action="store_true", help="build an image and run Pods (make test-pod)")
+    group.addoption("--pod-image", action="store_true", help="with the image that was built before")
     group.addoption("--fast", action="store_true", help="tests that find most mistakes within two minutes")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -21,6 +22,10 @@ from tests.helpers.chart import ROOT, Manifest
 WORK = ROOT / "build" / "pod"
 IMAGE = "localhost/moebius:pod-test"
 MISSING_TOOL = 77
+USER = 10001
+# Init containers stay, with their logs, when they have ended.
+INIT = {"io.podman.annotations.init.container.type": "always"}
+SHARED_MEMORY = Path("/dev/shm")
 PROBE = """
 import sys
 from moebius.app.supervisor.health import GrpcProbe
@@ -51,17 +56,26 @@ def for_podman(pod: Manifest, name: str) -> Manifest:
         container["imagePullPolicy"] = "Never"
         container.pop("restartPolicy", None)
         container.pop("lifecycle", None)
+        container.pop("ports", None)  # which it would publish, on a network
         # Nested in another container, limits can not be set.
         container.pop("resources", None)
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             container.pop(probe, None)
+    for volume in spec["volumes"]:
+        if volume.get("emptyDir", {}).get("medium") == "Memory":
+            # A directory of this machine's memory: podman would make one on the disk, for root alone.
+            place = SHARED_MEMORY / name / volume["name"]
+            place.mkdir(parents=True)
+            os.chown(place, USER, USER)
+            volume.pop("emptyDir")
+            volume["hostPath"] = {"path": str(place), "type": "Directory"}
     for key in ("affinity", "serviceAccountName", "securityContext"):
         spec.pop(key, None)
     spec["restartPolicy"] = "Always"
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": name, "labels": pod["metadata"]["labels"]},
+        "metadata": {"name": name, "labels": pod["metadata"]["labels"], "annotations": INIT},
         "spec": spec,
     }
 
@@ -78,7 +92,10 @@ class PodmanPod:
         file = directory / "pod.yaml"
         documents = [*config_maps, for_podman(pod, name)]
         file.write_text(yaml.safe_dump_all(documents, sort_keys=False))
-        podman("play", "kube", "--network=none", str(file), timeout=300)
+        try:
+            podman("play", "kube", "--network=none", str(file), timeout=300)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs('preflight')}") from error
 
     def container(self, name: str) -> str:
         """As podman calls it."""
@@ -127,3 +144,4 @@ class PodmanPod:
         """The Pod, and its volumes."""
         podman("pod", "rm", "--force", "--time", "5", self.name, check=False, timeout=180)
         podman("volume", "prune", "--force", check=False)
+        shutil.rmtree(SHARED_MEMORY / self.name, ignore_errors=True)

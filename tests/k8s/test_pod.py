@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -19,7 +20,7 @@ from tests.helpers.chart import ROOT, render
 pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
 pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
 from tests.k8s.manifests import pod_specs
-from tests.k8s.podman import IMAGE, MISSING_TOOL, PodmanPod, podman
+from tests.k8s.podman import IMAGE, MISSING_TOOL, SHARED_MEMORY, PodmanPod, podman
 
 pytestmark = [pytest.mark.pod, pytest.mark.timeout(2400)]
 START_S = 240.0
@@ -39,8 +40,10 @@ SCRAPE = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:%s/metri
 
 
 @pytest.fixture(scope="module")
-def image() -> str:
-    """The CPU image of these sources."""
+def image(request: pytest.FixtureRequest) -> str:
+    """The CPU image of these sources, or, with --pod-image, of those it was built from last."""
+    if request.config.getoption("--pod-image"):
+        return IMAGE
     script = ROOT / "tests" / "k8s" / "build_image.sh"
     built = subprocess.run([script, IMAGE], capture_output=True, text=True, timeout=2000)
     if built.returncode == MISSING_TOOL:
@@ -101,6 +104,7 @@ def pod(image: str, models: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             running.remove()
         else:
             podman("pod", "rm", "--force", name, check=False)
+            shutil.rmtree(SHARED_MEMORY / name, ignore_errors=True)
 
 
 def chat(pod: PodmanPod, tokens: int = TOKENS, stream: bool = False) -> str:

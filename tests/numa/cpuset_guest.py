@@ -107,6 +107,9 @@ def run(version: int) -> int:
     else:
         mount("tmpfs", CGROUP)
         mount("cgroup", CGROUP / "cpuset", "cpuset")
+    # Once for all children: under emulation, imports are what takes time.
+    serve_here()
+    doctor_line()
     failed = 0
     for name in LAYOUTS:
         child = os.fork()

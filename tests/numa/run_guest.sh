@@ -43,7 +43,7 @@ fi
 
 # Emulation (tcg) needs no privilege and works inside virtual machines; the guest takes a few seconds.
 half=$((${memory%G} * 512))M
-exec timeout 240 qemu-system-x86_64 -accel tcg -cpu max -smp 4,sockets=2 -m $memory \
+exec timeout 540 qemu-system-x86_64 -accel tcg -cpu max -smp 4,sockets=2 -m $memory \
   -object memory-backend-ram,id=m0,size=$half -numa node,nodeid=0,cpus=0-1,memdev=m0 \
   -object memory-backend-ram,id=m1,size=$half -numa node,nodeid=1,cpus=2-3,memdev=m1 \
   -kernel "$kernel" -initrd "$work/initramfs" -append "console=ttyS0 quiet panic=-1 rdinit=$init -- $*" \

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -27,19 +27,30 @@ def make_root(root: Path) -> None:
         [sys.executable, GUEST, "files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
     ).stdout.splitlines()
     shutil.rmtree(root, ignore_errors=True)
-    site = Path(sysconfig.get_path("purelib")).resolve()
     interpreter = Path(sys.executable).resolve()
     linker = Path("/lib64/ld-linux-x86-64.so.2")
-    for text in {*found, str(interpreter)}:
+    for text in {*(line for line in found if line.startswith("/")), str(interpreter)}:
         path = Path(text)
-        target = text.lstrip("/")
-        for place, prefix in ((ROOT, "src"), (site, "site"), (Path(sysconfig.get_path("purelib")), "site")):
-            if path.is_relative_to(place) and (prefix == "site" or not path.is_relative_to(site)):
-                target = f"{prefix}/{path.relative_to(place)}"
+        _, mark, rest = text.rpartition("/site-packages/")
+        if mark:
+            target = f"site/{rest}"
+        elif path.is_relative_to(ROOT):
+            target = f"src/{path.relative_to(ROOT)}"
+        else:
+            target = text.lstrip("/")
         _copy(path, root / target)
-    for path in site.glob("*.dist-info/*"):
-        if path.name in ("METADATA", "entry_points.txt", "top_level.txt"):
-            _copy(path, root / "site" / path.relative_to(site))
+        if ".so." in path.name:
+            # Loaded by another name, of which the kernel only tells the file.
+            for link in path.parent.glob(f"{path.name.partition('.so.')[0]}.so*"):
+                if link.resolve() == path:
+                    _copy(path, root / str(link).lstrip("/"))
+    for package in metadata.distributions():
+        for name in ("METADATA", "entry_points.txt"):
+            text = package.read_text(name)
+            place = root / "site" / f"{package.name}-{package.version}.dist-info" / name
+            if text is not None:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(text)
     _copy(linker, root / "lib64" / linker.name)
     (root / "dev").mkdir()
     (root / "lib").exists() or (root / "lib").symlink_to("usr/lib")

@@ -15,6 +15,7 @@ from moebius.topology import format_cpu_list, node_of_cpus
 
 Status = Literal["ok", "warning", "failure"]
 GIB, MIB = 2**30, 2**20
+FS_GROUP = "chart value podSecurityContext.fsGroup, which lets the image's user write to volumes"
 # torch, the driver and our processes open about so many.
 OPEN_FILES = 4096
 
@@ -204,7 +205,7 @@ def check_pod(
             "failure",
             "/dev/shm",
             f"{shm.total_bytes / MIB:.0f} MiB, {shm.kind or 'not there'}, mailbox {wanted} MiB",
-            f"chart value shmMiB of {wanted + 64} or more",
+            f"chart value shmMiB of {wanted + 64} or more" if shm.writable or not shm.exists else FS_GROUP,
         )
         yield _as(
             shm.in_memory,
@@ -221,7 +222,7 @@ def check_pod(
             "failure",
             f"{place.path} is writable",
             "yes" if place.writable else "no" if place.exists else "not there",
-            "a volume there; podSecurityContext.fsGroup lets the user of the image write to it",
+            FS_GROUP if place.exists else "a volume there, mounted in all containers",
         )
 
 
