@@ -143,5 +143,4 @@ class PodmanPod:
     def remove(self) -> None:
         """The Pod, and its volumes."""
         podman("pod", "rm", "--force", "--time", "5", self.name, check=False, timeout=180)
-        podman("volume", "prune", "--force", check=False)
         shutil.rmtree(SHARED_MEMORY / self.name, ignore_errors=True)

@@ -20,7 +20,7 @@ from tests.helpers.chart import ROOT, render
 pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
 pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
 from tests.k8s.manifests import pod_specs
-from tests.k8s.podman import IMAGE, MISSING_TOOL, SHARED_MEMORY, PodmanPod, podman
+from tests.k8s.podman import IMAGE, MISSING_TOOL, SHARED_MEMORY, USER, PodmanPod, podman
 
 pytestmark = [pytest.mark.pod, pytest.mark.timeout(2400)]
 START_S = 240.0
@@ -215,7 +215,7 @@ def test_the_compose_files_containers_run(image: str, models: Path, tmp_path: Pa
         assert json.loads(done.stdout)["usage"]["completion_tokens"] == 8
     finally:
         podman("pod", "rm", "--force", "--time", "5", name, check=False, timeout=180)
-        podman("volume", "prune", "--force", check=False)
+        shutil.rmtree(SHARED_MEMORY / name, ignore_errors=True)
 
 
 def compose_arguments(service: dict[str, Any], pod: str, name: str, models: Path, config: Path) -> list[str]:
@@ -226,7 +226,13 @@ def compose_arguments(service: dict[str, Any], pod: str, name: str, models: Path
     for text in service["volumes"]:
         source, target = text.replace("${MODELS:?a directory of checkpoints}", str(models)).split(":", 1)
         source = str(config) if source == "./moebius.yaml" else source
-        arguments += ["--volume", f"{source if source.startswith('/') else f'{pod}-{source}'}:{target}"]
+        if not source.startswith("/"):
+            # As the file's tmpfs options make it: memory of the image's user.
+            place = SHARED_MEMORY / pod / source
+            place.mkdir(parents=True, exist_ok=True)
+            os.chown(place, USER, USER)
+            source = str(place)
+        arguments += ["--volume", f"{source}:{target}"]
     words = [
         word.replace("${MODEL:?a checkpoint in MODELS}", "tiny").replace("${MODEL}", "tiny")
         for word in service["command"]
