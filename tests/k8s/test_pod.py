@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.utils import canonicalize_name
 
 from tests.helpers.chart import ROOT, render
 
@@ -153,8 +154,10 @@ def test_the_image_is_lean_and_listed(image: str) -> None:
     user, _, text = found.partition("\n")
     assert user == "10001"
     assert text.lstrip().startswith("{"), text[:200]
-    names = {component["name"]: component["version"] for component in json.loads(text)["components"]}
-    assert {"torch", "grpcio", "moebius"} <= set(names)
+    listed = json.loads(text)
+    names = {canonicalize_name(one["name"]): one["version"] for one in listed["components"]}
+    assert listed["metadata"]["component"]["name"] == "moebius"
+    assert {"torch", "grpcio", "uvicorn"} <= set(names)
     locked = dict(
         line.split("==")
         for line in (ROOT / "deploy/constraints.txt").read_text().splitlines()
