@@ -23,7 +23,7 @@ from protos.engine_pb2 import Constraint
 
 _ENDLESS = "the grammar is empty: no text satisfies it"
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
-_NO_KEYWORD = "not supported are the keywords"
+_NO_KEYWORD = "keywords that are not supported:"
 _LONGEST_REASON = 600
 # Answers of `check` that are remembered.
 _REMEMBERED = 1024

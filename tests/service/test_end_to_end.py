@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
 from tests.helpers.demo import demo_checkpoint
+from tests.helpers.json_schemas import SuiteSchema, suite
 from tests.helpers.openai_checks import ALL_CHECKS
 from tests.helpers.stack import Stack, running_stack
 
@@ -45,7 +48,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def client_of(stack: Stack) -> openai.OpenAI:
     """An openai client that does not hide errors behind retries."""
-    return openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0, timeout=240)
 
 
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
@@ -241,3 +244,100 @@ def running_requests(stack: Stack) -> int:
     with grpc.insecure_channel(f"unix:{socket_path}") as channel:
         load = engine_pb2_grpc.EngineStub(channel).GetLoad(engine_pb2.GetLoadRequest(), timeout=5)
     return int(load.num_total_reqs)
+
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "population": {"type": "integer", "minimum": 0, "maximum": 99999999},
+        "is_capital": {"type": "boolean"},
+    },
+    "required": ["name", "population", "is_capital"],
+    "additionalProperties": False,
+}
+ASKED: list[Any] = [{"role": "user", "content": "Describe Paris as JSON: name, population, is it a capital?"}]
+
+
+def schema_format(schema: object) -> Any:
+    """`response_format` with a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+def test_answers_satisfy_a_schema(stack: Stack) -> None:
+    """Whole and streamed, one output and several, with log-probabilities and without."""
+    client = client_of(stack)
+    settings: dict[str, Any] = {"model": MODEL, "messages": ASKED, "response_format": schema_format(CITY)}
+    greedy = client.chat.completions.create(**settings, temperature=0, logprobs=True, top_logprobs=2)
+    text = greedy.choices[0].message.content or ""
+    jsonschema.validate(json.loads(text), CITY)
+    assert greedy.choices[0].finish_reason == "stop"
+    assert greedy.usage is not None
+    logprobs = greedy.choices[0].logprobs
+    assert logprobs is not None
+    assert len(logprobs.content or ()) == greedy.usage.completion_tokens
+    pieces = client.chat.completions.create(**settings, temperature=0, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == text
+    several = client.chat.completions.create(**settings, temperature=1, n=4, seed=5)
+    for choice in several.choices:
+        jsonschema.validate(json.loads(choice.message.content or ""), CITY)
+
+
+@pytest.mark.parametrize(
+    ("extra", "pattern"),
+    [
+        ({"guided_choice": ["Paris", "London"]}, "Paris|London"),
+        ({"structured_outputs": {"regex": "[A-Z][a-z]{2,9} in 19[0-9]{2}"}}, "[A-Z][a-z]{2,9} in 19[0-9]{2}"),
+        ({"guided_grammar": 'root ::= "yes, " ("I" | "we") " do"'}, "yes, (I|we) do"),
+    ],
+    ids=["choice", "regex", "grammar"],
+)
+def test_answers_have_the_form_that_was_asked_for(stack: Stack, extra: dict[str, Any], pattern: str) -> None:
+    """Also together with requests that ask for none, whose answers are what they are alone."""
+    client = client_of(stack)
+
+    def ask(body: dict[str, Any]) -> str:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=ASKED, max_tokens=24, temperature=0, extra_body=body
+        )
+        return answer.choices[0].message.content or ""
+
+    alone = ask({})
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(ask, [extra, {}] * 3))
+    assert set(answers[1::2]) == {alone}
+    assert all(re.fullmatch(pattern, answer) for answer in answers[::2]), answers
+
+
+def test_schemas_that_can_not_be_enforced_are_refused(stack: Stack) -> None:
+    """A 400 that names parameter and keyword; the next request is answered."""
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        client_of(stack).chat.completions.create(
+            model=MODEL, messages=ASKED, response_format=schema_format(schema)
+        )
+    assert caught.value.param == "response_format.json_schema.schema"
+
+
+@pytest.mark.full
+def test_answers_satisfy_the_schemas_of_the_public_suite(stack: Stack) -> None:
+    """All of them on the demo model, 32 at once; an answer that is cut off is too long, never wrong."""
+    client = client_of(stack)
+
+    def ask(schema: SuiteSchema) -> str:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Answer as shortly as you can, with JSON like 1 or []."}],
+            max_tokens=48,
+            temperature=0,
+            extra_body={"guided_json": schema.text},
+        )
+        choice = answer.choices[0]
+        return choice.message.content or "" if choice.finish_reason == "stop" else ""
+
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(ask, suite()))
+    whole = [(schema, answer) for schema, answer in zip(suite(), answers, strict=True) if answer]
+    for schema, answer in whole:
+        schema.check(answer)
+    assert len(whole) > 150

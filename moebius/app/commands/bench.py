@@ -1,4 +1,4 @@
-"""`moebius bench mailbox|decode|kernels|quota|load|start|gateway`; `engine|prefill|placement|steps`, too."""
+"""`moebius bench mailbox|decode|kernels|quota|load|start|gateway|engine|masks|prefill|placement|steps`."""
 
 from __future__ import annotations
 
@@ -219,6 +219,25 @@ def engine(
         temperature=temperature,
         probe_bytes=probe_mib * 2**20,
     )
+    run(with_checkpoint(config), options, json_file)
+
+
+@app.command()
+@with_settings("model", "gpu", "experts", "parallel", "placement")
+def masks(
+    config: MoebiusConfig,
+    streams: Streams = "1,8,32",
+    prompt_len: PromptLen = 64,
+    max_tokens: MaxTokens = 96,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each kind; their median counts")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """What outputs that are held to a JSON schema cost per token, next to the same without."""
+    from moebius.app.bench.kernels_inputs import parse_counts
+    from moebius.app.bench.masks import MaskOptions, run
+
+    log_warnings_only("bench")
+    options = MaskOptions(parse_counts(streams, "--streams"), prompt_len, max_tokens, rounds)
     run(with_checkpoint(config), options, json_file)
 
 

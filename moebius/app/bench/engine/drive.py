@@ -15,6 +15,7 @@ from moebius.errors import UserError
 
 if TYPE_CHECKING:
     from gpu_service.build import Built
+    from gpu_service.constraint import OutputConstraint
     from gpu_service.engine.interface import OutputDelta
 
 STEP_TIMEOUT_S = 600.0
@@ -70,8 +71,14 @@ class EngineUnderTest:
         self._numbers: dict[str, tuple[Streams, int]] = {}
         self._runs = 0
 
-    def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float) -> Streams:
-        """Starts one stream per prompt; they never end early."""
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        temperature: float,
+        constraints: Sequence[OutputConstraint] = (),
+    ) -> Streams:
+        """Starts one stream per prompt; they never end early. `constraints`: of the first ones."""
         from gpu_service.request import Request, SamplingParams
 
         self._runs += 1
@@ -80,6 +87,8 @@ class EngineUnderTest:
             Request(f"bench-{self._runs}-{number}", list(prompt), params, cache_namespace=str(self._runs))
             for number, prompt in enumerate(prompts)
         ]
+        for request, constraint in zip(requests, constraints, strict=False):
+            request.constraint = constraint
         streams = Streams(time.perf_counter(), len(requests), [request.request_id for request in requests])
         self._numbers |= {request.key: (streams, number) for number, request in enumerate(requests)}
         for request in requests:
