@@ -248,6 +248,14 @@ class ConstraintCompiler:
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, grammar_of(constraint), log_level=0, limits=limits())
+        # The first masks, too: they are the most expensive ones, and show whether the grammar is too complex.
+        if not matcher.is_error():
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            first.consume_tokens(first.compute_ff_tokens())
+            first.compute_bitmask()
+            if first.is_error():
+                matcher = first
         if matcher.is_error():
             raise GrammarError(reason(matcher.get_error()))
         return matcher

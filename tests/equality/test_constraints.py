@@ -14,6 +14,7 @@ from gpu_service.engine.step import StepPlan
 from gpu_service.engine.step_runner import Pending, StepRunner
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.request import FinishReason, Request
+from moebius.grammar.compile import GrammarError
 from protos.engine_pb2 import Choice, Constraint
 from tests.helpers.constraints import compiler, constrained, ids_of, text_of
 from tests.helpers.device_experts import DoomedExperts, DoomedModel, Failure
@@ -274,7 +275,7 @@ def test_min_tokens_puts_the_end_off(loop: dict[str, bool]) -> None:
 def test_what_no_token_can_spell_ends_with_an_error(loop: dict[str, bool]) -> None:
     """Never a hang, nor any text; requests in the same batch go on."""
     with running_engine(**loop) as harness:
-        stuck = constrained("stuck", prompt_of(1, 9), Constraint(regex="ab日"))
+        stuck = constrained("stuck", prompt_of(1, 9), Constraint(regex="[ab]{2}日"))
         other = make_request("other", prompt_of(2, 9))
         tokens, whole = run_together(harness, [stuck, other])
         assert stuck.finish_reason is FinishReason.ERROR
@@ -395,3 +396,35 @@ def test_logprobs_are_those_before_the_mask() -> None:
     assert of_masked.top_ids == of_free.top_ids
     assert of_masked.top_logprobs == of_free.top_logprobs
     assert of_masked.token_id not in of_free.top_ids
+
+
+AMBIGUOUS = (
+    "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1} | a{i + 1}\n" for i in range(12)) + 'a12: /[a-z]/ | ""'
+)
+
+
+@LOOPS
+def test_a_grammar_that_becomes_too_complex_ends_its_output(loop: dict[str, bool]) -> None:
+    """Counted, so that ranks agree; the requests next to it are not disturbed."""
+    with running_engine(**loop) as harness:
+        ambiguous = constrained(
+            "ambiguous", prompt_of(1, 9), Constraint(lark=AMBIGUOUS), max_tokens=110, ignore_eos=True
+        )
+        other = make_request("other", prompt_of(2, 9), max_tokens=60)
+        run_together(harness, [ambiguous, other])
+        assert ambiguous.finish_reason is FinishReason.ERROR
+        assert "items" in ambiguous.error_message
+        assert 0 < len(ambiguous.output_token_ids) < 80
+        assert other.finish_reason is FinishReason.LENGTH
+
+
+def test_a_grammar_whose_first_mask_is_too_complex_is_refused() -> None:
+    """Before the request is queued, with the reason."""
+    properties = {f"p{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 50 + 1}}}$"} for i in range(3000)}
+    schema = {"type": "object", "properties": properties}
+    with pytest.raises(GrammarError, match="items"):
+        compiler().make(Constraint(json_schema=json.dumps(schema)))
+    with pytest.raises(GrammarError, match="no token"):
+        compiler().make(Constraint(regex="ab日"))
+    fewer = {"type": "object", "properties": dict(list(properties.items())[:60])}
+    assert compiler().make(Constraint(json_schema=json.dumps(fewer)))
