@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moebius.app.demo_model import build_demo_model, default_directory
-from moebius.app.demo_model.download import fetch_gguf, silent
 from tests.helpers.stack import running_stack
 
 PLUGIN = Path(__file__).parent
@@ -115,10 +114,10 @@ def server(url: str) -> Iterator[str]:
     if url:
         yield url
         return
-    model = build_demo_model(default_directory(), fetch_gguf(silent), silent)
+    model = build_demo_model()
     with (
         tempfile.TemporaryDirectory() as directory,
-        running_stack(Path(model), Path(directory), "--model-aliases", "*", timeout_s=600) as stack,
+        running_stack(model, Path(directory), "--model-aliases", "*", timeout_s=600) as stack,
     ):
         yield stack.base_url
 
