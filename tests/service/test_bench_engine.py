@@ -141,3 +141,29 @@ def test_a_signal_ends_the_bench(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=40)
     assert "KeyboardInterrupt" in errors
     assert not Path("/dev/shm", mailbox).exists()
+
+
+def test_mask_bench_end_to_end(tmp_path: Path) -> None:
+    """A row for none, half and all of the streams, on a checkpoint without a tokenizer."""
+    model, target = tmp_path / "model", tmp_path / "out.json"
+    write_random_model(model, RandomModelOptions("tiny", "int4_g32"))
+    command = [
+        sys.executable,
+        "-m",
+        "moebius",
+        "bench",
+        "masks",
+        str(model),
+        "--streams",
+        "2",
+        "--rounds",
+        "1",
+    ]
+    command += ["--prompt-len", "8", "--max-tokens", "24", "--expert-servers", "1", "--no-calibrate-kernels"]
+    command += ["--device", "cpu", "--json", str(target)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rows = json.loads(target.read_text())
+    assert [row["constrained"] for row in rows] == [0, 1, 2]
+    assert all(row["step_seconds"] > 0 for row in rows)
+    assert rows[0]["step_seconds"] == rows[0]["unconstrained_step_seconds"]

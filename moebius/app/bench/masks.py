@@ -11,7 +11,7 @@ import itertools
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,8 +98,7 @@ def run(config: MoebiusConfig, options: MaskOptions, json_file: Path | None = No
             for row in measure(engine, compiler, streams, options):
                 _TABLE.print_row(row)
                 rows.append(row)
-    if json_file is not None:
-        write_json([asdict(row) for row in rows], json_file)
+    write_json(rows, json_file)
     return rows
 
 
