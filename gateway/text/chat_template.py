@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.compiler
 import jinja2.ext
-import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -90,8 +89,10 @@ class ChatTemplate:
         self._named_tokens = named_tokens
         self.knows_developer = "developer" in source
         self.knows_tools = re.search(r"\btools\b", source) is not None
-        # What a request can set in it: `tools`, `enable_thinking` and such.
-        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+        # What a request can set in it: `tools`, `enable_thinking` and such; names of its own among them. Read
+        # off the tree: `jinja2.meta` would compute constants, of which a template may have endless ones.
+        names = environment.parse(source).find_all(jinja2.nodes.Name)
+        self.variables = frozenset(name.name for name in names if name.ctx == "load")
         self.source = source
 
     def render(

@@ -146,13 +146,15 @@ def test_input_that_was_a_500_is_a_400_that_names_it(
 @pytest.mark.parametrize(
     "arguments", ["[" * 100_000, "[1]", '{"a": "\\ud800"}', '{"a": ' * 80 + "1" + "}" * 80]
 )
-def test_arguments_of_former_calls_are_checked(setup: Setup, arguments: str) -> None:
-    """`arguments` is JSON within JSON: what is wrong in it is a 400 that names it, too."""
+def test_arguments_of_former_calls_that_are_no_objects_stay_text(setup: Setup, arguments: str) -> None:
+    """`arguments` is JSON within JSON, and a model may have written anything: clients send it back as it is,
+    and a conversation goes on.
+    """
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     history = {"role": "assistant", "tool_calls": [call]}
     body = chat() | {"messages": [{"role": "user", "content": "x"}, history]}
-    status, param, _, _ = setup.refusal("/v1/chat/completions", body)
-    assert (status, param) == (400, "messages[1].tool_calls[0].function.arguments")
+    response = setup.post("/v1/chat/completions", json.dumps(body).encode())
+    assert response.status_code == 200, response.text
 
 
 def test_the_content_type_does_not_matter(setup: Setup) -> None:
