@@ -33,7 +33,8 @@ def make_root(root: Path) -> None:
         path = Path(text)
         _, mark, rest = text.rpartition("/site-packages/")
         if mark:
-            target = f"site/{rest}"
+            # Our own extension lies there where the package was installed in place.
+            target = f"src/{rest}" if rest.startswith("moebius/") else f"site/{rest}"
         elif path.is_relative_to(ROOT):
             target = f"src/{path.relative_to(ROOT)}"
         else:
@@ -65,12 +66,15 @@ def _copy(source: Path, target: Path) -> None:
 @pytest.fixture(scope="module", params=[2, 1], ids=["cgroup v2", "cgroup v1"])
 def console(request: pytest.FixtureRequest) -> list[str]:
     """Lines that the guest printed, with cgroups of one version."""
-    root, version = WORK / "python-root", request.param
+    version = request.param
+    # Another worker may run the other version at the same time.
+    root = WORK / f"python-root-{version}"
+    check = subprocess.run([SCRIPT, WORK, "check"], capture_output=True, text=True, check=False)
+    if check.returncode == MISSING_TOOL:
+        pytest.skip(check.stderr.strip())
     make_root(root)
     command = [SCRIPT, WORK, root, str(Path(sys.executable).resolve()), "/guest.py", str(version)]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    if result.returncode == MISSING_TOOL:
-        pytest.skip(result.stderr.strip())
     assert result.returncode == 0, result.stderr + result.stdout
     return [line.strip() for line in result.stdout.splitlines()]
 

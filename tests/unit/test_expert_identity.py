@@ -110,10 +110,10 @@ def test_its_exit_status_is_its_own(
 ) -> None:
     """Whoever restarts processes learns that another start will not help."""
 
-    def refuse(**arguments: Any) -> int:
+    def refuse(*_: Any) -> int:
         raise WrongIdentity("expert server 1 does not fit: expert_dtype is int8, expected keep")
 
-    monkeypatch.setattr(cli, "app", refuse)
+    monkeypatch.setattr(cli, "_run", refuse)
     with pytest.raises(SystemExit) as caught:
         cli.main([])
     assert caught.value.code == WRONG_IDENTITY_EXIT
