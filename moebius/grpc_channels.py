@@ -94,6 +94,22 @@ class _Renewing(ABC):
     def _close(self, channel: Any) -> None:
         """Closes a channel without calls."""
 
+    def unary_unary(self, *arguments: Any, **named: Any) -> Any:
+        """As gRPC's."""
+        return _Call(self, "unary_unary", arguments, named)
+
+    def unary_stream(self, *arguments: Any, **named: Any) -> Any:
+        """As gRPC's."""
+        return _Call(self, "unary_stream", arguments, named)
+
+    def stream_unary(self, *arguments: Any, **named: Any) -> Any:
+        """As gRPC's."""
+        return _Call(self, "stream_unary", arguments, named)
+
+    def stream_stream(self, *arguments: Any, **named: Any) -> Any:
+        """As gRPC's."""
+        return _Call(self, "stream_stream", arguments, named)
+
     def _enter(self) -> _Opened:
         """The present channel, with a call more."""
         self._tls.renewed.current()
@@ -203,22 +219,6 @@ class RenewingChannel(_Renewing, grpc.Channel):
         """Of the channel that is used now."""
         self._now.channel.unsubscribe(callback)
 
-    def unary_unary(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
-        return _Call(self, "unary_unary", arguments, named)
-
-    def unary_stream(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
-        return _Call(self, "unary_stream", arguments, named)
-
-    def stream_unary(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
-        return _Call(self, "stream_unary", arguments, named)
-
-    def stream_stream(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
-        return _Call(self, "stream_stream", arguments, named)
-
     def close(self) -> None:
         """Ends all calls."""
         for opened in (self._now, *self._retired):
@@ -236,22 +236,6 @@ class RenewingAioChannel(_Renewing, grpc.aio.Channel):
 
     def _close(self, channel: Any) -> None:
         self._closing = asyncio.ensure_future(channel.close())
-
-    def unary_unary(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
-        return _Call(self, "unary_unary", arguments, named)
-
-    def unary_stream(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
-        return _Call(self, "unary_stream", arguments, named)
-
-    def stream_unary(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
-        return _Call(self, "stream_unary", arguments, named)
-
-    def stream_stream(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
-        return _Call(self, "stream_stream", arguments, named)
 
     async def close(self, grace: float | None = None) -> None:
         """Ends all calls, after `grace` seconds."""

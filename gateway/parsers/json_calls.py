@@ -8,7 +8,7 @@ import re
 from gateway.grammar import ToolFraming
 from gateway.parsers.json_reader import MOST_LABEL, pass_value, read_label
 from gateway.parsers.machine import ToolFormat
-from gateway.parsers.scanner import END, Markers, Steps
+from gateway.parsers.scanner import END, Markers, Steps, run_of
 from gateway.parsers.sink import new_call_id
 
 _NAME = ("name",)
@@ -162,7 +162,7 @@ class JsonList(NamedObject):
         return self.sink.calls > calls
 
 
-_NAME_TEXT = re.compile(r"[^\[{]*")
+_UP_TO_BRACKET = run_of(re.compile(r"[^\[{]*"))
 
 
 def mistral_id(seed: str) -> str:
@@ -190,20 +190,14 @@ class Mistral(JsonList):
             return (yield from self.objects())
         if first == "{":
             return (yield from self.object())
-        name, call_id = (yield from self.scan.collect_while(_up_to_bracket, MOST_LABEL)).strip(), ""
+        name, call_id = (yield from self.scan.collect_while(_UP_TO_BRACKET, MOST_LABEL)).strip(), ""
         if (yield from self.scan.accept("[CALL_ID]")):
-            call_id = (yield from self.scan.collect_while(_up_to_bracket, MOST_LABEL)).strip()
+            call_id = (yield from self.scan.collect_while(_UP_TO_BRACKET, MOST_LABEL)).strip()
         is_complete = yield from self.scan.accept("[ARGS]")
         first = yield from self.scan.peek()
         if not name or (first != "{" and not (is_complete and first == END)):
             return False
         return (yield from self.call_with_json(name, call_id))
-
-
-def _up_to_bracket(text: str, start: int, limit: int) -> tuple[int, bool]:
-    match = _NAME_TEXT.match(text, start, limit)
-    end = start if match is None else match.end()
-    return end, end < limit
 
 
 class KimiK2(ToolFormat):

@@ -6,11 +6,11 @@ import json
 import re
 from collections.abc import Callable, Collection
 
-from gateway.parsers.scanner import Scanner, Steps
+from gateway.parsers.scanner import Scanner, Steps, run_of
 
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')
-_SCALAR = re.compile(r"[^\s,:\]}\"{\[]*")
+_SCALAR = run_of(re.compile(r"[^\s,:\]}\"{\[]*"))
 _CLOSING = {"{": "}", "[": "]"}
 MOST_LABEL = 4096  # characters of a key or a name; longer ones are no call
 
@@ -61,10 +61,9 @@ class _Value:
         return True
 
     def _scalar(self, text: str, start: int, limit: int) -> tuple[int, bool]:
-        match = _SCALAR.match(text, start, limit)
-        end = start if match is None else match.end()
+        end, is_over = _SCALAR(text, start, limit)
         self.is_whole = self.is_whole or end > start
-        return end, end < limit
+        return end, is_over
 
 
 def pass_value(scan: Scanner, give: Callable[[str], None], tokens: Collection[str] = ()) -> Steps[bool]:

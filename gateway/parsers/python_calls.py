@@ -8,10 +8,10 @@ import re
 from gateway.grammar import ToolFraming
 from gateway.parsers.json_reader import MOST_LABEL
 from gateway.parsers.machine import ToolFormat
-from gateway.parsers.scanner import END, Steps
+from gateway.parsers.scanner import END, Steps, run_of
 from gateway.parsers.typed_values import literal
 
-_WORD = re.compile(r"[\w.\-/:]*")
+_WORD = run_of(re.compile(r"[\w.\-/:]*"))
 _SYNTAX = re.compile(r"""["'()\[\]{},=\\]""")
 _MOST_ARGUMENT = 2**24  # characters
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
@@ -55,12 +55,6 @@ class _Expression:
         return False
 
 
-def _word(text: str, start: int, limit: int) -> tuple[int, bool]:
-    match = _WORD.match(text, start, limit)
-    end = start if match is None else match.end()
-    return end, end < limit
-
-
 class Pythonic(ToolFormat):
     """Llama 3.2 and 4, and others: `[get_weather(city="Oslo"), get_time()]` is the whole answer."""
 
@@ -88,7 +82,7 @@ class Pythonic(ToolFormat):
         calls = self.sink.calls
         while not self.sink.is_full:
             yield from self.scan.skip_space()
-            name = yield from self.scan.collect_while(_word, MOST_LABEL)
+            name = yield from self.scan.collect_while(_WORD, MOST_LABEL)
             if not name or (yield from self.scan.skip_space()) != "(":
                 break
             if not calls and name not in self.tools and self.sink.calls == calls:

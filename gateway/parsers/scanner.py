@@ -17,6 +17,19 @@ Steps = Generator[None, None, T]  # waits for text, returns T
 # Called with a text and where to begin and end in it: the end of what it takes, and whether it needs no more.
 Advance = Callable[[str, int, int], tuple[int, bool]]
 END = ""  # in place of a marker: the text is over
+
+
+def run_of(pattern: re.Pattern[str]) -> Advance:
+    """Goes over what the pattern, which matches any text, matches there; more is needed at the text's end."""
+
+    def advance(text: str, start: int, limit: int) -> tuple[int, bool]:
+        match = pattern.match(text, start, limit)
+        end = start if match is None else match.end()
+        return end, end < limit
+
+    return advance
+
+
 _SPACE = re.compile(r"\s*")
 
 

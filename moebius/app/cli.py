@@ -45,7 +45,7 @@ class GroupedHelp(TyperCommand):
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
         for section in ["", *(name for name in sections() if name in groups)]:
-            with formatter.section(TOPICS.get(section, section.capitalize()) or "Options"):
+            with formatter.section(TOPICS.get(section, section.capitalize())):
                 formatter.write_dl(groups.get(section, []))
 
 
@@ -74,9 +74,18 @@ app.add_typer(experts.app, name="experts")
 app.add_typer(keys.app, name="keys")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"moebius {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def moebius(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit"),
+    ] = False,
 ) -> None:
     """Serves mixture-of-experts models on GPUs and CPU sockets together."""
 
@@ -88,9 +97,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> object:
-    if arguments[:1] == ["--version"]:
-        print(f"moebius {__version__}")
-        return 0
     command = typer.main.get_command(app)
     chosen = getattr(command, "commands", {}).get(arguments[0]) if arguments else None
     options = {

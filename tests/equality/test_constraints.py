@@ -18,7 +18,7 @@ from moebius.grammar.compile import GrammarError
 from protos.engine_pb2 import Choice, Constraint
 from tests.helpers.constraints import compiler, constrained, ids_of, text_of
 from tests.helpers.device_experts import DoomedExperts, DoomedModel, Failure
-from tests.helpers.engine_harness import LOOPS, Harness, Knobs, make_request, prompt_of, running_engine
+from tests.helpers.engine_harness import LOOPS, Knobs, make_request, prompt_of, running_engine
 
 SCHEMA = {
     "type": "object",
@@ -68,16 +68,6 @@ def workload(
     ]
 
 
-def run_together(harness: Harness, requests: list[Request]) -> list[list[int]]:
-    """All are queued before the first step."""
-    harness.model.gate.clear()
-    for request in requests:
-        harness.engine.submit([request])
-    harness.model.gate.set()
-    harness.wait(requests)
-    return [harness.tokens(request) for request in requests]
-
-
 @pytest.fixture(scope="module", params=[{}, SAMPLED], ids=["greedy", "sampled"])
 def truth(request: pytest.FixtureRequest) -> tuple[dict[str, object], list[list[int]]]:
     """Parameters, and the tokens when requests run one at a time, unchunked, uncached, synchronously."""
@@ -109,7 +99,7 @@ def test_scheduling_does_not_show(
     """Batch 1 = batch 8, chunked = unchunked, preempted = not, overlap = synchronous, masked or not."""
     params, expected = truth
     with running_engine(knobs, **loop) as harness:
-        assert run_together(harness, workload(**params)) == expected
+        assert harness.run(workload(**params), together=True) == expected
         if knobs.num_pages < 40:
             assert harness.engine.scheduler.num_preemptions > 0, "the scenario must preempt"
 
@@ -121,9 +111,9 @@ def test_requests_without_a_constraint_are_not_disturbed(
 ) -> None:
     """Their tokens are those of a batch without any constraint."""
     with running_engine(**loop) as harness:
-        alone = run_together(harness, workload(lambda index: False, **params))
+        alone = harness.run(workload(lambda index: False, **params), together=True)
     with running_engine(**loop) as harness:
-        mixed = run_together(harness, workload(**params))
+        mixed = harness.run(workload(**params), together=True)
     assert mixed[1::2] == alone[1::2]
 
 
@@ -143,7 +133,7 @@ def run_failing(
         experts=experts,
         model=DoomedModel(experts),
     ) as harness:
-        return run_together(harness, requests), experts
+        return harness.run(requests, together=True), experts
 
 
 def test_lost_experts_do_not_show(truth: tuple[dict[str, object], list[list[int]]]) -> None:
@@ -192,10 +182,10 @@ def test_steps_await_masks_only_where_there_are_any(loop: dict[str, bool]) -> No
     with running_engine(**loop) as harness:
         watching = Watching(harness.engine._runner)
         harness.engine._runner = watching
-        run_together(harness, workload(lambda index: False))
+        harness.run(workload(lambda index: False), together=True)
         assert len(watching.awaiting) > 10
         assert not any(watching.awaiting)
-        run_together(harness, [replace_name(one, "again") for one in workload(lambda index: index == 0)])
+        harness.run([replace_name(one, "again") for one in workload(lambda index: index == 0)], together=True)
         assert sum(watching.awaiting) > 3
 
 
@@ -277,7 +267,7 @@ def test_what_no_token_can_spell_ends_with_an_error(loop: dict[str, bool]) -> No
     with running_engine(**loop) as harness:
         stuck = constrained("stuck", prompt_of(1, 9), Constraint(regex="[ab]{2}日"))
         other = make_request("other", prompt_of(2, 9))
-        tokens, whole = run_together(harness, [stuck, other])
+        tokens, whole = harness.run([stuck, other], together=True)
         assert stuck.finish_reason is FinishReason.ERROR
         assert "constraint" in stuck.error_message
         assert len(tokens) <= 2
@@ -304,7 +294,7 @@ def test_a_matcher_that_fails_ends_its_output_alone(
 
         finish = broken.constraint.finish_mask
         monkeypatch.setattr(broken.constraint, "finish_mask", fail)
-        run_together(harness, [broken, other])
+        harness.run([broken, other], together=True)
         assert broken.finish_reason is FinishReason.ERROR
         assert "the matcher broke" in broken.error_message
         after = make_request("after", prompt_of(4, 9))
@@ -411,7 +401,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_output(loop: dict[str, bool
             "ambiguous", prompt_of(1, 9), Constraint(lark=AMBIGUOUS), max_tokens=110, ignore_eos=True
         )
         other = make_request("other", prompt_of(2, 9), max_tokens=60)
-        run_together(harness, [ambiguous, other])
+        harness.run([ambiguous, other], together=True)
         assert ambiguous.finish_reason is FinishReason.ERROR
         assert "items" in ambiguous.error_message
         assert 0 < len(ambiguous.output_token_ids) < 80

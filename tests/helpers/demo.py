@@ -22,6 +22,13 @@ PROMPTS = (
     "Write one sentence about rain.",
 )
 MAX_NEW_TOKENS = 64
+MODEL = "moebius-demo"
+# Of `moebius serve`, where rounding must not choose: fp32, and all 16 experts, because the demo's routers
+# score experts within a few ulps of one another.
+EXACT_FLAGS = (
+    *("--expert-servers", "2", "--served-model-name", MODEL),
+    *("--dtype", "float32", "--experts-per-token", "16"),
+)
 REPETITION_PENALTIES = (1.0, 1.1)
 HALF_TOKENS = 512
 """Length of the text that the test against the dense original scores."""

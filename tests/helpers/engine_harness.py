@@ -120,10 +120,17 @@ class Harness:
         """All tokens emitted so far."""
         return [token for delta in self.deltas.get(request.key, []) for token in delta.token_ids]
 
-    def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Submits all at once; returns the tokens of each."""
+    def run(self, requests: Sequence[Request], *, together: bool = False) -> list[list[int]]:
+        """Submits all; returns the tokens of each.
+
+        `together`: all are queued before the first step, so that every run schedules alike.
+        """
+        if together:
+            self.model.gate.clear()
         for request in requests:
             self.engine.submit([request])
+        if together:
+            self.model.gate.set()
         self.wait(requests)
         return [self.tokens(request) for request in requests]
 

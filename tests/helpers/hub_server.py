@@ -6,10 +6,11 @@ import contextlib
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
+
+from tests.helpers.sse_server import serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -123,11 +124,5 @@ class _Handler(BaseHTTPRequestHandler):
 def hub_server(repositories: dict[str, dict[str, bytes]]) -> Iterator[HubServer]:
     """A running stand-in."""
     server = HubServer(repositories)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

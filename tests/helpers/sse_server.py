@@ -82,17 +82,24 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def scripted_server(events: list[Any], **options: Any) -> Iterator[ScriptedServer]:
-    """A running server with that script."""
-    server = ScriptedServer(events, **options)
+def serving(server: ThreadingHTTPServer) -> Iterator[None]:
+    """The server answers from a thread of its own meanwhile."""
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield server
+        yield
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextlib.contextmanager
+def scripted_server(events: list[Any], **options: Any) -> Iterator[ScriptedServer]:
+    """A running server with that script."""
+    server = ScriptedServer(events, **options)
+    with serving(server):
+        yield server
 
 
 def text_event(text: str) -> dict[str, Any]:

@@ -16,34 +16,22 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from tests.helpers.demo import demo_checkpoint
+from tests.helpers.demo import EXACT_FLAGS, MODEL, demo_checkpoint
 from tests.helpers.json_schemas import SuiteSchema, suite
 from tests.helpers.openai_checks import ALL_CHECKS
 from tests.helpers.stack import Stack, running_stack
 
 pytestmark = pytest.mark.demo
-MODEL = "moebius-demo"
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The demo model on two expert servers, shared by this file's tests.
 
-    Texts are compared for equality between a cached and a fresh prefix, so rounding must not choose: fp32,
-    and all 16 experts, because the demo's routers score experts within a few ulps of one another.
+    Texts are compared for equality between a cached and a fresh prefix, so rounding must not choose.
     """
     directory = tmp_path_factory.mktemp("stack")
-    flags = [
-        "--expert-servers",
-        "2",
-        "--served-model-name",
-        MODEL,
-        "--dtype",
-        "float32",
-        "--experts-per-token",
-        "16",
-    ]
-    with running_stack(demo_checkpoint(), directory, *flags) as running:
+    with running_stack(demo_checkpoint(), directory, *EXACT_FLAGS) as running:
         yield running
 
 

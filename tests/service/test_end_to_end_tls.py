@@ -19,12 +19,11 @@ from moebius.app.commands.experts import distinct_experts
 from moebius.config import SecurityConfig
 from moebius.tls import configure_tls
 from tests.helpers.certificates import Authority, grpc_flags, grpc_security, write_secret
-from tests.helpers.demo import demo_checkpoint
+from tests.helpers.demo import EXACT_FLAGS, MODEL, demo_checkpoint
 from tests.helpers.openai_checks import ALL_CHECKS
 from tests.helpers.stack import Stack, running_stack
 
 pytestmark = pytest.mark.demo
-MODEL = "moebius-demo"
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +40,7 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def stack(tmp_path_factory: pytest.TempPathFactory, secret: Path) -> Iterator[Stack]:
     """As in test_end_to_end.py, with TLS everywhere."""
     directory = tmp_path_factory.mktemp("stack")
-    flags = [
-        "--expert-servers",
-        "2",
-        "--served-model-name",
-        MODEL,
-        "--dtype",
-        "float32",
-        "--experts-per-token",
-        "16",
-    ]
+    flags = list(EXACT_FLAGS)
     flags += ["--expert-transport", "grpc", *grpc_flags(secret)]
     flags += ["--http-cert-file", str(secret / "tls.crt"), "--http-key-file", str(secret / "tls.key")]
     with running_stack(demo_checkpoint(), directory, *flags, scheme="https") as running:

@@ -14,7 +14,7 @@ from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.request import FinishReason, Request
 from gpu_service.scheduler.limits import EngineStopped
 from tests.helpers.device_experts import DoomedExperts, DoomedModel, Failure
-from tests.helpers.engine_harness import Harness, make_request, prompt_of, running_engine
+from tests.helpers.engine_harness import make_request, prompt_of, running_engine
 
 LOST = ExpertUnavailable(0, "killed")
 REFUSED = ExpertComputeFailed("expert server 0: refused")
@@ -43,17 +43,7 @@ def run(
         experts=experts,
         model=DoomedModel(experts),
     ) as harness:
-        return submit_all(harness, wanted), experts, wanted
-
-
-def submit_all(harness: Harness, requests: list[Request]) -> list[list[int]]:
-    """All are queued before the first step, so that every run schedules alike."""
-    harness.model.gate.clear()
-    for request in requests:
-        harness.engine.submit([request])
-    harness.model.gate.set()
-    harness.wait(requests)
-    return [harness.tokens(request) for request in requests]
+        return harness.run(wanted, together=True), experts, wanted
 
 
 @pytest.fixture(scope="module")

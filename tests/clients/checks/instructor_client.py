@@ -17,43 +17,36 @@ def asked(server: Server, mode: instructor.Mode) -> Any:
     return instructor.from_openai(OpenAI(base_url=server.v1, api_key="none", max_retries=0), mode=mode)
 
 
+def request_to(server: Server) -> dict[str, Any]:
+    """Fields of every request."""
+    return {
+        "model": server.model,
+        "messages": MESSAGES,
+        "max_tokens": 200,
+        "temperature": 0,
+        "max_retries": 0,
+    }
+
+
 @check(NAME, "JSON schema")
 def by_schema(servers: Servers) -> None:
     for server in (servers.scripted, servers.demo):
         client = asked(server, instructor.Mode.JSON_SCHEMA)
-        request: Any = {
-            "model": server.model,
-            "messages": MESSAGES,
-            "max_tokens": 200,
-            "temperature": 0,
-            "max_retries": 0,
-        }
+        request = request_to(server)
         is_report(client.chat.completions.create(response_model=Report, **request))
 
 
 @check(NAME, "forced tool")
 def by_tools(servers: Servers) -> None:
     client = asked(servers.demo, instructor.Mode.TOOLS)
-    request: Any = {
-        "model": servers.demo.model,
-        "messages": MESSAGES,
-        "max_tokens": 200,
-        "temperature": 0,
-        "max_retries": 0,
-    }
+    request = request_to(servers.demo)
     is_report(client.chat.completions.create(response_model=Report, **request))
 
 
 @check(NAME, "stream")
 def in_parts(servers: Servers) -> None:
     client = asked(servers.demo, instructor.Mode.JSON_SCHEMA)
-    request: Any = {
-        "model": servers.demo.model,
-        "messages": MESSAGES,
-        "max_tokens": 200,
-        "temperature": 0,
-        "max_retries": 0,
-    }
+    request = request_to(servers.demo)
     parts = list(client.chat.completions.create_partial(response_model=Report, **request))
     assert len(parts) > 1
     Report.model_validate(parts[-1].model_dump())
@@ -62,13 +55,7 @@ def in_parts(servers: Servers) -> None:
 @check(NAME, "streamed tools")
 def tools_in_parts(servers: Servers) -> None:
     client = asked(servers.demo, instructor.Mode.TOOLS)
-    request: Any = {
-        "model": servers.demo.model,
-        "messages": MESSAGES,
-        "max_tokens": 200,
-        "temperature": 0,
-        "max_retries": 0,
-    }
+    request = request_to(servers.demo)
     parts = list(client.chat.completions.create_partial(response_model=Report, **request))
     assert len(parts) > 1
     Report.model_validate(parts[-1].model_dump())
