@@ -17,6 +17,7 @@ from gpu_service.layers.linear import (
     gated_query_order,
 )
 from gpu_service.layers.norm import FullWidthNorm, RMSNorm, make_norm, norm_full_width
+from gpu_service.ops.activation import GATE_ACTIVATIONS
 from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import kv_heads, query_heads
@@ -49,6 +50,9 @@ class GQAttention(nn.Module):
         query_rows, key_rows = queries.scaled(config.head_dim), keys.scaled(config.head_dim)
         projected = query_rows.scaled(2) if config.output_gate else query_rows
         parts = {"q_proj": projected, "k_proj": key_rows, "v_proj": key_rows}
+        if config.element_gate:
+            assert not config.attention_bias, "no projection of gates has a bias"
+            parts["g_proj"] = query_rows
         order = gated_query_order(queries.size, keys.size, config.head_dim) if config.output_gate else None
         self.qkv_proj = FusedLinear(
             config.hidden_size, parts, bias=config.attention_bias, dtype=dtype, order=order
@@ -72,6 +76,7 @@ class GQAttention(nn.Module):
             self.q_norm = make_norm(config, config.head_dim, dtype=dtype)
             self.k_norm = make_norm(config, config.head_dim, dtype=dtype)
         self._norm_after_rope = config.qk_norm_after_rope
+        self._gate_weights = GATE_ACTIVATIONS[config.gate_activation]
         self._group = parallel.tensor_group
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
@@ -79,8 +84,13 @@ class GQAttention(nn.Module):
         if self.sinks is not None:
             yield CheckpointPart("", "sinks", self._query_heads, None)
 
-    def forward(self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards."""
+    def forward(
+        self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """`[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards.
+
+        `rope` None: the layer knows no positions.
+        """
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         heads = self.qkv_proj(hidden_states).unflatten(1, (-1, self.head_dim))
         # Queries and keys are neighbours: one call serves both.
@@ -93,22 +103,26 @@ class GQAttention(nn.Module):
         layer = AttentionLayer(self._window, self.sinks)
         attended = backend.forward(query, key, value, self.layer_id, layer)
         if gate.shape[1]:
-            attended = attended * gate.flatten(1).sigmoid()
+            attended = attended * self._gate_weights(gate.flatten(1))
         if self.g_proj is not None:
-            weights = self.g_proj(hidden_states).sigmoid_()
+            weights = self._gate_weights(self.g_proj(hidden_states))
             attended = attended.view(*weights.shape, self.head_dim).mul_(weights.unsqueeze(-1)).flatten(1)
         output: torch.Tensor = self.o_proj(attended)
         return output
 
-    def _norm_and_rotate(self, heads: torch.Tensor, rope: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
+    def _norm_and_rotate(
+        self, heads: torch.Tensor, rope: RopeTable | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys of `[T, num_heads + num_kv_heads, head_dim]`, which may be overwritten."""
         q_norm, k_norm, num_heads = self.q_norm, self.k_norm, self.num_heads
         if isinstance(q_norm, FullWidthNorm) and isinstance(k_norm, FullWidthNorm):
             query, key = norm_full_width(heads, q_norm, k_norm, self._group)
-            return apply_rope(query, rope), apply_rope(key, rope)
-        if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) and not self._norm_after_rope:
-            return qk_norm_rope(heads, q_norm.weight, k_norm.weight, q_norm.eps, num_heads, rope)
-        apply_rope(heads, rope)
+            return (query, key) if rope is None else (apply_rope(query, rope), apply_rope(key, rope))
+        norms = (q_norm, k_norm) if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) else None
+        if norms is not None and rope is not None and not self._norm_after_rope:
+            return qk_norm_rope(heads, norms[0].weight, norms[1].weight, norms[0].eps, num_heads, rope)
+        if rope is not None:
+            apply_rope(heads, rope)
         query, key = heads[:, :num_heads], heads[:, num_heads:]
         if q_norm is not None and k_norm is not None:
             return q_norm(query.contiguous()), k_norm(key.contiguous())

@@ -143,7 +143,7 @@ class ResidualStream:
 class DecoderLayer(nn.Module):
     """`x += attention(norm(x)); x += mlp(norm(x))`; `mlp` is a `GatedMLP` or a `MoE`.
 
-    The attention's name is the checkpoint's: `linear_attn` where its class says so.
+    With `output_norms`, what either half computes is normed before it is added. The attention's name is the checkpoint's: `linear_attn` where its class says so.
     """
 
     def __init__(
@@ -155,10 +155,24 @@ class DecoderLayer(nn.Module):
         self.add_module(self._attention_name, attention)
         self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
         self.mlp = mlp
+        self.post_self_attn_layernorm: RMSNorm | None = None
+        self.post_mlp_layernorm: RMSNorm | None = None
+        if config.output_norms:
+            self.post_self_attn_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
+            self.post_mlp_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
+        self._dtype = dtype
 
-    def forward(self, stream: ResidualStream, rope: RopeTable, context: ForwardContext) -> ResidualStream:
+    def forward(
+        self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
+    ) -> ResidualStream:
         """Adds the layer's two halves to the stream and returns it."""
         attention = self.get_submodule(self._attention_name)
-        stream.add(attention(stream.normed(self.input_layernorm), rope, context))
-        stream.add(self.mlp(stream.normed(self.post_attention_layernorm), context))
+        attended = attention(stream.normed(self.input_layernorm), rope, context)
+        stream.add(self._normed(self.post_self_attn_layernorm, attended))
+        output = self.mlp(stream.normed(self.post_attention_layernorm), context)
+        stream.add(self._normed(self.post_mlp_layernorm, output))
         return stream
+
+    def _normed(self, norm: RMSNorm | None, update: torch.Tensor) -> torch.Tensor:
+        """A sum over experts is float32 and stays so where no norm follows."""
+        return update if norm is None else norm(update.to(self._dtype))

@@ -120,7 +120,9 @@ def _attention_row(config: ModelConfig) -> int:
         gated = 4 * config.q_size + 2 * config.kv_size
         return max(gated, 3 * linear.conv_size + 2 * linear.value_size + 2 * recurrence)
     if mla is None:
-        return 2 * config.q_size + 2 * config.kv_size
+        # Gates of elements are projected with the queries, and their weights are a tensor of their own.
+        gates = 2 * config.q_size if config.element_gate else 0
+        return 2 * config.q_size + 2 * config.kv_size + gates
     absorbed = 2 * mla.kv_lora_rank
     written_out = 2 * mla.qk_nope_head_dim + mla.qk_rope_head_dim + 2 * mla.v_head_dim
     return config.num_heads * (mla.qk_head_dim + max(absorbed, written_out) + 2 * mla.v_head_dim)

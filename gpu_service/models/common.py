@@ -55,10 +55,11 @@ class Backbone(nn.Module):
         self.norm = make_norm(config, size, dtype=dtype) if last else None
         ropes = config.layer_ropes or (config.rope,) * config.num_layers
         # One table for each kind of layer, and which one a layer takes.
-        kinds = list(dict.fromkeys(ropes))
+        kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         longest = config.max_model_len
         self._rotaries = [RotaryEmbedding(rope, longest, dtype=dtype, device=device) for rope in kinds]
-        self._rotary_of = [kinds.index(rope) for rope in ropes]
+        self._rotary_of = [None if rope is None else kinds.index(rope) for rope in ropes]
+        self._embedding_scale = config.embedding_scale
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """`[T, H]` after the final norm; on a stage that is not the last, what was sent to the next one."""
@@ -71,7 +72,8 @@ class Backbone(nn.Module):
             images.replace_embeddings(embedded)
         stream = ResidualStream(embedded)
         for index, layer in enumerate(self.layers, self._first_layer):
-            stream = layer(stream, ropes[self._rotary_of[index]], context)
+            rotary = self._rotary_of[index]
+            stream = layer(stream, None if rotary is None else ropes[rotary], context)
             if images is not None and images.reaches(index):
                 images.add_after(index, stream.sum())
             if context.between_layers is not None:
@@ -86,7 +88,7 @@ class Backbone(nn.Module):
         if self._parallel.is_first_stage:
             assert self.embed_tokens is not None
             embedded: torch.Tensor = self.embed_tokens(input_ids)
-            return embedded
+            return embedded if self._embedding_scale == 1.0 else embedded.mul_(self._embedding_scale)
         received = torch.empty((input_ids.shape[0], self._size), dtype=self._dtype, device=input_ids.device)
         return self._parallel.receive_from_previous_stage(received)
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from gpu_service.ops.registry import Op
+from moebius.models.config import GateActivation
 
 
 @Op
@@ -40,6 +41,16 @@ def clamped_silu_and_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
     return functional.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
 
 
+def softplus(gate: torch.Tensor) -> torch.Tensor:
+    """`ln(1 + exp(gate))` in float32, in the gate's dtype."""
+    return functional.softplus(gate.float()).to(gate.dtype)
+
+
+# What attention's results are weighed by; by the names of `ModelConfig.gate_activation`.
+GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softplus": softplus,
+}
 # By the name that checkpoints use. Only what the experts' kernels know too: a model has one activation.
 GATED_ACTIVATIONS: dict[str, Op[[torch.Tensor], torch.Tensor]] = {"silu": silu_and_mul}
 # Few layers clamp, so these are no ops of their own.

@@ -69,7 +69,7 @@ def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[S
     )
     if config.linear is not None:
         sizes = replace(sizes, linear=config.linear, channels=None)
-    ropes = config.layer_ropes or (config.rope,)
+    ropes = [rope for rope in config.layer_ropes if rope is not None] or [config.rope]
     heads = config.layer_num_heads or (config.num_heads,)
     if config.mla is None:
         kinds = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""The router of every family: one function with seven parameters."""
+"""The router of every family: one function with eight parameters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from moebius.models.config import RouterConfig
 def _scores(router_logits: torch.Tensor, config: RouterConfig) -> torch.Tensor:
     """Score function, always in float32."""
     logits = router_logits.float()
+    if config.logit_softcap:
+        logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
     if config.score == "softmax":
         return logits.softmax(dim=-1)
     if config.score == "sigmoid":

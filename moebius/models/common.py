@@ -168,6 +168,24 @@ def read_sparse_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
     return frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
 
 
+def after_dense(hf: HfKeys, num_layers: int, default: int | None = None) -> frozenset[int]:
+    """MoE layers where the first ones are dense; `default`: how many where the checkpoint does not say."""
+    if default is not None and not hf.has("first_k_dense_replace"):
+        return frozenset(range(default, num_layers))
+    return frozenset(range(hf.integer("first_k_dense_replace", minimum=0), num_layers))
+
+
+def listed_or_after_dense(hf: HfKeys, num_layers: int, default: int | None = None) -> frozenset[int]:
+    """MoE layers as `mlp_layer_types` lists them; where it does not, those after the first dense ones."""
+    kinds = hf.strings("mlp_layer_types")
+    if not kinds:
+        return after_dense(hf, num_layers, default)
+    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise hf.error("mlp_layer_types", list(kinds), f"{num_layers} of 'dense' and 'sparse'")
+    hf.skip("first_k_dense_replace")
+    return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
+
+
 def refuse_used_window(hf: HfKeys) -> None:
     """Raises when Qwen's sliding window is switched on; its size means nothing while it is not."""
     if hf.boolean("use_sliding_window", default=False):
@@ -206,6 +224,11 @@ def read_windows(hf: HfKeys, num_layers: int) -> tuple[int | None, ...]:
         return ()
     window = hf.integer("sliding_window")
     return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def every_nth_full(num_layers: int, period: int) -> list[str]:
+    """`layer_types` of models whose every `period`-th layer sees the whole context and all others slide."""
+    return [SLIDING if (layer + 1) % period else FULL for layer in range(num_layers)]
 
 
 def read_mtp_layers(hf: HfKeys, *names: str) -> int:

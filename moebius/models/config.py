@@ -17,6 +17,7 @@ from moebius.checkpoint.errors import CheckpointError
 ScoreFunction = Literal["softmax", "sigmoid", "none"]
 GroupScore = Literal["max", "top2_sum"]
 RouterPost = Literal["none", "renormalize", "softmax"]
+GateActivation = Literal["sigmoid", "softplus"]
 DTypeName = Literal["float32", "bfloat16"]
 
 # Bytes of an element.
@@ -68,6 +69,8 @@ class RouterConfig:
     scale: float = 1.0
     float32_gate: bool = False  # Whether the gate matmul runs in float32 whatever the model's dtype.
     gate_bias: bool = False  # Whether the gate adds a bias to its logits.
+    # The logits become `logit_softcap * tanh(logits / logit_softcap)` before they are scored; 0: they do not.
+    logit_softcap: float = 0.0
     # Whether the checkpoint stores the correction bias as one row of a matrix.
     correction_bias_is_row: bool = False
 
@@ -214,16 +217,23 @@ class ModelConfig:
     # Whether the projections before attention have biases, and the one after it.
     attention_bias: bool = False
     output_bias: bool = False
-    # Whether the attention's result is weighed by a sigmoid: of a gate for each element, which the query
-    # projection makes besides, or of one for each head, which has a projection of its own.
+    # Whether the attention's result is weighed by a gate: one for each element, which the query projection
+    # makes besides (`output_gate`) or which has a projection of its own (`element_gate`), or one for each
+    # head with a projection of its own (`head_gate`); and what turns it into a weight.
     output_gate: bool = False
+    element_gate: bool = False
     head_gate: bool = False
+    gate_activation: GateActivation = "sigmoid"
+    # Whether what either half of a layer adds to the residual stream is normed first.
+    output_norms: bool = False
+    embedding_scale: float = 1.0  # What the tokens' embeddings are multiplied by.
     # Per layer, the latest positions that a query sees, or None for all; empty: every layer sees all.
     attention_windows: tuple[int | None, ...] = ()
     # Query heads of each layer, where layers differ; `num_heads` is the largest; empty: it is all layers'.
     layer_num_heads: tuple[int, ...] = ()
-    # Rotary embedding of each layer, where layers differ; empty: `rope` is all layers'.
-    layer_ropes: tuple[RopeConfig, ...] = ()
+    # Rotary embedding of each layer, where layers differ, None where nothing is rotated; empty: `rope` is all
+    # layers'.
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
     # Where each layer's dense MLP or shared experts clamp gate and up; infinite, or no list: they do not.
     mlp_limits: tuple[float, ...] = ()
     # Whether each query head has a learned logit that joins its softmax's sum and has no value.

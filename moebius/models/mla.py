@@ -56,22 +56,6 @@ def read_moe(hf: HfKeys, router: RouterConfig, layers: frozenset[int]) -> MoeCon
     return MoeConfig(router, size, hf.integer("n_shared_experts", default=0, minimum=0) * size, layers)
 
 
-def after_dense(hf: HfKeys, num_layers: int) -> frozenset[int]:
-    """MoE layers where the first ones are dense."""
-    return frozenset(range(hf.integer("first_k_dense_replace", minimum=0), num_layers))
-
-
-def listed_or_after_dense(hf: HfKeys, num_layers: int) -> frozenset[int]:
-    """MoE layers as `mlp_layer_types` lists them; where it does not, those after the first dense ones."""
-    kinds = hf.strings("mlp_layer_types")
-    if not kinds:
-        return after_dense(hf, num_layers)
-    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
-        raise hf.error("mlp_layer_types", list(kinds), f"{num_layers} of 'dense' and 'sparse'")
-    hf.skip("first_k_dense_replace")
-    return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
-
-
 def read_v3_router(hf: HfKeys) -> RouterConfig:
     """The one kind that DeepSeek-V3's keys can name here."""
     hf.refuse("scoring_func", "sigmoid")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moebius.models.config import NUM_AXES, RopeConfig
@@ -158,6 +158,24 @@ def _sections(rope: HfKeys, mrope: SectionDefaults) -> tuple[int, ...]:
     if interleaved is not mrope.interleaved:
         raise rope.error("mrope_interleaved", interleaved, str(mrope.interleaved).lower())
     return sections
+
+
+def read_layer_ropes(
+    hf: HfKeys, kinds: Sequence[str], head_dim: int, defaults: Mapping[str, tuple[float, float]]
+) -> tuple[RopeConfig, ...]:
+    """Rotary embedding of each layer, where `rope_parameters` has an entry for each of `layer_types`.
+
+    `kinds`: the type of each layer; `defaults`: theta and partial factor of a type, where the checkpoint does
+    not say. Keys that stand outside of entries count for all types.
+    """
+    by_kind = hf.section("rope_parameters")
+    ropes = {}
+    for kind in dict.fromkeys(kinds):
+        own = by_kind.value(kind) if by_kind is not None and by_kind.has(kind) else None
+        theta, factor = defaults[kind]
+        changed = hf if own is None else hf.with_values(rope_parameters=own)
+        ropes[kind] = read_rope(changed, head_dim, default_theta=theta, default_partial_factor=factor)
+    return tuple(ropes[kind] for kind in kinds)
 
 
 def read_rope(

@@ -107,6 +107,7 @@ def _small_ops() -> None:
     for score, post in (("softmax", "renormalize"), ("none", "softmax")):
         router = RouterConfig(128, 8, score, post=post)
         IMPLEMENTATIONS["route"].function(logits, None, router, logits[:, 0] > 0)
+        IMPLEMENTATIONS["route"].function(logits, None, replace(router, logit_softcap=30.0))
     IMPLEMENTATIONS["argmax_and_finite"].function(torch.zeros(1, 7))
     words = torch.zeros(1, 1, dtype=torch.int32)
     IMPLEMENTATIONS["mask_logits"].function(torch.zeros(1, 7), torch.zeros(1, dtype=torch.int64), words)

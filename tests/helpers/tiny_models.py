@@ -21,6 +21,7 @@ from tests.helpers.tiny_gqa_models import GQA_MODELS
 from tests.helpers.tiny_linear_models import LINEAR_MODELS, ONE_PLUS_WEIGHT_NORMS
 from tests.helpers.tiny_mla_models import MLA_MODELS
 from tests.helpers.tiny_multimodal_text import MULTIMODAL_MODELS, TEXT_TOWERS
+from tests.helpers.tiny_window_models import WINDOW_MODELS
 
 _COMMON = {
     "vocab_size": 211,
@@ -152,6 +153,7 @@ TINY_MODELS |= {name: TinyModel(**fields) for name, fields in GQA_MODELS.items()
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in DSA_MODELS.items()}
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in MULTIMODAL_MODELS.items()}
 TINY_MODELS |= {name: TinyModel(**fields) for name, fields in LINEAR_MODELS.items()}
+TINY_MODELS |= {name: TinyModel(**fields) for name, fields in WINDOW_MODELS.items()}
 
 
 def attending_to_all(name: str, num_tokens: int) -> TinyModel:

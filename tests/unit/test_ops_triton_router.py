@@ -41,6 +41,7 @@ def _configs(draw: st.DrawFn) -> RouterConfig:
         post=draw(st.sampled_from(["none", "renormalize", "softmax"])),
         renormalize_epsilon=draw(st.sampled_from([0.0, 1e-20])),
         scale=draw(st.sampled_from([1.0, 2.5])),
+        logit_softcap=draw(st.sampled_from([0.0, 1.5])),
     )
 
 

@@ -20,6 +20,14 @@ _LOWEST = -3.0e38
 
 
 @jit
+def _capped(logits: tl.tensor, softcap: float, CAPS: tl.constexpr) -> tl.tensor:
+    """`softcap * tanh(logits / softcap)`, by the logistic function, whose powers never overflow."""
+    if CAPS:
+        logits = softcap * (2.0 / (1.0 + tl.exp(-2.0 * logits / softcap)) - 1.0)
+    return logits
+
+
+@jit
 def _softmax_bounds(logits: tl.tensor, valid: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """The largest logit of the tile, and the sum of the powers relative to it."""
     logits = tl.where(valid, logits, float("-inf"))
@@ -29,7 +37,7 @@ def _softmax_bounds(logits: tl.tensor, valid: tl.tensor) -> tuple[tl.tensor, tl.
 
 @jit
 def _score(logits: tl.tensor, top: tl.tensor, total: tl.tensor, SCORE: tl.constexpr) -> tl.tensor:
-    """Score function in float32."""
+    """Score function in float32, of logits that are capped already."""
     if SCORE == 1:
         logits = tl.exp(logits - top) / total
     if SCORE == 2:
@@ -89,8 +97,10 @@ def route_kernel(
     group_size: int,
     epsilon: float,
     scale: float,
+    softcap: float,
     SCORE: tl.constexpr,
     POST: tl.constexpr,
+    CAPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_VALID_ROWS: tl.constexpr,
     LIMITS_GROUPS: tl.constexpr,
@@ -109,7 +119,7 @@ def route_kernel(
     expert = group * group_size + place
     valid = (group < num_groups) & (place < group_size)
     row = logits_ptr + token * row_stride
-    logits = tl.load(row + expert, mask=valid, other=0.0).to(tl.float32)
+    logits = _capped(tl.load(row + expert, mask=valid, other=0.0).to(tl.float32), softcap, CAPS)
     top, total = 0.0, 1.0
     if SCORE == 1:
         top, total = _softmax_bounds(logits, valid)
@@ -131,7 +141,7 @@ def route_kernel(
         flat = tl.where(entry == best, float("-inf"), flat)
     used = rank < TOP_K
     # Scoring the chosen again is cheaper than reducing a tile for each of them.
-    chosen = tl.load(row + ids, mask=used, other=0.0).to(tl.float32)
+    chosen = _capped(tl.load(row + ids, mask=used, other=0.0).to(tl.float32), softcap, CAPS)
     weights = _finished(_score(chosen, top, total, SCORE), used, epsilon, scale, POST)
     if HAS_VALID_ROWS:
         ids = tl.where(tl.load(valid_rows_ptr + token) != 0, ids, -1)
@@ -167,8 +177,10 @@ def route(
             group_size,
             config.renormalize_epsilon,
             config.scale,
+            config.logit_softcap,
             SCORE=_SCORES[config.score],
             POST=_POSTS[config.post],
+            CAPS=config.logit_softcap > 0.0,
             HAS_BIAS=correction_bias is not None,
             HAS_VALID_ROWS=valid_rows is not None,
             LIMITS_GROUPS=limits_groups,

@@ -8,17 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import MLA_KEYS, Config, GgufFamily, deepseek_yarn, latent
-from moebius.models.common import read_mtp_layers
+from moebius.models.common import after_dense, listed_or_after_dense, read_mtp_layers
 from moebius.models.config import ModelConfig, RouterConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
-from moebius.models.mla import (
-    after_dense,
-    listed_or_after_dense,
-    read_mla_common,
-    read_moe,
-    read_v3_router,
-)
+from moebius.models.mla import read_mla_common, read_moe, read_v3_router
 from moebius.models.names import ROTARY, TensorNames
 
 if TYPE_CHECKING:

@@ -1,0 +1,80 @@
+"""AFMoE (Arcee Trinity): windows with rotation next to whole contexts without, gated attention, four norms a layer.
+
+Sources: the published config.json and, for the function that its keys ask for, transformers 5.23
+(AfmoeConfig).
+"""
+
+from __future__ import annotations
+
+from moebius.models.common import SLIDING, every_nth_full, read_common, read_windows, refuse_bias
+from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import ROTARY, TensorNames, rename
+from moebius.models.rope import read_rope
+
+_LAYER = "model.layers.*."
+
+
+def _read_router(hf: HfKeys) -> RouterConfig:
+    """Sigmoid scores with a bias; groups, which nobody has more than one of, are refused."""
+    for name in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
+        hf.refuse(name, 1)
+    hf.refuse("score_func", "sigmoid")
+    if not hf.boolean("route_norm", default=True):
+        raise hf.error("route_norm", False, "true")
+    return RouterConfig(
+        num_experts=hf.integer("num_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="sigmoid",
+        correction_bias=True,
+        post="renormalize",
+        renormalize_epsilon=1e-20,
+        scale=hf.number("route_scale", default=1.0),
+    )
+
+
+def read_afmoe(hf: HfKeys) -> ModelConfig:
+    """Layers that see the whole context are not rotated; with muP, embeddings grow by the root of their size."""
+    hf.skip("load_balance_coeff", "use_grouped_mm")
+    common = read_common(hf)
+    refuse_bias(hf, common)
+    num_layers = common["num_layers"]
+    period = hf.integer("global_attn_every_n_layers", default=4)
+    kinds = list(hf.strings("layer_types")) or every_nth_full(num_layers, period)
+    windows = read_windows(hf.with_values(layer_types=kinds), num_layers)
+    rope = read_rope(hf, common["head_dim"])
+    size = hf.integer("moe_intermediate_size")
+    shared = hf.integer("num_shared_experts", default=2, minimum=0) * size
+    layers = frozenset(range(hf.integer("num_dense_layers", default=1, minimum=0), num_layers))
+    scale = common["hidden_size"] ** 0.5 if hf.boolean("mup_enabled", default=False) else 1.0
+    return ModelConfig(
+        **common,
+        model_type="afmoe",
+        rope=rope,
+        layer_ropes=tuple(rope if kind == SLIDING else None for kind in kinds),
+        moe=MoeConfig(_read_router(hf), size, shared, layers),
+        qk_norm=True,
+        element_gate=True,
+        output_norms=True,
+        embedding_scale=scale,
+        attention_windows=windows,
+    )
+
+
+FAMILIES = (
+    Family(
+        "afmoe",
+        read_afmoe,
+        TensorNames(
+            (
+                ROTARY,
+                rename(_LAYER + "self_attn.gate_proj.**", _LAYER + "self_attn.g_proj.**"),
+                rename(_LAYER + "post_attention_layernorm.**", _LAYER + "post_self_attn_layernorm.**"),
+                rename(_LAYER + "pre_mlp_layernorm.**", _LAYER + "post_attention_layernorm.**"),
+                rename(_LAYER + "mlp.router.gate.**", _LAYER + "mlp.gate.**"),
+                rename(_LAYER + "mlp.expert_bias", _LAYER + "mlp.gate.e_score_correction_bias"),
+            )
+        ),
+    ),
+)
