@@ -143,7 +143,8 @@ class ResidualStream:
 class DecoderLayer(nn.Module):
     """`x += attention(norm(x)); x += mlp(norm(x))`; `mlp` is a `GatedMLP` or a `MoE`.
 
-    With `output_norms`, what either half computes is normed before it is added. The attention's name is the checkpoint's: `linear_attn` where its class says so.
+    With `output_norms`, what either half computes is normed before it is added. The attention's name is the
+    checkpoint's: `linear_attn` where its class says so.
     """
 
     def __init__(

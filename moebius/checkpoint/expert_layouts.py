@@ -129,11 +129,12 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
 }
 
 _PREFIX = "(?:" + "|".join(re.escape(prefix) for prefix in LAYER_PREFIXES) + r")\d+\."
-# Anything below an expert container, so that scales and biases of quantised experts count as well; but for the
+# Anything below an expert container, so that scales and biases of quantised experts count as well; not the
 # router's bias, which Laguna keeps there.
 _ROUTED_EXPERT = re.compile(
     _PREFIX
-    + r"(?:mlp\.experts\.(?!e_score_correction_bias$)|block_sparse_moe\.experts\.|moe\.(?:(?:gate|up|down)_proj|experts|\d+)\.)"
+    + r"(?:mlp\.experts\.(?!e_score_correction_bias$)|block_sparse_moe\.experts\."
+    + r"|moe\.(?:(?:gate|up|down)_proj|experts|\d+)\.)"
 )
 
 

@@ -1,6 +1,7 @@
-"""Tiny configurations of families with sliding windows, gates and several norms, for `tiny_models.TINY_MODELS`.
+"""Tiny configurations of families with windows, gates or several norms, for `tiny_models.TINY_MODELS`.
 
-Windows are shorter than the prompts of the tests, and no two sizes of a model that could be mistaken are alike.
+Windows are shorter than the prompts of the tests, and no two sizes that could be mistaken for one another are
+alike.
 """
 
 from __future__ import annotations

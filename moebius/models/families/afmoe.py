@@ -1,4 +1,4 @@
-"""AFMoE (Arcee Trinity): windows with rotation next to whole contexts without, gated attention, four norms a layer.
+"""AFMoE (Arcee Trinity): windows with rotation, whole contexts without, gated attention, four norms a layer.
 
 Sources: the published config.json and, for the function that its keys ask for, transformers 5.23
 (AfmoeConfig).
@@ -35,7 +35,7 @@ def _read_router(hf: HfKeys) -> RouterConfig:
 
 
 def read_afmoe(hf: HfKeys) -> ModelConfig:
-    """Layers that see the whole context are not rotated; with muP, embeddings grow by the root of their size."""
+    """Layers that see the whole context are not rotated; muP multiplies embeddings by sqrt(size)."""
     hf.skip("load_balance_coeff", "use_grouped_mm")
     common = read_common(hf)
     refuse_bias(hf, common)

@@ -1,4 +1,4 @@
-"""K-EXAONE (236B-A23B): three of four layers slide and are rotated, the fourth sees all and knows no positions.
+"""K-EXAONE (236B-A23B): three of four layers slide and are rotated, the fourth sees all and has no positions.
 
 Sources: the published config.json and, for the function that its keys ask for, transformers 5.23
 (ExaoneMoeConfig).

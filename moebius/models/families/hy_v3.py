@@ -1,6 +1,7 @@
 """Hunyuan 3 (Hy3, 295B-A21B): norms of queries and keys, sigmoid router with a bias, a shared expert.
 
-Sources: the published config.json and, for the function that its keys ask for, transformers 5.23 (HYV3Config).
+Sources: the published config.json and, for the function that its keys ask for, transformers 5.23
+(HYV3Config).
 """
 
 from __future__ import annotations
