@@ -228,7 +228,10 @@ class Uploader:
 
 
 class Download:
-    """Device tensors on their way to the host; `tensors` may be read once `event` has ended."""
+    """Device tensors on their way to the host; `tensors` may be read once `event` has ended.
+
+    Made with the stream active: copies on another one would not wait for what computes the tensors.
+    """
 
     def __init__(self, stream: DeviceStream, buffers: HostBuffers, tensors: Sequence[torch.Tensor]) -> None:
         _, total = packed_offsets(tensors)

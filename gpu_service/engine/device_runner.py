@@ -48,11 +48,13 @@ class LaunchedStep:
 
     def sample(self, plan: StepPlan) -> None:
         assert self._computed is not None, "the step was sampled when it was launched"
-        self._staged, outputs = self._runner.sample_launched(plan, self._staged, self._computed)
-        self._plan, self._computed = plan, None
-        self._take(outputs)
+        with self._runner.stream.active():
+            self._staged, outputs = self._runner.sample_launched(plan, self._staged, self._computed)
+            self._plan, self._computed = plan, None
+            self._take(outputs)
 
     def _take(self, outputs: StepOutputs) -> None:
+        """With the stream active: the copies follow what computes the outputs."""
         self._outputs = outputs
         self._download = Download(self._runner.stream, self._runner.results, tensors_of(outputs))
 
@@ -148,10 +150,13 @@ class DeviceRunner(StepRunner):
     def sample_launched(
         self, plan: StepPlan, staged: StepPlan, computed: ComputedStep
     ) -> tuple[StepPlan, StepOutputs]:
-        """Launches what is left of a step that awaited the masks of `plan`. Returns what is staged, too."""
+        """Launches what is left of a step that awaited the masks of `plan`. Returns what is staged, too.
+
+        Call it with the stream active.
+        """
         assert plan.sampling is not None
         try:
-            with self.stream.active(), launching(plan):
+            with launching(plan):
                 masks = with_tensors(
                     plan.sampling.masks, self._uploader.upload(tensors_of(plan.sampling.masks))
                 )

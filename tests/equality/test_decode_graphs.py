@@ -1,18 +1,23 @@
 """Guards captured decode steps on real tiny models: a replay gives the tokens of the eager step.
 
+All of a step, its copies to the host included, is launched with the stream active.
+
 The host's recording replays operations, not Python, so what a graph must not see (lengths and lists of the
 captured step) would show here as it would on a GPU.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gpu_service.device.stream import HostDeviceStream
+from gpu_service.device.stream import DeviceEvent, HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
 from gpu_service.engine.step import StepPlan
 from gpu_service.models.common import CausalLM
@@ -27,6 +32,28 @@ from tests.helpers.tiny_models import make_tiny_model
 
 HOST = torch.device("cpu")
 Tiny = tuple[CausalLM, DenseExperts]
+
+
+class OrderedStream(HostDeviceStream):
+    """Only what is launched while it is active runs in its order, as on a GPU: downloads must be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = threading.local()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        self._depth.value = getattr(self._depth, "value", 0) + 1
+        try:
+            yield
+        finally:
+            self._depth.value -= 1
+
+    def record(self) -> DeviceEvent:
+        assert getattr(self._depth, "value", 0), "what the event ends was launched on no stream"
+        return super().record()
+
+
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.7, "logprobs": 2}
 
@@ -58,7 +85,7 @@ def run(tiny: Tiny, setup: Setup, wanted: list[Request]) -> list[list[int]]:
     """All at once in an engine on the host's twins of stream and graphs."""
     model, experts = tiny
     with tiny_engine(
-        model, experts, HostDeviceStream(), make_capturable_attention, setup, RecordedOperations()
+        model, experts, OrderedStream(), make_capturable_attention, setup, RecordedOperations()
     ) as engine:
         return engine.run(wanted)
 
