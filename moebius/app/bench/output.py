@@ -66,11 +66,11 @@ def or_dash(value: float | None, digits: int, missing: str = "-") -> str:
 
 
 def write_json(document: object, path: Path | None) -> None:
-    """Writes rows (a list of dataclasses) or a document; nothing without a path. Raises UserError."""
+    """Writes rows (dataclasses or dictionaries) or a document; nothing without a path. Raises UserError."""
     if path is None:
         return
     if isinstance(document, (list, tuple)):
-        document = [asdict(row) for row in document]
+        document = [row if isinstance(row, dict) else asdict(row) for row in document]
     try:
         path.write_text(json.dumps(document, indent=1) + "\n")
     except OSError as error:

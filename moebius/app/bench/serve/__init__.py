@@ -1,0 +1,1 @@
+"""`moebius bench serve`: load on any OpenAI-compatible endpoint, and how it answers."""
