@@ -152,8 +152,9 @@ def _conversations(path: Path, scale: TokenScale) -> list[PromptRequest]:
     found = []
     for entry in document if isinstance(document, list) else []:
         turns = entry.get("conversations", entry.get("conversation")) if isinstance(entry, dict) else None
-        texts = [turn.get("value") for turn in (turns or [])[:2] if isinstance(turn, dict)]
-        if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+        values = [turn.get("value") for turn in (turns or [])[:2] if isinstance(turn, dict)]
+        texts = [value for value in values if isinstance(value, str)]
+        if len(texts) < 2:
             continue
         prompt_len, output_len = (round(len(text) * scale.per_character) for text in texts)
         if prompt_len < _SHORTEST or output_len < _SHORTEST:
