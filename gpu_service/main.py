@@ -36,7 +36,7 @@ from moebius.errors import USER_ERROR_EXIT, UserError, report_failure
 from moebius.grpc_channels import listen
 from moebius.grpc_refusal import RefuseUndecodableAsync
 from moebius.mailbox import MailboxError
-from moebius.operations import Answers, ProcessState, registry_text, start_operations
+from moebius.operations import Answers, LoopWatch, ProcessState, registry_text, start_operations
 from moebius.progress import note_imports, phase, take_phases
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
 from moebius.tls import configure_tls
@@ -64,10 +64,11 @@ def run(config: MoebiusConfig) -> int:
     try:
         configure_tls(config.security)
         state = ProcessState("still loading")
-        answers = Answers(registry_text, lambda: state)
+        watch = LoopWatch(config.supervisor.hang_timeout_s)
+        answers = Answers(registry_text, lambda: watch.judged(state))
         metrics = start_operations(config.gpu.gpu_metrics_port, config.telemetry.metrics_host, answers)
         end_metrics = export_metrics(config.telemetry, "moebius-gpu", REGISTRY.collect, _attributes(config))
-        status, in_order = _run(config, state)
+        status, in_order = _run(config, state, watch)
     except _EXPECTED as error:
         report_failure(str(error))
         status = USER_ERROR_EXIT if isinstance(error, ValueError) else getattr(error, "exit_status", 1)
@@ -94,10 +95,10 @@ def _attributes(config: MoebiusConfig) -> dict[str, int]:
     return {"moebius.rank": config.parallel.rank}
 
 
-def _run(config: MoebiusConfig, state: ProcessState) -> tuple[int, bool]:
+def _run(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -> tuple[int, bool]:
     if config.parallel.rank > 0:
         return run_follower(config), True
-    return uvloop.run(_serve(config, state))
+    return uvloop.run(_serve(config, state, watch))
 
 
 def _is_alone(config: MoebiusConfig) -> bool:
@@ -157,9 +158,10 @@ class _Signals:
         (self.hurry if self.stop.is_set() else self.stop).set()
 
 
-async def _serve(config: MoebiusConfig, state: ProcessState) -> tuple[int, bool]:
+async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -> tuple[int, bool]:
     """The exit status, and whether everything was closed."""
     loop = asyncio.get_running_loop()
+    beating = asyncio.create_task(watch.beat())
     signals = _Signals(loop)
     servicer = EngineServicer()
     server, report, _ = make_server(
@@ -200,7 +202,7 @@ async def _serve(config: MoebiusConfig, state: ProcessState) -> tuple[int, bool]
     signals.closing = True
     servicer.end_streams()
     await server.stop(_LAST_WORDS_S)
-    for task in (watching, stopping, losing):
+    for task in (watching, stopping, losing, beating):
         task.cancel()
     if live is not None:
         await live.close()

@@ -7,8 +7,10 @@ threads, so a process that is busy answers, too.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from socketserver import ThreadingMixIn
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 _log = structlog.get_logger(__name__)
+_BEAT_S = 1.0
 _TEXT = "text/plain; charset=utf-8"
 
 
@@ -36,6 +39,33 @@ class ProcessState:
     not_ready: str = "still starting"
     # Why the process should be started anew; empty: it works, be it that it loads or waits for others.
     broken: str = ""
+
+
+class LoopWatch:
+    """Whether an event loop still goes round, for threads that answer probes.
+
+    A process whose loop stands still answers no request, though its other threads go on.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`limit_s`: silence that no healthy loop has, not even one that loads or drains."""
+        self._limit_s = limit_s
+        self._clock = clock
+        self._seen: float | None = None  # None: there is no loop yet
+
+    async def beat(self) -> None:
+        """Runs on the loop; never returns."""
+        while True:
+            self._seen = self._clock()
+            await asyncio.sleep(_BEAT_S)
+
+    def judged(self, state: ProcessState) -> ProcessState:
+        """`state`, unless the loop is silent."""
+        silent_s = 0.0 if self._seen is None else self._clock() - self._seen
+        if silent_s <= self._limit_s:
+            return state
+        reason = f"the event loop has not answered for {silent_s:.0f} s"
+        return ProcessState(reason, reason)
 
 
 @dataclass(frozen=True)

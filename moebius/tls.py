@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,15 @@ _log = structlog.get_logger(__name__)
 # Files are looked at again after so long, seconds; whether a certificate soon expires is said from then on.
 LOOK_EVERY_S = 1.0
 SOON = datetime.timedelta(days=7)
+# What OpenSSL calls things that operators know by another name.
+_REASONS = {
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "the other showed no certificate",
+    "WRONG_VERSION_NUMBER": "the other does not speak TLS (grpc_tls)",
+    "RECORD_LAYER_FAILURE": "the other does not speak TLS (grpc_tls)",
+    "HTTP_REQUEST": "the other speaks plain HTTP",
+    "TLSV1_ALERT_UNKNOWN_CA": "the other does not know the CA of this process's certificate (grpc_cert_file)",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the other wants a certificate, and grpc_cert_file is empty",
+}
 
 
 @dataclass(frozen=True)
@@ -281,6 +291,33 @@ class GrpcTls:
         now = self.renewed.current()
         return grpc.ssl_channel_credentials(now.ca or None, now.key or None, now.certificate or None)
 
+    def server_context(self) -> ssl.SSLContext:
+        """For connections that are not gRPC's, with the files as they are now. Raises ConfigError."""
+        files = self.renewed.files
+        if not files.certificate:
+            raise ConfigError("grpc_cert_file is empty, but grpc_tls is 'tls': a server needs a PEM file")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._load(context)
+        if self.is_mutual:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """As `server_context`, for whoever connects: checks the server's certificate and its name."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._load(context)
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        files = self.renewed.files
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            context.load_verify_locations(files.ca)
+            if files.certificate:
+                context.load_cert_chain(files.certificate, files.key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"the files of grpc_tls can not be used: {error}") from None
+
     def server_credentials(self) -> grpc.ServerCredentials:
         """For one port; asks for the files at each handshake."""
         import grpc
@@ -301,6 +338,14 @@ class GrpcTls:
             return configuration()
 
         return grpc.dynamic_ssl_server_credentials(configuration(), changed, self.is_mutual)
+
+
+def handshake_words(error: ssl.SSLError) -> str:
+    """Why TLS with somebody fails, for an operator."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the other's certificate is refused: {error.verify_message}"
+    reason = error.reason or str(error)
+    return _REASONS.get(reason, reason.replace("_", " ").lower())
 
 
 _active: GrpcTls | None = None

@@ -1,8 +1,9 @@
 """The connections between rank 0 and every other rank, apart from those of the collectives.
 
-Frames of `protos/ranks.proto` over `multiprocessing.connection`. They carry the messages to the engine, agree
-on numbers at start, and notice that a rank is gone: at once when its connection closes (the kernel closes
-it whatever a process dies of), and after `timeout_s` when it is stopped or so stuck that its heartbeat ends.
+Frames of `protos/ranks.proto` over `multiprocessing.connection`, or within TLS where gRPC has it. They carry
+the messages to the engine, agree on numbers at start, and notice that a rank is gone: at once when its
+connection closes (the kernel closes it whatever a process dies of), and after `timeout_s` when it is stopped
+or so stuck that its heartbeat ends.
 
     rank 1 ──┐
     rank 2 ──┼── rank 0        rank 0 sends all others what it learns from one of them
@@ -14,23 +15,110 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
+from moebius.tls import handshake_words
 from protos import ranks_pb2
 
 # A prompt of a million tokens takes 4 MB, a large image some 50 MB.
 MAX_FRAME_BYTES = 1 << 30
 # What a stranger may make us read before it has said who it is.
 _MAX_HELLO_BYTES = 4096
+# Of one read from a socket, and one write into TLS.
+_CHUNK_BYTES = 1 << 20
 
 
 class ConnectionLost(OSError):
     """The other end closed the connection, was silent for too long, or is not one of ours."""
+
+
+class _Frames(Protocol):
+    """As `multiprocessing.connection.Connection`: one thread sends at a time, and one receives."""
+
+    def send_bytes(self, buf: bytes) -> None:
+        """One frame. Raises OSError."""
+
+    def recv_bytes(self, maxlength: int) -> bytes:
+        """The next frame. Raises EOFError at the end, OSError for one that is longer."""
+
+
+class _SecuredFrames:
+    """Frames within TLS: each is its length (8 bytes, big endian) and its bytes.
+
+    OpenSSL's state is one for both directions and takes no two threads at once: it lives in memory, behind a
+    lock that nobody holds while waiting for the network.
+    """
+
+    def __init__(self, connected: socket.socket, context: ssl.SSLContext, server_name: str) -> None:
+        """Shakes hands; `server_name`: whom a client wants to reach. Raises OSError, of which ssl.SSLError
+        is one, and EOFError."""
+        self._socket = connected
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        is_server = context.protocol is ssl.PROTOCOL_TLS_SERVER
+        self._tls = context.wrap_bio(
+            self._incoming, self._outgoing, is_server, None if is_server else server_name
+        )
+        self._using = threading.Lock()
+        self._received = bytearray()
+        while True:
+            try:
+                self._tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                self._socket.sendall(self._outgoing.read())
+                self._incoming.write(self._arrived())
+            except ssl.SSLError:
+                self._socket.sendall(self._outgoing.read())  # the alert says why
+                raise
+        self._socket.sendall(self._outgoing.read())
+
+    def send_bytes(self, buf: bytes) -> None:
+        """As `_Frames`."""
+        content = memoryview(struct.pack("!Q", len(buf)) + buf)
+        for begin in range(0, len(content), _CHUNK_BYTES):
+            with self._using:
+                self._tls.write(content[begin : begin + _CHUNK_BYTES])
+                secured = self._outgoing.read()
+            self._socket.sendall(secured)
+
+    def recv_bytes(self, maxlength: int) -> bytes:
+        """As `_Frames`."""
+        (length,) = struct.unpack("!Q", self._exactly(8))
+        if length > maxlength:
+            raise OSError(f"a frame of {length} bytes is too long")
+        return self._exactly(length)
+
+    def _exactly(self, count: int) -> bytes:
+        while len(self._received) < count:
+            with self._using:
+                try:
+                    piece = self._tls.read(_CHUNK_BYTES)
+                except ssl.SSLWantReadError:
+                    piece = None
+                except ssl.SSLZeroReturnError:
+                    raise EOFError from None
+            if piece is None:
+                arrived = self._arrived()
+                with self._using:
+                    self._incoming.write(arrived)
+            else:
+                self._received += piece
+        taken = bytes(self._received[:count])
+        del self._received[:count]
+        return taken
+
+    def _arrived(self) -> bytes:
+        arrived = self._socket.recv(_CHUNK_BYTES)
+        if not arrived:
+            raise EOFError
+        return arrived
 
 
 class RankConnection:
@@ -45,9 +133,21 @@ class RankConnection:
         connected.setblocking(True)
         self._socket = connected
         # A descriptor of its own: `close` ends the connection while another thread may still read from it.
-        self._frames = Connection(os.dup(connected.fileno()))
+        self._frames: _Frames = Connection(os.dup(connected.fileno()))
         self._sending = threading.Lock()
         self.set_timeout(timeout_s)
+
+    def secure(self, context: ssl.SSLContext, server_name: str = "") -> None:
+        """Goes on within TLS, before anything was sent or received. Raises ConnectionLost.
+
+        `server_name`: what the certificate of rank 0 has to be for; rank 0 leaves it empty.
+        """
+        try:
+            self._frames = _SecuredFrames(self._socket.dup(), context, server_name)
+        except EOFError as error:
+            raise ConnectionLost("the connection was closed during the TLS handshake") from error
+        except OSError as error:
+            raise ConnectionLost(_reason(error)) from error
 
     def set_timeout(self, timeout_s: float) -> None:
         """By the kernel: `Connection` has no timeouts, and they must also end a frame that stops half-way."""
@@ -103,6 +203,8 @@ class RankConnection:
 def _reason(error: OSError) -> str:
     if isinstance(error, BlockingIOError):
         return "silent for too long (rank_timeout_s)"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS: {handshake_words(error)}"
     return f"the connection was lost ({error.strerror or error})"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from gpu_service.parallel.control import ConnectionLost, RankConnection, RankCon
 from gpu_service.parallel.group import ProcessRankGroup, RankGroup, SoloGroup, make_process_groups
 from moebius.config import MoebiusConfig, ParallelConfig
 from moebius.errors import PEER_LOST_EXIT, ConfigError, UserError
+from moebius.tls import active_tls
 from protos import ranks_pb2
 
 _log = structlog.get_logger(__name__)
@@ -76,6 +78,8 @@ def _gather(rendezvous: Rendezvous, welcome: ranks_pb2.Welcome) -> dict[int, Ran
     host, port = rendezvous.host_port
     end = time.monotonic() + rendezvous.meet_s
     connections: dict[int, RankConnection] = {}
+    tls = active_tls()
+    context = None if tls is None else tls.server_context()
     try:
         listener = socket.create_server((host, port), family=_family(host), backlog=rendezvous.size)
     except OSError as error:
@@ -91,17 +95,25 @@ def _gather(rendezvous: Rendezvous, welcome: ranks_pb2.Welcome) -> dict[int, Ran
                     f"rank {', '.join(map(str, missing))} did not join at {rendezvous.address} within "
                     f"{rendezvous.meet_s:g} s (rank_timeout_s)"
                 ) from None
-            _admit(rendezvous, RankConnection(accepted, _HELLO_S), connections)
+            _admit(rendezvous, RankConnection(accepted, _HELLO_S), connections, context)
     for connection in connections.values():
         connection.send(ranks_pb2.Frame(welcome=welcome))
     return connections
 
 
 def _admit(
-    rendezvous: Rendezvous, connection: RankConnection, connections: dict[int, RankConnection]
+    rendezvous: Rendezvous,
+    connection: RankConnection,
+    connections: dict[int, RankConnection],
+    context: ssl.SSLContext | None,
 ) -> None:
-    """Adds a rank that fits; sends one that does not the reason, and goes on waiting."""
+    """Adds a rank that fits; sends one that does not the reason, and goes on waiting.
+
+    `context`: of TLS, None: plain text.
+    """
     try:
+        if context is not None:
+            connection.secure(context)
         hello = connection.receive_hello()
     except ConnectionLost as error:
         _log.warning("a connection to the ranks' address was no rank", reason=str(error))
@@ -139,11 +151,18 @@ def _join(rendezvous: Rendezvous) -> tuple[RankConnection, ranks_pb2.Welcome]:
     hello = ranks_pb2.Hello(
         protocol=_PROTOCOL, rank=rendezvous.rank, size=rendezvous.size, fingerprint=rendezvous.fingerprint
     )
+    tls = active_tls()
     try:
+        if tls is not None:
+            host, _ = rendezvous.host_port
+            connection.secure(tls.client_context(), tls.server_name or host)
         connection.send(ranks_pb2.Frame(hello=hello))
         answer = connection.receive()
     except ConnectionLost as error:
-        raise UserError(f"rank {rendezvous.rank}: rank 0 at {rendezvous.address}: {error}") from error
+        raise UserError(
+            f"rank {rendezvous.rank}: rank 0 at {rendezvous.address}: {error} "
+            f"(here grpc_tls is {'off' if tls is None else 'on'})"
+        ) from error
     kind = answer.WhichOneof("content")
     if kind != "welcome":
         why = answer.refused if kind == "refused" else f"it sent {kind}"
@@ -179,7 +198,7 @@ _OWN_LEAVES = {
     "parallel": {"rank", "host_index"},
     "gpu": {"gpu_metrics_port", "gpu_address", "gpu_threads"},
 }
-_OWN_SECTIONS = {"gateway", "supervisor", "telemetry"}
+_OWN_SECTIONS = {"gateway", "supervisor", "telemetry", "security"}
 
 
 def place_of(settings: ParallelConfig) -> ParallelContext:

@@ -51,13 +51,18 @@ class Authority:
         )
 
     def issue(
-        self, name: str, begin: float = -1, end: float = 10, hosts: tuple[str, ...] = ("localhost",)
+        self,
+        name: str,
+        begin: float = -1,
+        end: float = 10,
+        hosts: tuple[str, ...] = ("localhost",),
+        addresses: tuple[str, ...] = ("127.0.0.1",),
     ) -> Pair:
-        """For this host and 127.0.0.1, valid from `begin` to `end` days from now."""
+        """For these hosts and addresses, valid from `begin` to `end` days from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         names: list[x509.GeneralName] = [x509.DNSName(host) for host in hosts]
-        names.append(x509.IPAddress(ipaddress.ip_address("127.0.0.1")))
+        names += [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
         made = self._builder(subject, key.public_key(), begin, end)
         made = made.add_extension(x509.SubjectAlternativeName(names), critical=False)
         certificate = made.sign(self._key, hashes.SHA256())

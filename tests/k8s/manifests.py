@@ -57,6 +57,7 @@ ENDPOINT = obj(
     interval=TEXT,
     path=TEXT,
     relabelings={"type": "array"},
+    metricRelabelings=items(obj("action", sourceLabels=items(TEXT), regex=TEXT, action={"enum": ["drop"]})),
     filterRunning={"type": "boolean"},
 )
 RULE = obj("expr", alert=TEXT, record=TEXT, expr=TEXT, labels=TEXTS, annotations=TEXTS, **{"for": TEXT})
@@ -103,6 +104,32 @@ CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
             port=obj("number", number=NUMBER),
             failureMode={"enum": ["FailOpen", "FailClose"]},
         ),
+    ),
+    ("gateway.networking.k8s.io/v1", "BackendTLSPolicy"): obj(
+        "targetRefs validation",
+        targetRefs=items(obj("group kind name", group=TEXT, kind=TEXT, name=TEXT, sectionName=TEXT)),
+        validation=obj(
+            "hostname caCertificateRefs",
+            hostname=TEXT,
+            caCertificateRefs=items(
+                obj("group kind name", group=TEXT, kind={"const": "ConfigMap"}, name=TEXT)
+            ),
+        ),
+    ),
+    ("cert-manager.io/v1", "Certificate"): obj(
+        "secretName issuerRef dnsNames",
+        secretName={"type": "string", "minLength": 1},
+        duration=TEXT,
+        renewBefore=TEXT,
+        privateKey=obj(
+            algorithm={"enum": ["RSA", "ECDSA", "Ed25519"]},
+            size=NUMBER,
+            rotationPolicy={"enum": ["Never", "Always"]},
+        ),
+        usages=items({"enum": ["digital signature", "key encipherment", "server auth", "client auth"]}),
+        dnsNames=items(TEXT),
+        ipAddresses=items(TEXT),
+        issuerRef=obj("name", name=TEXT, kind=TEXT, group=TEXT),
     ),
     ("monitoring.coreos.com/v1", "PodMonitor"): obj(
         "selector podMetricsEndpoints",

@@ -1,7 +1,7 @@
 """Runs a rendered Pod with podman, which knows less of Pods than a kubelet: what it lacks is done here.
 
-Native sidecars become containers that start first; gRPC probes are asked from inside; ends are sent in the
-order in which a kubelet sends them.
+Native sidecars become containers that start first; probes are asked from inside; Secrets are directories;
+ends are sent in the order in which a kubelet sends them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -26,18 +26,22 @@ USER = 10001
 # Init containers stay, with their logs, when they have ended.
 INIT = {"io.podman.annotations.init.container.type": "always"}
 SHARED_MEMORY = Path("/dev/shm")
-PROBE = """
-import sys
-from moebius.app.supervisor.health import GrpcProbe
-sys.exit(not GrpcProbe("127.0.0.1:" + sys.argv[1], sys.argv[2]).ready())
-"""
+
+
+def environment() -> dict[str, str]:
+    """In which podman finds its settings and the images that were built."""
+    return {**os.environ, "CONTAINERS_CONF": str(WORK / "containers.conf"), "STORAGE_DRIVER": "vfs"}
 
 
 def podman(*arguments: str, check: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """One command; raises AssertionError with what it said."""
-    environment = {**os.environ, "CONTAINERS_CONF": str(WORK / "containers.conf"), "STORAGE_DRIVER": "vfs"}
     done = subprocess.run(
-        ["podman", *arguments], env=environment, capture_output=True, text=True, check=False, timeout=timeout
+        ["podman", *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
     )
     assert done.returncode == 0 or not check, (
         f"podman {' '.join(arguments[:4])}: {done.stderr or done.stdout}"
@@ -45,8 +49,11 @@ def podman(*arguments: str, check: bool = True, timeout: float = 120) -> subproc
     return done
 
 
-def for_podman(pod: Manifest, name: str) -> Manifest:
-    """A Pod of a template, without what podman 4.3 does not know."""
+def for_podman(pod: Manifest, name: str, secrets: Mapping[str, Path]) -> Manifest:
+    """A Pod of a template, without what podman 4.3 does not know.
+
+    `secrets`: the directory of each Secret's files.
+    """
     spec = copy.deepcopy(pod["spec"])
     sidecars = [one for one in spec.get("initContainers") or [] if one.get("restartPolicy") == "Always"]
     spec["initContainers"] = [one for one in spec.get("initContainers") or [] if one not in sidecars]
@@ -69,6 +76,9 @@ def for_podman(pod: Manifest, name: str) -> Manifest:
             os.chown(place, USER, USER)
             volume.pop("emptyDir")
             volume["hostPath"] = {"path": str(place), "type": "Directory"}
+        if "secret" in volume:
+            place = secrets[volume.pop("secret")["secretName"]]
+            volume["hostPath"] = {"path": str(place), "type": "Directory"}
     for key in ("affinity", "serviceAccountName", "securityContext"):
         spec.pop(key, None)
     spec["restartPolicy"] = "Always"
@@ -83,14 +93,23 @@ def for_podman(pod: Manifest, name: str) -> Manifest:
 class PodmanPod:
     """A running Pod; its containers are named as in the manifest."""
 
-    def __init__(self, name: str, pod: Manifest, config_maps: Sequence[Manifest], directory: Path) -> None:
+    ca = ""  # by which clients check the gateway, PEM; set by whoever made its certificate
+
+    def __init__(
+        self,
+        name: str,
+        pod: Manifest,
+        config_maps: Sequence[Manifest],
+        directory: Path,
+        secrets: Mapping[str, Path],
+    ) -> None:
         self.name = name
         self._probes = {
             one["name"]: one
             for one in (*(pod["spec"].get("initContainers") or []), *pod["spec"]["containers"])
         }
         file = directory / "pod.yaml"
-        documents = [*config_maps, for_podman(pod, name)]
+        documents = [*config_maps, for_podman(pod, name, secrets)]
         file.write_text(yaml.safe_dump_all(documents, sort_keys=False))
         try:
             podman("play", "kube", "--network=none", str(file), timeout=300)
@@ -121,13 +140,12 @@ class PodmanPod:
 
     def is_ready(self, name: str) -> bool:
         """What the container's readiness probe would say."""
-        probe = self._probes[name]["readinessProbe"]
-        if "grpc" in probe:
-            grpc = probe["grpc"]
-            return self.python(name, PROBE, str(grpc["port"]), grpc["service"]).returncode == 0
-        path = probe["httpGet"]["path"]
-        code = f"import urllib.request as u; u.urlopen('http://127.0.0.1:8000{path}', timeout=3)"
-        return self.python(name, code).returncode == 0
+        probe = self._probes[name]["readinessProbe"]["httpGet"]
+        (port,) = (
+            one["containerPort"] for one in self._probes[name]["ports"] if one["name"] == probe["port"]
+        )
+        url = f"http://127.0.0.1:{port}{probe['path']}"
+        return self.python(name, f"import urllib.request as u; u.urlopen('{url}', timeout=3)").returncode == 0
 
     def wait_ready(self, name: str, limit_s: float) -> None:
         """Raises AssertionError with the container's last lines."""

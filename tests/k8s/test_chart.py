@@ -33,6 +33,7 @@ pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
 pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
 from tests.k8s.commands import check_command
 from tests.k8s.manifests import OLDEST, check_manifest, pod_specs
+from tests.k8s.refusals import REFUSED
 
 SOURCES: dict[str, Values] = {
     "pvc": {"type": "pvc", "pvc": {"claimName": "models"}},
@@ -97,6 +98,12 @@ def shapes() -> dict[str, Values]:
             "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
         },
     }
+    tls = {"grpc": {"mode": "mutual", "secretName": "grpc"}, "http": {"secretName": "http"}}
+    found["TLS without clients' certificates"] = {"tls": {"grpc": {"mode": "tls", "secretName": "grpc"}}}
+    found["mTLS in one Pod"] = {"gateway": {"inPod": True}, "tls": tls}
+    found["HTTPS alone"] = {"tls": {"http": tls["http"]}}
+    found["mTLS, several hosts"] = {"engine": {"gpus": 2, "nodes": 2}, "tls": tls}
+    found["mTLS, remote experts, all options"] = merged(OPTIONS, REMOTE_TLS)
     found["DRA"] = {"engine": {"gpus": 2}, "experts": {"numa": "kubelet"}, "dra": {"enabled": True}}
     return found
 
@@ -137,6 +144,21 @@ OPTIONS: Values = {
     "extraEnv": [{"name": "NCCL_DEBUG", "value": "WARN"}],
     "podLabels": {"team": "a"},
     "podAnnotations": {"note": "b"},
+}
+REMOTE_TLS: Values = {
+    "experts": {"mode": "remote"},
+    "route": {"backendCaConfigMap": "ca"},
+    "tls": {
+        "grpc": {
+            "mode": "mutual",
+            "secretName": "engines",
+            "gatewaySecretName": "gateways",
+            "expertsSecretName": "experts",
+            "serverName": "moebius.internal",
+        },
+        "http": {"secretName": "web", "clientCaSecretName": "clients"},
+        "certManager": {"enabled": True, "issuer": {"name": "ca"}, "hosts": ["m.example.com"]},
+    },
 }
 ALL = shapes()
 
@@ -199,11 +221,13 @@ def check_pod(pod: Manifest, drain_s: float) -> None:
         assert set(names) <= volumes, container["name"]
         assert container["securityContext"]["readOnlyRootFilesystem"]
         ports = {port["containerPort"] for port in container.get("ports", ())}
+        port_names = {port["name"] for port in container.get("ports", ())}
         listening = " ".join(container["args"])
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-            probe = container.get(kind, {})
-            if "grpc" in probe:
-                assert probe["grpc"]["port"] in ports
+            # A kubelet's gRPC probe speaks no TLS.
+            assert "grpc" not in container.get(kind, {})
+            if kind in container:
+                assert container[kind]["httpGet"]["port"] in port_names
         for port in re.findall(r"0\.0\.0\.0:(\d+)", listening):
             assert int(port) in ports
     assert mounted == volumes
@@ -239,109 +263,89 @@ def check_services(manifests: list[Manifest]) -> None:
                 assert port["targetPort"] in names
 
 
-REFUSED: list[tuple[Values, str]] = [
-    (
-        {"engine": {"gpus": 4, "tensorParallel": 3}},
-        "are 3 ranks, but engine.gpus 4 × engine.nodes 1 are 4 GPUs",
-    ),
-    ({"engine": {"tensorParallel": 2}}, "engine.gpus is 0; without GPUs an engine is one process"),
-    ({"engine": {"nodes": 2}}, "only GPUs are divided over nodes"),
-    ({"engine": {"gpus": 9}}, "maximum"),
-    ({"engine": {"cpus": 2.5}}, "integer"),
-    ({"engine": {"gpus": 1, "jitCache": {"type": "pvc"}}}, "engine.jitCache.claimName is empty"),
-    ({"experts": {"mode": "none"}}, "puts all experts on GPUs, but engine.gpus is 0"),
-    ({"experts": {"servers": 9}}, "a Pod has at most 8 expert servers"),
-    ({"experts": {"servers": 2, "shares": [1, 2, 3]}}, "experts.shares has 3 numbers, but there are 2"),
-    (
-        {"experts": {"servers": 2, "overrides": [{}]}},
-        "experts.overrides has 1 entries, but experts.servers is 2",
-    ),
-    (
-        {"experts": {"mode": "remote", "overrides": [{}, {}]}},
-        "remote servers are the replicas of one StatefulSet",
-    ),
-    (
-        {"experts": {"memoryMiB": 4096, "weightsMiB": 4000}},
-        "memoryMiB 4096 for weightsMiB 4000 of packed experts",
-    ),
-    ({"experts": {"weights": {"volume": "hostPath"}}}, "experts.weights.hostPath is empty"),
-    ({"experts": {"weightsMiB": 333, "weights": {"volume": "hugepages-2Mi"}}}, "no number of 2 MiB pages"),
-    (
-        {"experts": {"mode": "remote"}, "config": {"gpu": {"prefill_experts": "stream"}}},
-        "GPUs can only stream experts that lie in memory of their own Pod",
-    ),
-    (
-        {"engine": {"gpus": 1}, "experts": {"mode": "none"}, "config": {"placement": {"gpu_experts": 3}}},
-        "gpu_experts do not fit that",
-    ),
-    ({"config": {"experts": {"split_count": 3}}}, "config.experts.split_count is decided by the chart"),
-    ({"config": {"gpu": {"max_num_sequences": 3}}}, "max_num_sequences"),
-    ({"config": {"gpu": {"max_num_seqs": 0}}}, "max_num_seqs"),
-    ({"exprets": {}}, "exprets"),
-    (
-        {"experts": {"servers": 3, "numa": "kubelet"}, "node": {"numaNodes": 2}},
-        "every server needs a NUMA node",
-    ),
-    (
-        {"experts": {"cpus": 40}, "node": {"cpusPerNumaNode": 32}},
-        "wants 40 CPUs, but node.cpusPerNumaNode is 32",
-    ),
-    (
-        {"experts": {"cpus": 16, "numa": "kubelet"}, "node": {"cpusPerNumaNode": 32}},
-        "two servers would fit on one; with experts.numa kubelet each needs more than half",
-    ),
-    ({"node": {"memoryMiBPerNumaNode": 2048}}, "but node.memoryMiBPerNumaNode is 2048"),
-    ({"experts": {"cpus": 5}, "node": {"threadsPerCore": 2}}, "full-pcpus-only refuses that"),
-    ({"engine": {"cpus": 3}, "node": {"threadsPerCore": 2}}, "engine.cpus is 3, which are no whole cores"),
-    (
-        {"node": {"topologyPolicy": "single-numa-node", "topologyScope": "pod"}},
-        "puts a whole Pod on one NUMA node, which can not hold 2 expert servers",
-    ),
-    (
-        {"engine": {"gpus": 8}, "node": {"gpusPerNumaNode": 4, "topologyPolicy": "single-numa-node"}},
-        "would refuse the engine's container for ever; allowed: restricted",
-    ),
-    (
-        {"experts": {"numa": "kubelet"}, "node": {"topologyPolicy": "best-effort"}},
-        "best-effort does not promise CPUs of one NUMA node",
-    ),
-    ({"dra": {"enabled": True}}, "which experts.numa auto does not ask for"),
-    ({"model": {"source": {"type": "pvc", "pvc": {"claimName": ""}}}}, "model.source.pvc.claimName is empty"),
-    ({"model": {"source": {"type": "hostPath"}}}, "model.source.hostPath.path is empty"),
-    ({"model": {"source": {"type": "image"}}}, "model.source.image.reference is empty"),
-    ({"model": {"source": {"type": "download"}}}, "model.source.download.baseUrl is empty"),
-    (
-        {"model": {"source": {"type": "download", "download": {"baseUrl": "https://a/b"}}}},
-        "names no file; each needs its SHA-256",
-    ),
-    (
-        {"model": {"source": {"type": "download", "download": {"files": {"../x": "0" * 64}}}}},
-        "propertyName '../x'",
-    ),
-    ({"model": {"source": {"type": "s3"}}}, "type"),
-    (
-        {"gateway": {"inPod": True, "autoscaling": {"type": "hpa"}}},
-        "with gateway.inPod there are as many gateways as engine Pods",
-    ),
-    (
-        {"gateway": {"autoscaling": {"type": "hpa", "minReplicas": 5, "maxReplicas": 2}}},
-        "gateway.autoscaling.minReplicas is 5, above gateway.autoscaling.maxReplicas 2",
-    ),
-    ({"autoscaling": {"type": "keda"}}, "autoscaling.prometheusAddress is empty"),
-    ({"route": {"enabled": True}}, "route.parentRefs names no Gateway"),
-    ({"route": {"inferencePool": {"enabled": True}}}, "route.enabled is false"),
-    (
-        {"route": {"enabled": True, "parentRefs": [{"name": "g"}], "inferencePool": {"enabled": True}}},
-        "which engine Pods do with gateway.inPod only",
-    ),
-]
-
-
 @pytest.mark.parametrize(("values", "sentence"), REFUSED, ids=[sentence[:40] for _, sentence in REFUSED])
 def test_what_could_not_run_is_refused(values: Values, sentence: str) -> None:
     """The sentence names the values, and what is allowed."""
     with pytest.raises(Refused, match=re.escape(sentence)):
         render(merged({"model": MODEL}, values))
+
+
+def mounted_secrets(pod: Manifest) -> dict[str, set[str]]:
+    """Container -> Secrets it sees."""
+    secrets = {one["name"]: one["secret"]["secretName"] for one in pod["spec"]["volumes"] if "secret" in one}
+    return {
+        one["name"]: {secrets[mount["name"]] for mount in one["volumeMounts"] if mount["name"] in secrets}
+        for one in all_containers(pod)
+    }
+
+
+def test_certificates_reach_those_who_speak(tmp_path: Path) -> None:
+    """Each process has the Secret of its part, at the paths that the settings name, and no other's; the
+    issuer is asked for the names by which each is reached."""
+    manifests = render(merged({"model": MODEL}, ALL["mTLS, remote experts, all options"]))
+    gateway, engine, experts = (
+        next(
+            pod
+            for pod in pod_specs(manifests)
+            if pod["metadata"]["labels"]["app.kubernetes.io/component"] == name
+        )
+        for name in ("gateway", "engine", "experts")
+    )
+    assert mounted_secrets(gateway)["gateway"] == {"gateways", "web", "clients", "keys"}
+    assert mounted_secrets(engine) == {"preflight": {"engines"}, "engine": {"engines"}}
+    assert mounted_secrets(experts) == {"preflight": {"experts"}, "expert-0": {"experts"}}
+    settings = next(one["data"]["moebius.yaml"] for one in manifests if "moebius.yaml" in one.get("data", {}))
+    paths = set(re.findall(r"/etc/moebius-tls/\S+", settings))
+    places = {mount["mountPath"] for mount in gateway["spec"]["containers"][0]["volumeMounts"]}
+    assert {path.rpartition("/")[0] for path in paths} == {one for one in places if "moebius-tls" in one}
+    names = {
+        one["spec"]["secretName"]: set(one["spec"]["dnsNames"])
+        for one in manifests
+        if one["kind"] == "Certificate"
+    }
+    assert set(names) == {"engines", "gateways", "experts", "web"}
+    assert {"moebius-engine.moebius.svc", "moebius.internal"} <= names["engines"]
+    assert {"*.moebius-experts.moebius.svc", "moebius.internal"} <= names["experts"]
+    assert {"moebius.moebius.svc", "m.example.com"} <= names["web"]
+    assert not names["gateways"] & (names["web"] - {"localhost"})
+
+
+def test_every_address_is_one_that_certificates_are_for() -> None:
+    """Engines, ranks' meeting place and expert servers are reached by names that the issuer is asked for."""
+    for name in ("mTLS, several hosts", "mTLS, remote experts, all options"):
+        values = merged(
+            {"model": MODEL}, ALL[name], {"tls": {"certManager": REMOTE_TLS["tls"]["certManager"]}}
+        )
+        manifests = render(values)
+        asked = [
+            host for one in manifests if one["kind"] == "Certificate" for host in one["spec"]["dnsNames"]
+        ]
+        text = json.dumps(manifests).replace("$(GROUP_INDEX)", "0")
+        addresses = set(re.findall(r"(moebius[-\w]*(?:\.[-\w]+)*\.svc):\d+", text))
+        assert len(addresses) >= 3, name
+        for address in addresses:
+            wildcard = "*." + address.partition(".")[2]
+            assert address in asked or wildcard in asked, address
+
+
+def test_figures_are_scraped_once() -> None:
+    """A gateway shows its engines' figures, too: where these are scraped themselves, that part is left out;
+    and every port that is named is one of the Pods'."""
+    manifests = render(merged({"model": MODEL}, OPTIONS))
+    endpoints = next(one for one in manifests if one["kind"] == "PodMonitor")["spec"]["podMetricsEndpoints"]
+    ports = {
+        port["name"]
+        for pod in pod_specs(manifests)
+        for one in all_containers(pod)
+        for port in one.get("ports", ())
+    }
+    assert {one["port"] for one in endpoints} == {one for one in ports if one.startswith("metrics")}
+    (gateways,) = (one for one in endpoints if one["port"] == "metrics-gw")
+    assert gateways["metricRelabelings"] == [{"sourceLabels": ["engine"], "regex": ".+", "action": "drop"}]
+    policy = next(one for one in manifests if one["kind"] == "NetworkPolicy")
+    opened = [port for rule in policy["spec"]["ingress"] for port in rule.get("ports", ())]
+    for number in (9400, 9401, 9411, 9412):
+        assert any(one["port"] <= number <= one.get("endPort", one["port"]) for one in opened), number
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -1,4 +1,8 @@
-"""Guards the rendered Pod and the compose file by running them: `make test-pod`, with podman, no registry."""
+"""Guards the rendered Pod and the compose file by running them: `make test-pod`, with podman, no registry.
+
+The Pod speaks mutual TLS between its processes and HTTPS to clients, the compose file's containers plain
+text.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +20,28 @@ import pytest
 import yaml
 from packaging.utils import canonicalize_name
 
+from tests.helpers.certificates import Authority, write_secret
 from tests.helpers.chart import ROOT, render
 
 pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
 pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
 from tests.k8s.manifests import pod_specs
-from tests.k8s.podman import IMAGE, MISSING_TOOL, SHARED_MEMORY, USER, PodmanPod, podman
+from tests.k8s.podman import IMAGE, MISSING_TOOL, SHARED_MEMORY, USER, PodmanPod, environment, podman
 
 pytestmark = [pytest.mark.pod, pytest.mark.timeout(2400)]
 START_S = 240.0
-TOKENS = 24
+TOKENS, LONG = 24, 1500
+DRAIN_S = 120
 # Sent from inside the gateway's container: the Pod has no network.
 CHAT = """
-import json, sys, urllib.request
+import json, ssl, sys, urllib.request
 body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0,
         "max_tokens": int(sys.argv[1]), "ignore_eos": True, "stream": sys.argv[2] == "stream"}
-request = urllib.request.Request("http://127.0.0.1:8000/v1/chat/completions", json.dumps(body).encode(),
-                                 {"Content-Type": "application/json"})
-answer = urllib.request.urlopen(request, timeout=200)
+ca = "".join(sys.argv[3:])
+url = "http" + "s" * bool(ca) + "://127.0.0.1:8000/v1/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+context = ssl.create_default_context(cadata=ca) if ca else None
+answer = urllib.request.urlopen(request, timeout=200, context=context)
 for line in answer:
     print(line.decode().strip(), flush=True)
 """
@@ -78,8 +86,12 @@ def values(models: Path) -> dict[str, Any]:
         "engine": {"cpus": 1, "memoryMiB": 2048},
         "experts": {"servers": 2, "cpus": 1, "memoryMiB": 1024, "weightsMiB": 256},
         "gateway": {"inPod": True, "cpus": 1},
+        "tls": {
+            "grpc": {"mode": "mutual", "secretName": "processes"},
+            "http": {"secretName": "web"},
+        },
         "shmMiB": 256,
-        "drainSeconds": 30,
+        "drainSeconds": DRAIN_S,
         "config": {
             "gpu": {"kv_cache_gib": 0.1},
             "model": {"dtype": "float32"},
@@ -89,7 +101,22 @@ def values(models: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def pod(image: str, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodmanPod]:
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Certificates of the processes, and of the HTTP server, by two CAs."""
+    found = {}
+    for name in ("processes", "web"):
+        directory, authority = tmp_path_factory.mktemp(name), Authority(f"{name} CA")
+        write_secret(directory, authority.issue(name), authority.pem)
+        for path in (directory, *directory.parents[:2], *directory.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        found[name] = directory
+    return found
+
+
+@pytest.fixture(scope="module")
+def pod(
+    image: str, models: Path, secrets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PodmanPod]:
     """The Pod of a release, as the chart renders it."""
     manifests = render(values(models), name="podtest")
     template = next(one for one in pod_specs(manifests))
@@ -98,7 +125,8 @@ def pod(image: str, models: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     name = f"moebius-{os.getpid()}"
     running = None
     try:
-        running = PodmanPod(name, template, maps, directory)
+        running = PodmanPod(name, template, maps, directory, secrets)
+        running.ca = (secrets["web"] / "ca.crt").read_text()
         yield running
     finally:
         if running is not None:
@@ -110,11 +138,16 @@ def pod(image: str, models: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def chat(pod: PodmanPod, tokens: int = TOKENS, stream: bool = False) -> str:
     """The answer's text."""
-    done = pod.python("gateway", CHAT, str(tokens), "stream" if stream else "whole", timeout=240)
+    done = pod.python("gateway", CHAT, str(tokens), "stream" if stream else "whole", pod.ca, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:] + pod.logs("engine")[-3000:]
     if not stream:
         return str(json.loads(done.stdout)["choices"][0]["message"]["content"])
-    lines = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line.startswith("data: ")]
+    return text_of(done.stdout)
+
+
+def text_of(stream: str) -> str:
+    """Of a stream's lines, which have to be whole."""
+    lines = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     chunks = [json.loads(line) for line in lines[:-1]]
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
@@ -127,6 +160,7 @@ def test_the_preflight_has_passed(pod: PodmanPod) -> None:
     assert pod.inspect("preflight")["ExitCode"] == 0, log
     assert "ok      volume for packed experts" in log
     assert "ok      /dev/shm: " in log
+    assert "ok      certificates of gRPC: CN=processes" in log
     assert "FAILURE" not in log
 
 
@@ -172,24 +206,42 @@ def test_the_image_is_lean_and_listed(image: str) -> None:
 
 
 def test_sigterm_drains(pod: PodmanPod) -> None:
-    """Containers first, then sidecars, as a kubelet does it: a running stream gets its end, and all leave in
-    order."""
-    for name in ("engine", "gateway"):
+    """Containers first, then sidecars, as a kubelet does it: a stream that has begun gets its end, which
+    takes longer than the signals, and all leave in order."""
+    for name in ("expert-0", "expert-1", "engine", "gateway"):
         pod.wait_ready(name, START_S)
-    streamed: list[str] = []
-    client = threading.Thread(target=lambda: streamed.append(chat(pod, 600, stream=True)))
-    client.start()
-    time.sleep(2.0)
-    assert client.is_alive()
-    stops = [
-        threading.Thread(target=podman, args=("stop", "--time", "60", pod.container(name)))
-        for name in ("gateway", "engine")
+    # Asked from a sidecar: what runs in the gateway's container ends with it.
+    command = [
+        "podman",
+        "exec",
+        pod.container("expert-0"),
+        "python3",
+        "-c",
+        CHAT,
+        str(LONG),
+        "stream",
+        pod.ca,
     ]
-    for stop in stops:
-        stop.start()
-    for thread in (*stops, client):
-        thread.join(120)
-    assert len(streamed) == 1
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        begun = client.stdout.readline()
+        stops = [
+            threading.Thread(
+                target=podman,
+                args=("stop", "--time", str(DRAIN_S + 30), pod.container(name)),
+                kwargs={"timeout": DRAIN_S + 60},
+            )
+            for name in ("gateway", "engine")
+        ]
+        for stop in stops:
+            stop.start()
+        streamed = text_of(begun + client.stdout.read())
+        for stop in stops:
+            stop.join(DRAIN_S + 60)
+    assert streamed
+    for name, key in (("gateway", "requests"), ("engine", "running")):
+        lines = [json.loads(line) for line in pod.logs(name).splitlines() if '"draining"' in line]
+        assert [line[key] for line in lines] == [1], name
     for name in ("expert-0", "expert-1"):
         podman("stop", "--time", "60", pod.container(name))
     statuses = {name: pod.inspect(name)["ExitCode"] for name in ("gateway", "engine", "expert-0", "expert-1")}

@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 
 from moebius.app import cli
-from moebius.app.doctor.checks import Expectation, Finding, check_host, check_kubelet, check_pod
+from moebius.app.doctor.checks import (
+    Expectation,
+    Finding,
+    check_certificates,
+    check_host,
+    check_kubelet,
+    check_pod,
+)
 from moebius.app.doctor.facts import Facts, Volume, read_facts, read_memory_limit, read_volume
+from moebius.config import SecurityConfig
+from tests.helpers.certificates import Authority, grpc_security, write_secret
 
 GIB = 2**30
 
@@ -210,6 +219,30 @@ def test_volumes_are_recognised(tmp_path: Path) -> None:
     found = read_volume(tmp_path, mounts)
     assert (found.kind, found.in_memory, found.writable, found.exists) == ("tmpfs", True, True, True)
     assert not read_volume(tmp_path / "nothing", mounts).exists
+
+
+def test_certificates_are_read_as_processes_will_read_them(tmp_path: Path) -> None:
+    """A good one is shown with its end; an expired, foreign or missing one fails by name before anything
+    loads; without TLS there is nothing to say."""
+    authority, other = Authority(), Authority("other CA")
+    assert list(check_certificates(SecurityConfig())) == []
+
+    def found(mode: str = "mutual") -> Finding:
+        (finding,) = check_certificates(grpc_security(tmp_path, mode))
+        return finding
+
+    write_secret(tmp_path, authority.issue("engine", end=30), authority.pem)
+    assert found().status == "ok"
+    assert "CN=engine" in found().found
+    write_secret(tmp_path, authority.issue("engine", end=2), authority.pem)
+    assert (found().status, found("tls").status) == ("warning", "warning")
+    write_secret(tmp_path, authority.issue("engine", -5, -1), authority.pem)
+    assert (found().status, "expired at" in found().found) == ("failure", True)
+    write_secret(tmp_path, other.issue("engine"), authority.pem)
+    assert "is not signed by a CA of grpc_ca_file" in found().found
+    assert "tls.grpc.secretName" in found().fix
+    (tmp_path / "tls.key").unlink()
+    assert "tls.key can not be read" in found().found
 
 
 def run_cli(*arguments: object) -> int:

@@ -8,16 +8,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 import gpu_service.parallel.control
 from gpu_service.parallel.control import ConnectionLost, GroupLost, RankConnection, RankControl
 from gpu_service.parallel.join import Rendezvous, meet
+from moebius.config import SecurityConfig
 from moebius.errors import ConfigError, UserError
+from moebius.tls import configure_tls
 from protos import ranks_pb2
+from tests.helpers.certificates import Authority, Pair, grpc_security, write_secret
+from tests.helpers.fake_programs import wait_until
 from tests.helpers.rank_group import free_port
 
 
@@ -30,6 +37,23 @@ def iteration(text: str) -> ranks_pb2.Iteration:
     """One that says something recognisable; empty text: one without messages."""
     messages = [ranks_pb2.Message(abort_request_id=text)] if text else []
     return ranks_pb2.Iteration(messages=messages)
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    """The CA of all ranks."""
+    return Authority()
+
+
+@contextmanager
+def secured(directory: Path, pair: Pair, ca: bytes, mode: str = "mutual") -> Iterator[None]:
+    """Ranks that meet inside speak TLS with this certificate."""
+    write_secret(directory, pair, ca)
+    configure_tls(grpc_security(directory, mode))
+    try:
+        yield
+    finally:
+        configure_tls(SecurityConfig())
 
 
 Trio = tuple[list[RankControl], list[queue.SimpleQueue[tuple[str, bool]]]]
@@ -48,18 +72,20 @@ def run(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
     return future
 
 
-@pytest.fixture
-def trio() -> Iterator[Trio]:
+@pytest.fixture(params=["plain", "mutual TLS"])
+def trio(request: pytest.FixtureRequest, authority: Authority, tmp_path: Path) -> Iterator[Trio]:
     """Three ranks in one process, and what each learned about the group's end."""
-    first = rendezvous(3)
-    met = [run(meet, replace(first, rank=rank), welcome(7)) for rank in range(3)]
-    lost_by_rank: list[queue.SimpleQueue[tuple[str, bool]]] = [queue.SimpleQueue() for _ in met]
-    controls = []
-    for rank, future in enumerate(met):
-        connections, received = future.result(10)
-        assert received == welcome(7)
-        lost = lost_by_rank[rank]
-        controls.append(RankControl(rank, 3, connections, 10.0, lambda *end, lost=lost: lost.put(end)))
+    is_plain = request.param == "plain"
+    with nullcontext() if is_plain else secured(tmp_path / "s", authority.issue("rank"), authority.pem):
+        first = rendezvous(3)
+        met = [run(meet, replace(first, rank=rank), welcome(7)) for rank in range(3)]
+        lost_by_rank: list[queue.SimpleQueue[tuple[str, bool]]] = [queue.SimpleQueue() for _ in met]
+        controls = []
+        for rank, future in enumerate(met):
+            connections, received = future.result(10)
+            assert received == welcome(7)
+            lost = lost_by_rank[rank]
+            controls.append(RankControl(rank, 3, connections, 10.0, lambda *end, lost=lost: lost.put(end)))
     yield controls, lost_by_rank
     for control in controls:
         control.close()
@@ -190,6 +216,115 @@ def test_a_rank_that_does_not_fit_is_refused(changes: dict[str, Any], reason: st
     assert list(connections) == [1]
     for connection in (*connections.values(), *joined.values()):
         connection.close()
+
+
+class Tapped:
+    """What a socket carries, in both directions."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.carried = bytearray()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        run(self._pass_on, target)
+
+    def _pass_on(self, target: tuple[str, int]) -> None:
+        client, _ = self._listener.accept()
+        server = socket.create_connection(target)
+        self._listener.close()
+        for source, sink in ((client, server), (server, client)):
+            run(self._copy, source, sink)
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while piece := source.recv(65536):
+                self.carried += piece
+                sink.sendall(piece)
+            sink.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize("mode", ["plain", "tls", "mutual"])
+def test_prompts_can_not_be_read_on_the_way(authority: Authority, tmp_path: Path, mode: str) -> None:
+    """With TLS nothing of what ranks say passes as it is; without it does, so these are the right bytes."""
+    is_plain = mode == "plain"
+    with nullcontext() if is_plain else secured(tmp_path, authority.issue("rank"), authority.pem, mode):
+        first = rendezvous(2)
+        gathered = run(meet, first, welcome())
+        wait_until(lambda: is_listening(first), 10)
+        tap = Tapped(first.host_port)
+        joined, _ = meet(replace(first, rank=1, address=tap.address), welcome())
+        (ours,) = gathered.result(10)[0].values()
+        (theirs,) = joined.values()
+        ours.send(ranks_pb2.Frame(iteration=iteration("a secret prompt")))
+        theirs.send(ranks_pb2.Frame(fatal="a secret answer"))
+        assert theirs.receive().iteration == iteration("a secret prompt")
+        assert ours.receive().fatal == "a secret answer"
+        assert (b"a secret prompt" in tap.carried) is is_plain
+        assert (b"a secret answer" in tap.carried) is is_plain
+        for connection in (ours, theirs):
+            connection.close()
+
+
+def is_listening(where: Rendezvous) -> bool:
+    """Whether rank 0 is there; its address is tried, which it takes for a stranger's visit."""
+    with suppress(OSError), socket.create_connection(where.host_port):
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("who", "its_words", "our_words"),
+    [
+        ("stranger", "the other's certificate is refused: ", "does not know the CA"),
+        ("plain", "does not speak TLS", "grpc_tls is off"),
+        ("nobody", "the other showed no certificate", "rank 0 at "),
+        ("other host", "", "the other's certificate is refused: IP address mismatch"),
+    ],
+)
+def test_ranks_of_others_are_refused_and_named(
+    authority: Authority, tmp_path: Path, who: str, its_words: str, our_words: str
+) -> None:
+    """Without TLS, without a certificate or with one of another CA nobody becomes a rank, nor is rank 0 taken
+    for one with another host's certificate; both sides say why, and the right one still joins."""
+    other, first = Authority("other CA"), rendezvous(2)
+    hosts = ("elsewhere",) if who == "other host" else ("localhost",)
+    own = authority.issue("rank", hosts=hosts, addresses=() if who == "other host" else ("127.0.0.1",))
+    with structlog.testing.capture_logs() as logs:
+        with secured(tmp_path / "own", own, authority.pem):
+            gathered = run(meet, first, welcome())
+            wait_until(lambda: is_listening(first), 10)
+        if who == "plain":
+            context: Any = nullcontext()
+        elif who == "nobody":
+            context = tls_without_certificate(tmp_path / "own" / "ca.crt")
+        else:
+            pair = other.issue("rank") if who == "stranger" else authority.issue("rank")
+            context = secured(tmp_path / "its", pair, authority.pem, "tls")
+        with context, pytest.raises(UserError, match="rank 1: rank 0 at") as caught:
+            meet(replace(first, rank=1), welcome())
+        assert our_words in str(caught.value)
+        if its_words:
+            reasons = [line["reason"] for line in logs if "was no rank" in line["event"]]
+            assert its_words in reasons[-1]
+    settings = grpc_security(tmp_path / "own").model_copy(
+        update={"grpc_server_name": "elsewhere" if who == "other host" else ""}
+    )
+    configure_tls(settings)
+    try:
+        joined, _ = meet(replace(first, rank=1), welcome())
+    finally:
+        configure_tls(SecurityConfig())
+    for connection in (*gathered.result(10)[0].values(), *joined.values()):
+        connection.close()
+
+
+@contextmanager
+def tls_without_certificate(ca: Path) -> Iterator[None]:
+    """A client that checks the server and shows nothing."""
+    configure_tls(SecurityConfig(grpc_tls="tls", grpc_ca_file=str(ca)))
+    try:
+        yield
+    finally:
+        configure_tls(SecurityConfig())
 
 
 def test_who_is_missing_is_named() -> None:

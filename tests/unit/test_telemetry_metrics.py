@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import httpx
@@ -10,7 +11,14 @@ from prometheus_client import CollectorRegistry, Counter
 
 from moebius.config import TelemetryConfig
 from moebius.errors import UserError
-from moebius.operations import Answers, OperationsServer, ProcessState, registry_text, start_operations
+from moebius.operations import (
+    Answers,
+    LoopWatch,
+    OperationsServer,
+    ProcessState,
+    registry_text,
+    start_operations,
+)
 
 
 def free_port() -> int:
@@ -88,6 +96,22 @@ def test_probes_say_what_the_process_says() -> None:
     assert answers() == [(503, "the engine has ended"), (503, "the engine has ended")]
     assert httpx.get(f"{url}/elsewhere", trust_env=False).status_code == 404
     server.close()
+
+
+async def test_a_loop_that_stands_still_is_broken() -> None:
+    """While it goes round, or has not begun, what the process says is passed on; a silent one is neither
+    ready nor alive, whatever was said before."""
+    now, state = [100.0], ProcessState("")
+    watch = LoopWatch(30.0, lambda: now[0])
+    assert watch.judged(state) is state
+    beating = asyncio.create_task(watch.beat())
+    await asyncio.sleep(0)
+    now[0] += 29
+    assert watch.judged(state) is state
+    now[0] += 2
+    judged = watch.judged(state)
+    assert judged.broken == judged.not_ready == "the event loop has not answered for 31 s"
+    beating.cancel()
 
 
 def test_a_failing_scrape_is_an_answer() -> None:

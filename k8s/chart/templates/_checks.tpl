@@ -5,6 +5,7 @@
 {{- include "moebius.checkNode" . -}}
 {{- include "moebius.checkModel" . -}}
 {{- include "moebius.checkTraffic" . -}}
+{{- include "moebius.checkTls" . -}}
 {{- end -}}
 
 {{- define "moebius.checkEngine" -}}
@@ -161,5 +162,49 @@
 {{- end -}}
 {{- if and $pool.enabled (not $pool.endpointPicker.name) -}}
 {{- fail "route.inferencePool.enabled is true, but route.inferencePool.endpointPicker.name names no Service of an endpoint picker" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "moebius.checkTls" -}}
+{{- $tls := .Values.tls -}}
+{{- if eq $tls.grpc.mode "none" -}}
+{{- range $key := list "secretName" "gatewaySecretName" "expertsSecretName" "serverName" -}}
+{{- if get $tls.grpc $key -}}
+{{- fail (printf "tls.grpc.%s is set, but tls.grpc.mode is none, which is plain text; allowed: tls, mutual" $key) -}}
+{{- end -}}
+{{- end -}}
+{{- else if not $tls.grpc.secretName -}}
+{{- fail (printf "tls.grpc.mode is %s, but tls.grpc.secretName names no Secret with tls.crt, tls.key and ca.crt" $tls.grpc.mode) -}}
+{{- end -}}
+{{- if and $tls.grpc.gatewaySecretName .Values.gateway.inPod -}}
+{{- fail "tls.grpc.gatewaySecretName is for a gateway that is a Deployment of its own; with gateway.inPod it shares its Pod's tls.grpc.secretName" -}}
+{{- end -}}
+{{- if and $tls.grpc.expertsSecretName (ne .Values.experts.mode "remote") -}}
+{{- fail (printf "tls.grpc.expertsSecretName is for experts.mode remote; with %s expert servers share their Pod's tls.grpc.secretName" .Values.experts.mode) -}}
+{{- end -}}
+{{- if and $tls.http.clientCaSecretName (not $tls.http.secretName) -}}
+{{- fail "tls.http.clientCaSecretName asks clients for certificates, but tls.http.secretName is empty, so that the gateway speaks plain HTTP" -}}
+{{- end -}}
+{{- if $tls.http.secretName -}}
+{{- if .Values.route.inferencePool.enabled -}}
+{{- fail "route.inferencePool sends plain HTTP to its Pods, which tls.http.secretName lets them refuse; leave TLS to the Gateway" -}}
+{{- end -}}
+{{- if and .Values.route.enabled (not .Values.route.backendCaConfigMap) -}}
+{{- fail "route.enabled is true and tls.http.secretName is set, but route.backendCaConfigMap names no ConfigMap with the CA by which the Gateway checks the Service; or leave TLS to the Gateway" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.route.backendCaConfigMap (not (and .Values.route.enabled $tls.http.secretName)) -}}
+{{- fail "route.backendCaConfigMap is for a route (route.enabled) to a gateway with HTTPS (tls.http.secretName)" -}}
+{{- end -}}
+{{- if $tls.certManager.enabled -}}
+{{- if not $tls.certManager.issuer.name -}}
+{{- fail "tls.certManager.enabled is true, but tls.certManager.issuer.name is empty" -}}
+{{- end -}}
+{{- if not (or $tls.grpc.secretName $tls.http.secretName) -}}
+{{- fail "tls.certManager.enabled is true, but neither tls.grpc.secretName nor tls.http.secretName names a Secret for it to write" -}}
+{{- end -}}
+{{- if le (trimSuffix "h" $tls.certManager.duration | int) (trimSuffix "h" $tls.certManager.renewBefore | int) -}}
+{{- fail (printf "tls.certManager.renewBefore is %s, which is not less than tls.certManager.duration %s" $tls.certManager.renewBefore $tls.certManager.duration) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}

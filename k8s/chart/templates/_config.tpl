@@ -16,7 +16,13 @@
 {{- if .Values.gateway.apiKeySecret -}}
 {{- $_ := set $gateway "api_key_file" "/etc/moebius-keys/keys" -}}
 {{- end -}}
+{{- if ne (include "moebius.gatewayMetrics" .) "http" -}}
+{{- $_ := set $gateway "gateway_metrics_port" 9400 -}}
+{{- end -}}
 {{- $_ := set $tree "gateway" $gateway -}}
+{{- with include "moebius.security" . | fromYaml -}}
+{{- $_ := set $tree "security" . -}}
+{{- end -}}
 {{- $gpu := dict "gpu_address" "0.0.0.0:50051" "gpu_metrics_port" 9401 "jit_cache_dir" "/cache" -}}
 {{- $_ := set $gpu "device" (ternary "cuda" "cpu" (gt (int .Values.engine.gpus) 0)) -}}
 {{- $_ := set $tree "gpu" $gpu -}}

@@ -36,23 +36,26 @@
       containerPort: {{ $port }}
     - name: metrics-e{{ .index }}
       containerPort: {{ add 9411 .index }}
-  # It listens at once; that its weights are there is its readiness, so that no server waits for another one's load.
+  # It answers at once; that its weights are there is its readiness, so that no server waits for another one's load.
+  # Probes ask the operators' port: a kubelet's gRPC probe speaks no TLS.
   startupProbe:
-    grpc:
-      port: {{ $port }}
+    httpGet:
+      path: /health
+      port: metrics-e{{ .index }}
     periodSeconds: 2
     timeoutSeconds: 2
     failureThreshold: 60
   readinessProbe:
-    grpc:
-      port: {{ $port }}
-      service: moebius.expert.v1.Expert
+    httpGet:
+      path: /ready
+      port: metrics-e{{ .index }}
     periodSeconds: 5
     timeoutSeconds: 5
-  # "" is SERVING while it loads; only a serve loop that stands still is not.
+  # 200 while it loads; 503 only when its serve loop stands still.
   livenessProbe:
-    grpc:
-      port: {{ $port }}
+    httpGet:
+      path: /health
+      port: metrics-e{{ .index }}
     periodSeconds: 20
     timeoutSeconds: 10
     failureThreshold: 6
@@ -67,10 +70,17 @@
   {{- include "moebius.resources" (dict "cpus" $own.cpus "memoryMiB" $own.memoryMiB "extra" $extra "claims" $claims) | nindent 2 }}
   volumeMounts:
     {{- include "moebius.mounts" $root | nindent 4 }}
+    {{- include "moebius.grpcMount" $root | nindent 4 }}
     {{- include "moebius.memoryMounts" $root | nindent 4 }}
 {{- end -}}
 
+{{/* The port of a gateway's metrics and probes. Endpoint pickers of an InferencePool read metrics where Pods serve. */}}
+{{- define "moebius.gatewayMetrics" -}}
+{{- ternary "http" "metrics-gw" .Values.route.inferencePool.enabled -}}
+{{- end -}}
+
 {{- define "moebius.gatewayContainer" -}}
+{{- $metrics := include "moebius.gatewayMetrics" . -}}
 - name: gateway
   {{- include "moebius.commonContainer" . | nindent 2 }}
   args:
@@ -82,16 +92,20 @@
   ports:
     - name: http
       containerPort: 8000
+    {{- if ne $metrics "http" }}
+    - name: {{ $metrics }}
+      containerPort: 9400
+    {{- end }}
   readinessProbe:
     httpGet:
       path: /ready
-      port: http
+      port: {{ $metrics }}
     periodSeconds: 5
     timeoutSeconds: 5
   livenessProbe:
     httpGet:
       path: /health
-      port: http
+      port: {{ $metrics }}
     initialDelaySeconds: 30
     periodSeconds: 20
     timeoutSeconds: 10
@@ -104,6 +118,8 @@
   {{- include "moebius.resources" (dict "cpus" .Values.gateway.cpus "memoryMiB" .Values.gateway.memoryMiB) | nindent 2 }}
   volumeMounts:
     {{- include "moebius.mounts" . | nindent 4 }}
+    {{- include "moebius.grpcMount" . | nindent 4 }}
+    {{- include "moebius.httpMounts" . | nindent 4 }}
     {{- if .Values.gateway.apiKeySecret }}
     - name: api-keys
       mountPath: /etc/moebius-keys
@@ -112,11 +128,12 @@
 {{- end -}}
 
 {{- define "moebius.gatewayVolumes" -}}
-{{- if .Values.gateway.apiKeySecret -}}
+{{ include "moebius.httpVolumes" . }}
+{{- if .Values.gateway.apiKeySecret }}
 - name: api-keys
   secret:
     secretName: {{ .Values.gateway.apiKeySecret }}
-{{- end -}}
+{{- end }}
 {{- end -}}
 
 {{/* The engine: .root, .role: single, leader (of several nodes) or worker. */}}
@@ -155,22 +172,23 @@
       containerPort: 9401
   # Serving means: the model is loaded, expert servers are ready and agree with the checkpoint, and a step has run.
   startupProbe:
-    grpc:
-      port: 50051
-      service: moebius.engine.v1.Engine
+    httpGet:
+      path: /ready
+      port: metrics
     periodSeconds: 10
     timeoutSeconds: 5
     failureThreshold: {{ div (add (int $root.Values.startupSeconds) 9) 10 }}
   readinessProbe:
-    grpc:
-      port: 50051
-      service: moebius.engine.v1.Engine
+    httpGet:
+      path: /ready
+      port: metrics
     periodSeconds: 5
     timeoutSeconds: 5
-  # "" is SERVING also while it loads, drains or waits for an expert server.
+  # 200 also while it loads, drains or waits for an expert server; 503 when it has ended or does not answer itself.
   livenessProbe:
-    grpc:
-      port: 50051
+    httpGet:
+      path: /health
+      port: metrics
     periodSeconds: 20
     timeoutSeconds: 10
     failureThreshold: 6
@@ -187,6 +205,7 @@
   {{- include "moebius.resources" (dict "cpus" $root.Values.engine.cpus "memoryMiB" $root.Values.engine.memoryMiB "extra" $extra "claims" $claims) | nindent 2 }}
   volumeMounts:
     {{- include "moebius.mounts" $root | nindent 4 }}
+    {{- include "moebius.grpcMount" $root | nindent 4 }}
     {{- include "moebius.memoryMounts" $root | nindent 4 }}
 {{- end -}}
 
@@ -233,6 +252,7 @@ spec:
     {{- end }}
   volumes:
     {{- include "moebius.volumes" $root | nindent 4 }}
+    {{- include "moebius.grpcVolume" (dict "root" $root "component" "engine") | nindent 4 }}
     {{- include "moebius.memoryVolumes" $root | nindent 4 }}
     {{- include "moebius.downloadVolumes" $root | nindent 4 }}
     {{- if and $root.Values.gateway.inPod (ne $role "worker") }}

@@ -290,6 +290,7 @@ resources:
   {{- include "moebius.resources" (dict "cpus" "500m" "memoryMiB" 512 "extra" $extra) | nindent 2 }}
   volumeMounts:
     {{- include "moebius.mounts" .root | nindent 4 }}
+    {{- include "moebius.grpcMount" .root | nindent 4 }}
     {{- include "moebius.memoryMounts" .root | nindent 4 }}
 {{- end -}}
 {{- end -}}

@@ -129,7 +129,7 @@ def _sizes(config: MoebiusConfig, role: str) -> dict[str, Any]:
 def _pod_findings(
     config: MoebiusConfig, facts: Facts, expected: Expectation, kubelet_config: Path | None
 ) -> list[Finding]:
-    from moebius.app.doctor.checks import check_kubelet, check_pod
+    from moebius.app.doctor.checks import check_certificates, check_kubelet, check_pod
     from moebius.app.doctor.facts import read_volume
     from moebius.config_loader import read_yaml
     from moebius.mailbox import SHARED_MEMORY
@@ -138,6 +138,7 @@ def _pod_findings(
     weights = read_volume(Path(directory)) if directory and expected.servers else None
     places = [read_volume(Path(place)) for place in (config.supervisor.state_dir, "/tmp") if place]
     findings = list(check_pod(facts, expected, read_volume(SHARED_MEMORY), weights, places))
+    findings += check_certificates(config.security)
     if kubelet_config is not None:
         findings += check_kubelet(read_yaml(kubelet_config), expected)
     return findings

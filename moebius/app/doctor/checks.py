@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from moebius.app.doctor.facts import HUGE_PAGE, Facts, GpuLink, Volume
+from moebius.config import SecurityConfig
+from moebius.errors import ConfigError
 from moebius.topology import format_cpu_list, node_of_cpus
 
 Status = Literal["ok", "warning", "failure"]
@@ -321,3 +324,24 @@ def check_model(path: str, error: str, where: Path) -> Finding:
     """`error`: why the checkpoint can not be used; empty: it can."""
     fix = f"chart values model.path and model.source, mounted at {where}"
     return _as(not error, "failure", "checkpoint", error or path, fix)
+
+
+def check_certificates(settings: SecurityConfig) -> Iterator[Finding]:
+    """Of gRPC, as the processes of this Pod will read them; nothing where they speak plain text."""
+    from moebius.tls import SOON, grpc_files, read_credentials
+
+    if settings.grpc_tls == "off":
+        return
+    secret = "the Secret of chart value tls.grpc.secretName, with tls.crt, tls.key and ca.crt of one CA"
+    try:
+        found = read_credentials(grpc_files(settings))
+    except ConfigError as error:
+        yield Finding("certificates of gRPC", "failure", str(error), secret)
+        return
+    # Servers need a certificate in either mode; grpc_files asks for one in `mutual` only.
+    if found.not_after is None:
+        yield Finding("certificates of gRPC", "failure", "grpc_cert_file is empty", secret)
+        return
+    is_late = found.not_after - datetime.now(UTC) >= SOON
+    text = f"{found.subject}, until {found.not_after}"
+    yield _as(is_late, "warning", "certificates of gRPC", text, "renew it: it expires soon")
