@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo serve test test-fast test-all test-fuzz test-kernels-all setup kernels lint types unit protos wheels-gpu clean
+.PHONY: demo serve test test-fast test-all test-fuzz test-kernels-all setup kernels lint types unit protos wheels-gpu wheel recipes docs clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo    answer one chat request on this machine, GPU or not"
@@ -61,6 +61,23 @@ test-kernels-all: setup
 
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/engine.proto protos/expert.proto protos/ranks.proto protos/smg_common.proto protos/vllm_engine.proto
+
+# sdist, and from it a wheel for this Python and any x86-64 Linux with this machine's glibc or a newer one: the kernels
+# choose their instruction set when they run. docs/install.md says how either is installed.
+DIST ?= dist
+wheel: setup
+	@rm -rf build/wheel && mkdir -p build/wheel $(DIST)
+	$(BIN)/python -m build --no-isolation --outdir build/wheel
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m auditwheel repair --wheel-dir $(DIST) build/wheel/*.whl
+	@cp build/wheel/*.tar.gz $(DIST) && ls -l $(DIST)
+
+# docs/recipes, from what `moebius plan` says of published models.
+recipes: setup
+	$(BIN)/python -m tests.tools.make_recipes
+
+# The site of docs/, in build/site; a link that leads nowhere is an error.
+docs: setup
+	$(BIN)/python -m mkdocs build --strict
 
 # Everything that an install on a CUDA machine without a network needs (docs/install-gpu.md), about 3 GB.
 WHEELS ?= wheels

@@ -136,6 +136,7 @@ def test_gpus_are_parsed() -> None:
     """Names as people and drivers write them."""
     assert parse_gpus("none") == (0, None)
     assert parse_gpus("4") == (4, None)
+    assert parse_gpus("4090") == (1, GPU_MODELS["4090"])
     assert parse_gpus("2xH200") == (2, GPU_MODELS["h200"])
     assert parse_gpus("NVIDIA GeForce RTX 4090") == (1, GPU_MODELS["4090"])
     assert parse_gpus("rtx-pro-6000")[1] == GPU_MODELS["rtxpro6000"]

@@ -104,13 +104,15 @@ def find_gpu_model(text: str) -> GpuModel | None:
 
 
 def parse_gpus(text: str) -> tuple[int, GpuModel | None]:
-    """Number and kind of `h200`, `2xh200`, `4` or `none`; the kind is None where only a number is given.
+    """Number and kind of `h200`, `4090`, `2xh200`, `4` or `none`; the kind is None where only a number is given.
 
     Raises UserError naming what is not known.
     """
     count, times, name = text.strip().lower().partition("x")
     if text.strip().lower() == "none":
         return 0, None
+    if text.strip() in GPU_MODELS:
+        return 1, GPU_MODELS[text.strip()]
     if text.strip().isdecimal():
         return int(text), None
     if not (times and count.strip().isdecimal() and name):

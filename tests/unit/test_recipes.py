@@ -1,0 +1,33 @@
+"""Invariant: docs/recipes say what `moebius plan` says today; `make recipes` writes them anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tools.make_recipes import MACHINES, MODELS, PAGES, index, page, section
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_recipe_is_what_the_plan_says(model: str, machine: str) -> None:
+    """Command, table and what does not fit, of one model on one machine."""
+    text = (PAGES / f"{model}.md").read_text()
+    assert section(MODELS[model], MACHINES[machine]) in text, "the plan changed: `make recipes`"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_page_has_every_machine_and_says_what_was_measured(model: str) -> None:
+    """Around the sections nothing is written by hand."""
+    text = (PAGES / f"{model}.md").read_text()
+    parts = {key: f"## {machine.title}" for key, machine in MACHINES.items()}
+    head = page(MODELS[model], parts).partition("## ")[0]
+    assert text.startswith(head)
+    found = [line for line in text.splitlines() if line.startswith("## ")]
+    assert found == list(parts.values())
+
+
+def test_the_overview_is_written_by_the_program() -> None:
+    """And names every page."""
+    assert (PAGES / "README.md").read_text() == index()
+    assert {path.stem for path in PAGES.glob("*.md")} == {"README", *MODELS}
