@@ -1,4 +1,4 @@
-"""Write docs/recipes from what `moebius plan` says: `make recipes`, or `python -m tests.tools.make_recipes`.
+"""Write the pages of docs/recipes from what `moebius plan` says: `make recipes`.
 
 Each model is planned on each machine from its published `config.json` alone (`tests/data/checkpoints`).
 `tests/unit/test_recipes.py` checks that the pages are what this program writes.
@@ -24,7 +24,7 @@ from tests.helpers.published_checkpoints import Published
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "recipes"
 STREAMS = (1, 4, 16)
-# A command takes the widest format of the experts whose one-stream decode is at least this share of the fastest's.
+# A command takes the widest format of the experts whose one-stream decode is at least this share of the best.
 ENOUGH = 0.6
 
 
@@ -66,14 +66,13 @@ MACHINES: Mapping[str, Machine] = {
     "server-8": Machine(
         "Eight H200, two Xeon sockets", f"8 x H200; {_XEON}.", _host("8xh200", 1900, 2, 112, 280, "amx"), {}
     ),
-    "server-0": Machine(
-        "Two EPYC sockets, no GPU", f"{_EPYC}.", _epyc("none"), {"kv-cache-gib": "16"}
-    ),
+    "server-0": Machine("Two EPYC sockets, no GPU", f"{_EPYC}.", _epyc("none"), {"kv-cache-gib": "16"}),
     "desktop-0": Machine("Desktop, no GPU", f"{_DESKTOP}.", _desktop("none"), {"kv-cache-gib": "8"}),
 }
 _LAYER = (
     "Measured on its shape: one MoE layer on the CPUs of a 16-core Xeon "
-    "([benchmarks](../benchmarks.md#expert-kernels-against-memory-bandwidth)). The whole model was not measured."
+    "([benchmarks](../benchmarks.md#expert-kernels-against-memory-bandwidth)). "
+    "The whole model was not measured."
 )
 _NOTHING = "Nothing of this model has been measured on machines like these yet."
 
@@ -98,7 +97,7 @@ MODELS: Mapping[str, Model] = {
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
         "Qwen3-Next-80B-A3B",
         "qwen3-next-80b-a3b",
-        "80 B parameters, 3 B a token; three of four layers have linear attention, so long contexts take little memory.",
+        "80 B parameters, 3 B a token; three of four layers have linear attention.",
         _WIDE,
         "bfloat16",
         _LAYER,
@@ -111,9 +110,9 @@ MODELS: Mapping[str, Model] = {
         _WIDE,
         "bfloat16",
         "Measured, with random weights of this shape in int4 on one H200 and 16 AMX cores "
-        "([benchmarks](../benchmarks.md#qwen3-30b-a3b-on-one-h200)): all experts in RAM, 74 tokens/s for one stream "
-        "and 216 for 32; all experts on the GPU, 304 for one stream; prompts of 4096 and 16 384 tokens, experts in "
-        "RAM, 13 456 and 30 011 tokens/s.",
+        "([benchmarks](../benchmarks.md#qwen3-30b-a3b-on-one-h200)): all experts in RAM, 74 tokens/s for one "
+        "stream and 216 for 32; all experts on the GPU, 304 for one stream; prompts of 4096 and 16 384 "
+        "tokens, experts in RAM, 13 456 and 30 011 tokens/s.",
     ),
     "glm-4.7": Model(
         "zai-org/GLM-4.7",
@@ -137,8 +136,8 @@ MODELS: Mapping[str, Model] = {
         "moonshotai/Kimi-K2.5",
         "Kimi-K2.5",
         "kimi-k2.5",
-        "1 T parameters, 32 B a token, experts stored in int4; takes images: leave out `--language-model-only` and "
-        "install the extra `vision`.",
+        "1 T parameters, 32 B a token, experts stored in int4; takes images: leave out "
+        "`--language-model-only` and install the extra `vision`.",
         _FOUR_BITS,
         "int4",
         _NOTHING,
@@ -230,7 +229,10 @@ def _reason(error: DoesNotFit) -> str:
     return text.split("; --expert-dtype")[0].split("; none of these")[0].split(": no setting")[0]
 
 
-HEAD = """| experts | RAM, GiB | each GPU, GiB | experts on GPUs | KV cache, tokens | 1 stream | 4 | 16 | prefill |
+COLUMNS = (
+    "experts | RAM, GiB | each GPU, GiB | experts on GPUs | KV cache, tokens | 1 stream | 4 | 16 | prefill"
+)
+HEAD = f"""| {COLUMNS} |
 |---|---|---|---|---|---|---|---|---|"""
 
 
@@ -269,49 +271,15 @@ def page(model: Model, sections: Mapping[str, str]) -> str:
 
 {model.measured}
 
-**Every figure in the tables is predicted**, by `moebius plan`: the second command of a machine prints the plan of the first.
-[What the columns mean](README.md).
+**Every figure in the tables is predicted**, by `moebius plan`: the second command of a machine prints the
+plan of the first. [What the columns mean](README.md).
 """
     return "\n".join([head, *(sections[key] for key in MACHINES)])
-
-
-def index() -> str:
-    """The overview; what the columns mean."""
-    links = "\n".join(f"- [{model.title}]({key}.md): {model.text}" for key, model in MODELS.items())
-    return f"""# Recipes
-
-A page per model, with a command for each of seven machines:
-
-{links}
-
-Each machine has a `moebius serve` command, what the plan says, and the `moebius plan` command that says it. Machines differ:
-put your own numbers into the second command, or run it on the machine without `--ram`, `--sockets`, `--cores`,
-`--bandwidth` and `--isa`, with `--measure`, before you download anything. It needs only `config.json`.
-
-| column | meaning |
-|---|---|
-| experts | format of the routed experts in memory; int8 and int4 are made while loading (`--expert-dtype`) |
-| RAM, each GPU | peak while loading, and all that is planned with on the fullest GPU, KV cache included |
-| experts on GPUs | share of the routed experts that is resident on GPUs; all others are computed where they lie, in RAM |
-| 1 stream, 4, 16 | predicted tokens/s of all streams together, each with 8192 tokens of context |
-| prefill | predicted tokens/s of a prompt of 512 tokens that the expert servers compute |
-
-The command takes the widest format of the experts that reaches {ENOUGH:.0%} of the fastest one's speed for one stream.
-
-**Predicted** is what [the plan's formulas](../plan.md#speed) say; they were compared with a measurement only where that page
-says so. The prediction of prefill leaves out that experts of long prompts are streamed to a GPU, which is far
-faster: on one H200 with all experts of Qwen3-30B-A3B in RAM 13 456 tokens/s were measured for 4096 tokens
-([benchmarks](../benchmarks.md#prompts-whose-experts-are-streamed)).
-
-`make recipes` writes these pages.
-"""
 
 
 def main() -> None:
     """Writes all pages."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    PAGES.mkdir(exist_ok=True)
-    (PAGES / "README.md").write_text(index())
     for key, model in MODELS.items():
         sections = {name: section(model, machine) for name, machine in MACHINES.items()}
         (PAGES / f"{key}.md").write_text(page(model, sections))

@@ -104,7 +104,7 @@ def find_gpu_model(text: str) -> GpuModel | None:
 
 
 def parse_gpus(text: str) -> tuple[int, GpuModel | None]:
-    """Number and kind of `h200`, `4090`, `2xh200`, `4` or `none`; the kind is None where only a number is given.
+    """Number and kind of `h200`, `4090`, `2xh200`, `4` or `none`; the kind is None where a number is all.
 
     Raises UserError naming what is not known.
     """
