@@ -1,4 +1,4 @@
-"""Invariant: `make docs` succeeds: each page has its place, links and anchors between pages lead somewhere."""
+"""Invariant: `make docs` succeeds: each page has its place, links and anchors lead somewhere."""
 
 from __future__ import annotations
 
