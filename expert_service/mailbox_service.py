@@ -36,6 +36,25 @@ class Standstill:
         return self._clock() - self._moved_at > self.limit_s
 
 
+class FirstCall:
+    """Says every ten seconds that nobody has called yet, to whoever wonders why nothing happens."""
+
+    EVERY_S = 10.0
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`name`: of the mailbox; `clock` is in seconds."""
+        self._name, self._clock = name, clock
+        self._begin = self._said_at = clock()
+
+    def look(self, is_awaited: bool) -> None:
+        """One look, more often than every ten seconds."""
+        now = self._clock()
+        if is_awaited and now - self._said_at >= self.EVERY_S:
+            self._said_at = now
+            waited_s = round(now - self._begin)
+            log.info("waiting for an engine's first call", mailbox=self._name, waited_s=waited_s)
+
+
 class MailboxService:
     """Claims this server's index before weights are read ("loading"), answers once they are ("ready")."""
 
@@ -101,6 +120,17 @@ class MailboxService:
         if self._server is None or not self._started:
             return None
         return server_health(self._server.mailbox_name)[self._server.server_index].progress
+
+    @property
+    def awaits_first_call(self) -> bool:
+        """Whether it serves a mailbox whose engine has not called yet, or is not there yet.
+
+        Of a process that took another one's place this is not known: its engine may have nothing to ask.
+        """
+        server = self._server
+        if server is None or not self._started or server.generation > 1:
+            return False
+        return server_health(server.mailbox_name)[server.server_index].calls == 0
 
     @property
     def rejection(self) -> str:

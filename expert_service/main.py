@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from expert_service.errors import LoadCancelled
 from expert_service.host import ExpertHost, LoadSettings, place_process
-from expert_service.mailbox_service import MailboxService, Standstill
+from expert_service.mailbox_service import FirstCall, MailboxService, Standstill
 from expert_service.segment import find_load_record
 from expert_service.servicer import ExpertServicer
 from expert_service.spans import SpanRecorder
@@ -215,9 +215,11 @@ class ExpertProcess:
 
     def _serve(self) -> None:
         standstill = Standstill(self._config.supervisor.hang_timeout_s)
+        first_call = FirstCall(self._config.experts.mailbox)
         while not self._stop.wait(POLL_S) and not self._mailbox.has_ended:
             self._mailbox.record_spans()
             self._spans.flush()
+            first_call.look(self._mailbox.awaits_first_call)
             if standstill.lasts(self._mailbox.progress):
                 # Whoever asks whether the process works (a kubelet's liveness probe) starts another one.
                 log.error("the serve loop stands still", hang_timeout_s=standstill.limit_s)

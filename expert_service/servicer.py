@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -27,6 +30,10 @@ from protos import expert_pb2, expert_pb2_grpc
 from protos import expert_pb2 as pb
 
 _log = structlog.get_logger(__name__)
+_MOST_PROFILE_S = 60.0
+# Of each thread: unless asked for otherwise, and at most.
+_SPANS, _MOST_SPANS = 20_000, 50_000
+_SPANS_PER_MESSAGE = 16_384
 HIDDEN_DTYPES: dict[int, type[np.generic]] = {
     expert_pb2.DTYPE_FLOAT32: np.float32,
     expert_pb2.DTYPE_BFLOAT16: np.uint16,
@@ -116,6 +123,38 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
 
         return pb.GetMetricsResponse(text=registry_text(make_registry(self._host)))
 
+    def GetClock(self, request: pb.GetClockRequest, context: grpc.ServicerContext) -> pb.GetClockResponse:
+        """Of this host."""
+        return pb.GetClockResponse(monotonic_nanoseconds=time.monotonic_ns(), boot_id=_boot_id())
+
+    def Profile(
+        self, request: pb.ProfileRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.ProfileResponse]:
+        """Ends early when the caller goes away."""
+        loaded = self._host.loaded
+        if loaded is None:
+            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, NotServing("no experts are loaded"))
+        if not 0 < request.seconds <= _MOST_PROFILE_S:
+            error = ValueError(
+                f"seconds is {request.seconds:g}; allowed: above 0, at most {_MOST_PROFILE_S:g}"
+            )
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, error)
+        gone = threading.Event()
+        try:
+            loaded.engine.start_trace(min(request.most_spans or _SPANS, _MOST_SPANS))
+        except ValueError:
+            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, RuntimeError("another profile is running"))
+        try:
+            if context.add_callback(gone.set):
+                gone.wait(request.seconds)
+        finally:
+            spans, dropped = loaded.engine.stop_trace()
+        threads = loaded.engine.num_threads
+        # As many messages as their size asks for; one where there is nothing.
+        for begin in range(0, max(len(spans), 1), _SPANS_PER_MESSAGE):
+            piece = spans[begin : begin + _SPANS_PER_MESSAGE].astype("<i8").tobytes()
+            yield pb.ProfileResponse(spans=piece, dropped=dropped, num_threads=threads)
+
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
         """DEADLINE_EXCEEDED when not idle in time."""
         timeout_s = request.timeout_ms / 1000 if request.timeout_ms else None
@@ -168,6 +207,12 @@ def _note_refusal(request: pb.ComputeRequest, error: Exception) -> None:
 def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, error: Exception) -> NoReturn:
     context.abort(code, str(error))
     raise AssertionError("abort returned") from error
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 def _expert_dtype(request: pb.LoadRequest) -> ExpertDtype:
@@ -241,6 +286,7 @@ def _stats(loaded: LoadedSlice) -> pb.StatsResponse:
                 calls=int(stats.layer_calls[layer]),
                 rows=int(stats.layer_rows[layer]),
                 experts=int(stats.layer_experts[layer]),
+                busy_seconds=int(stats.layer_busy_nanoseconds[layer]) * 1e-9,
                 expert_rows=[*before, *stats.expert_rows[layer].tolist(), *after],
             )
         )

@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 
 from gpu_service.expert_recorder import ExpertRecorder
+from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
@@ -39,13 +40,18 @@ class LiveExperts:
         addresses: Sequence[str],
         recorder: ExpertRecorder | None,
         streamer: ExpertStreamer | None,
+        client: ExpertClient | None = None,
     ) -> None:
-        """`resident`: experts on the device by layer; `addresses`: of the expert servers, by share."""
+        """`resident`: experts on the device by layer; `addresses`: of the expert servers, by share.
+
+        `client`: of this process; None: no experts are asked for.
+        """
         self._geometry = geometry
         self._resident = {layer: sorted(resident.get(layer, ())) for layer in geometry.moe_layers}
         self._addresses = tuple(addresses)
         self._recorder = recorder
         self._streamer = streamer
+        self._client = client
         self._channels: list[grpc.aio.Channel] = []
 
     async def describe(self, live: pb.GetLiveResponse) -> None:
@@ -60,15 +66,30 @@ class LiveExperts:
         if self._streamer is not None:
             live.streamed_steps = self._streamer.streamed_steps
             live.streamed_bytes = self._streamer.streamed_bytes
+        self._describe_hand_off(live)
         live.servers.extend(server for server, _ in answers)
         rows = self._rows([stats for _, stats in answers])
+        seconds, calls = _layer_times([stats for _, stats in answers])
         for layer, experts in self._resident.items():
             live.layers.append(
                 pb.LiveLayer(
                     layer=layer,
                     gpu_experts=experts,
                     cpu_rows=rows.get(layer, ()),
+                    cpu_seconds=seconds.get(layer, 0.0) if rows else None,
+                    cpu_calls=calls.get(layer, 0),
                     chosen=chosen[layer].tolist() if layer in chosen else (),
+                )
+            )
+
+    def _describe_hand_off(self, live: pb.GetLiveResponse) -> None:
+        if self._client is None:
+            return
+        stats = self._client.stats()
+        if stats.hand_off_seconds is not None:
+            live.hand_off.CopyFrom(
+                pb.LiveHandOff(
+                    calls=stats.calls, wait_seconds=stats.wait_seconds, seconds=stats.hand_off_seconds
                 )
             )
 
@@ -136,6 +157,19 @@ class LiveExperts:
         self._channels = []
 
 
+def _layer_times(
+    answers: Sequence[expert_pb2.StatsResponse | None],
+) -> tuple[dict[int, float], dict[int, int]]:
+    """By layer: seconds of the server that computed longest, and the calls of one server."""
+    seconds: dict[int, float] = {}
+    calls: dict[int, int] = {}
+    for stats in answers:
+        for layer in () if stats is None else stats.layers:
+            seconds[layer.layer] = max(seconds.get(layer.layer, 0.0), layer.busy_seconds)
+            calls[layer.layer] = max(calls.get(layer.layer, 0), layer.calls)
+    return seconds, calls
+
+
 def _choices(recorder: ExpertRecorder) -> Mapping[int, Any]:
     """Counts by layer since the recorder's start; none when it was stopped meanwhile and never started."""
     try:
@@ -145,11 +179,14 @@ def _choices(recorder: ExpertRecorder) -> Mapping[int, Any]:
 
 
 def make_live_experts(
-    config: MoebiusConfig, recorder: ExpertRecorder | None, streamer: ExpertStreamer | None
+    config: MoebiusConfig,
+    recorder: ExpertRecorder | None,
+    streamer: ExpertStreamer | None,
+    client: ExpertClient | None = None,
 ) -> LiveExperts | None:
     """None for a model without experts. Raises UserError for a placement that can not be."""
     geometry = read_geometry(config.model.model, config.model.experts_per_token)
     if not geometry.moe_layers:
         return None
     resident = make_placement(config.placement, geometry).resident
-    return LiveExperts(geometry, resident, config.experts.expert_addresses, recorder, streamer)
+    return LiveExperts(geometry, resident, config.experts.expert_addresses, recorder, streamer, client)

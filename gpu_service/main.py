@@ -24,6 +24,7 @@ from gpu_service.engine.interface import NullObserver
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.live import make_live_experts
 from gpu_service.memory.ledger import export
+from gpu_service.profiler import EngineProfiler
 from gpu_service.responses import OutputRouter
 from gpu_service.server import SERVICE_NAME, EngineServicer, HealthReport, Readiness, Service
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
@@ -185,10 +186,16 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     bounds = Bounds(built.model_config.vocab_size, built.context_limit, config.gpu.random_seed)
     info = model_info(config, built)
     preparer = None if built.vision is None else built.vision.preparer
-    live = make_live_experts(config, built.recorder, built.streamer)
+    live = make_live_experts(config, built.recorder, built.streamer, built.experts)
+    profiler = EngineProfiler(
+        config.experts.expert_addresses if live is not None else (),
+        built.experts,
+        built.model_config.num_layers,
+        lambda: telemetry.steps,
+    )
     servicer.service = Service(
         *(built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder),
-        *(preparer, live, built.compiler),
+        *(preparer, live, built.compiler, profiler),
     )
     readiness = Readiness(report, built.engine, built.experts)
     servicer.problem = lambda: readiness.problem

@@ -26,6 +26,7 @@ from gpu_service.expert_recorder import START, STOP, ExpertRecorder, dumped, rec
 from gpu_service.experts.client import ExpertClient
 from gpu_service.live import LiveExperts
 from gpu_service.many_calls import ManyCalls
+from gpu_service.profiler import EngineProfiler, ProfileRunning, profile_seconds
 from gpu_service.request import Request, trace_fields
 from gpu_service.responses import CallBuffer, CallEnded, OutputRouter
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused
@@ -33,6 +34,7 @@ from gpu_service.telemetry import EngineTelemetry
 from gpu_service.validation import Bounds, InvalidField, make_requests
 from gpu_service.vision.processor import ImagePreparer
 from moebius import __version__
+from moebius.errors import UserError
 from moebius.operations import ProcessState, registry_text
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
@@ -139,6 +141,7 @@ class Service:
     preparer: ImagePreparer | None = None  # None: the model is text-only.
     live: LiveExperts | None = None  # None: the model has no MoE layers.
     compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
+    profiler: EngineProfiler | None = None  # None: in tests that ask for no profile.
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
@@ -241,7 +244,10 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         """The same, and what is known of experts and their servers."""
         service = await self._ready(context)
         live = pb.GetLiveResponse(
-            load=_load(service), prompt_throughput=service.telemetry.prompt_throughput()
+            load=_load(service),
+            prompt_throughput=service.telemetry.prompt_throughput(),
+            steps=service.telemetry.steps,
+            step_seconds=service.telemetry.step_seconds,
         )
         starts = service.telemetry.start_times()
         if starts is not None:
@@ -256,6 +262,18 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         if self.service is not None and self.service.live is not None:
             answer.servers.extend(await self.service.live.metrics())
         return answer
+
+    async def Profile(self, request: pb.ProfileRequest, context: _Context) -> pb.ProfileResponse:
+        """Answers when the time is over; ends early when the caller goes away."""
+        service = await self._ready(context)
+        assert service.profiler is not None, "main makes one"
+        try:
+            return await service.profiler.run(profile_seconds(request.seconds))
+        except ProfileRunning as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except UserError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        raise AssertionError("abort returned")
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: _Context) -> pb.FlushCacheResponse:
         """Runs in the engine thread, between two steps."""

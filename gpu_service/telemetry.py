@@ -126,6 +126,9 @@ class EngineTelemetry:
         # Of each output that started: when (monotonic), seconds to its first token, tokens of its prompt.
         self._starts: collections.deque[tuple[float, float, int]] = collections.deque(maxlen=_MOST_STARTS)
         # Every n-th step with a traced request records expert spans: no randomness, an even share.
+        # Forward passes since the start, and the seconds they took.
+        self.steps = 0
+        self.step_seconds = 0.0
         self._span_every = round(1 / expert_span_ratio) if expert_span_ratio > 0 else 0
         self._traced_steps = 0
 
@@ -178,6 +181,8 @@ class EngineTelemetry:
             self.metrics.failed_steps.inc()
         else:
             self.metrics.replayed_steps.inc(result.num_replays)
+            self.steps += 1
+            self.step_seconds += result.seconds
         count = sum(len(delta.token_ids) for delta in deltas)
         self.metrics.generation_tokens.inc(count)
         self._recent.append((time.monotonic(), count))

@@ -18,6 +18,10 @@ from moebius import _kernels
 from moebius.kernels_source import SourceMatrix
 
 Isa = Literal["auto", "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
+SPAN_FIELDS = ("kind", "worker", "layer", "expert", "rows", "begin_ns", "end_ns")
+"""Columns of `ExpertEngine.stop_trace`: kernels/moe/task_trace.h explains them."""
+SPAN_KINDS = ("call", "rows", "gate_up", "activation", "down")
+"""By number: a call; converting its rows; GEMMs of one expert; quantising activations; down GEMMs."""
 FloatArray = NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.float16]
 
 
@@ -71,6 +75,8 @@ class EngineStats:
     """[num_layers]"""
     layer_experts: NDArray[np.uint64]
     """[num_layers], experts held here with at least one row, summed over calls: whose weights were read"""
+    layer_busy_nanoseconds: NDArray[np.uint64]
+    """[num_layers], of busy_seconds"""
     expert_rows: NDArray[np.uint64]
     """[num_layers, num_experts], rows computed by each expert held here"""
 
@@ -365,6 +371,18 @@ class ExpertEngine:
     def stats(self) -> EngineStats:
         """Counters since creation; may be called while forward runs."""
         return EngineStats(**self._engine.stats())
+
+    def start_trace(self, most: int) -> None:
+        """Note what each thread computes from the next call on; at most `most` spans of each.
+
+        Raises:
+            ValueError: it is traced already.
+        """
+        self._engine.start_trace(most)
+
+    def stop_trace(self) -> tuple[NDArray[np.int64], int]:
+        """Spans since `start_trace`, `[n, 7]` with columns `SPAN_FIELDS`, and how many more there were."""
+        return self._engine.stop_trace()
 
     def huge_page_bytes(self) -> int:
         """How much of `packed_bytes` lies in 2 MiB pages now; 0 where the system does not tell.

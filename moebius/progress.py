@@ -25,6 +25,7 @@ MARK = "in progress: "
 _END = "finished: "
 # Ends a phase's text in a console line (the logger's name follows) and in a JSON object.
 _TEXT = re.compile(re.escape(MARK) + r'([^\["]+)')
+_AMOUNTS = re.compile(r", ([\d.]+) of ([\d.]+)")
 # Seconds until the first line, and between two: twice as many each time, up to the longest.
 _FIRST_S, _LONGEST_S = 2.0, 10.0
 _BYTES = "GB"
@@ -121,6 +122,12 @@ def text_of_line(line: str) -> str | None:
     """Of a process's log line: how far its phase is; None for other lines."""
     found = _TEXT.search(line)
     return None if found is None else found[1].strip()
+
+
+def amounts_of_text(text: str) -> tuple[float, float] | None:
+    """Of such a text: how much is done and how much there is; None where it does not say."""
+    found = _AMOUNTS.search(text)
+    return None if found is None else (float(found[1]), float(found[2]))
 
 
 def is_end_of_phase(line: str) -> bool:

@@ -380,12 +380,46 @@ class ServerMetrics(_message.Message):
     text: bytes
     def __init__(self, index: _Optional[int] = ..., text: _Optional[bytes] = ...) -> None: ...
 
+class ProfileRequest(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("torch_trace", "unix_offset_ns", "servers", "calls", "notes")
+    TORCH_TRACE_FIELD_NUMBER: _ClassVar[int]
+    UNIX_OFFSET_NS_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    torch_trace: bytes
+    unix_offset_ns: int
+    servers: _containers.RepeatedCompositeFieldContainer[ExpertSpans]
+    calls: bytes
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, torch_trace: _Optional[bytes] = ..., unix_offset_ns: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[ExpertSpans, _Mapping]]] = ..., calls: _Optional[bytes] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ExpertSpans(_message.Message):
+    __slots__ = ("index", "spans", "dropped", "num_threads", "clock_offset_ns")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFFSET_NS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    spans: bytes
+    dropped: int
+    num_threads: int
+    clock_offset_ns: int
+    def __init__(self, index: _Optional[int] = ..., spans: _Optional[bytes] = ..., dropped: _Optional[int] = ..., num_threads: _Optional[int] = ..., clock_offset_ns: _Optional[int] = ...) -> None: ...
+
 class GetLiveRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetLiveResponse(_message.Message):
-    __slots__ = ("load", "prompt_throughput", "first_token", "num_experts", "top_k", "layers", "servers", "streamed_steps", "streamed_bytes", "recorder_is_on")
+    __slots__ = ("load", "prompt_throughput", "first_token", "num_experts", "top_k", "layers", "servers", "streamed_steps", "streamed_bytes", "recorder_is_on", "steps", "step_seconds", "hand_off")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PROMPT_THROUGHPUT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -396,6 +430,9 @@ class GetLiveResponse(_message.Message):
     STREAMED_STEPS_FIELD_NUMBER: _ClassVar[int]
     STREAMED_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECORDER_IS_ON_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HAND_OFF_FIELD_NUMBER: _ClassVar[int]
     load: GetLoadResponse
     prompt_throughput: float
     first_token: LiveTimes
@@ -406,7 +443,20 @@ class GetLiveResponse(_message.Message):
     streamed_steps: int
     streamed_bytes: int
     recorder_is_on: bool
-    def __init__(self, load: _Optional[_Union[GetLoadResponse, _Mapping]] = ..., prompt_throughput: _Optional[float] = ..., first_token: _Optional[_Union[LiveTimes, _Mapping]] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LiveLayer, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[LiveExpertServer, _Mapping]]] = ..., streamed_steps: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., recorder_is_on: _Optional[bool] = ...) -> None: ...
+    steps: int
+    step_seconds: float
+    hand_off: LiveHandOff
+    def __init__(self, load: _Optional[_Union[GetLoadResponse, _Mapping]] = ..., prompt_throughput: _Optional[float] = ..., first_token: _Optional[_Union[LiveTimes, _Mapping]] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LiveLayer, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[LiveExpertServer, _Mapping]]] = ..., streamed_steps: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., recorder_is_on: _Optional[bool] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., hand_off: _Optional[_Union[LiveHandOff, _Mapping]] = ...) -> None: ...
+
+class LiveHandOff(_message.Message):
+    __slots__ = ("calls", "wait_seconds", "seconds")
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    calls: int
+    wait_seconds: float
+    seconds: float
+    def __init__(self, calls: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class LiveTimes(_message.Message):
     __slots__ = ("count", "p50", "p95")
@@ -419,16 +469,20 @@ class LiveTimes(_message.Message):
     def __init__(self, count: _Optional[int] = ..., p50: _Optional[float] = ..., p95: _Optional[float] = ...) -> None: ...
 
 class LiveLayer(_message.Message):
-    __slots__ = ("layer", "gpu_experts", "cpu_rows", "chosen")
+    __slots__ = ("layer", "gpu_experts", "cpu_rows", "cpu_seconds", "cpu_calls", "chosen")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     GPU_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     CPU_ROWS_FIELD_NUMBER: _ClassVar[int]
+    CPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CPU_CALLS_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     layer: int
     gpu_experts: _containers.RepeatedScalarFieldContainer[int]
     cpu_rows: _containers.RepeatedScalarFieldContainer[int]
+    cpu_seconds: float
+    cpu_calls: int
     chosen: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layer: _Optional[int] = ..., gpu_experts: _Optional[_Iterable[int]] = ..., cpu_rows: _Optional[_Iterable[int]] = ..., chosen: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, layer: _Optional[int] = ..., gpu_experts: _Optional[_Iterable[int]] = ..., cpu_rows: _Optional[_Iterable[int]] = ..., cpu_seconds: _Optional[float] = ..., cpu_calls: _Optional[int] = ..., chosen: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LiveExpertServer(_message.Message):
     __slots__ = ("index", "is_up", "instance_id", "busy_seconds", "weight_bytes", "calibrated_bytes_per_second", "packed_bytes", "weight_format", "isa", "num_threads", "numa_node")

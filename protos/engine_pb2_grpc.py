@@ -69,6 +69,11 @@ class EngineStub:
                 request_serializer=protos_dot_engine__pb2.GetMetricsRequest.SerializeToString,
                 response_deserializer=protos_dot_engine__pb2.GetMetricsResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/moebius.engine.v1.Engine/Profile',
+                request_serializer=protos_dot_engine__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=protos_dot_engine__pb2.ProfileResponse.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/moebius.engine.v1.Engine/FlushCache',
                 request_serializer=protos_dot_engine__pb2.FlushCacheRequest.SerializeToString,
@@ -148,6 +153,15 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Watches this process and its expert servers for some seconds: GPU kernels or CPU operations, calls to expert
+        servers, what each of their threads computed. Nothing is noted otherwise, and whoever asks makes one trace of
+        it, so that this process does not. FAILED_PRECONDITION while another profile runs; INVALID_ARGUMENT for seconds that are not allowed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushCache(self, request, context):
         """Drops every cached prefix that no running request holds; running requests are not touched.
         """
@@ -213,6 +227,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.GetMetrics,
                     request_deserializer=protos_dot_engine__pb2.GetMetricsRequest.FromString,
                     response_serializer=protos_dot_engine__pb2.GetMetricsResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=protos_dot_engine__pb2.ProfileRequest.FromString,
+                    response_serializer=protos_dot_engine__pb2.ProfileResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -424,6 +443,33 @@ class Engine:
             '/moebius.engine.v1.Engine/GetMetrics',
             protos_dot_engine__pb2.GetMetricsRequest.SerializeToString,
             protos_dot_engine__pb2.GetMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moebius.engine.v1.Engine/Profile',
+            protos_dot_engine__pb2.ProfileRequest.SerializeToString,
+            protos_dot_engine__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

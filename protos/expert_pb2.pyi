@@ -128,18 +128,20 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LayerStats(_message.Message):
-    __slots__ = ("layer", "calls", "rows", "expert_rows", "experts")
+    __slots__ = ("layer", "calls", "rows", "expert_rows", "experts", "busy_seconds")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_ROWS_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     layer: int
     calls: int
     rows: int
     expert_rows: _containers.RepeatedScalarFieldContainer[int]
     experts: int
-    def __init__(self, layer: _Optional[int] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., expert_rows: _Optional[_Iterable[int]] = ..., experts: _Optional[int] = ...) -> None: ...
+    busy_seconds: float
+    def __init__(self, layer: _Optional[int] = ..., calls: _Optional[int] = ..., rows: _Optional[int] = ..., expert_rows: _Optional[_Iterable[int]] = ..., experts: _Optional[int] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
     __slots__ = ("calls", "rows", "busy_seconds", "layers", "nonfinite_outputs", "nonfinite_inputs", "weight_bytes")
@@ -158,6 +160,36 @@ class StatsResponse(_message.Message):
     nonfinite_inputs: int
     weight_bytes: int
     def __init__(self, calls: _Optional[int] = ..., rows: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., layers: _Optional[_Iterable[_Union[LayerStats, _Mapping]]] = ..., nonfinite_outputs: _Optional[int] = ..., nonfinite_inputs: _Optional[int] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("seconds", "most_spans")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MOST_SPANS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    most_spans: int
+    def __init__(self, seconds: _Optional[float] = ..., most_spans: _Optional[int] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("spans", "dropped", "num_threads")
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    spans: bytes
+    dropped: int
+    num_threads: int
+    def __init__(self, spans: _Optional[bytes] = ..., dropped: _Optional[int] = ..., num_threads: _Optional[int] = ...) -> None: ...
+
+class GetClockRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetClockResponse(_message.Message):
+    __slots__ = ("monotonic_nanoseconds", "boot_id")
+    MONOTONIC_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    monotonic_nanoseconds: int
+    boot_id: str
+    def __init__(self, monotonic_nanoseconds: _Optional[int] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
 class GetMetricsRequest(_message.Message):
     __slots__ = ()

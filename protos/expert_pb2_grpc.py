@@ -54,6 +54,16 @@ class ExpertStub:
                 request_serializer=protos_dot_expert__pb2.GetMetricsRequest.SerializeToString,
                 response_deserializer=protos_dot_expert__pb2.GetMetricsResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/moebius.expert.v1.Expert/Profile',
+                request_serializer=protos_dot_expert__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=protos_dot_expert__pb2.ProfileResponse.FromString,
+                _registered_method=True)
+        self.GetClock = channel.unary_unary(
+                '/moebius.expert.v1.Expert/GetClock',
+                request_serializer=protos_dot_expert__pb2.GetClockRequest.SerializeToString,
+                response_deserializer=protos_dot_expert__pb2.GetClockResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/moebius.expert.v1.Expert/Drain',
                 request_serializer=protos_dot_expert__pb2.DrainRequest.SerializeToString,
@@ -98,6 +108,21 @@ class ExpertServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Notes for some seconds what each thread computes. FAILED_PRECONDITION before a load and while another such
+        call runs; INVALID_ARGUMENT for seconds that are not allowed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetClock(self, request, context):
+        """What this process's clock says, for whoever puts its spans next to others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Stops accepting new work, finishes what is in flight, answers when idle.
         """
@@ -134,6 +159,16 @@ def add_ExpertServicer_to_server(servicer, server):
                     servicer.GetMetrics,
                     request_deserializer=protos_dot_expert__pb2.GetMetricsRequest.FromString,
                     response_serializer=protos_dot_expert__pb2.GetMetricsResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=protos_dot_expert__pb2.ProfileRequest.FromString,
+                    response_serializer=protos_dot_expert__pb2.ProfileResponse.SerializeToString,
+            ),
+            'GetClock': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetClock,
+                    request_deserializer=protos_dot_expert__pb2.GetClockRequest.FromString,
+                    response_serializer=protos_dot_expert__pb2.GetClockResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -254,6 +289,60 @@ class Expert:
             '/moebius.expert.v1.Expert/GetMetrics',
             protos_dot_expert__pb2.GetMetricsRequest.SerializeToString,
             protos_dot_expert__pb2.GetMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moebius.expert.v1.Expert/Profile',
+            protos_dot_expert__pb2.ProfileRequest.SerializeToString,
+            protos_dot_expert__pb2.ProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetClock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moebius.expert.v1.Expert/GetClock',
+            protos_dot_expert__pb2.GetClockRequest.SerializeToString,
+            protos_dot_expert__pb2.GetClockResponse.FromString,
             options,
             channel_credentials,
             insecure,

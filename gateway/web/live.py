@@ -71,6 +71,7 @@ def live_object(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
             "total_tokens": load.max_total_num_tokens,
             "prefix_hit_rate": load.cache_hit_rate,
         },
+        "steps": {"count": live.steps, "seconds": live.step_seconds},
         "experts": _experts(live) if live.num_experts else None,
     }
 
@@ -82,12 +83,21 @@ def _experts(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
         "top_k": live.top_k,
         "recorder_is_on": live.recorder_is_on,
         "streamed": {"steps": live.streamed_steps, "bytes": live.streamed_bytes} if streams else None,
+        "hand_off": {
+            "calls": live.hand_off.calls,
+            "wait_seconds": live.hand_off.wait_seconds,
+            "seconds": live.hand_off.seconds,
+        }
+        if live.HasField("hand_off")
+        else None,
         "servers": [_server(server) for server in live.servers],
         "layers": [
             {
                 "layer": layer.layer,
                 "gpu_experts": list(layer.gpu_experts),
                 "cpu_rows": list(layer.cpu_rows) or None,
+                "cpu_seconds": layer.cpu_seconds if layer.HasField("cpu_seconds") else None,
+                "cpu_calls": layer.cpu_calls,
                 "chosen": list(layer.chosen) or None,
             }
             for layer in live.layers

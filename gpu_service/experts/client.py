@@ -51,6 +51,8 @@ class ExpertClientStats:
     rows: int = 0
     # Wall time `collect` waited.
     wait_seconds: float = 0.0
+    # Of that, what no server computed in: copying, signalling, waking up. None: it is not measured.
+    hand_off_seconds: float | None = None
     # Each server's compute time, by server index.
     compute_seconds: tuple[float, ...] = ()
     recoveries: int = 0
@@ -68,6 +70,8 @@ class ExpertClient(ABC):
 
     geometry: MoeGeometry
     is_device_driven = False
+    call_log: list[tuple[int, int, int, int, int]] | None = None
+    """While a profile runs: layer, rows, and nanoseconds (CLOCK_MONOTONIC) at submit, collect and end."""
 
     @abstractmethod
     def submit(

@@ -136,7 +136,7 @@ class LocalExpertClient(ExpertClient):
             counters.calls + 1,
             counters.rows + ticket.rows,
             counters.wait_seconds + seconds,
-            (counters.compute_seconds[0] + seconds,),
+            compute_seconds=(counters.compute_seconds[0] + seconds,),
         )
         return add_to(partial, output)
 

@@ -6,6 +6,7 @@ The block routes, and adds up what expert servers and the device itself compute.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -214,8 +215,30 @@ def _submit(
     topk_weights: torch.Tensor,
     experts: ExpertClient,
 ) -> Collect:
+    if experts.call_log is not None and not experts.is_device_driven:
+        return _submit_logged(layer_id, hidden_states, topk_ids, topk_weights, experts, experts.call_log)
     ticket = experts.submit(layer_id, hidden_states, topk_ids, topk_weights)
     return lambda partial: experts.collect(ticket, None if partial is None else partial.float())
+
+
+def _submit_logged(
+    layer_id: int,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    experts: ExpertClient,
+    log: list[tuple[int, int, int, int, int]],
+) -> Collect:
+    submitted = time.monotonic_ns()
+    ticket = experts.submit(layer_id, hidden_states, topk_ids, topk_weights)
+
+    def collect(partial: torch.Tensor | None) -> torch.Tensor:
+        collecting = time.monotonic_ns()
+        answer = experts.collect(ticket, None if partial is None else partial.float())
+        log.append((layer_id, hidden_states.shape[0], submitted, collecting, time.monotonic_ns()))
+        return answer
+
+    return collect
 
 
 def _only_partial(partial: torch.Tensor | None) -> torch.Tensor:

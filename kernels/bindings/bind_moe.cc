@@ -157,8 +157,26 @@ py::dict stats(const ExpertEngine& engine) {
   result["layer_calls"] = counters(source.layer_calls, {layers});
   result["layer_rows"] = counters(source.layer_rows, {layers});
   result["layer_experts"] = counters(source.layer_experts, {layers});
+  result["layer_busy_nanoseconds"] = counters(source.layer_busy_nanoseconds, {layers});
   result["expert_rows"] = counters(source.expert_rows, {layers, experts});
   return result;
+}
+
+// (spans [n, 7] with the fields of TaskSpan, how many more there were).
+py::tuple stop_trace(ExpertEngine& engine) {
+  const auto [spans, dropped] = [&] {
+    const py::gil_scoped_release release;
+    return engine.stop_trace();
+  }();
+  py::array_t<int64_t> result({static_cast<py::ssize_t>(spans.size()), py::ssize_t{7}});
+  int64_t* to = result.mutable_data();
+  for (const TaskSpan& span : spans) {
+    for (const int64_t value : {int64_t(span.kind), int64_t(span.worker), int64_t(span.layer), int64_t(span.expert),
+                                int64_t(span.rows), span.begin_ns, span.end_ns}) {
+      *to++ = value;
+    }
+  }
+  return py::make_tuple(result, dropped);
 }
 
 // (squared error, squared reference) of an expert that is packed in the segment; None otherwise.
@@ -240,6 +258,8 @@ void bind_moe(py::module_& m) {
       .def("forward", &forward, py::arg("layer"), py::arg("hidden_states"), py::arg("topk_ids"),
            py::arg("topk_weights"), py::arg("output") = py::none())
       .def("stats", &stats)
+      .def("start_trace", &ExpertEngine::start_trace, py::arg("most"), py::call_guard<py::gil_scoped_release>())
+      .def("stop_trace", &stop_trace)
       .def_property_readonly("weights_digest",
                              [](const ExpertEngine& engine) { return engine.store().weights_digest(); })
       .def_property_readonly("packed_bytes", [](const ExpertEngine& engine) { return engine.store().packed_bytes(); })

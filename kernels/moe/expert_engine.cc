@@ -122,9 +122,27 @@ void ExpertEngine::forward(const ExpertRequest& request, float* output) {
   groups_.group(request.topk_ids, request.topk_weights, request.rows, request.top_k, options_.expert_begin,
                 options_.num_experts);
   check_loaded(request.layer);
-  count(request, request.rows == 0 ? NonfiniteCounts{} : moe_.run(request, groups_, output));
+  TaskTrace* const trace = trace_.is_on() ? &trace_ : nullptr;
+  {
+    // As of a worker beyond the pool's: the tasks of the caller's own thread lie within.
+    const TaskScope scope(trace, TaskKind::kCall, pool_.size(), request.layer, -1, request.rows);
+    count(request, request.rows == 0 ? NonfiniteCounts{} : moe_.run(request, groups_, output, trace));
+  }
   const auto busy = std::chrono::steady_clock::now() - start;
-  stats_.busy_nanoseconds += static_cast<uint64_t>(std::chrono::nanoseconds(busy).count());
+  const auto nanoseconds = static_cast<uint64_t>(std::chrono::nanoseconds(busy).count());
+  stats_.busy_nanoseconds += nanoseconds;
+  stats_.layer_busy_nanoseconds[request.layer] += nanoseconds;
+}
+
+void ExpertEngine::start_trace(size_t most) {
+  std::lock_guard<std::mutex> lock(forward_mutex_);
+  if (trace_.is_on()) throw std::invalid_argument("this engine is traced already");
+  trace_.start(pool_.size() + 1, most);
+}
+
+std::pair<std::vector<TaskSpan>, uint64_t> ExpertEngine::stop_trace() {
+  std::lock_guard<std::mutex> lock(forward_mutex_);
+  return trace_.stop();
 }
 
 void ExpertEngine::check_layer(uint32_t layer) const {

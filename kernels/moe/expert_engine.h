@@ -15,6 +15,7 @@
 #include "kernels/moe/kernel_plan.h"
 #include "kernels/moe/moe_forward.h"
 #include "kernels/moe/row_groups.h"
+#include "kernels/moe/task_trace.h"
 #include "kernels/pool/thread_pool.h"
 
 namespace moebius {
@@ -24,6 +25,7 @@ struct EngineStats {
       : layer_calls(num_layers),
         layer_rows(num_layers),
         layer_experts(num_layers),
+        layer_busy_nanoseconds(num_layers),
         expert_rows(static_cast<size_t>(num_layers) * num_experts) {}
 
   std::atomic<uint64_t> calls{0};
@@ -34,6 +36,7 @@ struct EngineStats {
   std::vector<std::atomic<uint64_t>> layer_calls;  // [layers]
   std::vector<std::atomic<uint64_t>> layer_rows;   // [layers]
   std::vector<std::atomic<uint64_t>> layer_experts;  // [layers], experts with at least one row, summed over calls
+  std::vector<std::atomic<uint64_t>> layer_busy_nanoseconds;  // [layers], of busy_nanoseconds
   std::vector<std::atomic<uint64_t>> expert_rows;  // [layers, experts]
 };
 
@@ -90,6 +93,12 @@ class ExpertEngine final : public ExpertBackend {
   const weights::ExpertRecord* segment_record(uint32_t layer, uint32_t expert) const;
   const EngineStats& stats() const { return stats_; }
 
+  // Notes what each thread computes from the next call on, the first `most` spans of each; wait for a call under way.
+  // start_trace throws std::invalid_argument while it is on.
+  void start_trace(size_t most);
+  // All spans, and how many more there were; nothing while it is off.
+  std::pair<std::vector<TaskSpan>, uint64_t> stop_trace();
+
  private:
   void check_layer(uint32_t layer) const;
   uint32_t local_expert(uint32_t expert) const;
@@ -106,6 +115,7 @@ class ExpertEngine final : public ExpertBackend {
   KernelPlan plan_;    // under forward_mutex_
   RowGroups groups_;   // under forward_mutex_
   MoeForward moe_;     // under forward_mutex_
+  TaskTrace trace_;    // under forward_mutex_
   EngineStats stats_;
 };
 

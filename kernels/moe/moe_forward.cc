@@ -76,7 +76,8 @@ MoeForward::MoeForward(const EngineOptions& options, const VectorKernels& vector
       activation_(vectors, pool.size()),
       scratch_(pool.size()) {}
 
-NonfiniteCounts MoeForward::run(const ExpertRequest& request, const RowGroups& groups, float* output) {
+NonfiniteCounts MoeForward::run(const ExpertRequest& request, const RowGroups& groups, float* output,
+                                TaskTrace* trace) {
   ++call_number_;
   choose_kernels(request, groups);
   const LayerCall call{request, groups, store_.layout(request.layer), work_};
@@ -86,13 +87,32 @@ NonfiniteCounts MoeForward::run(const ExpertRequest& request, const RowGroups& g
   rows_.plan(call);
   nonfinite_inputs_.store(0, std::memory_order_relaxed);
   nonfinite_outputs_.store(0, std::memory_order_relaxed);
+  const auto of_call = [&](TaskKind kind, uint32_t worker) {
+    return TaskScope(trace, kind, worker, request.layer, -1, request.rows);
+  };
   pool_.run_phases(
-      pool_phase(rows_.num_tasks(), [&](uint32_t task, uint32_t) { rows_.run_task(task, request, groups); }),
+      pool_phase(rows_.num_tasks(),
+                 [&](uint32_t task, uint32_t worker) {
+                   const TaskScope scope = of_call(TaskKind::kRows, worker);
+                   rows_.run_task(task, request, groups);
+                 }),
       pool_phase(gate_up_tasks_.size(),
-                 [&](uint32_t task, uint32_t worker) { run_gate_up(gate_up_tasks_[task], call, worker); }),
-      pool_phase(activation_.num_tasks(), [&](uint32_t task, uint32_t) { activation_.run_task(task); }),
+                 [&](uint32_t task, uint32_t worker) {
+                   const RowGroups::Group& group = groups.groups[gate_up_tasks_[task].group];
+                   const auto expert = static_cast<int32_t>(options_.expert_begin + group.expert);
+                   const TaskScope scope(trace, TaskKind::kGateUp, worker, request.layer, expert, group.rows);
+                   run_gate_up(gate_up_tasks_[task], call, worker);
+                 }),
+      pool_phase(activation_.num_tasks(),
+                 [&](uint32_t task, uint32_t worker) {
+                   const TaskScope scope = of_call(TaskKind::kActivation, worker);
+                   activation_.run_task(task);
+                 }),
       pool_phase(down_tasks_.size(),
-                 [&](uint32_t task, uint32_t worker) { run_down(down_tasks_[task], call, output, worker); },
+                 [&](uint32_t task, uint32_t worker) {
+                   const TaskScope scope = of_call(TaskKind::kDown, worker);
+                   run_down(down_tasks_[task], call, output, worker);
+                 },
                  [&](uint32_t task, const auto& opened) { prefetch_down(down_tasks_[task], call, opened); }));
   return {nonfinite_inputs_.load(std::memory_order_relaxed), nonfinite_outputs_.load(std::memory_order_relaxed)};
 }

@@ -21,6 +21,7 @@
 #include "kernels/moe/kernel_plan.h"
 #include "kernels/moe/layer_call.h"
 #include "kernels/moe/prepared_rows.h"
+#include "kernels/moe/task_trace.h"
 #include "kernels/pool/thread_pool.h"
 
 namespace moebius {
@@ -38,8 +39,8 @@ class MoeForward {
              const KernelPlan& plan, ThreadPool& pool);
 
   // Computes `groups` (all of whose experts are loaded in request.layer) into output [rows, hidden],
-  // overwritten. request.rows > 0.
-  NonfiniteCounts run(const ExpertRequest& request, const RowGroups& groups, float* output);
+  // overwritten. request.rows > 0. Tasks are noted in `trace` unless it is null.
+  NonfiniteCounts run(const ExpertRequest& request, const RowGroups& groups, float* output, TaskTrace* trace);
 
  private:
   struct GateUpTask {

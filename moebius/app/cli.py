@@ -14,7 +14,20 @@ import typer
 from typer.core import TyperCommand
 
 from moebius import __version__
-from moebius.app.commands import bench, chat, demo, doctor, experts, host, keys, models, plan, serve, verify
+from moebius.app.commands import (
+    bench,
+    chat,
+    demo,
+    doctor,
+    experts,
+    host,
+    keys,
+    models,
+    plan,
+    serve,
+    verify,
+    watch,
+)
 from moebius.app.exits import exit_with
 from moebius.app.other_options import note_variables, translated
 from moebius.config_loader import sections
@@ -64,7 +77,7 @@ TOPICS = {
     "telemetry": "Telemetry (telemetry)",
 }
 
-for module in (serve, plan, chat, demo, host, verify, doctor):
+for module in (serve, plan, chat, demo, host, verify, doctor, watch):
     module.register(app)
 for registered in app.registered_commands:
     registered.cls = GroupedHelp

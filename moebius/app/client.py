@@ -70,6 +70,10 @@ class ClientTls:
         return context
 
 
+class Unreachable(UserError):
+    """The server is not there, or has a trouble of its own: it may be back soon."""
+
+
 class ApiClient:
     """Talks to one server. Every error is a UserError that names the address and what it answered."""
 
@@ -110,6 +114,18 @@ class ApiClient:
         entry = response.json()["data"][0]
         return ListedModel(str(entry["id"]), str(entry.get("root") or ""))
 
+    def get_json(self, path: str) -> dict[str, Any]:
+        """What GET of `path` answers. Raises Unreachable for what may pass, else UserError."""
+        try:
+            response = self._http.get(path)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+        if response.status_code >= 500:
+            raise Unreachable(f"{self._base_url} answered {response.status_code}: {_message_of(response)}")
+        self._check(response)
+        document: dict[str, Any] = response.json()
+        return document
+
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[StreamPiece]:
         """POSTs `body` with streaming and usage switched on; yields the events as they arrive."""
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -143,11 +159,15 @@ class ApiClient:
         """Raises UserError with the server's own message unless the status is 200."""
         if response.status_code == 200:
             return
-        try:
-            message = str(response.json()["error"]["message"])
-        except (ValueError, KeyError, TypeError):
-            message = response.text[:200]
-        raise UserError(f"{self._base_url} answered {response.status_code}: {message}")
+        raise UserError(f"{self._base_url} answered {response.status_code}: {_message_of(response)}")
 
     def _unreachable(self, error: Exception) -> UserError:
-        return UserError(f"cannot reach {self._base_url}: {error}; is `moebius serve` running there?")
+        return Unreachable(f"cannot reach {self._base_url}: {error}; is `moebius serve` running there?")
+
+
+def _message_of(response: httpx.Response) -> str:
+    """The server's own words."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]

@@ -22,6 +22,8 @@ class ScriptedServer(ThreadingHTTPServer):
         self.root = root
         self.status = status
         self.get_status = 200
+        # What GET of other paths than the model list answers.
+        self.documents: dict[str, Any] = {}
         # Seconds before each event: an answer that can be interrupted.
         self.pause_s = 0.0
         self.requests: list[dict[str, Any]] = []
@@ -37,11 +39,13 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """The model list."""
+        """The model list, or what else is there."""
         self._send(
             self.server.get_status,
             "application/json",
-            json.dumps({"data": [{"id": "m", "root": self.server.root}]}),
+            json.dumps(
+                self.server.documents.get(self.path, {"data": [{"id": "m", "root": self.server.root}]})
+            ),
         )
 
     def do_POST(self) -> None:

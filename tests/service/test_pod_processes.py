@@ -13,8 +13,9 @@ import grpc
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
-from expert_service.mailbox_service import Standstill
+from expert_service.mailbox_service import FirstCall, Standstill
 from moebius.app.supervisor.health import GrpcProbe
 from moebius.app.supervisor.plan import ENGINE_HEALTH, EXPERT_HEALTH
 from moebius.mailbox import Mailbox, server_health
@@ -101,8 +102,10 @@ def test_sidecars_are_ready_before_anybody_asks_for_them(containers: Containers)
     experts = [containers.start_expert(index) for index in range(2)]
     for port in containers.experts:
         containers.wait_serving(port, EXPERT_HEALTH)
+    assert [server.calls for server in server_health(containers.mailbox)] == [0, 0]
     engine = containers.start("gpu")
     containers.wait_serving(containers.engine, ENGINE_HEALTH)
+    assert all(server.calls for server in server_health(containers.mailbox))
     address = f"127.0.0.1:{containers.engine}"
     expected = generate(address)
     assert len(expected) == TOKENS
@@ -114,6 +117,20 @@ def test_sidecars_are_ready_before_anybody_asks_for_them(containers: Containers)
     for process in (engine, *experts):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0, containers.log
+
+
+def test_a_server_that_nobody_calls_says_so() -> None:
+    """A line every ten seconds, none once an engine has called."""
+    now = [0.0]
+    first_call = FirstCall("moebius-mine", lambda: now[0])
+    with capture_logs() as logs:
+        for now[0] in (1.0, 9.0, 10.0, 11.0, 19.0, 20.5, 21.5):
+            first_call.look(is_awaited=True)
+        for now[0] in (40.0, 50.0):
+            first_call.look(is_awaited=False)
+    assert [line["waited_s"] for line in logs] == [10, 20]
+    assert {line["mailbox"] for line in logs} == {"moebius-mine"}
+    assert {line["event"] for line in logs} == {"waiting for an engine's first call"}
 
 
 def test_a_standing_server_says_so_to_a_liveness_probe(containers: Containers) -> None:

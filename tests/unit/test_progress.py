@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import threading
 import time
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import structlog
+from rich.console import Console
 from structlog.testing import capture_logs
 
-from moebius.app.commands.running import LineView
+from moebius.app.commands.running import BarView, LineView, start_display
 from moebius.app.supervisor.supervisor import Supervisor
 from moebius.config import TelemetryConfig
 from moebius.progress import (
@@ -130,6 +132,55 @@ def test_waiting_is_shown_at_new_phases_and_now_and_then() -> None:
     ]
 
 
+def bars(names: list[str]) -> tuple[BarView, Console]:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    return BarView(start_display(console), names), console
+
+
+def text_of(view: BarView) -> list[str]:
+    """The lines that stand on the terminal now."""
+    plain = Console(file=io.StringIO(), width=80, color_system=None)
+    plain.print(view.display.get_renderable())
+    assert isinstance(plain.file, io.StringIO)
+    return plain.file.getvalue().splitlines()
+
+
+def test_a_terminal_has_a_line_for_each_process() -> None:
+    """How far its phase is as a bar, then that it is ready; nothing wider than 80 columns."""
+    view, _ = bars(["expert-0", "gpu"])
+    view.on_event("expert-0", "starting")
+    view.on_event("gpu", "starting")
+    view.on_waiting(
+        {"expert-0": "packing experts, 1.0 of 4.0 GB, 3 s", "gpu": "compiling kernels, 3 of 4, 2 s"}
+    )
+    expert, gpu = text_of(view)
+    assert expert.count("━") == 4  # of 16
+    assert "packing experts, 1.0 of 4.0 GB, 3 s" in expert
+    shares = [task.percentage for task in view.display.tasks]
+    assert shares == [25, 75]
+    view.on_waiting({"gpu": "warming attention up, 2 s"})
+    assert view.display.tasks[1].total is None
+    view.on_event("expert-0", "ready")
+    expert, gpu = text_of(view)
+    assert expert.startswith("✓ expert-0")
+    assert "ready" in expert
+    assert "warming attention up" in gpu
+    assert max(map(len, text_of(view))) <= 80
+
+
+def test_log_lines_do_not_disturb_the_terminal() -> None:
+    """Warnings and what is no log line are shown at once, the others only if the start fails."""
+    view, console = bars(["gpu"])
+    info = "gpu      | 21:15:46 [info     ] starting something [x] a=1"
+    warning = "gpu      | 21:15:46 [warning  ] odd [x]"
+    for line in (info, warning, "gpu      | Traceback (most recent call last):"):
+        view.on_line("gpu", line)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [warning, "gpu      | Traceback (most recent call last):"]
+    view.on_failure(["gpu"])
+    assert console.file.getvalue().splitlines()[-1] == info
+
+
 SLOW = """
 import time, sys
 print("12:00:00 [info     ] in progress: packing experts, 1.0 of 2.0 GB, 3 s [moebius.progress]", flush=True)
@@ -153,3 +204,17 @@ def test_the_supervisor_shows_what_a_process_does(
     assert "something else" in output
     if shown:
         assert {"expert": "packing experts, 1.0 of 2.0 GB, 3 s"} in seen
+
+
+def test_lines_go_to_the_view_until_the_start_has_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They would be written over it; afterwards they are forwarded as ever."""
+    lines: list[tuple[str, str]] = []
+    one = plan(tmp_path, spec("expert", SLOW + OBEDIENT, tmp_path, stop_stage=0))
+    with Supervisor(one, QUICK, on_line=lambda name, line: lines.append((name, line))) as supervisor:
+        assert supervisor.wait_ready()
+        supervisor.silence_events()
+        assert all(process.on_line is None for process in supervisor.processes)
+    assert ("expert", True) in [(name, "something else" in line) for name, line in lines]
+    assert "something else" not in capfd.readouterr().err

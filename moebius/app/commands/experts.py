@@ -46,7 +46,7 @@ def start(
     """Forget what was recorded, and record from the next step on."""
     from protos import engine_pb2 as pb
 
-    with _engine(engine_address) as engine:
+    with engine_stub(engine_address) as engine:
         engine.StartExpertRecorder(pb.StartExpertRecorderRequest(mode=mode), timeout=_TIMEOUT_S)
     print(f"recording ({mode})")
 
@@ -56,7 +56,7 @@ def stop(engine_address: EngineAddress = "") -> None:
     """End recording; `dump` still gives what was recorded."""
     from protos import engine_pb2 as pb
 
-    with _engine(engine_address) as engine:
+    with engine_stub(engine_address) as engine:
         engine.StopExpertRecorder(pb.StopExpertRecorderRequest(), timeout=_TIMEOUT_S)
     print("stopped")
 
@@ -72,7 +72,7 @@ def dump(
     file_format = file.suffix.removeprefix(".")
     if file_format not in ("safetensors", "json"):
         raise UserError(f"--file: {str(file)!r} is not allowed; it has to end in .safetensors or .json")
-    with _engine(engine_address) as engine:
+    with engine_stub(engine_address) as engine:
         request = pb.DumpExpertRecorderRequest(file_format=file_format)
         answer = engine.DumpExpertRecorder(request, timeout=_TIMEOUT_S)
     try:
@@ -93,7 +93,7 @@ def distinct_experts(engine_address: str) -> Iterator[dict[int, float]]:
     from protos import engine_pb2 as pb
 
     found: dict[int, float] = {}
-    with _engine(engine_address) as engine:
+    with engine_stub(engine_address) as engine:
         engine.StartExpertRecorder(pb.StartExpertRecorderRequest(mode="stat"), timeout=_TIMEOUT_S)
         yield found
         engine.StopExpertRecorder(pb.StopExpertRecorderRequest(), timeout=_TIMEOUT_S)
@@ -104,7 +104,7 @@ def distinct_experts(engine_address: str) -> Iterator[dict[int, float]]:
 
 
 @contextmanager
-def _engine(address: str) -> Iterator[Any]:
+def engine_stub(address: str) -> Iterator[Any]:
     """A stub of the engine. Raises UserError naming what the engine refused, or that it is not there."""
     import grpc
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,8 +15,11 @@ import structlog
 
 from moebius.app.supervisor.plan import ServePlan, process_names
 from moebius.app.supervisor.supervisor import State, Supervisor
+from moebius.errors import StartupError
+from moebius.progress import amounts_of_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
 # Seconds between two lines about what is waited for: when there is a new phase, and when there is none.
@@ -30,10 +35,20 @@ def running(serve_plan: ServePlan) -> Iterator[Supervisor]:
     with _start_view(serve_plan) as view:
         # JSON lines stay what the processes log.
         on_waiting = None if serve_plan.plan.json_logs else view.on_waiting
-        supervisor = Supervisor(serve_plan.plan, serve_plan.timing, view.on_event, on_waiting)
+        supervisor = Supervisor(
+            serve_plan.plan,
+            serve_plan.timing,
+            view.on_event,
+            on_waiting,
+            view.on_line if view.takes_lines else None,
+        )
         with contextlib.ExitStack() as stack:
             stack.enter_context(supervisor)
-            supervisor.wait_ready()
+            try:
+                supervisor.wait_ready()
+            except StartupError:
+                view.on_failure([process.spec.name for process in supervisor.processes if not process.ready])
+                raise
             supervisor.silence_events()
             started = stack.pop_all()
     with started:
@@ -42,6 +57,17 @@ def running(serve_plan: ServePlan) -> Iterator[Supervisor]:
 
 class StartView(ABC):
     """Shows a start-up to people."""
+
+    # Whether `on_line` is to be called with what processes print.
+    takes_lines = False
+
+    def on_line(self, name: str, line: str) -> None:
+        """A process printed a line. From other threads."""
+        return
+
+    def on_failure(self, names: Sequence[str]) -> None:
+        """The start has failed; `names` were not ready."""
+        return
 
     @abstractmethod
     def on_event(self, name: str, state: State) -> None:
@@ -74,20 +100,56 @@ class LineView(StartView):
         self._write(f"waiting for {listed}; {now - self._begin:.0f} s since the start")
 
 
+# A log line for people whose level is worth no interruption.
+_QUIET = re.compile(r"^[^|]*\| [\d:.TZ-]+ \[(info|debug) *\]")
+_KEPT_LINES = 200
+
+
 class BarView(StartView):
-    """A moving line per process, on a terminal."""
+    """A moving line per process, on a terminal: its phase and how far that is.
+
+    What processes log meanwhile is kept, and shown if the start fails; warnings are shown at once.
+    """
+
+    takes_lines = True
 
     def __init__(self, display: Progress, names: Sequence[str]) -> None:
-        self._display = display
-        self._tasks = {name: display.add_task(f"{name:<9} waiting", total=1) for name in names}
+        self.display = display
+        self._tasks = {
+            name: display.add_task("waiting", total=None, start=False, process=name) for name in names
+        }
+        self._kept: dict[str, deque[str]] = {name: deque(maxlen=_KEPT_LINES) for name in names}
 
     def on_event(self, name: str, state: State) -> None:
-        description = f"{name:<9} {state}"
-        self._display.update(self._tasks[name], description=description, completed=int(state == "ready"))
+        task, display = self._tasks[name], self.display
+        if state == "starting":
+            display.start_task(task)
+        if state == "ready":
+            display.update(task, description="ready", total=1, completed=1)
+        else:
+            display.update(task, description=state, total=None, completed=0)
 
     def on_waiting(self, waiting: Mapping[str, str]) -> None:
         for name, text in waiting.items():
-            self._display.update(self._tasks[name], description=f"{name:<9} {text or 'starting'}")
+            done, total = amounts_of_text(text) or (0.0, None)
+            # How long the phase takes stands at the end; the column beside it is the whole start's time.
+            self.display.update(
+                self._tasks[name], description=text or "starting", completed=done, total=total or None
+            )
+
+    def on_line(self, name: str, line: str) -> None:
+        if _QUIET.match(line):
+            self._kept[name].append(line)
+        else:
+            self._print(line)
+
+    def on_failure(self, names: Sequence[str]) -> None:
+        for name in names:
+            for line in self._kept[name]:
+                self._print(line)
+
+    def _print(self, line: str) -> None:
+        self.display.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class LogView(StartView):
@@ -112,8 +174,20 @@ def _start_view(serve_plan: ServePlan) -> Iterator[StartView]:
         yield LineView(lambda line: print(line, file=sys.stderr, flush=True))
         return
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as display:
+    with start_display(Console(stderr=True)) as display:
         yield BarView(display, process_names(serve_plan.plan))
+
+
+def start_display(console: Console) -> Progress:
+    """A line per process: name, bar, phase, time since its start."""
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        SpinnerColumn(finished_text="✓"),
+        TextColumn("{task.fields[process]:<9}"),
+        BarColumn(bar_width=16),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+    )

@@ -67,6 +67,8 @@ class ManagedProcess:
         self.progress = ""
         # Lines about that are not forwarded: whoever reads `progress` shows it.
         self.withholds_progress = False
+        # Takes the lines that are passed on, in a thread of ours; None: they go to our stderr.
+        self.on_line: Callable[[str], None] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -236,6 +238,9 @@ class ManagedProcess:
                     self.progress = ""
                 forwarded = self._lines.forwarded(text)
                 if forwarded is None:
+                    continue
+                if self.on_line is not None:
+                    self.on_line(forwarded)
                     continue
                 with contextlib.suppress(OSError, ValueError):  # our own stderr may be closed already
                     sys.stderr.buffer.write(forwarded.encode(errors="replace") + b"\n")

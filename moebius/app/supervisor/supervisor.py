@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Literal
 
@@ -66,6 +67,8 @@ HURRY_AFTER_S = 0.5
 State = Literal["starting", "ready", "died", "stopped"]
 EventCallback = Callable[[str, State], None]
 """Called as `callback(process_name, state)` from the main thread."""
+LineCallback = Callable[[str, str], None]
+"""Called as `callback(process_name, line)` from other threads, during a start."""
 WaitingCallback = Callable[[Mapping[str, str]], None]
 """Called often from the main thread during a start: what processes that are not ready do; "": not said."""
 
@@ -85,11 +88,15 @@ class Supervisor:
         timing: Timing,
         on_event: EventCallback | None = None,
         on_waiting: WaitingCallback | None = None,
+        on_line: LineCallback | None = None,
     ) -> None:
-        """With `on_waiting`, what processes say of their progress is shown there and not forwarded."""
+        """With `on_waiting`, what processes say of their progress is shown there and not forwarded.
+
+        With `on_line`, what they print until the end of the start goes there instead of to our stderr.
+        """
         self._plan, self._timing = plan, timing
         self._on_event = on_event or (lambda name, state: None)
-        self._on_waiting = on_waiting
+        self._on_waiting, self._on_line = on_waiting, on_line
         self._directory = RunDirectory(plan.directory)
         self._segments: list[object] = []
         self._weights: WeightFiles | None = None
@@ -130,11 +137,12 @@ class Supervisor:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def silence_events(self) -> None:
-        """Stops calling `on_event` and `on_waiting`: whoever shows the start-up has seen its end."""
+        """Stops all callbacks: whoever shows the start-up has seen its end."""
         self._on_event = lambda name, state: None
         self._on_waiting = None
         for process in self.processes:
             process.withholds_progress = False
+            process.on_line = None
 
     def wait_ready(self) -> bool:
         """Blocks until every process is ready; False when a signal came first.
@@ -183,6 +191,8 @@ class Supervisor:
         self._weights = WeightFiles(self._plan.weights)
         for process in self.processes:
             process.withholds_progress = self._on_waiting is not None
+            if self._on_line is not None:
+                process.on_line = partial(self._on_line, process.spec.name)
             process.start()
             self._record()
             self._on_event(process.spec.name, "starting")

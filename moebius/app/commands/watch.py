@@ -1,0 +1,111 @@
+"""`moebius top`: figures of a running server, refreshed; `moebius profile`: a trace of it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moebius.api_keys import client_key
+from moebius.app.cli_options import ApiKey, ApiKeyFile, CaFile, ClientCertFile, ClientKeyFile
+from moebius.errors import UserError
+
+ConfigFile = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="YAML file whose section `security` says how gRPC is reached"),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    _add_top(app)
+    _add_profile(app)
+
+
+def _add_top(app: typer.Typer) -> None:
+    @app.command()
+    def top(
+        server: Annotated[
+            str, typer.Argument(metavar="URL", help="Gateway, or gRPC address of an engine (unix:PATH)")
+        ] = "http://127.0.0.1:8000",
+        interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks")] = 2.0,
+        once: Annotated[bool, typer.Option("--once", help="Print the figures of one interval, end")] = False,
+        json: Annotated[bool, typer.Option("--json", help="With --once: as JSON, with all layers")] = False,
+        replica: Annotated[int, typer.Option(min=0, help="Of several engines behind it, from 0")] = 0,
+        api_key: ApiKey = "",
+        api_key_file: ApiKeyFile = "",
+        ca_file: CaFile = "",
+        client_cert_file: ClientCertFile = "",
+        client_key_file: ClientKeyFile = "",
+        config: ConfigFile = None,
+    ) -> None:
+        """Watch a running server: tokens/s, queue, KV cache, experts by layer, what limits a step. q: end."""
+        from moebius.app.client import ApiClient, ClientTls
+        from moebius.app.top import run
+
+        if json and not once:
+            raise UserError("--json is for one print: add --once")
+        with ExitStack() as stack:
+            source: run.Source
+            if server.startswith(("http://", "https://")):
+                tls = ClientTls(ca_file, client_cert_file, client_key_file)
+                client = ApiClient(server, client_key(api_key, api_key_file), tls=tls)
+                stack.callback(client.close)
+                source = run.GatewaySource(client, replica)
+            else:
+                source = run.EngineSource(stack.enter_context(_engine(server, config)), server)
+            if once or not sys.stdout.isatty():
+                run.print_once(source, interval, json)
+            else:
+                run.watch(source, interval)
+
+
+def _add_profile(app: typer.Typer) -> None:
+    @app.command()
+    def profile(
+        address: Annotated[
+            str,
+            typer.Argument(
+                metavar="ADDRESS",
+                help="gRPC address of gpu_service [default: that of the `moebius serve` running here]",
+            ),
+        ] = "",
+        seconds: Annotated[float, typer.Option(min=0.01, max=60, help="How long to look")] = 3.0,
+        output: Annotated[
+            Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write; .gz: compressed")
+        ] = Path("trace.json"),
+        config: ConfigFile = None,
+    ) -> None:
+        """One Chrome trace of a running engine and its expert servers, for https://ui.perfetto.dev.
+
+        GPU kernels or CPU operations, calls to expert servers, what each of their threads computes.
+        """
+        from moebius.app.profile import summary, write_trace
+        from protos import engine_pb2 as pb
+
+        if address.startswith(("http://", "https://")):
+            raise UserError(
+                "profiles are for operators and not served over HTTP: give the gRPC address of gpu_service "
+                "(HOST:PORT or unix:PATH), or none on the host of `moebius serve`"
+            )
+        with _engine(address, config) as engine:
+            # A first profile of a GPU loads CUPTI, and a busy process takes its time.
+            answer = engine.Profile(pb.ProfileRequest(seconds=seconds), timeout=2 * seconds + 300)
+        write_trace(answer, output)
+        for line in summary(answer):
+            print(f"  {line}")
+        print(f"{output}: open it at https://ui.perfetto.dev or chrome://tracing")
+
+
+def _engine(address: str, config: str | None) -> AbstractContextManager[Any]:
+    """A stub of the engine, reached as the configuration file says, or as the system that runs here is."""
+    from moebius.app.commands.experts import engine_stub
+    from moebius.config_loader import load_config
+    from moebius.tls import configure_tls
+
+    if config is not None:
+        configure_tls(load_config(config).security)
+    return engine_stub(address)

@@ -1,0 +1,1 @@
+"""`moebius top`: figures of `/v1/live`, over time, in a terminal."""

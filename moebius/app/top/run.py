@@ -1,0 +1,129 @@
+"""Asks again and again, and shows it until `q` is typed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from moebius.app.client import ApiClient, Unreachable
+from moebius.app.top.figures import figures_between
+from moebius.app.top.view import render
+
+# Lines of everything but the layers.
+_OTHER_LINES = 16
+_RETRY_S = 2.0
+
+
+class Source(ABC):
+    """Where figures come from."""
+
+    @abstractmethod
+    def ask(self) -> dict[str, Any]:
+        """An answer as `/v1/live` gives it. Raises Unreachable for what may pass, else UserError."""
+
+
+class GatewaySource(Source):
+    """`/v1/live` of a gateway."""
+
+    def __init__(self, client: ApiClient, replica: int) -> None:
+        self._client, self._replica = client, replica
+
+    def ask(self) -> dict[str, Any]:
+        return self._client.get_json(f"/v1/live?replica={self._replica}")
+
+
+class EngineSource(Source):
+    """`GetLive` of an engine without a gateway."""
+
+    def __init__(self, stub: Any, address: str) -> None:
+        self._stub, self._address = stub, address
+
+    def ask(self) -> dict[str, Any]:
+        import grpc
+
+        from gateway.web.live import live_object
+        from protos import engine_pb2 as pb
+
+        try:
+            return {
+                **live_object(self._stub.GetLive(pb.GetLiveRequest(), timeout=10)),
+                "model": self._address,
+            }
+        except grpc.RpcError as error:
+            raise Unreachable(f"cannot reach an engine at {self._address}: {error.details()}") from None
+
+
+def print_once(source: Source, interval_s: float, as_json: bool) -> None:
+    """Two answers, `interval_s` apart, and what they say. Raises UserError."""
+    before = source.ask()
+    time.sleep(interval_s)
+    now = source.ask()
+    figures = figures_between(before, now)
+    if as_json:
+        print(json.dumps({"live": now, "figures": figures.to_json()}))
+        return
+    Console(highlight=False).print(render(now, figures))
+
+
+def watch(source: Source, interval_s: float, console: Console | None = None) -> None:
+    """Until `q` or Ctrl-C; a server that goes away is waited for. Raises UserError for what stays."""
+    console = console or Console(highlight=False)
+    before: dict[str, Any] | None = None
+    now: dict[str, Any] | None = None
+    shown: Any = Text("asking …")
+    with (
+        _single_keys() as pressed,
+        Live(shown, console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            pause_s = interval_s
+            try:
+                before, now = now, source.ask()
+                figures, problem = figures_between(before, now), ""
+            except Unreachable as error:
+                # The figures of a server that comes back begin anew.
+                problem, pause_s = f"{error}; trying again", max(interval_s, _RETRY_S)
+            if now is None:
+                shown = Text(problem, style="bold red")
+            else:
+                shown = render(now, figures, console.height - _OTHER_LINES, problem)
+            live.update(shown, refresh=True)
+            if pressed(pause_s) in ("q", "Q", "\x03"):
+                return
+
+
+@contextlib.contextmanager
+def _single_keys() -> Iterator[Any]:
+    """A function that waits for a key for so many seconds and returns it; "" without one, or a terminal."""
+    if not sys.stdin.isatty():
+
+        def wait(seconds: float) -> str:
+            time.sleep(seconds)
+            return ""
+
+        yield wait
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+
+    def read(seconds: float) -> str:
+        ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        return sys.stdin.read(1) if ready else ""
+
+    try:
+        tty.setcbreak(sys.stdin)
+        yield read
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -1,0 +1,147 @@
+"""How figures look: text that fits 80 columns, for a terminal that is refreshed or for one print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from moebius.app.top.figures import Figures
+
+UNKNOWN = "not measured"
+_LAYER_COLUMNS, _BAR = 3, 9
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def render(now: Mapping[str, Any], figures: Figures, rows: int = 100, problem: str = "") -> RenderableType:
+    """`rows`: lines that layers may take; `problem`: why these are old figures, empty: they are not."""
+    parts: list[RenderableType] = [_heading(now)]
+    if problem:
+        parts.append(Text(problem, style="bold red", overflow="ellipsis", no_wrap=True))
+    parts.append(_figures(now, figures))
+    if now.get("experts"):
+        parts += [Text(), _servers(now, figures)]
+        if figures.layers:
+            parts += [Text(), *_layers(figures.layers, max(1, rows))]
+    return Group(*parts)
+
+
+def _heading(now: Mapping[str, Any]) -> Text:
+    replica = f", engine {now['replica'] + 1} of {now['replicas']}" if now.get("replicas", 1) > 1 else ""
+    return Text(f"{now.get('model', 'Moebius')}{replica}, Moebius {now['version']}", style="bold")
+
+
+def _figures(now: Mapping[str, Any], figures: Figures) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    requests, kv = now["requests"], now["kv_cache"]
+    first = now["time_to_first_token"]
+    starts = f"; first token p50 {_time(first['p50_s'])}, p95 {_time(first['p95_s'])}" if first else ""
+    speeds = f"{now['tokens_per_second']:.1f} output, {now['prompt_tokens_per_second']:.1f} prompt"
+    table.add_row("tokens/s", f"{speeds}{starts}")
+    table.add_row(
+        "requests",
+        f"{requests['running']} running, {requests['waiting']} waiting, at most {requests['max_running']} at "
+        f"once, {requests['preemptions']} preemptions",
+    )
+    used = kv["used_tokens"] / max(1, kv["total_tokens"])
+    hits = f"prefix hits {kv['prefix_hit_rate']:.0%}"
+    table.add_row("KV cache", f"{_bar(used, 20)} {used:.0%} of {kv['total_tokens']:,} tokens, {hits}")
+    table.add_row("step", _step(figures))
+    if now.get("experts"):
+        table.add_row("CPU reads", _bandwidth(now, figures))
+    table.add_row("limited by", Text(figures.limit, style="bold yellow"))
+    return table
+
+
+def _step(figures: Figures) -> str:
+    if figures.step is None or figures.steps_per_second is None:
+        return "none computed"
+    text = f"{_time(figures.step)} ({figures.steps_per_second:.1f}/s)"
+    if figures.experts_per_step is not None:
+        text += f", experts {_time(figures.experts_per_step)}"
+    if figures.hand_off_per_call is not None and figures.hand_off_per_step is not None:
+        text += (
+            f", hand-off {_time(figures.hand_off_per_step)} ({1e6 * figures.hand_off_per_call:.0f} µs each)"
+        )
+    return text
+
+
+def _bandwidth(now: Mapping[str, Any], figures: Figures) -> str:
+    if not now["experts"]["servers"]:
+        return "no expert server computes here"
+    if figures.bytes_per_second is None:
+        return UNKNOWN
+    roof = figures.roofline_bytes_per_second
+    if not roof:
+        return f"{figures.bytes_per_second / 1e9:.2f} GB/s; roofline: {UNKNOWN}"
+    share = figures.bytes_per_second / roof
+    return f"{_bar(share, 20)} {figures.bytes_per_second / 1e9:.2f} of {roof / 1e9:.1f} GB/s (roofline)"
+
+
+def _servers(now: Mapping[str, Any], figures: Figures) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("server", "where", "format", "busy", "GB/s", "while busy", "roofline", "of it"):
+        table.add_column(title, justify="left" if title in ("where", "format") else "right", no_wrap=True)
+    rates = {rate.index: rate for rate in figures.servers if rate is not None}
+    for server in now["experts"]["servers"]:
+        if not server["is_up"]:
+            table.add_row(str(server["index"]), Text("does not answer", style="red"))
+            continue
+        node = "" if server["numa_node"] is None else f"node {server['numa_node']}, "
+        rate, roof = rates.get(server["index"]), server["calibrated_bytes_per_second"]
+        table.add_row(
+            str(server["index"]),
+            f"{node}{server['num_threads']} x {server['isa']}",
+            server["weight_format"][:16],
+            "…" if rate is None else f"{rate.busy_share:.0%}",
+            "…" if rate is None else f"{rate.bytes_per_second / 1e9:.2f}",
+            "idle"
+            if rate is None or rate.busy_bytes_per_second is None
+            else _giga(rate.busy_bytes_per_second),
+            _giga(roof) if roof else "-",
+            "-" if rate is None or rate.of_roofline is None else f"{rate.of_roofline:.0%}",
+        )
+    return table
+
+
+def _layers(layers: Mapping[int, float], rows: int) -> list[RenderableType]:
+    """The experts' time of each layer; where there is no room, of the slowest."""
+    room = rows * _LAYER_COLUMNS
+    chosen = sorted(layers, key=lambda layer: -layers[layer])[:room]
+    longest = max(layers.values())
+    what = f"the slowest {len(chosen)} of {len(layers)} layers" if len(chosen) < len(layers) else "by layer"
+    cells = [
+        f"{layer:>3} {_bar(layers[layer] / longest, _BAR)} {_micro(layers[layer])}"
+        for layer in sorted(chosen)
+    ]
+    lines = -(-len(cells) // _LAYER_COLUMNS)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(_LAYER_COLUMNS):
+        table.add_column(no_wrap=True)
+    for line in range(lines):
+        table.add_row(*cells[line::lines])
+    return [Text(f"experts' time, {what}", style="bold"), table]
+
+
+def _bar(share: float, width: int) -> str:
+    eighths = round(max(0.0, min(1.0, share)) * width * 8)
+    return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).ljust(width, "·")[:width]
+
+
+def _giga(value: float) -> str:
+    return f"{value / 1e9:.1f}"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} µs"
+
+
+def _micro(microseconds: float) -> str:
+    return f"{microseconds:>6.0f} µs" if microseconds < 1e5 else f"{microseconds / 1e3:>6.0f} ms"
