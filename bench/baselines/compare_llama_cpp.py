@@ -9,26 +9,30 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_cpp import BenchFigures, LlamaSettings, run_bench
+from comparison_results import NOTHING, TABLE, Key, Results
+from llama_cpp import LlamaSettings, run_bench
 from serving_load import (
     Measured,
     Prompts,
     RunningServer,
+    TimeLimit,
     ask,
     free_port,
     measure_decode,
     measure_prefill,
     serving,
+    time_limit,
 )
 
 from moebius.app.bench.kernels_inputs import parse_counts
-from moebius.app.bench.output import BenchTable, Column, or_dash, write_json
 from moebius.app.commands.experts import distinct_experts
 from moebius.app.random_model.build import MARKER
 from moebius.errors import UserError
@@ -36,6 +40,7 @@ from moebius.models.read import read_config
 
 # The server's name for the model; llama.cpp takes any.
 MODEL = "model"
+SYSTEMS = ("llama-server", "moebius", "llama-bench")
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class Options:
     decode_tokens: int
     repeats: int
     ready_timeout_s: float
+    # A cell may take the first; no cell begins after the second, counted from the script's start.
+    cell_s: float
+    budget_s: float
+    # Systems that are measured, in this order.
+    systems: tuple[str, ...]
     serve: tuple[str, ...]
     logs: Path
 
@@ -59,111 +69,148 @@ class Options:
         """Tokens of one decoding request."""
         return self.decode_prompt + self.decode_tokens + 8
 
-
-@dataclass(frozen=True)
-class Cell:
-    """One thing measured of one system; filled by `measure_cells`."""
-
-    # "prefill" of so many tokens, "decode" of so many streams.
-    phase: str
-    size: int
-    measured: Measured
+    def keys(self, *phases: str) -> list[Key]:
+        """The cells of these phases."""
+        prefill = [Key("prefill", length) for length in self.prefill]
+        decode = [Key("decode", streams) for streams in self.streams]
+        return [key for key in prefill + decode if key.phase in phases]
 
 
 @dataclass(frozen=True)
-class Row:
-    """The keys of the JSON rows; filled by `rows_of`. Speeds in tokens per second."""
+class Load:
+    """One kind of server of a system and the cells it answers; filled by `loads_of`."""
 
-    phase: str
-    size: int
-    moebius: float
-    llama_server: float
-    # 0: not measured (llama-bench decodes one stream only).
-    llama_bench: float
-    # Ours over the better of theirs.
-    ratio: float
-    moebius_repetitions: tuple[float, ...]
-    llama_repetitions: tuple[float, ...]
-    # Share of generated tokens that are the ones the model's head prefers.
-    moebius_correct: float
-    llama_correct: float
-    # Different experts that a step (or chunk) touches, a mean over layers.
-    distinct_experts: float
+    system: str
+    keys: list[Key]
+    # A context manager: the running server, and the engine's address where it counts experts.
+    start: Callable[[float], contextlib.AbstractContextManager[tuple[RunningServer, str]]]
 
 
-def measure_cells(
-    server: RunningServer, options: Options, prompts: Prompts, phases: Sequence[str]
-) -> list[Cell]:
-    """All cells of the phases, after one request that pays for what is first used."""
-    for length in options.prefill if "prefill" in phases else (options.decode_prompt,):
-        ask(server, MODEL, *prompts.draw(0, length, 2))
-    cells = []
-    if "prefill" in phases:
-        for length in options.prefill:
-            cells.append(
-                Cell("prefill", length, measure_prefill(server, MODEL, prompts, length, options.repeats))
-            )
-    if "decode" in phases:
-        for streams in options.streams:
-            found = measure_decode(
-                server,
-                MODEL,
-                prompts,
-                streams,
-                options.decode_tokens,
-                options.repeats,
-                options.decode_prompt,
-            )
-            cells.append(Cell("decode", streams, found))
-    return cells
+def loads_of(options: Options) -> list[Load]:
+    """llama.cpp gets one slot of a long context, then many of short ones: memory that suits each load."""
 
+    def llama(slots: int, context: int, name: str) -> Callable[[float], Any]:
+        @contextlib.contextmanager
+        def start(timeout_s: float) -> Iterator[tuple[RunningServer, str]]:
+            port = free_port()
+            log = options.logs / f"llama-server-{name}.log"
+            command = options.llama.server(port, slots, context)
+            with serving(command, port, "/health", log, timeout_s, {"cache_prompt": False}) as server:
+                yield server, ""
 
-def run_llama(options: Options, prompts: Prompts) -> tuple[list[Cell], BenchFigures, float]:
-    """Cells, what llama-bench says, and seconds until the server was ready."""
-    cells: list[Cell] = []
-    ready_s = 0.0
-    # One slot of a long context, then many of short ones: each kind of load gets the memory that suits it.
-    kinds = (("prefill", 1, max(options.prefill) + 64), ("decode", max(options.streams), options.context))
-    for phase, slots, context in kinds:
-        port = free_port()
-        command = options.llama.server(port, slots, context)
-        log = options.logs / f"llama-server-{phase}.log"
-        body = {"cache_prompt": False}
-        with serving(command, port, "/health", log, options.ready_timeout_s, body) as server:
-            ready_s = ready_s or server.ready_s
-            cells += measure_cells(server, options, prompts, (phase,))
-    return cells, run_bench(options.llama, options.prefill, options.decode_tokens, options.repeats), ready_s
+        return start
+
+    prefill, decode = options.keys("prefill"), options.keys("decode")
+    loads = {
+        "llama-server": [
+            Load("llama-server", prefill, llama(1, max(options.prefill, default=0) + 64, "prefill")),
+            Load("llama-server", decode, llama(max(options.streams, default=1), options.context, "decode")),
+        ],
+        "moebius": [Load("moebius", prefill + decode, lambda limit: moebius_server(options, limit))],
+    }
+    return [load for system in options.systems for load in loads.get(system, [])]
 
 
 @contextlib.contextmanager
-def moebius_server(options: Options) -> Iterator[tuple[RunningServer, str]]:
+def moebius_server(options: Options, timeout_s: float) -> Iterator[tuple[RunningServer, str]]:
     """A running `moebius serve`, and the engine's address."""
     with tempfile.TemporaryDirectory(prefix="mb") as state:
         port = free_port()
         command = [
             *(sys.executable, "-m", "moebius", "serve", str(options.model)),
             *("--port", str(port), "--state-dir", state, "--served-model-name", MODEL),
-            *("--device", options.device, "--max-num-seqs", str(max(64, *options.streams))),
+            *("--device", options.device, "--max-num-seqs", str(max(64, *options.streams, 1))),
             *options.serve,
         ]
         log = options.logs / "moebius-serve.log"
-        with serving(command, port, "/ready", log, options.ready_timeout_s, {}) as server:
+        with serving(command, port, "/ready", log, timeout_s, {}) as server:
             yield server, f"unix:{state}/serve-{port}/gpu.sock"
 
 
-def run_moebius(options: Options, prompts: Prompts) -> tuple[list[Cell], dict[tuple[str, int], float], float]:
-    """Cells, distinct experts by (phase, size), seconds until ready."""
-    with moebius_server(options) as (server, engine):
-        cells = measure_cells(server, options, prompts, ("prefill", "decode"))
-        # Counted in requests of their own: counting is not free.
-        distinct = {}
-        for length in options.prefill:
-            with distinct_experts(engine) as found:
-                ask(server, MODEL, *prompts.draw(7, length, 1))
-            distinct["prefill", length] = statistics.mean(found.values())
-        for streams in options.streams:
-            distinct["decode", streams] = _distinct_of_decode(server, engine, options, prompts, streams)
-        return cells, distinct, server.ready_s
+class Comparison:
+    """Measures what the results lack, within the limits of time."""
+
+    def __init__(self, options: Options, prompts: Prompts, results: Results) -> None:
+        self._options, self._prompts, self._results = options, prompts, results
+        self._begin = time.monotonic()
+
+    def _left(self) -> float:
+        return self._options.budget_s - (time.monotonic() - self._begin)
+
+    def measure(self, load: Load) -> None:
+        """All cells of the load. A server that was killed for a cell that took too long is started again.
+
+        Raises TimeLimit when the time of the whole script is over, UserError when a server fails.
+        """
+        while todo := [key for key in load.keys if (load.system, key) not in self._results.cells]:
+            limit = min(self._options.ready_timeout_s, self._left())
+            if limit <= 0:
+                raise TimeLimit(f"no time is left for {load.system}: {todo}")
+            with load.start(limit) as (server, engine):
+                self._results.ready_s.setdefault(load.system, server.ready_s)
+                print(f"{load.system}: ready after {server.ready_s:.1f} s", flush=True)
+                for number, key in enumerate(todo):
+                    if not self._cell(load.system, server, engine, key, first=number == 0):
+                        break
+
+    def _cell(self, system: str, server: RunningServer, engine: str, key: Key, first: bool) -> bool:
+        """False: the server had to be killed."""
+        left = self._left()
+        limit = min(self._options.cell_s, left)
+        if limit <= 0:
+            raise TimeLimit(f"no time is left for {system} {key.phase} {key.size}")
+        try:
+            with time_limit(server, limit):
+                self._warm_up(server, key, first)
+                measured = self._measured(server, key)
+        except TimeLimit:
+            if limit == left:
+                raise  # a later call may give it the time it needs
+            self._results.add(system, key, NOTHING)
+            return False
+        if engine:  # in requests of their own: counting is not free
+            with contextlib.suppress(TimeLimit), time_limit(server, min(self._options.cell_s, self._left())):
+                self._results.distinct[key] = self._distinct(server, engine, key)
+        self._results.add(system, key, measured)
+        return key in self._results.distinct or not engine
+
+    def _warm_up(self, server: RunningServer, key: Key, first: bool) -> None:
+        """Pays for what is first used."""
+        lengths = [key.size] if key.phase == "prefill" else [self._options.decode_prompt] * first
+        for length in lengths * (1 + first):
+            ask(server, MODEL, *self._prompts.draw(time.time_ns(), length, 2))
+
+    def _measured(self, server: RunningServer, key: Key) -> Measured:
+        options = self._options
+        if key.phase == "prefill":
+            return measure_prefill(server, MODEL, self._prompts, key.size, options.repeats)
+        tokens, repeats, length = options.decode_tokens, options.repeats, options.decode_prompt
+        return measure_decode(server, MODEL, self._prompts, key.size, tokens, repeats, length)
+
+    def _distinct(self, server: RunningServer, engine: str, key: Key) -> float:
+        if key.phase == "decode":
+            return _distinct_of_decode(server, engine, self._options, self._prompts, key.size)
+        with distinct_experts(engine) as found:
+            ask(server, MODEL, *self._prompts.draw(7, key.size, 1))
+        return statistics.mean(found.values())
+
+    def bench(self) -> None:
+        """llama-bench, for the cells that it can measure."""
+        options = self._options
+        keys = [Key("decode", 1), *options.keys("prefill")]
+        todo = [key for key in keys if ("llama-bench", key) not in self._results.cells]
+        lengths = [key.size for key in todo if key.phase == "prefill"]
+        if not todo:
+            return
+        limit = min(options.cell_s * len(todo), self._left())
+        if limit <= 0:
+            raise TimeLimit("no time is left for llama-bench")
+        tokens = options.decode_tokens if Key("decode", 1) in todo else 0
+        found = run_bench(options.llama, lengths, tokens, options.repeats, limit)
+        for key in todo:
+            speed = found.prefill.get(key.size, 0.0) if key.phase == "prefill" else found.decode
+            if speed:
+                self._results.add("llama-bench", key, Measured(speed, (speed,), 1.0))
 
 
 def _distinct_of_decode(
@@ -198,51 +245,6 @@ def _count_some(pieces: Any, tokens: int) -> None:
         found += next(pieces).text.count("w")
 
 
-def rows_of(
-    ours: Sequence[Cell],
-    theirs: Sequence[Cell],
-    bench: BenchFigures,
-    distinct: dict[tuple[str, int], float],
-) -> list[Row]:
-    """A row for each cell that both have."""
-    baselines = {(cell.phase, cell.size): cell.measured for cell in theirs}
-    rows = []
-    for cell in ours:
-        key = cell.phase, cell.size
-        baseline = baselines[key]
-        alone = bench.prefill.get(cell.size, 0.0) if cell.phase == "prefill" else 0.0
-        if key == ("decode", 1):
-            alone = bench.decode
-        rows.append(
-            Row(
-                phase=cell.phase,
-                size=cell.size,
-                moebius=cell.measured.tokens_per_second,
-                llama_server=baseline.tokens_per_second,
-                llama_bench=alone,
-                ratio=cell.measured.tokens_per_second / max(baseline.tokens_per_second, alone),
-                moebius_repetitions=cell.measured.repetitions,
-                llama_repetitions=baseline.repetitions,
-                moebius_correct=cell.measured.correct,
-                llama_correct=baseline.correct,
-                distinct_experts=distinct[key],
-            )
-        )
-    return rows
-
-
-TABLE = BenchTable[Row](
-    Column("phase", lambda row: row.phase, 7, left=True),
-    Column("tokens/streams", lambda row: f"{row.size}", 8),
-    Column("moebius", lambda row: f"{row.moebius:.1f}", 9),
-    Column("llama-server", lambda row: f"{row.llama_server:.1f}", 9),
-    Column("llama-bench", lambda row: or_dash(row.llama_bench, 1), 9),
-    Column("ratio", lambda row: f"{row.ratio:.2f}", 6),
-    Column("experts/layer", lambda row: f"{row.distinct_experts:.1f}", 6),
-    Column("same tokens", lambda row: f"{min(row.moebius_correct, row.llama_correct):.3f}", 6),
-)
-
-
 def check_model(model: Path) -> Prompts:
     """Prompts for it. Raises UserError unless `moebius models random --head chain` wrote it as GGUF."""
     marker = model.parent / MARKER
@@ -256,15 +258,39 @@ def check_model(model: Path) -> Prompts:
     return Prompts(int(read_config(model)["vocab_size"]))
 
 
-def compare(options: Options, json_file: Path | None) -> None:
-    """Both systems in turn, then the table. Raises UserError."""
-    prompts = check_model(options.model)
-    theirs, bench, their_start = run_llama(options, prompts)
-    ours, distinct, our_start = run_moebius(options, prompts)
-    rows = rows_of(ours, theirs, bench, distinct)
-    print(f"ready after: moebius {our_start:.1f} s, llama-server {their_start:.1f} s")
-    TABLE.print_all(rows)
-    write_json(rows, json_file)
+def settings_of(options: Options) -> dict[str, Any]:
+    """What two calls must have in common to be one comparison."""
+    return {
+        "model": options.model.name,
+        "written": json.loads((options.model.parent / MARKER).read_text()),
+        "device": options.device,
+        "decode_prompt": options.decode_prompt,
+        "decode_tokens": options.decode_tokens,
+        "threads": options.llama.threads,
+        "ubatch": options.llama.ubatch,
+        "llama": options.llama.extra,
+        "serve": options.serve,
+    }
+
+
+def compare(options: Options, results: Results, prompts: Prompts) -> list[str]:
+    """All that is not measured yet, then the table. Returns what could not be measured, a line each."""
+    comparison = Comparison(options, prompts, results)
+    problems = []
+    steps: list[Callable[[], None]] = [partial(comparison.measure, load) for load in loads_of(options)]
+    if "llama-bench" in options.systems:
+        steps.append(comparison.bench)
+    TABLE.print_header()
+    for step in steps:
+        try:
+            step()
+        except UserError as problem:
+            problems.append(str(problem))
+            print(problem, flush=True)
+    results.write()
+    print("ready after: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in results.ready_s.items()))
+    TABLE.print_all(results.rows())
+    return problems
 
 
 def parse() -> tuple[Options, Path | None]:
@@ -284,9 +310,20 @@ def parse() -> tuple[Options, Path | None]:
     add("--llama-args", default="", help="further arguments of llama.cpp's programs")
     add("--serve-args", default="", help="further arguments of `moebius serve`")
     add("--ready-timeout", type=float, default=600.0, help="seconds that a server may take to be ready")
+    add("--cell-seconds", type=float, default=120.0, help="what a cell may take; then it counts as 0")
+    add("--budget-seconds", type=float, default=1e9, help="no cell begins later; a later call goes on")
+    add("--systems", default=",".join(SYSTEMS), help="measured in this order: " + ", ".join(SYSTEMS))
     add("--logs", type=Path, default=Path(), help="where the servers' output goes")
-    add("--json", type=Path, default=None, help="file for the rows")
+    add(
+        "--json",
+        type=Path,
+        default=None,
+        help="file for the results; what it holds already is not measured again",
+    )
     chosen = parser.parse_args()
+    systems = tuple(chosen.systems.split(","))
+    if unknown := [system for system in systems if system not in SYSTEMS]:
+        raise UserError(f"--systems: {unknown} are not allowed; allowed: {', '.join(SYSTEMS)}")
     options = Options(
         chosen.model.resolve(),
         LlamaSettings(
@@ -304,6 +341,9 @@ def parse() -> tuple[Options, Path | None]:
         chosen.decode_tokens,
         chosen.repeats,
         chosen.ready_timeout,
+        chosen.cell_seconds,
+        chosen.budget_seconds,
+        systems,
         tuple(chosen.serve_args.split()),
         chosen.logs,
     )
@@ -314,7 +354,10 @@ def main() -> None:
     """Runs the comparison; errors are one line."""
     try:
         options, json_file = parse()
-        compare(options, json_file)
+        prompts = check_model(options.model)
+        results = Results(json_file, settings_of(options))
+        if problems := compare(options, results, prompts):
+            sys.exit("not measured: " + "; ".join(problem.splitlines()[0] for problem in problems))
     except UserError as error:
         sys.exit(str(error))
 

@@ -91,10 +91,10 @@ class LlamaSettings:
         ]
 
     def bench(self, prefill: Sequence[int], decode_tokens: int, repeats: int) -> list[str]:
-        """The command that prints a JSON list with an entry for each prompt length, and one for decoding."""
+        """The command that prints a line of JSON for each prompt length, and one for decoding."""
         return [
             str(self.directory / "llama-bench"),
-            *("-m", str(self.model), "-r", str(repeats), "-o", "json", "-ncmoe", "999"),
+            *("-m", str(self.model), "-r", str(repeats), "-o", "jsonl", "-ncmoe", "999"),
             *("-p", ",".join(map(str, prefill)), "-n", str(decode_tokens)),
             *("-b", str(max(self.ubatch)), "-ub", ",".join(map(str, self.ubatch))),
             *self.placement(),
@@ -112,10 +112,14 @@ class BenchFigures:
 
 
 def parse_bench(output: str) -> BenchFigures:
-    """From what llama-bench prints."""
+    """From the lines that llama-bench printed, all of them or the first."""
     prefill: dict[int, float] = {}
     decode = 0.0
-    for entry in json.loads(output):
+    for line in output.splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the line it was writing when it was ended
         speed, tokens = float(entry["avg_ts"]), int(entry["n_prompt"])
         if tokens:
             prefill[tokens] = max(speed, prefill.get(tokens, 0.0))
@@ -124,13 +128,19 @@ def parse_bench(output: str) -> BenchFigures:
     return BenchFigures(prefill, decode)
 
 
-def run_bench(settings: LlamaSettings, prefill: Sequence[int], tokens: int, repeats: int) -> BenchFigures:
-    """Raises UserError with its last words when it fails."""
+def run_bench(
+    settings: LlamaSettings, prefill: Sequence[int], tokens: int, repeats: int, limit_s: float
+) -> BenchFigures:
+    """What it measured within the limit. Raises UserError with its last words when it fails."""
     command = settings.bench(prefill, tokens, repeats)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired as late:
+        return parse_bench((late.stdout or b"").decode(errors="replace"))
     if done.returncode != 0:
-        raise UserError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
-    return parse_bench(done.stdout)
+        words = done.stderr.decode(errors="replace").strip()[-500:]
+        raise UserError(f"{' '.join(command)} failed: {words}")
+    return parse_bench(done.stdout.decode())
 
 
 def main() -> None:

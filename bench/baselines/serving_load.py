@@ -7,8 +7,9 @@ import contextlib
 import socket
 import statistics
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,34 @@ class RunningServer:
     ready_s: float
     # Keys that this server wants in every request.
     body: dict[str, Any] = field(default_factory=dict)
+    # Ends it at once, and with it every request it has.
+    kill: Callable[[], None] = lambda: None
+
+
+class TimeLimit(UserError):
+    """Something took longer than it may."""
+
+
+@contextlib.contextmanager
+def time_limit(server: RunningServer, seconds: float) -> Iterator[None]:
+    """Kills the server when the block takes longer, which ends its requests. Raises TimeLimit then."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        server.kill()
+
+    timer = threading.Timer(max(0.0, seconds), end)
+    timer.start()
+    try:
+        yield
+    except Exception:
+        if not late.is_set():
+            raise
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise TimeLimit(f"not finished after {seconds:.0f} s")
 
 
 @contextlib.contextmanager
@@ -60,10 +89,11 @@ def serving(
             if ended or time.monotonic() - begin > timeout_s:
                 why = "ended" if ended else f"was not ready after {timeout_s:.0f} s"
                 words = log.read_text(errors="replace")[-1000:]
-                raise UserError(f"{' '.join(command)}: {why}; {log} ends with:\n{words}")
+                kind = UserError if ended else TimeLimit
+                raise kind(f"{' '.join(command)}: {why}; {log} ends with:\n{words}")
             time.sleep(_POLL_S)
         client = ApiClient(base_url, keep_alive=False)
-        yield RunningServer(client, time.monotonic() - begin, body)
+        yield RunningServer(client, time.monotonic() - begin, body, process.kill)
         client.close()
     finally:
         process.terminate()
