@@ -3,6 +3,7 @@ while all streams decode, and the ratio is over the better of llama.cpp's progra
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -11,7 +12,6 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ def scripts() -> Iterator[SimpleNamespace]:
     """The scripts, which import each other as the only files of their folder."""
     sys.path.insert(0, str(SCRIPTS))
     try:
-        names = ("llama_cpp", "serving_load", "compare_llama_cpp")
+        names = ("llama_cpp", "serving_load", "comparison_results", "compare_llama_cpp")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
         sys.path.remove(str(SCRIPTS))
@@ -57,10 +57,11 @@ def test_experts_stay_on_the_cpus_in_page_locked_memory(scripts: SimpleNamespace
 
 
 def test_the_best_of_several_micro_batches_counts(scripts: SimpleNamespace) -> None:
-    """llama-bench prints an entry per setting."""
+    """llama-bench prints a line per setting; what it had printed when its time was over counts."""
     entries = [(512, 0, 10.0), (512, 0, 30.0), (4096, 0, 50.0), (0, 64, 7.0), (0, 64, 6.0)]
-    printed = json.dumps([{"n_prompt": p, "n_gen": n, "avg_ts": speed} for p, n, speed in entries])
-    found = scripts.llama_cpp.parse_bench(printed)
+    lines = [json.dumps({"n_prompt": p, "n_gen": n, "avg_ts": speed}) for p, n, speed in entries]
+    # Ended by its time limit in the middle of a line.
+    found = scripts.llama_cpp.parse_bench("\n".join([*lines, '{"n_prompt": 16384, "avg']))
     assert (found.prefill, found.decode) == ({512: 30.0, 4096: 50.0}, 7.0)
 
 
@@ -124,23 +125,121 @@ def test_decode_speed_counts_common_time_only(
     assert found.tokens_per_second == pytest.approx(20, rel=0.03)
 
 
-def test_ratio_is_over_the_better_program(scripts: SimpleNamespace) -> None:
+class FakeSystem:
+    """Stands for both servers: every cell has a speed of its own, and some never end."""
+
+    def __init__(self, load: ModuleType, speeds: dict[tuple[str, int], float], hangs: set[int]) -> None:
+        self._load, self._speeds, self._hangs = load, speeds, hangs
+        self.started = 0
+        self.measured: list[tuple[str, int]] = []
+
+    @contextlib.contextmanager
+    def start(self, _timeout_s: float) -> Iterator[tuple[Any, str]]:
+        self.started += 1
+        self._killed = threading.Event()
+        yield self._load.RunningServer(None, 1.0, {}, self._killed.set), ""
+
+    def measure(self, _server: Any, key: Any) -> Any:
+        self.measured.append(tuple(key))
+        if key.size in self._hangs:
+            assert self._killed.wait(60)
+            raise UserError("connection reset")
+        return self._load.Measured(self._speeds[tuple(key)], (self._speeds[tuple(key)],), 1.0)
+
+
+def options(scripts: SimpleNamespace, **changed: Any) -> Any:
+    given = {
+        "model": Path("m.gguf"),
+        "llama": settings(scripts.llama_cpp),
+        "device": "cpu",
+        "prefill": (512,),
+        "streams": (1, 8),
+        "decode_prompt": 4,
+        "decode_tokens": 8,
+        "repeats": 1,
+        "ready_timeout_s": 60.0,
+        "cell_s": 60.0,
+        "budget_s": 600.0,
+        "systems": ("llama-server", "moebius"),
+        "serve": (),
+        "logs": Path(),
+    }
+    return scripts.compare_llama_cpp.Options(**given | changed)
+
+
+def measure_all(
+    scripts: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    results: Any,
+    system: FakeSystem,
+    **changed: Any,
+) -> None:
+    """Both servers' cells, as the script's loop does it."""
+    compare, chosen = scripts.compare_llama_cpp, options(scripts, **changed)
+    monkeypatch.setattr(compare, "ask", lambda *_: None)
+    monkeypatch.setattr(
+        compare.Comparison, "_measured", lambda _self, server, key: system.measure(server, key)
+    )
+    comparison = compare.Comparison(chosen, scripts.serving_load.Prompts(VOCAB), results)
+    for load in compare.loads_of(chosen):
+        comparison.measure(compare.Load(load.system, load.keys, system.start))
+
+
+SPEEDS = {("prefill", 512): 100.0, ("decode", 1): 40.0, ("decode", 8): 90.0}
+
+
+def test_ratio_is_over_the_better_program(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """llama-bench counts where it measures the same: prefill, and one stream."""
-    load, compare, llama_cpp = scripts.serving_load, scripts.compare_llama_cpp, scripts.llama_cpp
+    load, module = scripts.serving_load, scripts.comparison_results
+    results = module.Results(tmp_path / "r.json", {})
+    measure_all(scripts, monkeypatch, results, FakeSystem(load, SPEEDS, set()))
+    results.add("llama-bench", module.Key("prefill", 512), load.Measured(200.0, (200.0,), 1.0))
+    results.add("llama-bench", module.Key("decode", 1), load.Measured(10.0, (10.0,), 1.0))
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [row["ratio"] for row in rows] == [pytest.approx(value) for value in (0.5, 1.0, 1.0)]
+    assert [row["llama_bench"] for row in rows] == [200.0, 10.0, 0.0]
 
-    def cells(*speeds: float) -> list[Any]:
-        keys = (("prefill", 512), ("decode", 1), ("decode", 8))
-        return [
-            compare.Cell(*key, load.Measured(speed, (speed,), 1.0))
-            for key, speed in zip(keys, speeds, strict=True)
-        ]
 
-    distinct = {("prefill", 512): 128.0, ("decode", 1): 8.0, ("decode", 8): 51.4}
-    bench = llama_cpp.BenchFigures({512: 200.0}, 10.0)
-    rows = compare.rows_of(cells(600, 40, 90), cells(100, 20, 60), bench, distinct)
-    assert [row.ratio for row in rows] == [pytest.approx(value) for value in (3.0, 2.0, 1.5)]
-    assert [row.llama_bench for row in rows] == [200.0, 10.0, 0.0]
-    assert json.loads(json.dumps(asdict(rows[2])))["distinct_experts"] == 51.4
+def test_a_later_call_measures_only_what_is_missing(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run of ten minutes is cut off by the machine's limit; results of other settings are not mixed in."""
+    module, file = scripts.comparison_results, tmp_path / "r.json"
+    first = module.Results(file, {"tokens": 8})
+    for system in ("llama-server", "moebius"):
+        first.add(system, module.Key("prefill", 512), scripts.serving_load.Measured(5.0, (5.0,), 1.0))
+    system = FakeSystem(scripts.serving_load, SPEEDS, set())
+    results = module.Results(file, {"tokens": 8})
+    measure_all(scripts, monkeypatch, results, system)
+    assert system.measured == [("decode", 1), ("decode", 8)] * 2
+    assert [row.moebius for row in results.rows()] == [5.0, 40.0, 90.0]
+    with pytest.raises(UserError, match="other settings"):
+        module.Results(file, {"tokens": 9})
+
+
+def test_a_cell_that_takes_too_long_ends_and_the_others_are_measured(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server is killed, the cell counts as 0, and a server is started for the rest."""
+    system = FakeSystem(scripts.serving_load, SPEEDS, {1})
+    results = scripts.comparison_results.Results(None, {})
+    measure_all(scripts, monkeypatch, results, system, cell_s=0.2)
+    assert [row.moebius for row in results.rows()] == [100.0, 0.0, 90.0]
+    assert results.rows()[1].ratio == 0.0
+    assert system.started == 3 + 2  # llama.cpp has two kinds of server
+
+
+def test_no_cell_begins_when_the_time_is_over(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that the end of the time cut off is left to the next call, which may give it the time it needs."""
+    system = FakeSystem(scripts.serving_load, SPEEDS, {8})
+    results = scripts.comparison_results.Results(None, {})
+    with pytest.raises(scripts.serving_load.TimeLimit):
+        measure_all(scripts, monkeypatch, results, system, budget_s=1.0)
+    assert ("llama-server", ("decode", 8)) not in results.cells
 
 
 def test_only_models_with_known_answers_are_compared(scripts: SimpleNamespace, tmp_path: Path) -> None:
