@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# What the README says, on a system that has nothing but a shell and apt: a debootstrap root of SUITE.
+# What README and docs/install.md say, on a system that has nothing but a shell and apt: a debootstrap root of SUITE.
 # usage: run.sh SUITE [MIRROR]     bookworm: Debian 12, trixie: Debian 13, noble: Ubuntu 24.04
 #
 # 1. `make demo` without the README's packages names what is missing and prints the line to paste.
-# 2. That line is the README's; after it a half-made .venv is repaired, and `make demo` answers, twice.
+# 2. The blocks of the README that are marked with this script's name, from top to bottom, then those of
+#    docs/install.md, as they stand: only `sudo` is left out, for the root has no other user, and a server is started,
+#    asked and stopped. Before the first of them half of a .venv lies there, as a broken installation leaves it.
 #
 # The committed tree is tested, not what is uncommitted. The root is made once, under CACHE, and copied for each
-# run. How the host reaches its package registries (pip's and apt's settings, certificates) is copied into it.
+# run. How the host reaches its package registries (pip's and apt's settings, certificates) is copied into it; curl and,
+# to spare time, ccache are installed besides what the README names. STEPS=readme leaves docs/install.md out.
 set -euo pipefail
 suite=${1:?suite}
 case $suite in
@@ -28,7 +31,10 @@ base=$cache/$suite
 if [ ! -e "$base/.complete" ]; then
   rm -rf "$base" && mkdir -p "$base"
   components=main; [ "$suite" = noble ] && components=main,universe
-  debootstrap --variant=minbase --components="$components" "$suite" "$base" "$mirror" >"$cache/$suite.log" 2>&1 || {
+  # debootstrap's script of an older release does for one that it does not know.
+  script=; [ -e "/usr/share/debootstrap/scripts/$suite" ] || script=/usr/share/debootstrap/scripts/jammy
+  debootstrap --variant=minbase --components="$components" "$suite" "$base" "$mirror" ${script:+"$script"} \
+    >"$cache/$suite.log" 2>&1 || {
     echo "debootstrap $suite failed; the end of $cache/$suite.log:" >&2
     tail -n 5 "$cache/$suite.log" >&2
     exit 77
@@ -68,26 +74,62 @@ inside() {
 say() { echo "newcomer $suite: $*"; }
 fail() { say "FAILED: $*" >&2; exit 1; }
 
-# What the README says, not what this script knows.
-line=$(grep -oE 'sudo apt-get install [a-z0-9+. -]+' "$project/README.md" | head -n 1)
-[ -n "$line" ] || fail "the README names no packages"
-inside 'apt-get update -qq && apt-get install -qq --no-install-recommends make >/dev/null 2>&1'
+# The commands of the blocks of a page that are marked with this script's name; continued lines are joined.
+blocks() {
+  awk '/^<!-- run by: tests\/newcomer\/run.sh -->/ { marked = 1; next }
+       marked && /^```sh/ { inside = 1; next }
+       inside && /^```/ { inside = 0; marked = 0; next }
+       inside' "$project/$1" | sed -e ':a;/\\$/{N;s/\\\n//;ba}'
+}
+# A server stays up: it is asked what the README's next block asks, then told to stop.
+serve() {
+  local ask
+  ask=$(awk '/^```sh/ { getline; if ($1 == "curl") { print; while (/\\$/) { getline; print }; exit } }' "$project/README.md")
+  cat >"$root/root/ask.sh" <<END
+$1 & server=\$!
+for i in \$(seq 600); do
+  curl -sf http://127.0.0.1:8000/ready >/dev/null && break
+  kill -0 \$server || exit 1
+  sleep 1
+done
+$ask
+echo
+.venv/bin/moebius chat --prompt 'What is the capital of France?' --max-tokens 16
+kill -INT -- -\$server 2>/dev/null || kill \$server
+wait \$server || true
+END
+  inside 'exec sh -m /root/ask.sh' >"$root/serve.log" 2>&1 || { tail -n 40 "$root/serve.log"; fail "$1"; }
+  grep -q '"content":' "$root/serve.log" || { tail -n 40 "$root/serve.log"; fail "no answer from $1"; }
+}
+run() {
+  say "$1"
+  case $1 in
+    'make serve'*) serve "$1" ;;
+    'sudo apt-get install'*) inside "${1#sudo } -y -qq --no-install-recommends >/dev/null 2>&1" ;;
+    *) inside "export PATH=$PATH_INSIDE; $1" >"$root/step.log" 2>&1 || { tail -n 40 "$root/step.log"; fail "$1"; } ;;
+  esac
+  case $1 in
+    *demo) grep -E '[0-9]+ tokens, .* tokens/s' "$root/step.log" || { tail -n 20 "$root/step.log"; fail "no answer"; } ;;
+  esac
+}
+PATH_INSIDE=/usr/sbin:/usr/bin:/sbin:/bin
 
+line=$(blocks README.md | grep '^sudo apt-get install') || fail "the README names no packages"
+inside 'apt-get update -qq && apt-get install -qq --no-install-recommends make >/dev/null 2>&1'
 say "make demo before the README's packages"
 if inside 'make demo' >"$root/first.log" 2>&1; then fail "make demo passed with nothing installed"; fi
 grep -qF "$line" "$root/first.log" || { cat "$root/first.log"; fail "the line to paste was not printed"; }
 
-say "${line#sudo }, as the README says"
-inside "${line#sudo } -y -qq --no-install-recommends >/dev/null 2>&1"
-# After the packages, which make certificates of their own.
-mkdir -p "$root/etc/ssl/certs" && mount --bind /etc/ssl/certs "$root/etc/ssl/certs"
-
-say "make demo over a half-made .venv"
 inside 'mkdir -p .venv/bin && ln -s /usr/bin/python3 .venv/bin/python3'
-inside 'make demo' >"$root/demo.log" 2>&1 || { tail -n 40 "$root/demo.log"; fail "make demo"; }
-tail -n 12 "$root/demo.log"
-
-say "make demo once more"
-inside 'make demo' >"$root/again.log" 2>&1 || { tail -n 40 "$root/again.log"; fail "the second make demo"; }
-grep -q 'tokens' "$root/again.log" || { tail -n 20 "$root/again.log"; fail "no answer"; }
-say "passed"
+while read -r command; do
+  run "$command" </dev/null
+  case $command in
+    'sudo apt-get'*)
+      inside 'apt-get install -y -qq --no-install-recommends curl ccache >/dev/null 2>&1'
+      # After the packages, which make certificates of their own.
+      mkdir -p "$root/etc/ssl/certs" && mount --bind /etc/ssl/certs "$root/etc/ssl/certs"
+      mkdir -p "$cache/ccache-$suite" "$root/root/.cache/ccache" && mount --bind "$cache/ccache-$suite" "$root/root/.cache/ccache" ;;
+  esac
+done < <(blocks README.md)
+[ "${STEPS:-all}" = readme ] || while read -r command; do run "$command" </dev/null; done < <(blocks docs/install.md)
+say "passed: $(inside 'python3 --version')"

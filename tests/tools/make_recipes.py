@@ -229,6 +229,7 @@ def _reason(error: DoesNotFit) -> str:
     return text.split("; --expert-dtype")[0].split("; none of these")[0].split(": no setting")[0]
 
 
+RUN = "<!-- run by: tests/unit/test_recipes.py -->"
 COLUMNS = (
     "experts | RAM, GiB | each GPU, GiB | experts on GPUs | KV cache, tokens | 1 stream | 4 | 16 | prefill"
 )
@@ -256,9 +257,9 @@ def section(model: Model, machine: Machine) -> str:
             each for each, found in plans.items() if found.decode[0].tokens_per_second >= ENOUGH * best
         )
         flags = _options(settings_of(model, machine, chosen)) + f" {plans[chosen].serve_flags}".rstrip()
-        parts += [f"```\nmoebius serve {model.name}{flags}\n```"]
+        parts += [f"<!-- needs: {machine.title} -->\n```sh\nmoebius serve {model.name}{flags}\n```"]
         parts += ["\n".join([HEAD, *(row for row in rows if row.startswith("|"))])]
-        parts += [f"```\n{plan_command(model, machine, chosen)}\n```"]
+        parts += [f"{RUN}\n```sh\n{plan_command(model, machine, chosen)}\n```"]
     parts += refused
     return "\n\n".join(parts) + "\n"
 

