@@ -171,7 +171,7 @@ def test_failed_download_says_what_to_do(tmp_path: Path) -> None:
 def test_an_environment_without_pip_downloads_with_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`uv tool install` leaves pip out: uv brings one, else any pip will do; without, the way out is named."""
+    """`uv tool install` leaves pip out: uv brings one, else any pip does; without, the way out is named."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else found(name))
     monkeypatch.setenv("PATH", str(tmp_path))
