@@ -234,7 +234,7 @@ def test_a_cell_that_takes_too_long_ends_and_the_others_are_measured(
 def test_no_cell_begins_when_the_time_is_over(
     scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that the end of the time cut off is left to the next call, which may give it the time it needs."""
+    """And one that the end of the time cut off is left to the next call, which may give it more time."""
     system = FakeSystem(scripts.serving_load, SPEEDS, {8})
     results = scripts.comparison_results.Results(None, {})
     with pytest.raises(scripts.serving_load.TimeLimit):
