@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo serve test test-fast test-all test-fuzz test-kernels-all setup kernels lint types unit protos wheels-gpu wheel recipes docs clean
+.PHONY: demo serve test test-fast test-all test-fuzz test-tls test-kernels-all setup kernels lint types unit protos wheels-gpu wheel recipes docs clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo    answer one chat request on this machine, GPU or not"
@@ -51,6 +51,12 @@ test-fuzz: setup
 	$(BIN)/python -m pytest --full --hypothesis-profile=explore tests/kernels/test_fuzz_sanitizers.py \
 	  tests/service/test_gateway_fuzz.py
 	$(BIN)/python -m tests.tools.fuzz_parsers
+
+# Everything that talks to processes, once more with mutual TLS between them and HTTPS to clients: faults, clients, APIs.
+# TLS_TESTS=tests/service/test_end_to_end_faults.py takes a part.
+TLS_TESTS ?= tests/service
+test-tls: setup
+	$(PYTEST) --tls $(TLS_TESTS)
 
 # All kernels at the sizes of all published models, for all architectures; docs/gpu-architectures.md has the table.
 test-kernels-all: setup

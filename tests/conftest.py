@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hypothesis import settings
 
 from tests import selection
+from tests.helpers import tls_everywhere
 
 # Examples follow from the test's name and code, so that a red suite means that a change broke something.
 # `--hypothesis-profile=explore` draws new ones, and more of them.
@@ -35,7 +38,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--tls"):
+        tls_everywhere.switch_on(Path(tempfile.mkdtemp(prefix="moebius-tests-tls-")))
     config.pluginmanager.register(selection.Selection(config), "selection")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _https(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--tls` servers speak HTTPS, but in files that are marked otherwise."""
+    tls_everywhere.use_https(request.node.get_closest_marker("plain_http") is None)
+    yield
+    tls_everywhere.use_https(False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

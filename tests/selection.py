@@ -52,6 +52,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="all combinations of parameters, all fuzz cases")
     group.addoption("--pods", action="store_true", help="build an image and run Pods (make test-pod)")
     group.addoption("--pod-image", action="store_true", help="with the image that was built before")
+    group.addoption("--tls", action="store_true", help="with mutual TLS and HTTPS (make test-tls)")
     group.addoption("--fast", action="store_true", help="tests that find most mistakes within two minutes")
 
 

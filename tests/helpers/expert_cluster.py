@@ -19,6 +19,7 @@ import torch
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.factory import make_expert_client
 from moebius.config import MoebiusConfig, PlacementConfig
+from moebius.grpc_channels import open_channel
 from moebius.mailbox import Mailbox
 from moebius.mailbox_plan import mailbox_geometry
 from moebius.models.geometry import MoeGeometry
@@ -94,7 +95,7 @@ class Cluster:
     def stub(self, index: int = 0) -> Iterator[Any]:
         """The gRPC stub of one server."""
         make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub
-        with grpc.insecure_channel(self.config.experts.expert_addresses[index]) as channel:
+        with open_channel(self.config.experts.expert_addresses[index]) as channel:
             yield make_stub(channel)
 
 

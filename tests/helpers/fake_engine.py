@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer
 
+from moebius.grpc_channels import listen
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 
@@ -327,7 +328,7 @@ def serving(engine: FakeEngine, address: str) -> Iterator[health.HealthServicer]
     health_service = health.HealthServicer()
     health_service.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-    server.add_insecure_port(address)
+    listen(server, address)
     server.start()
     try:
         yield health_service

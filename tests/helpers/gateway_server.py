@@ -13,6 +13,7 @@ import uvicorn
 
 from gateway.server import server_for
 from moebius.config import MoebiusConfig
+from tests.helpers import tls_everywhere
 
 
 def gateway_config(engine_address: str, **gateway: Any) -> MoebiusConfig:
@@ -24,12 +25,14 @@ def gateway_config(engine_address: str, **gateway: Any) -> MoebiusConfig:
 @contextlib.contextmanager
 def running_gateway(config: MoebiusConfig, wait: bool = True) -> Iterator[str]:
     """Yields the base URL (without /v1); waits for /ready unless `wait` is False."""
+    is_own = bool(config.security.http_cert_file)  # its test knows what to call it
+    config = tls_everywhere.with_https(config)
     server = server_for(config)
     server.config.timeout_graceful_shutdown = 1
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        url = f"http://127.0.0.1:{_port(server)}"
+        url = f"{'http' if is_own else tls_everywhere.scheme()}://127.0.0.1:{_port(server)}"
         if wait:
             _wait_ready(url)
         yield url

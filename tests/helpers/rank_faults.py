@@ -19,6 +19,7 @@ from gpu_service.main import run_follower
 from gpu_service.models.common import CausalLM
 from moebius.config import MoebiusConfig, TelemetryConfig
 from moebius.telemetry import configure_logging
+from moebius.tls import configure_tls
 from tests.helpers.rank_group import CONTEXT, WAIT_S, Script, rank_config, with_rank
 
 PROMPT = list(range(5, 17))
@@ -95,6 +96,7 @@ def _run(
     results: multiprocessing.connection.Connection,
 ) -> None:
     failing_rank, flaky, max_tokens = faults
+    configure_tls(config.security)
     rank = config.parallel.rank
     _log_to(logs / f"{rank}.log")
     if failing_rank == rank:

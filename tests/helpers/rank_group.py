@@ -29,6 +29,7 @@ from moebius.config import (
     ParallelConfig,
     PlacementConfig,
 )
+from moebius.tls import configure_tls
 from protos.engine_pb2 import Constraint
 
 # Forked from a process that has imported torch: a fresh interpreter would take seconds per rank.
@@ -209,6 +210,7 @@ def _run_rank(
     cases: Cases,
 ) -> None:
     prepare()
+    configure_tls(config.security)
     if config.parallel.rank:
         sys.exit(run_follower(config))
     script = Script(config)

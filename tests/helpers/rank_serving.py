@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
-
 from moebius.app.supervisor.plan import ServePlan, plan_processes
 from moebius.app.supervisor.process import ManagedProcess
 from moebius.app.supervisor.supervisor import Supervisor
 from moebius.config_loader import load_config
+from moebius.grpc_channels import open_channel
 from protos import engine_pb2 as pb
 from protos.engine_pb2_grpc import EngineStub
 
@@ -27,7 +26,7 @@ def generate(address: str) -> list[int]:
         tokenized=pb.TokenizedInput(input_ids=range(5, 30)),
         sampling_params=pb.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
     )
-    with grpc.insecure_channel(address) as channel:
+    with open_channel(address) as channel:
         answers = list(EngineStub(channel).Generate(request, timeout=LIMIT_S))  # type: ignore[no-untyped-call]
     return list(answers[-1].complete.output_ids)
 

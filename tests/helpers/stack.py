@@ -16,6 +16,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.helpers import tls_everywhere
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -34,6 +36,7 @@ class Stack:
     base_url: str
     log: Path
     state_dir: Path
+    metrics_url: str  # without /metrics
 
     def children(self, command: str) -> list[psutil.Process]:
         """The live child processes running `moebius <command>`, oldest first."""
@@ -61,23 +64,30 @@ def wait_ready(base_url: str, process: subprocess.Popen[bytes], log: Path, timeo
 
 @contextlib.contextmanager
 def running_stack(
-    model: Path, directory: Path, *flags: str, timeout_s: float = 120, scheme: str = "http"
+    model: Path, directory: Path, *flags: str, timeout_s: float = 120, scheme: str = ""
 ) -> Iterator[Stack]:
     """Runs `moebius serve model flags…` on a free port; on exit stops it with SIGTERM and checks the exit.
 
-    With the scheme https the server's CA has to be in SSL_CERT_FILE.
+    With the scheme https the flags name a certificate, and its CA has to be in SSL_CERT_FILE.
     """
-    port = free_port()
+    port, metrics_port = free_port(), free_port()
+    if not scheme:
+        scheme = tls_everywhere.scheme()
+        for name, value in tls_everywhere.https_files().items():
+            flags += (f"--{name.replace('_', '-')}", value)
     log = directory / "serve.log"
     state_dir = directory / "state"
     command = [sys.executable, "-m", "moebius", "serve", str(model), "--port", str(port)]
     command += ["--state-dir", str(state_dir), *flags]
+    metrics_url = base_url = f"{scheme}://127.0.0.1:{port}"
+    if scheme == "https" and "--gateway-metrics-port" not in flags:
+        command += ["--gateway-metrics-port", str(metrics_port)]
+        metrics_url = f"http://127.0.0.1:{metrics_port}"
     with log.open("wb") as sink:
         process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT)
-    base_url = f"{scheme}://127.0.0.1:{port}"
     try:
         wait_ready(base_url, process, log, timeout_s)
-        yield Stack(process, base_url, log, state_dir)
+        yield Stack(process, base_url, log, state_dir, metrics_url)
         if process.poll() != -signal.SIGKILL:  # a test may have killed it on purpose
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=60) == 0, log.read_text()[-4000:]

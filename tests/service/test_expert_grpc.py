@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from moebius.config import MoebiusConfig, TelemetryConfig
+from moebius.grpc_channels import open_channel
 from moebius.mailbox_plan import MOST_GRPC_ROWS, grpc_message_bytes
 from moebius.weight_formats import expert_layout
 from protos import expert_pb2 as pb
@@ -47,7 +48,7 @@ def lonely(tmp_path: Path) -> Iterator[tuple[grpc.Channel, MoebiusConfig]]:
     config = make_config("", tmp_path, expert_metrics_port=free_port())
     config = config.model_copy(update={"telemetry": TelemetryConfig(grpc_reflection=True)})
     process = start_expert(config, tmp_path / "log")
-    with grpc.insecure_channel(config.experts.expert_address) as channel:
+    with open_channel(config.experts.expert_address) as channel:
         grpc.channel_ready_future(channel).result(timeout=60)
         yield channel, config
     process.send_signal(signal.SIGTERM)
@@ -163,7 +164,7 @@ def test_no_reflection_and_bounded_messages_by_default(tmp_path: Path) -> None:
     """Nobody lists the services unasked, and what no step could need is refused before it is read whole."""
     model = TinyMoe().write(tmp_path / "model")
     with running_cluster(model, tmp_path / "run") as cluster, cluster.stub() as stub:
-        with grpc.insecure_channel(cluster.config.experts.expert_addresses[0]) as channel:
+        with open_channel(cluster.config.experts.expert_addresses[0]) as channel:
             assert refusal(partial(reflected, channel))[0] is grpc.StatusCode.UNIMPLEMENTED
         limit = grpc_message_bytes(cluster.geometry)
         assert limit < 16 * 2**20
@@ -198,7 +199,7 @@ def test_stats_equal_an_offline_recount(tmp_path: Path) -> None:
             clients[1].close()
             stub.Drain(pb.DrainRequest(timeout_ms=5000))
             assert refusal(partial(send, stub, record()))[0] is grpc.StatusCode.UNAVAILABLE
-            with grpc.insecure_channel(cluster.config.experts.expert_address) as channel:
+            with open_channel(cluster.config.experts.expert_address) as channel:
                 wait_until(
                     lambda: health_of(channel, EXPERT_HEALTH) != health_pb2.HealthCheckResponse.SERVING
                 )

@@ -24,6 +24,7 @@ from gpu_service.server import EngineServicer, Service
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from gpu_service.validation import Bounds
 from moebius.app import cli
+from moebius.grpc_channels import open_aio_channel
 from moebius.placement import ExpertStatistics
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
@@ -85,7 +86,7 @@ async def served(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     servicer.service = Service(built.engine, router, telemetry, bounds, info, 4, built.recorder)
     address = f"127.0.0.1:{port}"
     try:
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with open_aio_channel(address) as channel:
             stub = engine_pb2_grpc.EngineStub(channel)  # type: ignore[no-untyped-call]
             yield Served(stub, address, servicer, chosen, distinct)
     finally:

@@ -29,6 +29,7 @@ from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.errors import USER_ERROR_EXIT, StartupError
 from moebius.expert_slices import SliceRequest, parse_expert_dtype
+from moebius.grpc_channels import open_channel
 from moebius.kernels import ExpertEngine, SegmentError
 from moebius.weight_segment import WeightSegment, segment_path
 from protos import expert_pb2, expert_pb2_grpc
@@ -357,7 +358,7 @@ def compute(address: str, model: TinyMoe) -> bytes:
     make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub
     end = time.monotonic() + 60
     while True:
-        with grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        with open_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
             try:
                 return bytes(next(make_stub(channel).Compute(iter([record]))).output)
             except grpc.RpcError as error:

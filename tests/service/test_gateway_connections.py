@@ -24,6 +24,7 @@ from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.stack import ROOT, free_port
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
+pytestmark = pytest.mark.plain_http
 HALF_A_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: "
 HALF_A_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{"
 BODY = {"model": MODEL, "prompt": "The", "max_tokens": 2}

@@ -20,6 +20,8 @@ from tests.helpers.fake_engine import CONTEXT, MODEL, WAITING, FakeEngine, Scrip
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, byte_level_tokenizer, write_tokenizer
 
+pytestmark = pytest.mark.plain_http
+
 MIB = 2**20
 # What a user's first word makes this template do.
 TEMPLATE = (

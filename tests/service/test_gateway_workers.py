@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from moebius.config import MoebiusConfig, SupervisorConfig
+from tests.helpers import tls_everywhere
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config
 from tests.helpers.stack import ROOT, free_port
@@ -53,7 +54,7 @@ class Gateway:
     """The processes of one port."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process, self.url, self.log = process, f"http://127.0.0.1:{port}", log
+        self.process, self.url, self.log = process, f"{tls_everywhere.scheme()}://127.0.0.1:{port}", log
 
     def workers(self) -> list[psutil.Process]:
         """Those that serve, oldest first."""
@@ -95,6 +96,7 @@ def gateway(engine: tuple[FakeEngine, str], directory: Path, **settings: Any) ->
     port, log = free_port(), directory / "log"
     config: MoebiusConfig = gateway_config(engine[1], port=port, workers=2, **settings)
     config = config.model_copy(update={"supervisor": SupervisorConfig(hang_timeout_s=3.0)})
+    config = tls_everywhere.with_https(config)
     with log.open("wb") as sink:
         command = [sys.executable, "-c", PROGRAM, config.model_dump_json()]
         process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=sink)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -18,6 +17,7 @@ from structlog.testing import capture_logs
 from expert_service.mailbox_service import FirstCall, Standstill
 from moebius.app.supervisor.health import GrpcProbe
 from moebius.app.supervisor.plan import ENGINE_HEALTH, EXPERT_HEALTH
+from moebius.grpc_channels import open_channel
 from moebius.mailbox import Mailbox, server_health
 from tests.helpers.rank_serving import TOKENS, generate
 from tests.helpers.stack import ROOT, free_port
@@ -148,7 +148,7 @@ def test_a_standing_server_says_so_to_a_liveness_probe(containers: Containers) -
     containers.settings("mailbox")
     containers.start_expert(0)
     containers.wait_serving(containers.experts[0], EXPERT_HEALTH)
-    with grpc.insecure_channel(f"127.0.0.1:{containers.experts[0]}") as channel:
+    with open_channel(f"127.0.0.1:{containers.experts[0]}") as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     counted = server_health(containers.mailbox)[0].progress

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from moebius.app.supervisor.health import GrpcProbe, HttpProbe
 from moebius.app.supervisor.process import CHILD_PROGRAM
 from moebius.app.supervisor.supervisor import Supervisor
+from moebius.grpc_channels import listen
 from tests.helpers.fake_programs import QUICK, plan, spec
 from tests.helpers.sse_server import scripted_server
 
@@ -29,7 +30,7 @@ def test_grpc_probe_follows_the_health_service(tmp_path: Path) -> None:
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
     servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    server.add_insecure_port(probe.address)
+    listen(server, probe.address)
     server.start()
     assert not probe.ready()
     servicer.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -86,7 +86,7 @@ def attributes_of(span: Any) -> dict[str, Any]:
 
 def scraped(stack: Stack) -> Figures:
     """All samples of one scrape, read by Prometheus' own parser; no family is declared twice."""
-    text = httpx.get(f"{stack.base_url}/metrics", timeout=20).text
+    text = httpx.get(f"{stack.metrics_url}/metrics", timeout=20).text
     families = list(text_string_to_metric_families(text))
     names = [family.name for family in families]
     assert len(names) == len(set(names)), sorted(names)
