@@ -143,7 +143,8 @@ class ResidualStream:
 class DecoderLayer(nn.Module):
     """`x += attention(norm(x)); x += mlp(norm(x))`; `mlp` is a `GatedMLP` or a `MoE`.
 
-    With `output_norms`, what either half computes is normed before it is added. The attention's name is the
+    With `output_norms`, what either half computes is normed before it is added, and multiplied by
+    `residual_scale`. The attention's name is the
     checkpoint's: `linear_attn` where its class says so.
     """
 
@@ -161,7 +162,7 @@ class DecoderLayer(nn.Module):
         if config.output_norms:
             self.post_self_attn_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
             self.post_mlp_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
-        self._dtype = dtype
+        self._scale, self._dtype = config.residual_scale, dtype
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
@@ -176,4 +177,5 @@ class DecoderLayer(nn.Module):
 
     def _normed(self, norm: RMSNorm | None, update: torch.Tensor) -> torch.Tensor:
         """A sum over experts is float32 and stays so where no norm follows."""
-        return update if norm is None else norm(update.to(self._dtype))
+        normed = update if norm is None else norm(update.to(self._dtype))
+        return normed if self._scale == 1.0 else normed.mul_(self._scale)

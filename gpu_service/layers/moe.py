@@ -22,7 +22,7 @@ from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, em
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS
 from gpu_service.ops.router import route
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import even_shard
+from gpu_service.parallel.partition import ShardRange, even_shard
 from moebius.models.config import MoeConfig, RouterConfig
 
 
@@ -39,15 +39,21 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype,
         parallel: ParallelContext = SOLO,
         reduce: bool = True,
+        is_fused: bool = False,
     ) -> None:
         """`intermediate_size` is the model's. `reduce=False` leaves the sum over ranks to the caller.
 
-        `limit`: where the activated gate is cut off above, and `up` on both sides.
+        `limit`: where the activated gate is cut off above, and `up` on both sides. `is_fused`: the checkpoint
+        has gate and up as one matrix `gate_up_proj`, one after the other.
         """
         super().__init__()
         channels = even_shard(intermediate_size, parallel.tp_rank, parallel.tp_size)
-        parts = {"gate_proj": channels, "up_proj": channels}
-        self.gate_up_proj = FusedLinear(hidden_size, parts, bias=False, dtype=dtype)
+        parts, order = {"gate_proj": channels, "up_proj": channels}, None
+        if is_fused:
+            parts = {"gate_up_proj": ShardRange.whole(2 * intermediate_size)}
+            if not channels.is_whole:
+                order = [*channels.indices, *(intermediate_size + index for index in channels.indices)]
+        self.gate_up_proj = FusedLinear(hidden_size, parts, bias=False, dtype=dtype, order=order)
         self.down_proj = RowParallelLinear(
             channels, hidden_size, bias=False, dtype=dtype, parallel=parallel, reduce=reduce
         )
@@ -123,6 +129,7 @@ class MoE(nn.Module):
                 dtype=dtype,
                 parallel=parallel,
                 reduce=False,
+                is_fused=config.shared_fused,
             )
             if shared_size
             else None

@@ -141,7 +141,8 @@ class CausalLM(nn.Module):
         if not self.parallel.is_last_stage:
             return hidden_states.new_empty((hidden_states.shape[0], 0), dtype=torch.float32)
         logits = self._own_logits(hidden_states)
-        return gather_logits(logits, self.config.vocab_size, self.parallel).float()
+        whole = gather_logits(logits, self.config.vocab_size, self.parallel).float()
+        return whole if self.config.logit_scale == 1.0 else whole * self.config.logit_scale
 
     def _own_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[L, part]` of this rank's part of the vocabulary."""

@@ -10,6 +10,7 @@ from torch import nn
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.attention import GQAttention
 from gpu_service.layers.gated_delta_net import GatedDeltaNet, StepSequences
+from gpu_service.layers.mamba2 import Mamba2
 from gpu_service.layers.mla import Indexer, MLAttention, StepSelection
 from gpu_service.models.common import CausalLM, build_causal_lm
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -48,10 +49,12 @@ def _grouped_query_attention(
     caches = {layer: index for index, layer in enumerate(own.attention_layers)}
     linear_layers = () if own.linear is None else sorted(own.linear.layers)
     states = {layer: index for index, layer in enumerate(linear_layers)}
+    is_state_space = config.linear is not None and config.linear.state_space
 
     def attention(layer_id: int) -> nn.Module:
         if layer_id in states:
-            return GatedDeltaNet(states[layer_id], config, sequences, dtype=dtype, parallel=parallel)
+            linear_class = Mamba2 if is_state_space else GatedDeltaNet
+            return linear_class(states[layer_id], config, sequences, dtype=dtype, parallel=parallel)
         heads = config.layer_num_heads[first_layer + layer_id] if config.layer_num_heads else None
         return GQAttention(
             caches[layer_id],

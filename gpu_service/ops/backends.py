@@ -20,11 +20,12 @@ from gpu_service.ops.linear_attention import (
     gated_delta_extend,
     gated_delta_update,
 )
-from gpu_service.ops.norm import fused_add_rms_norm, gated_rms_norm, rms_norm
+from gpu_service.ops.norm import fused_add_rms_norm, gated_group_rms_norm, gated_rms_norm, rms_norm
 from gpu_service.ops.registry import Implementation, Op
 from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.router import route
 from gpu_service.ops.sampling import argmax_and_finite, mask_logits, truncate_probabilities
+from gpu_service.ops.state_space import state_space_extend, state_space_update
 from moebius.errors import brief
 from moebius.progress import counted, phase
 
@@ -45,7 +46,10 @@ OPS: tuple[Op[..., Any], ...] = (
     causal_conv_extend,
     gated_delta_update,
     gated_delta_extend,
+    state_space_update,
+    state_space_extend,
     gated_rms_norm,
+    gated_group_rms_norm,
     route,
     fp8_linear,
     argmax_and_finite,

@@ -145,6 +145,19 @@ class _Maker:
         sequences = self._sequences()
         return *self._delta(sequences.neighbours[-1].rows.stop), sequences
 
+    def state_space_update(self) -> tuple[Any, ...]:
+        return self._state_space(3)
+
+    def state_space_extend(self) -> tuple[Any, ...]:
+        sequences = self._sequences()
+        return *self._state_space(sequences.neighbours[-1].rows.stop), sequences
+
+    def gated_group_norm(self) -> tuple[Any, ...]:
+        tokens, linear = self._sizes.tokens, self._sizes.linear
+        size, gate = linear.value_size, self._random(tokens, linear.value_size + 4)[:, 4:]
+        values = self._random(tokens, size, dtype=torch.float32)
+        return values, gate, self._random(size), linear.num_key_heads, 1e-6
+
     def gated_norm(self) -> tuple[Any, ...]:
         tokens, linear = self._sizes.tokens, self._sizes.linear
         heads, size = linear.num_value_heads, linear.value_head_dim
@@ -218,6 +231,15 @@ class _Maker:
         states = self._random(5, *state, dtype=torch.float32)
         return self._random(tokens, linear.conv_size), a, b, a_log, dt_bias, states, *self._slots()
 
+    def _state_space(self, tokens: int) -> tuple[Any, ...]:
+        linear = self._sizes.linear
+        heads = linear.num_value_heads
+        columns = self._random(tokens, linear.conv_size + heads)
+        scalars = self._random(3, heads, dtype=torch.float32)
+        state = heads, linear.key_head_dim, linear.value_head_dim
+        states = self._random(5, *state, dtype=torch.float32)
+        return columns[:, heads:], columns[:, :heads], *scalars, states, *self._slots()
+
 
 _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "rms_norm": _Maker.norm,
@@ -233,7 +255,10 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "causal_conv_extend": _Maker.conv_extend,
     "gated_delta_update": _Maker.delta_update,
     "gated_delta_extend": _Maker.delta_extend,
+    "state_space_update": _Maker.state_space_update,
+    "state_space_extend": _Maker.state_space_extend,
     "gated_rms_norm": _Maker.gated_norm,
+    "gated_group_rms_norm": _Maker.gated_group_norm,
     "route": _Maker.route,
     "fp8_linear": _Maker.fp8_linear,
     "argmax_and_finite": _Maker.logits,

@@ -51,16 +51,19 @@ def make_sequences(starts: Sequence[int], starts_tensor: torch.Tensor) -> Sequen
 
 
 def causal_conv(
-    rows: torch.Tensor, recent: torch.Tensor, weight: torch.Tensor
+    rows: torch.Tensor, recent: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`y[t, c] = silu(sum_j weight[c, j] x[t - width + 1 + j, c])` over one request's next tokens.
+    """`y[t, c] = silu(sum_j weight[c, j] x[t - width + 1 + j, c] + bias[c])` over one request's next tokens.
 
-    rows `[T, C]`; recent `[width - 1, C]`, the inputs before them, oldest first; weight `[C, width]`. Sums in
-    float32. Returns `[T, C]` in the rows' dtype, and the recent inputs of the tokens to come.
+    rows `[T, C]`; recent `[width - 1, C]`, the inputs before them, oldest first; weight `[C, width]`; bias
+    `[C]` or None, no bias. Sums in float32. Returns `[T, C]` in the rows' dtype, and the recent inputs of the
+    tokens to come.
     """
     length, width = rows.shape[0], weight.shape[1]
     inputs = torch.cat((recent, rows))
     total = rows.new_zeros(rows.shape, dtype=torch.float32)
+    if bias is not None:
+        total += bias
     for tap in range(width):
         total.addcmul_(inputs[tap : tap + length].float(), weight[:, tap].float())
     return functional.silu(total).to(rows.dtype), inputs[length:]
@@ -73,16 +76,19 @@ def causal_conv_update(
     weight: torch.Tensor,
     reads: torch.Tensor,
     writes: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`causal_conv` of one token of each of R requests.
 
     rows `[R, C]` (columns contiguous); states `[slots, width - 1, C]`; weight `[C, width]`; reads and writes
-    int64 `[R]`: slots of the recent inputs before and after the token, none both read and written. Returns
-    `[R, C]`.
+    int64 `[R]`: slots of the recent inputs before and after the token, none both read and written; bias `[C]`
+    or None. Returns `[R, C]`.
     """
     inputs = torch.cat((states[reads], rows[:, None]), dim=1)
     states[writes] = inputs[:, 1:]
     total = (inputs.float() * weight.t().float()).sum(1)
+    if bias is not None:
+        total += bias
     return functional.silu(total).to(rows.dtype)
 
 
@@ -94,6 +100,7 @@ def causal_conv_extend(
     reads: torch.Tensor,
     writes: torch.Tensor,
     sequences: Sequences,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One or more tokens of each of R requests, whose rows `sequences` gives; else as `causal_conv_update`.
 
@@ -103,9 +110,9 @@ def causal_conv_extend(
     for neighbours in sequences.neighbours:
         own, read, write = rows[neighbours.rows], reads[neighbours.requests], writes[neighbours.requests]
         if neighbours.is_single_token:
-            outputs.append(causal_conv_update(own, states, weight, read, write))
+            outputs.append(causal_conv_update(own, states, weight, read, write, bias))
             continue
-        output, recent = causal_conv(own, states[read][0], weight)
+        output, recent = causal_conv(own, states[read][0], weight, bias)
         states[write] = recent[None]
         outputs.append(output)
     return torch.cat(outputs)

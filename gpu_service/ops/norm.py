@@ -47,3 +47,17 @@ def gated_rms_norm(
     """
     normed = rms_norm.reference(values, weight, eps).flatten(1)
     return (normed.float() * functional.silu(gate.float())).to(values.dtype)
+
+
+@Op
+def gated_group_rms_norm(
+    values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, num_groups: int, eps: float
+) -> torch.Tensor:
+    """`rms_norm(values * silu(gate))`, each of `num_groups` equal groups of columns by itself.
+
+    values float32 `[T, N]`, contiguous; gate `[T, N]` (columns contiguous) and weight `[N]`, both of one
+    dtype. Computed in float32. Returns `[T, N]` of the weight's dtype.
+    """
+    gated = (values.float() * functional.silu(gate.float())).unflatten(1, (num_groups, -1))
+    normed = torch.rms_norm(gated, gated.shape[2:], None, eps).flatten(1)
+    return (normed * weight).to(weight.dtype)

@@ -47,6 +47,11 @@ class ShardRange:
         """The range as an index."""
         return slice(self.begin, self.end)
 
+    @property
+    def indices(self) -> range:
+        """The elements of the range."""
+        return range(self.begin, self.end)
+
 
 def even_shard(total: int, rank: int, count: int) -> ShardRange:
     """The rank-th of `count` nearly equal parts."""

@@ -114,6 +114,14 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
             *_PROJECTIONS,
             "model.layers.3.mlp.experts.gate_proj.weight",
         ),
+        # Granite's.
+        ExpertTensorLayout(
+            "stacked_linears",
+            MatrixTemplate("block_sparse_moe.input_linear.weight", 0, 2),
+            MatrixTemplate("block_sparse_moe.input_linear.weight", 1, 2),
+            MatrixTemplate("block_sparse_moe.output_linear.weight"),
+            "model.layers.3.block_sparse_moe.input_linear.weight",
+        ),
         _separate("stacked", "moe", *_PROJECTIONS, "model.layers.3.moe.gate_proj.weight"),
         # Step-3.5 after quantisers took its experts apart: now, and what their earlier versions wrote.
         _separate(
@@ -133,7 +141,8 @@ _PREFIX = "(?:" + "|".join(re.escape(prefix) for prefix in LAYER_PREFIXES) + r")
 # router's bias, which Laguna keeps there.
 _ROUTED_EXPERT = re.compile(
     _PREFIX
-    + r"(?:mlp\.experts\.(?!e_score_correction_bias$)|block_sparse_moe\.experts\."
+    + r"(?:mlp\.experts\.(?!e_score_correction_bias$)"
+    + r"|block_sparse_moe\.(?:experts|input_linear|output_linear)\."
     + r"|moe\.(?:(?:gate|up|down)_proj|experts|\d+)\.)"
 )
 

@@ -86,6 +86,8 @@ class MoeConfig:
     layers: frozenset[int]  # Indices of the layers that are MoE; all others have a dense MLP.
     # Whether the always-active experts' sum is multiplied by the sigmoid of a gate, per token.
     shared_gate: bool = False
+    # Whether the checkpoint stores the gate and the up matrix of the always-active experts as one.
+    shared_fused: bool = False
     # What routed experts compute between their matrices: an activation of kernels/gemm/gemm.h, and, of
     # those that have them, the sigmoid's slope and where gate and up are clamped.
     expert_activation: str = "silu"
@@ -146,6 +148,8 @@ class LinearAttentionConfig:
     layers: frozenset[int]  # Indices of these layers; all others attend.
     # Whether one matrix makes queries, keys, values and gates, its rows grouped by key head.
     interleaved: bool = False
+    # Mamba-2 instead of the delta rule: B and C of each group are its key head's, x is the values.
+    state_space: bool = False
 
     @property
     def key_size(self) -> int:
@@ -227,6 +231,10 @@ class ModelConfig:
     # Whether what either half of a layer adds to the residual stream is normed first.
     output_norms: bool = False
     embedding_scale: float = 1.0  # What the tokens' embeddings are multiplied by.
+    residual_scale: float = 1.0  # What either half of a layer adds is multiplied by this first.
+    logit_scale: float = 1.0  # What the logits are multiplied by.
+    # Factor of the attention scores; None: that of the head's size.
+    attention_scale: float | None = None
     # Per layer, the latest positions that a query sees, or None for all; empty: every layer sees all.
     attention_windows: tuple[int | None, ...] = ()
     # Query heads of each layer, where layers differ; `num_heads` is the largest; empty: it is all layers'.
@@ -277,6 +285,8 @@ class ModelConfig:
         """Factor of the attention scores."""
         if self.mla is not None:
             return self.mla.softmax_scale
+        if self.attention_scale is not None:
+            return self.attention_scale
         return float(self.head_dim**-0.5)
 
     @cached_property

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 # How the Mixtral line spells the three matrices.
 _NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# How Granite spells what all experts have in one tensor.
+_STACKED = {"input_linear": "experts.gate_up_proj", "output_linear": "experts.down_proj"}
 
 
 def _plain_name(name: str) -> str:
@@ -20,6 +22,8 @@ def _plain_name(name: str) -> str:
     if not name.endswith(".weight"):
         return name
     *path, matrix, suffix = name.replace(".block_sparse_moe.", ".mlp.").split(".")
+    if matrix in _STACKED:
+        return ".".join([*path, _STACKED[matrix]])
     return ".".join([*path, _NUMBERED.get(matrix, matrix), suffix])
 
 
@@ -32,7 +36,8 @@ class TorchExperts:
         for file in directory.glob("*.safetensors"):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    if ".experts." in name or ".moe." in name:
+                    stacked = ".block_sparse_moe." in name and name.endswith("put_linear.weight")
+                    if ".experts." in name or ".moe." in name or stacked:
                         self.weights[_plain_name(name)] = tensors.get_tensor(name).float()
         self.submitted_rows = 0
 

@@ -17,10 +17,12 @@ from gpu_service.ops.linear_attention import (
     gated_delta_extend,
     gated_delta_update,
 )
-from gpu_service.ops.norm import gated_rms_norm
+from gpu_service.ops.norm import gated_group_rms_norm, gated_rms_norm
 from gpu_service.ops.registry import Op
+from gpu_service.ops.state_space import state_space_extend, state_space_update
 from gpu_service.ops.triton import linear_attention as kernels
 from gpu_service.ops.triton import linear_attention_chunks as chunks
+from gpu_service.ops.triton import state_space
 from tests.helpers.ops import assert_same_op, example
 
 DTYPES = [torch.float32, torch.float16]
@@ -37,6 +39,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are c
         (gated_delta_update, kernels.gated_delta_update),
         (gated_delta_extend, chunks.gated_delta_extend),
         (gated_rms_norm, kernels.gated_rms_norm),
+        (state_space_update, state_space.state_space_update),
+        (state_space_extend, state_space.state_space_extend),
+        (gated_group_rms_norm, state_space.gated_group_rms_norm),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )

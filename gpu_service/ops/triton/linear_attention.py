@@ -21,6 +21,7 @@ def causal_conv_update_kernel(
     rows_ptr: tl.tensor,
     states_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     reads_ptr: tl.tensor,
     writes_ptr: tl.tensor,
     output_ptr: tl.tensor,
@@ -28,6 +29,7 @@ def causal_conv_update_kernel(
     channels: int,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ) -> None:
     """Program (r, c) makes block c of request r: the sum, and the shifted inputs in the slot it writes."""
     request = tl.program_id(0).to(tl.int64)
@@ -38,6 +40,8 @@ def causal_conv_update_kernel(
     newest = tl.load(rows_ptr + request * row_stride + channel, mask=mask, other=0.0)
     tap = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
     total = newest.to(tl.float32) * tap
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
     for position in tl.static_range(WIDTH - 1):
         value = tl.load(before + position * channels, mask=mask, other=0.0)
         tap = tl.load(weight_ptr + channel * WIDTH + position, mask=mask, other=0.0).to(tl.float32)
@@ -159,6 +163,7 @@ def causal_conv_update(
     weight: torch.Tensor,
     reads: torch.Tensor,
     writes: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     requests, channels = rows.shape
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -167,6 +172,7 @@ def causal_conv_update(
             rows,
             states,
             weight,
+            weight if bias is None else bias,
             reads,
             writes,
             output,
@@ -174,6 +180,7 @@ def causal_conv_update(
             channels,
             WIDTH=weight.shape[1],
             BLOCK=_CHANNELS,
+            HAS_BIAS=bias is not None,
         )
     return output
 

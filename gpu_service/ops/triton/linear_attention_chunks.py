@@ -60,8 +60,8 @@ _ROWS, _CHANNELS = 16, 128
 
 @jit_for_any("num_requests")
 def causal_conv_extend_kernel(  # type: ignore[no-untyped-def]
-    rows, states, weight, reads, writes, query_starts, output, num_requests, row_stride, channels,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, states, weight, bias, reads, writes, query_starts, output, num_requests, row_stride, channels,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Program (block of channels, tile of a request's rows). Who has a request's last rows, or where there
     are fewer of them than a state holds its first one, writes that part of the state.
@@ -79,6 +79,8 @@ def causal_conv_extend_kernel(  # type: ignore[no-untyped-def]
     before = states + tl.load(reads + request) * (WIDTH - 1) * channels + channel
     after = states + tl.load(writes + request) * (WIDTH - 1) * channels + channel
     total = tl.zeros([ROWS, BLOCK], tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
     for position in tl.static_range(WIDTH):
         source = local + (position - WIDTH + 1)
         earlier = (source < 0)[:, None]
@@ -110,12 +112,14 @@ def causal_conv_extend(
     reads: torch.Tensor,
     writes: torch.Tensor,
     sequences: Sequences,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     (num_rows, channels), num_requests = rows.shape, reads.shape[0]
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     causal_conv_extend_kernel[(-(-channels // _CHANNELS), num_row_tiles(num_rows, num_requests, _ROWS))](
-        rows, states, weight, reads, writes, sequences.starts, output, num_requests, rows.stride(0), channels,
-        WIDTH=weight.shape[1], ROWS=_ROWS, BLOCK=_CHANNELS,
+        rows, states, weight, weight if bias is None else bias, reads, writes, sequences.starts, output,
+        num_requests, rows.stride(0), channels, WIDTH=weight.shape[1], ROWS=_ROWS, BLOCK=_CHANNELS,
+        HAS_BIAS=bias is not None,
     )  # fmt: skip
     return output
 
@@ -270,7 +274,7 @@ MAX_HEAD_DIM = 128
 # One request alone should fill the device, however many columns of a state its programs carry then.
 _WANTED_PROGRAMS, _MAX_COLUMNS, _FEW_COLUMNS = 128, 64, 32
 # A GEMM on tensor cores has at least this many of everything.
-_MIN_BLOCK = 16
+MIN_BLOCK = 16
 
 
 def supports_extend(
@@ -300,14 +304,14 @@ def _tiles(dtype: torch.dtype, value_heads: int, value_dim: int, limits: DeviceL
     """For a type of rows and the sizes of a model, best first: it takes one variant of each kernel."""
     if dtype == torch.float32:
         # No tensor cores: what a GEMM takes is in registers, and as many instructions as sums.
-        return (_Tile(_MIN_BLOCK, _MIN_BLOCK, 1, 4),)
+        return (_Tile(MIN_BLOCK, MIN_BLOCK, 1, 4),)
     fitting = next_power_of_2(value_heads * value_dim // _WANTED_PROGRAMS)
-    fitting = max(_MIN_BLOCK, min(fitting, _MAX_COLUMNS, next_power_of_2(value_dim)))
+    fitting = max(MIN_BLOCK, min(fitting, _MAX_COLUMNS, next_power_of_2(value_dim)))
     few = min(fitting, _FEW_COLUMNS)
     smaller = (_Tile(CHUNK, few, 3, 8), _Tile(CHUNK, few, 2, 8), _Tile(CHUNK, few, 1, 8))
     if not limits.multiplies_from_shared_memory:
         # Both operands of a GEMM pass through registers: more columns would not stay in them.
-        return *smaller, _Tile(CHUNK, _MIN_BLOCK, 1, 4)
+        return *smaller, _Tile(CHUNK, MIN_BLOCK, 1, 4)
     return _Tile(CHUNK, fitting, 3, 4), _Tile(CHUNK, fitting, 2, 4), *smaller
 
 
@@ -353,13 +357,13 @@ def _launch_chunks(
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "CHUNK": chunk,
-        "BLOCK_K": max(_MIN_BLOCK, next_power_of_2(key_dim)),
+        "BLOCK_K": max(MIN_BLOCK, next_power_of_2(key_dim)),
         "PRECISION": "ieee" if qkv.dtype == torch.float32 else "tf32",
     }
     prepare_kernel[(heads, num_row_tiles(num_rows, num_requests, chunk))](
         qkv, a, b, a_log, dt_bias, starts, output, state_weights, products, factors, num_requests, num_rows,
         qkv.stride(0), a.stride(0), b.stride(0), SCALE=key_dim**-0.5, LEVELS=chunk.bit_length() - 1,
-        BLOCK_V=max(_MIN_BLOCK, next_power_of_2(value_dim)), **sizes,
+        BLOCK_V=max(MIN_BLOCK, next_power_of_2(value_dim)), **sizes,
     )  # fmt: skip
 
     def scan(tile: _Tile) -> None:

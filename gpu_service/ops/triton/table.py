@@ -16,6 +16,11 @@ from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
 from gpu_service.ops.triton.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.triton.router import route
 from gpu_service.ops.triton.sampling import argmax_and_finite, mask_logits
+from gpu_service.ops.triton.state_space import (
+    gated_group_rms_norm,
+    state_space_extend,
+    state_space_update,
+)
 
 IMPLEMENTATIONS = {
     "rms_norm": Implementation(rms_norm),
@@ -32,6 +37,9 @@ IMPLEMENTATIONS = {
     "gated_delta_update": Implementation(gated_delta_update),
     "gated_delta_extend": Implementation(gated_delta_extend, supports_extend),
     "gated_rms_norm": Implementation(gated_rms_norm),
+    "gated_group_rms_norm": Implementation(gated_group_rms_norm),
+    "state_space_update": Implementation(state_space_update),
+    "state_space_extend": Implementation(state_space_extend),
     "route": Implementation(route),
     "fp8_linear": Implementation(fp8_linear),
     "argmax_and_finite": Implementation(argmax_and_finite),

@@ -1,0 +1,119 @@
+"""Granite 4 (hybrid): Mamba-2, and attention without positions in a tenth of the layers; every layer is MoE.
+
+Sums of the residual stream, embeddings, scores and logits have factors of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moebius.models.common import FULL, read_common, refuse_bias
+from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig, RouterConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import ROTARY, TensorNames, rename
+from moebius.models.rope import read_rope
+
+# By the names of the publisher, and of transformers 5.
+_STATE_SPACE, _ATTENDS = ("mamba", "linear_attention"), ("attention", FULL)
+# As transformers 5 writes it.
+_INFINITY = {"__float__": "Infinity"}
+# Of initialisation and training, and how long the chunks are that other programs compute at once.
+_HARMLESS = ("init_method", "mamba_chunk_size")
+
+
+def _read_state_space(hf: HfKeys, hidden_size: int, num_layers: int) -> LinearAttentionConfig:
+    """Raises ModelConfigError for a list of another length, an unknown type, or sizes that do not fit."""
+    kinds = hf.strings("layer_types", "layers_block_type")
+    if len(kinds) != num_layers:
+        raise hf.error("layer_types", list(kinds), f"one type for each of the {num_layers} layers")
+    if unknown := [kind for kind in kinds if kind not in (*_STATE_SPACE, *_ATTENDS)]:
+        raise hf.error("layer_types", unknown[0], ", ".join((*_STATE_SPACE, *_ATTENDS)))
+    own = frozenset(layer for layer, kind in enumerate(kinds) if kind in _STATE_SPACE)
+    if len(own) in (0, num_layers):
+        raise hf.error("layer_types", list(kinds), "layers of both types")
+    heads, groups = hf.integer("mamba_n_heads", default=128), hf.integer("mamba_n_groups", default=1)
+    if heads % groups:
+        raise hf.error("mamba_n_heads", heads, f"a multiple of {groups} (mamba_n_groups)")
+    inner = hf.integer("mamba_expand", default=2) * hidden_size
+    automatic = hf.value("mamba_d_head") in (None, "auto")
+    head_dim = inner // heads if automatic else hf.integer("mamba_d_head")
+    if heads * head_dim != inner:
+        raise hf.error(
+            "mamba_d_head", head_dim, f"what makes {inner} (mamba_expand * hidden_size) of {heads} heads"
+        )
+    if not hf.boolean("mamba_conv_bias", default=True):
+        raise hf.error("mamba_conv_bias", False, "true")
+    if hf.boolean("mamba_proj_bias", default=False):
+        raise hf.error("mamba_proj_bias", True, "false")
+    return LinearAttentionConfig(
+        num_key_heads=groups,
+        num_value_heads=heads,
+        key_head_dim=hf.integer("mamba_d_state", default=256),
+        value_head_dim=head_dim,
+        conv_width=hf.integer("mamba_d_conv", default=4, minimum=2),
+        layers=own,
+        state_space=True,
+    )
+
+
+def _refuse_limits(hf: HfKeys) -> None:
+    """Steps of the recurrence are not limited: transformers does so for several tokens, and not for one."""
+    limits = hf.value("time_step_limit")
+    if limits not in (None, [0.0, float("inf")], [0.0, _INFINITY]):
+        raise hf.error("time_step_limit", limits, "[0.0, Infinity]")
+
+
+def read_granitemoehybrid(hf: HfKeys) -> ModelConfig:
+    """`intermediate_size` is an expert's; without `position_embedding_type` nothing is rotated."""
+    hf.skip(*_HARMLESS)
+    hf.refuse("normalization_function", "rmsnorm")
+    _refuse_limits(hf)
+    common: dict[str, Any] = read_common(hf)
+    refuse_bias(hf, common)
+    num_layers, rotates = common["num_layers"], hf.value("position_embedding_type") == "rope"
+    if not rotates:
+        hf.refuse("position_embedding_type", "nope")
+    router = RouterConfig(
+        num_experts=hf.integer("num_local_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="none",
+        post="softmax",
+    )
+    moe = MoeConfig(
+        router,
+        common["intermediate_size"],
+        hf.integer("shared_intermediate_size", default=1024),
+        frozenset(range(num_layers)),
+        shared_fused=True,
+    )
+    return ModelConfig(
+        **common,
+        model_type="granitemoehybrid",
+        rope=read_rope(hf, common["head_dim"]),
+        layer_ropes=() if rotates else (None,) * num_layers,
+        moe=moe,
+        linear=_read_state_space(hf, common["hidden_size"], num_layers),
+        embedding_scale=hf.number("embedding_multiplier", default=1.0),
+        residual_scale=hf.number("residual_multiplier", default=1.0),
+        attention_scale=hf.number("attention_multiplier", default=1.0),
+        logit_scale=1.0 / hf.number("logits_scaling", default=1.0),
+    )
+
+
+_LAYER = "model.layers.*."
+FAMILIES = (
+    Family(
+        "granitemoehybrid",
+        read_granitemoehybrid,
+        TensorNames(
+            (
+                ROTARY,
+                rename(_LAYER + "block_sparse_moe.router.layer.**", _LAYER + "mlp.gate.**"),
+                rename(_LAYER + "shared_mlp.input_linear.**", _LAYER + "mlp.shared_experts.gate_up_proj.**"),
+                rename(_LAYER + "shared_mlp.output_linear.**", _LAYER + "mlp.shared_experts.down_proj.**"),
+            ),
+            ("stacked_linears",),
+        ),
+    ),
+)
