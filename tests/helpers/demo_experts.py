@@ -69,6 +69,8 @@ def load_share(share: Share, geometry: MoeGeometry, weight_dtype: WeightDtype) -
 class KernelExperts:
     """Computes a layer's routed experts by summing the engines' partial outputs."""
 
+    call_log = None
+
     def __init__(self, engines: Sequence[ExpertEngine]) -> None:
         """`engines` together hold every intermediate channel of every expert exactly once."""
         self.engines = tuple(engines)

@@ -30,6 +30,8 @@ def _plain_name(name: str) -> str:
 class TorchExperts:
     """Has the `submit` and `collect` of an expert client; computes in float32, one token at a time."""
 
+    call_log = None
+
     def __init__(self, directory: Path) -> None:
         self.config = json.loads((directory / "config.json").read_text())
         self.weights: dict[str, torch.Tensor] = {}

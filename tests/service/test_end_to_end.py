@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import re
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.helpers.demo import EXACT_FLAGS, MODEL, demo_checkpoint
 from tests.helpers.json_schemas import SuiteSchema, suite
 from tests.helpers.openai_checks import ALL_CHECKS
 from tests.helpers.stack import Stack, running_stack
+from tests.tools.screenshots import chat_picture, top_picture
 
 pytestmark = pytest.mark.demo
 
@@ -96,6 +98,20 @@ def test_what_operators_look_with(stack: Stack, tmp_path: Path, capsys: pytest.C
     within = [event for event in served if first <= event["ts"] and event["ts"] + event["dur"] <= last]
     assert within
     assert all(any(_covers(call, event) for call in calls) for event in within)
+
+
+def test_pictures_of_terminals(stack: Stack, tmp_path: Path) -> None:
+    """`moebius chat` and `moebius top` in a terminal of 80 columns, to their end by what is typed."""
+    said = chat_picture(stack.base_url, tmp_path / "chat.svg")
+    assert "> What is the capital of France?" in said
+    assert "tokens/s, first after" in said
+    seen = top_picture(stack.base_url, tmp_path / "top.svg")
+    for part in ("limited by", "KV cache", "experts' time, by layer", "29 "):
+        assert part in seen
+    for name in ("chat", "top"):
+        picture = (tmp_path / f"{name}.svg").read_text()
+        assert ElementTree.fromstring(picture).tag.endswith("svg")
+        assert "url(http" not in picture
 
 
 def test_load_on_the_whole_system(stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,12 @@ def test_live_figures(engine: tuple[FakeEngine, str], url: str) -> None:
         ),
         num_experts=4,
         top_k=2,
-        layers=[pb.LiveLayer(layer=1, gpu_experts=[2], cpu_rows=[5, 0, 0, 1]), pb.LiveLayer(layer=2)],
+        layers=[
+            pb.LiveLayer(layer=1, gpu_experts=[2], cpu_rows=[5, 0, 0, 1], cpu_seconds=0.0, cpu_calls=3),
+            pb.LiveLayer(layer=2),
+        ],
+        steps=8,
+        step_seconds=0.5,
         servers=[
             pb.LiveExpertServer(
                 index=0, is_up=True, instance_id=2**60 + 1, weight_bytes=9, numa_node=-1, isa="avx2"
@@ -131,9 +136,25 @@ def test_live_figures(engine: tuple[FakeEngine, str], url: str) -> None:
         experts = live["experts"]
         assert experts["streamed"] is None
         assert experts["layers"] == [
-            {"layer": 1, "gpu_experts": [2], "cpu_rows": [5, 0, 0, 1], "chosen": None},
-            {"layer": 2, "gpu_experts": [], "cpu_rows": None, "chosen": None},
+            {
+                "layer": 1,
+                "gpu_experts": [2],
+                "cpu_rows": [5, 0, 0, 1],
+                "cpu_seconds": 0.0,
+                "cpu_calls": 3,
+                "chosen": None,
+            },
+            {
+                "layer": 2,
+                "gpu_experts": [],
+                "cpu_rows": None,
+                "cpu_seconds": None,
+                "cpu_calls": 0,
+                "chosen": None,
+            },
         ]
+        assert live["steps"] == {"count": 8, "seconds": 0.5}
+        assert experts["hand_off"] is None
         assert experts["servers"][0]["instance"] == str(2**60 + 1)
         assert experts["servers"][0]["calibrated_bytes_per_second"] is None
         assert experts["servers"][0]["numa_node"] is None

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 import gpu_service.live as live_module
 from expert_service.host import calibrated_rate
+from gpu_service.experts.client import ExpertClientStats
 from gpu_service.live import LiveExperts
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from moebius.kernels import PlanRow
@@ -30,8 +32,10 @@ GEOMETRY = MoeGeometry("qwen3_moe", 64, 3, (1, 2), 4, 2, 32, "silu", "float32")
 class Server(expert_pb2_grpc.ExpertServicer):
     """An expert server that has computed what it is given."""
 
-    def __init__(self, rows: dict[int, list[int]], silent: bool = False) -> None:
+    def __init__(self, rows: dict[int, list[int]], silent: bool = False, busy_s: float = 0.5) -> None:
+        """`busy_s`: of each layer."""
         self.rows = rows
+        self.busy_s = busy_s
         self.silent = silent
         self.calls = 0
 
@@ -46,13 +50,16 @@ class Server(expert_pb2_grpc.ExpertServicer):
 
     async def Stats(self, request: Any, context: Any) -> expert_pb2.StatsResponse:
         """What it computed."""
-        layers = [expert_pb2.LayerStats(layer=n, expert_rows=rows) for n, rows in self.rows.items()]
+        layers = [
+            expert_pb2.LayerStats(layer=n, expert_rows=rows, busy_seconds=self.busy_s, calls=6)
+            for n, rows in self.rows.items()
+        ]
         return expert_pb2.StatsResponse(busy_seconds=2.0, weight_bytes=10**9, layers=layers)
 
 
 @asynccontextmanager
 async def experts_of(
-    directory: Path, servers: Sequence[Server | None], resident: dict[int, list[int]]
+    directory: Path, servers: Sequence[Server | None], resident: dict[int, list[int]], client: Any = None
 ) -> AsyncIterator[LiveExperts]:
     """The view of servers at unix sockets; None: nobody listens there."""
     addresses, running = [], []
@@ -64,7 +71,7 @@ async def experts_of(
             server.add_insecure_port(addresses[-1])
             await server.start()
             running.append(server)
-    view = LiveExperts(GEOMETRY, resident, addresses, None, None)
+    view = LiveExperts(GEOMETRY, resident, addresses, None, None, client)
     try:
         yield view
     finally:
@@ -104,6 +111,31 @@ def test_servers_that_share_experts_count_rows_once(tmp_path: Path) -> None:
         (1, True, 2.0, 10**9),
     ]
     assert {one.calibrated_bytes_per_second for one in live.servers} == {5e9}
+
+
+def test_times_are_those_of_the_server_that_takes_longest(tmp_path: Path) -> None:
+    """A step waits for it; what nobody computed has no time."""
+    live = described(tmp_path, [Server({1: [1, 0, 0, 0]}, busy_s=3.0), Server({1: [1, 0, 0, 0]})], {})
+    assert [(layer.cpu_seconds, layer.cpu_calls) for layer in live.layers] == [(3.0, 6), (0.0, 0)]
+    lost = described(tmp_path, [Server({1: [1, 0, 0, 0]}), None], {})
+    assert not lost.layers[0].HasField("cpu_seconds")
+
+
+@pytest.mark.parametrize("seconds", [0.25, None])
+def test_hand_offs_are_the_clients(tmp_path: Path, seconds: float | None) -> None:
+    """Where it measures them; a client that a GPU drives does not."""
+    stats = ExpertClientStats(calls=4, wait_seconds=1.0, hand_off_seconds=seconds)
+
+    async def run() -> pb.GetLiveResponse:
+        live = pb.GetLiveResponse()
+        async with experts_of(tmp_path, [], {}, SimpleNamespace(stats=lambda: stats)) as view:
+            await view.describe(live)
+        return live
+
+    live = asyncio.run(run())
+    assert live.HasField("hand_off") is (seconds is not None)
+    if seconds is not None:
+        assert (live.hand_off.calls, live.hand_off.wait_seconds, live.hand_off.seconds) == (4, 1.0, seconds)
 
 
 def test_a_lost_or_silent_server_makes_counts_unknown(

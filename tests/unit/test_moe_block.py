@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,6 +24,9 @@ ROUTER = RouterConfig(6, 2, "sigmoid", correction_bias=True, scale=2.5, float32_
 
 class RecordingExperts:
     """Answers with ones; notes the order of events and what was submitted."""
+
+    call_log: list[tuple[int, int, int, int, int]] | None = None
+    is_device_driven = False
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -65,6 +69,22 @@ def test_shared_experts_run_between_submit_and_collect(dtype: torch.dtype) -> No
     assert output.dtype == torch.float32
     expected = block.shared_experts(x, _context(None)).float() + 1
     torch.testing.assert_close(output, expected.float(), rtol=0, atol=0)
+
+
+def test_calls_are_noted_while_a_profile_runs() -> None:
+    """Layer, rows and three times in their order; numbers stay the same. A device's calls are no host's."""
+    experts, block, x = RecordingExperts([]), _block(7, torch.float32), torch.randn(4, HIDDEN)
+    expected = block(x, _context(experts))
+    experts.call_log = []
+    before = time.monotonic_ns()
+    assert torch.equal(block(x, _context(experts)), expected)
+    after = time.monotonic_ns()
+    ((layer, rows, submitted, collecting, collected),) = experts.call_log
+    assert (layer, rows) == (3, 4)
+    assert before <= submitted <= collecting <= collected <= after
+    experts.is_device_driven = True
+    block(x, _context(experts))
+    assert len(experts.call_log) == 1
 
 
 def test_what_is_submitted_is_the_client_contract() -> None:

@@ -150,7 +150,7 @@ def _limit(now: Mapping[str, Any], figures: Figures | None) -> str:
     if experts >= _MOST_OF_STEP:
         return _experts_limit(experts, figures)
     if hand_off >= _NOTABLE_HAND_OFF:
-        return f"hand-off to expert servers: {hand_off:.0%} of a step (are cores shared with others?)"
+        return f"hand-off to expert servers: {hand_off:.0%} of a step (shared cores?)"
     return (
         f"the engine's own part (attention, dense layers): {max(0.0, 1 - experts - hand_off):.0%} of a step"
     )
