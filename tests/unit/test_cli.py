@@ -16,7 +16,7 @@ from moebius.app.commands.serve import examples
 from moebius.config import MoebiusConfig
 from moebius.config_loader import leaves
 from moebius.errors import USER_ERROR_EXIT
-from moebius.operations import ProcessState
+from moebius.operations import LoopWatch, ProcessState
 from moebius.topology import format_cpu_list
 from tests.helpers.checkpoints import TinyMoe
 
@@ -187,11 +187,11 @@ def test_the_engines_loop_is_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
     """gpu_service serves gRPC on uvloop, as gateway serves HTTP."""
     from gpu_service import main as gpu
 
-    async def serve(config: MoebiusConfig, state: ProcessState) -> tuple[int, bool]:
+    async def serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -> tuple[int, bool]:
         return 0, type(asyncio.get_running_loop()).__module__ == "uvloop"
 
     monkeypatch.setattr(gpu, "_serve", serve)
-    assert gpu._run(MoebiusConfig(), ProcessState()) == (0, True)
+    assert gpu._run(MoebiusConfig(), ProcessState(), LoopWatch(1.0)) == (0, True)
 
 
 def test_examples_name_the_real_server() -> None:
