@@ -10,6 +10,7 @@ import uvloop
 
 from gateway.apis.stored_responses import shared_store
 from gateway.connections import connection_limits
+from gateway.garbage import collect_rarely
 from gateway.operations import gateway_operations
 from gateway.server import GatewayServer, server_for
 from gateway.workers.group import Group
@@ -56,6 +57,7 @@ def run(config: MoebiusConfig) -> int:
         return uvloop.run(_serve_with_others(config))
     server = server_for(config)
     end_metrics = export_metrics(config.telemetry, "moebius-gateway", server.metrics.registry.collect)
+    collect_rarely()
     try:
         uvloop.run(_serve_alone(config, server))
     except SystemExit:  # uvicorn leaves this way when the port was taken in this moment

@@ -24,7 +24,7 @@ from gateway.model import ServedModel
 from gateway.parsers.events import ParsedDelta
 from gateway.prompts.contract import Prepared
 from gateway.state import Gateway
-from gateway.streaming import EventStream, run_until_disconnect
+from gateway.streaming import EventStream, LastEvent, run_until_disconnect
 
 logger = structlog.get_logger(__name__)
 
@@ -124,7 +124,7 @@ class RequestRun:
             async for data in events:
                 yield data
         except Exception as error:
-            yield self._format.stream_failure(to_api_error(error))
+            yield LastEvent(self._format.stream_failure(to_api_error(error)))
 
     async def _wait_first(self, first: asyncio.Future[bytes]) -> None:
         """Waits for the first event, at most one keep-alive interval; raises its failure."""
@@ -195,7 +195,7 @@ class RequestRun:
             raise
         end = self._format.stream_end(self._finished())
         await self._format.settle()
-        yield end
+        yield LastEvent(end)
 
     def _usage(self) -> Usage:
         """What is counted so far."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -30,30 +31,66 @@ def event(payload: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def wait_disconnect(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
+class LastEvent(bytes):
+    """The last bytes of a stream, which are sent together with its end."""
+
+
+class ClientWatch:
+    """Notices that the client of one request leaves: one task for all that is done for the request."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._gone = asyncio.create_task(_wait_disconnect(receive))
+
+    @staticmethod
+    def of(scope: Scope, receive: Receive) -> ClientWatch:
+        """The watch of the request, begun by the first who asks; its body must have been read.
+
+        It ends with the answer, after which a server says that the client is gone.
+        """
+        state = scope.setdefault("state", {})
+        if "client_watch" not in state:
+            state["client_watch"] = ClientWatch(receive)
+        watch = state["client_watch"]
+        assert isinstance(watch, ClientWatch)
+        return watch
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Cancels what the current task does in it when the client leaves, and raises ClientGone then."""
+        task = asyncio.current_task()
+        assert task is not None
+        left = self._gone.done()
+        if left:
+            raise ClientGone
+
+        def leave(_gone: asyncio.Task[None]) -> None:
+            nonlocal left
+            left = True
+            task.cancel()
+
+        self._gone.add_done_callback(leave)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if left and task.uncancel() == 0:
+                raise ClientGone from None
+            raise
+        finally:
+            self._gone.remove_done_callback(leave)
+
+
+async def _wait_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; cancels it and raises ClientGone when the client leaves first."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.create_task(wait_disconnect(request.receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
+        with ClientWatch.of(request.scope, request.receive).guard():
+            return await work
     finally:
-        await _cancel(task, gone)
-
-
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels tasks and waits until they have cleaned up."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        work.close()  # if it was never begun
 
 
 class EventStream(Response):
@@ -77,28 +114,28 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs until the iterator ends or the client is gone."""
-        sending = asyncio.create_task(self._send(scope, send))
-        gone = asyncio.create_task(wait_disconnect(receive))
         try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            with contextlib.suppress(ClientGone), ClientWatch.of(scope, receive).guard():
+                await self._send(scope, send)
         finally:
-            await _cancel(sending, gone)
             await self._on_close()
 
     async def _send(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         # What a stream consists of passes no middleware: none looks at it, and it is sent once per token.
-        direct: Send = scope.get("state", {}).get("direct_send", send)
+        direct: Send = scope["state"].get("direct_send", send)
+        last = b""
         async with (
             aclosing(self._events) as events,
             filled_silence(direct, self._keepalive_s, self._comment) as sent,
         ):
             async for data in events:
+                if isinstance(data, LastEvent):
+                    last = data
+                    break
                 await direct({"type": "http.response.body", "body": data, "more_body": True})
                 sent.at = sent.now()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 class LastSent:
@@ -113,21 +150,30 @@ class LastSent:
 async def filled_silence(send: Send, interval_s: float, comment: bytes) -> AsyncIterator[LastSent]:
     """Sends `comment` after each `interval_s` of silence while it is open: proxies close idle lines."""
     sent = LastSent()
+    loop = asyncio.get_running_loop()
+    filling: asyncio.Task[None] | None = None  # there is one only while a comment is sent
 
     async def fill() -> None:
-        while True:
-            left_s = sent.at + interval_s - sent.now()
-            if left_s > 0:
-                await asyncio.sleep(left_s)
-                continue
-            await send({"type": "http.response.body", "body": comment, "more_body": True})
-            sent.at = sent.now()
+        await send({"type": "http.response.body", "body": comment, "more_body": True})
+        sent.at = sent.now()
+        look()
 
-    filling = asyncio.create_task(fill())
+    def look() -> None:
+        nonlocal timer, filling
+        left_s = sent.at + interval_s - sent.now()
+        if left_s > 0:
+            timer = loop.call_later(left_s, look)
+        else:
+            filling = asyncio.create_task(fill())
+
+    timer = loop.call_later(interval_s, look)
     try:
         yield sent
     finally:
-        await _cancel(filling)
+        if filling is not None:
+            filling.cancel()
+            await asyncio.gather(filling, return_exceptions=True)
+        timer.cancel()
 
 
 class DirectSend:

@@ -13,6 +13,7 @@ Nothing is read from OTEL_* environment variables: every setting is in `moebius/
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -188,8 +189,9 @@ def export_metrics(
     return provider.shutdown
 
 
+@functools.cache
 def tracer() -> trace.Tracer:
-    """The tracer every part of Moebius uses."""
+    """The tracer every part of Moebius uses; one that was taken before tracing was set up uses that, too."""
     return trace.get_tracer("moebius", __version__)
 
 

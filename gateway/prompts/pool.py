@@ -41,6 +41,7 @@ from gateway.streaming import ClientGone
 
 logger = structlog.get_logger(__name__)
 SMALL_BYTES = 2**16  # bodies up to this size have a process of their own
+_GROUP = 8  # small requests that a process gets at once, when more wait
 _PIECE = 2**18  # bytes written at once, so that the loop goes on in between
 _START_S = 120.0  # a large vocabulary on a busy machine takes many seconds
 _WALL_FACTOR = 10  # a request may wait for a processor this much longer than it may use one
@@ -56,6 +57,7 @@ class _Job:
     size: int
     answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
     deaths: int = 0  # processes that ended in it by another's hand
+    alone: bool = False  # a process ended in a group that it was in: whose fault that was is not known
 
 
 def _spawn(channel: socket.socket) -> subprocess.Popen[bytes]:
@@ -66,9 +68,12 @@ def _spawn(channel: socket.socket) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=channel.fileno(), env=environment)
 
 
-def _joined(pieces: list[bytes], size: int) -> list[bytes]:
-    """A small request as one piece, which takes one system call."""
-    return [b"".join(pieces)] if size <= SMALL_BYTES else pieces
+def _message_of(jobs: Sequence[_Job]) -> list[bytes]:
+    """Some requests for a process; small ones as one piece, which takes one system call."""
+    pieces = [packed([(job.kind, job.size) for job in jobs])]
+    for job in jobs:
+        pieces += job.body
+    return [b"".join(pieces)] if sum(job.size for job in jobs) <= SMALL_BYTES else pieces
 
 
 class _Died(Exception):
@@ -121,16 +126,16 @@ class _Process:
         """Whether it has ended by itself or by a signal."""
         return self._process.poll() is not None
 
-    async def run(self, job: _Job, limit_s: float) -> Answer:
-        """The answer; _Died when the process ended without one, or took `limit_s` by the clock."""
+    async def run(self, jobs: Sequence[_Job], limit_s: float) -> list[Answer]:
+        """The answers; _Died when the process ended without, or took `limit_s` for each by the clock."""
         try:
-            async with asyncio.timeout(limit_s):
-                await self._send(_joined([packed((job.kind, job.size)), *job.body], job.size))
-                answer, self.leaving = await self._receive()
+            async with asyncio.timeout(limit_s * len(jobs)):
+                await self._send(_message_of(jobs))
+                answers, self.leaving = await self._receive()
         except TimeoutError:
             await self.stop()
             raise _Died(None) from None
-        return cast(Answer, answer)
+        return cast(list[Answer], answers)
 
     async def _send(self, pieces: Sequence[bytes]) -> None:
         try:
@@ -173,7 +178,7 @@ class PromptPool:
         self._most_waiting = most_waiting
         self._small: deque[_Job] = deque()
         self._large: deque[_Job] = deque()
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()  # something waits
         self._running: dict[int, _Process] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._setup: WorkerSetup | None = None
@@ -230,7 +235,7 @@ class PromptPool:
                 retry_after_s=RETRY_AFTER_S,
             )
         job = _Job(kind, body, sum(map(len, body)))
-        await self._queue(job)
+        self._queue(job)
         answer = await job.answer
         if isinstance(answer, Refused):
             raise ApiError(answer.status, answer.message, param=answer.param, code=answer.code)
@@ -239,22 +244,34 @@ class PromptPool:
             raise ApiError(500, f"internal error: {answer.kind}", code="internal_error")
         return answer
 
-    async def _queue(self, job: _Job) -> None:
+    def _queue(self, job: _Job) -> None:
         (self._small if job.size <= SMALL_BYTES else self._large).append(job)
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.set()
 
-    def _pick(self, number: int) -> _Job | None:
-        """The next request for this process whose client still waits."""
+    def _pick(self, number: int) -> list[_Job]:
+        """The next requests for this process whose clients still wait: of small ones its share, at most a
+        group; empty: none waits."""
         queues = [self._large, self._small]
         if number == 0:
             queues = [self._small] if self._count > 1 else [self._small, self._large]
         for queue in queues:
-            while queue:
+            most = min(_GROUP, -(-len(queue) // self._count)) if queue is self._small else 1
+            jobs: list[_Job] = []
+            size = 0
+            while queue and len(jobs) < most:
+                size += queue[0].size
+                if jobs and (size > SMALL_BYTES or queue[0].alone):
+                    break
                 job = queue.popleft()
-                if not job.answer.done():
-                    return job
-        return None
+                if job.answer.done():
+                    size -= job.size
+                    continue
+                jobs.append(job)
+                if job.alone:
+                    break
+            if jobs:
+                return jobs
+        return []
 
     async def _serve(self, number: int) -> None:
         """Gives one process its requests, and the next process those after its end."""
@@ -263,22 +280,24 @@ class PromptPool:
             if process is None:
                 await self._restart(number)
                 continue
-            async with self._changed:
-                while (job := self._pick(number)) is None:
-                    await self._changed.wait()
-            if process.ended:  # killed while it was idle: that costs the request none of its tries
+            while not (jobs := self._pick(number)):
+                self._changed.clear()
+                await self._changed.wait()
+            if process.ended:  # killed while it was idle: that costs the requests none of their tries
                 del self._running[number]
                 await process.stop()
-                await self._queue(job)
+                for job in jobs:
+                    self._queue(job)
                 continue
             try:
-                answer = await process.run(job, self._limits().cpu_s * _WALL_FACTOR)
+                answers = await process.run(jobs, self._limits().cpu_s * _WALL_FACTOR)
             except _Died as death:
                 del self._running[number]
-                await self._bury(job, death)
+                self._bury(jobs, death)
                 continue
-            if not job.answer.done():
-                job.answer.set_result(answer)
+            for job, answer in zip(jobs, answers, strict=True):
+                if not job.answer.done():
+                    job.answer.set_result(answer)
             if process.leaving:
                 del self._running[number]
                 await process.stop(kill=False)
@@ -301,24 +320,32 @@ class PromptPool:
                     job.answer.set_result(unavailable)
             await asyncio.sleep(_RESTART_S)
 
-    async def _bury(self, job: _Job, death: _Died) -> None:
-        """Answers the request whose process died, or gives it to another process once."""
-        logger.warning("a process for prompts ended", status=death.status, kind=job.kind, bytes=job.size)
+    def _bury(self, jobs: Sequence[_Job], death: _Died) -> None:
+        """Answers the request whose process died, or gives it to another process once; of a group each one
+        is tried by itself."""
+        kinds, size = sorted({job.kind for job in jobs}), sum(job.size for job in jobs)
+        logger.warning("a process for prompts ended", status=death.status, kinds=kinds, bytes=size)
+        for job in jobs:
+            if job.answer.done():
+                continue
+            refusal = None if len(jobs) > 1 else self._refusal(job, death)
+            if refusal is not None:
+                job.answer.set_result(refusal)
+                continue
+            job.deaths += len(jobs) == 1
+            job.alone = True
+            self._queue(job)
+
+    def _refusal(self, job: _Job, death: _Died) -> Refused | None:
+        """Why a request can not be done that was alone with its process when that ended; None: try again."""
         limits = self._limits()
-        refusal: Refused | None = None
         if death.status == -signal.SIGPROF:
-            refusal = too_expensive(f"{limits.cpu_s:g} s of processor time", "prompt_timeout_s")
-        elif death.status in (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV):
-            refusal = too_much_memory(limits)
-        elif job.deaths or death.status is None:
-            refusal = Refused(503, "the request could not be read in time", None, "unavailable")
-        if job.answer.done():
-            return
-        if refusal is not None:
-            job.answer.set_result(refusal)
-            return
-        job.deaths += 1
-        await self._queue(job)
+            return too_expensive(f"{limits.cpu_s:g} s of processor time", "prompt_timeout_s")
+        if death.status in (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV):
+            return too_much_memory(limits)
+        if job.deaths or death.status is None:
+            return Refused(503, "the request could not be read in time", None, "unavailable")
+        return None
 
 
 # Bodies of the largest size that may be in memory at once.

@@ -18,8 +18,17 @@ import socket
 import sys
 from pathlib import Path
 
+from gateway.garbage import collect_rarely
 from gateway.model import load_served_model
-from gateway.prompts.contract import HEADER, READY, ModelFiles, WorkerSetup, packed_answer, too_much_memory
+from gateway.prompts.contract import (
+    HEADER,
+    READY,
+    Answer,
+    ModelFiles,
+    WorkerSetup,
+    packed_answer,
+    too_much_memory,
+)
 from gateway.prompts.prepare import Preparer
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
@@ -61,25 +70,27 @@ def _prepare_all(
     preparer = Preparer(model, setup.images, setup.max_body_bytes, setup.strict_parameters, setup.responses)
     most = _used("VmData") + setup.memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    collect_rarely()
     at_start = _used("VmRSS")
     channel.sendall(b"".join(packed_answer(READY)))
     while (data := _message(incoming)) is not None:
-        kind, size = pickle.loads(data)
-        body = _received(incoming, size)
-        if body is None:
-            return
-        signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)
-        try:
-            answer = preparer.answer(kind, body)
-        except MemoryError:
-            answer = too_much_memory(setup)
-        del body
+        answers: list[Answer] = []
+        for kind, size in pickle.loads(data):
+            body = _received(incoming, size)
+            if body is None:
+                return
+            signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)
+            try:
+                answers.append(preparer.answer(kind, body))
+            except MemoryError:
+                answers.append(too_much_memory(setup))
+            del body
         leaving = _has_grown(at_start)
-        reply = packed_answer((answer, leaving))
+        reply = packed_answer((answers, leaving))
         signal.setitimer(signal.ITIMER_PROF, 0)
         for piece in reply:
             channel.sendall(piece)
-        del answer, reply
+        del answers, reply
         if leaving:
             return
 

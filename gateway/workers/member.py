@@ -17,6 +17,7 @@ from typing import Any
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from gateway.garbage import collect_rarely
 from gateway.server import GatewayServer, server_for
 from gateway.workers.channel import Channel, ChannelClosed
 from gateway.workers.contract import BEAT_S, Beat, MemberSetup, bound_socket
@@ -115,6 +116,7 @@ def main() -> int:
         configure_tls(setup.config.security)
         member = Member(setup)
         end_metrics = export_metrics(setup.config.telemetry, "moebius-gateway", member.registry.collect)
+        collect_rarely()
         try:
             return uvloop.run(member.run(connection))
         finally:

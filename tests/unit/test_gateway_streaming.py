@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.admission import Admission
 from gateway.errors import ApiError
 from gateway.generation import merge
-from gateway.streaming import KEEP_ALIVE, DirectSend, EventStream, event
+from gateway.streaming import KEEP_ALIVE, ClientGone, ClientWatch, DirectSend, EventStream, LastEvent, event
 from gateway.telemetry import GatewayMetrics
 
 
@@ -134,6 +134,40 @@ async def test_the_content_of_a_stream_passes_no_middleware() -> None:
     await DirectSend(app)({"type": "http"}, server.receive, server.send)
     assert server.bodies == [b"a", b"b"]
     assert inner.bodies == [b""]
+
+
+async def test_a_last_event_goes_with_the_end() -> None:
+    """The end of a stream that says so costs no message of its own."""
+    client = Client()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"a"
+        yield LastEvent(b"b")
+
+    await EventStream(events(), 60, nothing)({"type": "http"}, client.receive, client.send)
+    assert client.bodies == [b"a", b"b"]
+
+
+async def test_work_ends_when_the_client_leaves_and_only_then() -> None:
+    """All that is done for one request has one watch: it cancels what runs, refuses what comes later, and
+    leaves a cancellation by others what it is."""
+    client = Client()
+    watch = ClientWatch(client.receive)
+    with watch.guard():
+        await asyncio.sleep(0)
+
+    async def work() -> None:
+        with watch.guard():
+            await asyncio.sleep(60)
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(work(), 0.01)
+    asyncio.get_running_loop().call_later(0.01, client.left.set)
+    with pytest.raises(ClientGone):
+        await work()
+    with pytest.raises(ClientGone):
+        await work()
+    await asyncio.sleep(0)  # the task itself goes on
 
 
 def test_an_event_is_one_line() -> None:

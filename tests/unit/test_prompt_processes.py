@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import psutil
+import pytest
 
+from gateway.errors import ApiError
 from gateway.prompts.contract import ModelFiles, WorkerSetup
-from gateway.prompts.pool import PromptPool
+from gateway.prompts.pool import PromptPool, _Died
 from moebius.config import ImageConfig
 from protos import engine_pb2 as pb
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
@@ -86,3 +91,56 @@ async def test_a_gateway_that_ends_before_the_engine_leaves_no_process(tmp_path:
     assert len(children()) == 1
     await pool.close()
     assert children() == set()
+
+
+class FakeProcess:
+    """Stands for a process; one that gets a request with `bad` dies of its processor time."""
+
+    ended = leaving = False
+    groups: ClassVar[list[int]] = []  # sizes, in order
+
+    @classmethod
+    async def spawn(cls, _files: ModelFiles) -> FakeProcess:
+        return cls()
+
+    async def begin(self, _setup: WorkerSetup) -> None:
+        """Ready at once."""
+
+    async def run(self, jobs: Sequence[Any], _limit_s: float) -> list[bytes]:
+        """Echoes the bodies."""
+        self.groups.append(len(jobs))
+        await asyncio.sleep(0)
+        bodies = [b"".join(job.body) for job in jobs]
+        if b"bad" in bodies:
+            raise _Died(-signal.SIGPROF)
+        return bodies
+
+    async def stop(self, kill: bool = True) -> int:
+        return 0
+
+
+async def test_one_bad_request_of_a_group_is_refused_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small requests that wait are given to a process together; when it dies of one of them, the others are
+    answered all the same, whatever their place."""
+    files, setup = setup_for(tmp_path)
+    monkeypatch.setattr("gateway.prompts.pool._Process", FakeProcess)
+    monkeypatch.setattr(FakeProcess, "groups", [])
+    pool = PromptPool(1, 100)
+    await pool.spawn(files)
+    await pool.start(setup)
+    try:
+        bodies = [b"%d" % number for number in range(20)]
+        bodies[9] = b"bad"
+        answers = await asyncio.gather(
+            *(pool.prepare("tokenize", [body]) for body in bodies), return_exceptions=True
+        )
+    finally:
+        await pool.close()
+    assert [answer for answer in answers if not isinstance(answer, ApiError)] == bodies[:9] + bodies[10:]
+    refusal = answers[9]
+    assert isinstance(refusal, ApiError)
+    assert refusal.code == "request_too_expensive"
+    assert FakeProcess.groups[:2] == [8, 8]  # the second one has `bad`, and is repeated one by one
+    assert FakeProcess.groups[2:].count(1) == 8
