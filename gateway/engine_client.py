@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from itertools import count
 from typing import Any, cast
@@ -37,6 +37,7 @@ KEEPALIVE_MS = 30_000
 
 # Larger requests have a call of their own: on the common stream they would hold up the others.
 _SHARED_BYTES = 2**18
+_PIECE_BYTES = 2**18  # of an image, in one message
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -158,6 +159,18 @@ async def _write(stream: Any, outbox: Outbox[engine_pb2.CallRequest]) -> None:
             await stream.write(engine_pb2.GenerateManyRequest(requests=requests))
 
 
+async def _write_with_images(call: Any, request: engine_pb2.GenerateRequest, images: Sequence[bytes]) -> None:
+    """Sends request and files in pieces, so that others go on in between; who reads the call learns of a
+    failure."""
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        await call.write(engine_pb2.GenerateWithImagesRequest(request=request))
+        for number, data in enumerate(images):
+            for start in range(0, len(data), _PIECE_BYTES):
+                piece = engine_pb2.ImagePiece(image=number, data=data[start : start + _PIECE_BYTES])
+                await call.write(engine_pb2.GenerateWithImagesRequest(piece=piece))
+        await call.done_writing()
+
+
 class EngineClient:
     """One channel to one engine. Raises `grpc.aio.AioRpcError`; `errors.from_grpc` gives its HTTP meaning."""
 
@@ -204,7 +217,7 @@ class EngineClient:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def generate(
-        self, request: engine_pb2.GenerateRequest, context: Any = None
+        self, request: engine_pb2.GenerateRequest, context: Any = None, images: Sequence[bytes] = ()
     ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
         """The engine's messages. Closing the iterator, or cancelling its task, cancels the call at once.
 
@@ -213,6 +226,7 @@ class EngineClient:
         Args:
             request: the prompt and sampling parameters.
             context: OpenTelemetry context that is the parent of the call's span; None: the current one.
+            images: the files of `request.images`, which have no data then.
         """
         # The span is not made current: an async generator may be closed from another context.
         span = self._tracer.start_span(f"{SERVICE}/Generate", context=context, kind=SpanKind.CLIENT)
@@ -222,7 +236,7 @@ class EngineClient:
         request.trace_context.update(carrier)
         ended = False
         try:
-            async with aclosing(self._responses(request, carrier)) as responses:
+            async with aclosing(self._responses(request, carrier, images)) as responses:
                 async for response in responses:
                     yield response
             ended = True
@@ -238,10 +252,10 @@ class EngineClient:
             span.end()
 
     async def _responses(
-        self, request: engine_pb2.GenerateRequest, metadata: dict[str, str]
+        self, request: engine_pb2.GenerateRequest, metadata: dict[str, str], images: Sequence[bytes]
     ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
         """On the common stream when it is small and the engine has that, else by a call of its own."""
-        if self._many.is_supported and request.ByteSize() <= _SHARED_BYTES:
+        if not images and self._many.is_supported and request.ByteSize() <= _SHARED_BYTES:
             try:
                 async with aclosing(self._many.generate(request)) as responses:
                     async for response in responses:
@@ -249,8 +263,14 @@ class EngineClient:
                 return
             except _Unsupported:
                 pass
-        call = self._engine.Generate(request, metadata=tuple(metadata.items()))
+        headers = tuple(metadata.items())
+        if images:
+            call = self._engine.GenerateWithImages(metadata=headers)
+        else:
+            call = self._engine.Generate(request, metadata=headers)
         try:
+            if images:
+                await _write_with_images(call, request, images)
             async for response in call:
                 yield response
         finally:

@@ -26,6 +26,7 @@ class PromptJob:
     request: engine_pb2.GenerateRequest
     rules: OutputRules
     first_index: int  # choice index of the first of the n outputs
+    images: Sequence[bytes] = ()  # the files of `request.images`
     completion_tokens: int = 0
     reasoning_tokens: int = 0  # of completion_tokens
     cached_tokens: int = 0
@@ -71,7 +72,7 @@ class PromptJob:
         self.finish_reasons, self.input_logprobs, self.first_token_s = [], None, None
         completed = 0
         self.called_at = time.perf_counter()
-        async with aclosing(engine.generate(self.request, context)) as responses:
+        async with aclosing(engine.generate(self.request, context, self.images)) as responses:
             every = responses if self.stream_interval == 1 else gathered(responses, self.stream_interval)
             async for response in every:
                 delta = self._take(states, response)

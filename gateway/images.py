@@ -11,6 +11,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 import httpx
 
 from gateway.errors import ApiError
+from gateway.generation import PromptJob
 from gateway.prompts.data_images import DecodedImage, ImageRefused, check_image
 from gateway.schemas.requests import ImageUrl
 from moebius.config import ImageConfig
@@ -134,23 +135,25 @@ _DETAILS: Mapping[str | None, engine_pb2.ImageDetail] = {"low": engine_pb2.IMAGE
 
 
 async def add_images(
-    request: engine_pb2.GenerateRequest,
+    job: PromptJob,
     places: Sequence[tuple[str, ImageUrl | DecodedImage]],
     config: ImageConfig,
 ) -> None:
-    """Gives the request all its images, in order; `places`: the name of its parameter and each image.
+    """Gives the job all its images, in order; `places`: the name of its parameter and each image.
 
     Raises:
         ApiError: 400 that names the part at fault.
     """
+    if not places:
+        return
     files = await asyncio.gather(*(_collected(place, image, config) for place, image in places))
     if sum(map(len, files)) > _MOST_BYTES:
         raise _refused(
             "messages", f"the images together are larger than {_MOST_BYTES // _MIB} MiB", "image_too_large"
         )
-    for data, (_, image) in zip(files, places, strict=True):
-        request.images.add(data=data, detail=_DETAILS.get(image.detail, engine_pb2.IMAGE_DETAIL_HIGH))
-        await asyncio.sleep(0)  # each is copied, which takes milliseconds: others go on in between
+    for _, image in places:
+        job.request.images.add(detail=_DETAILS.get(image.detail, engine_pb2.IMAGE_DETAIL_HIGH))
+    job.images = files
 
 
 def _refused(param: str, message: str, code: str) -> ApiError:

@@ -33,7 +33,7 @@ async def create_chat_completion(request: Request) -> Response:
     gateway = gateway_of(request)
     prepared = await gateway.generation(request, "chat")
     model = gateway.model()
-    await add_images(prepared.jobs[0].request, prepared.images, gateway.config.images)
+    await add_images(prepared.jobs[0], prepared.images, gateway.config.images)
     form = ChatFormat(model.name, model.tokenizer, prepared)
     return await RequestRun(gateway, model, prepared, form).respond(request)
 

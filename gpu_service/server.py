@@ -24,6 +24,7 @@ from gpu_service.constraint import ConstraintCompiler
 from gpu_service.engine.engine import Engine
 from gpu_service.expert_recorder import START, STOP, ExpertRecorder, dumped, recorder_errors
 from gpu_service.experts.client import ExpertClient
+from gpu_service.image_pieces import GatheredRequest, PiecesRefused
 from gpu_service.live import LiveExperts
 from gpu_service.many_calls import ManyCalls
 from gpu_service.profiler import EngineProfiler, ProfileRunning, profile_seconds
@@ -183,6 +184,22 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                     yield message
         finally:
             self._streams.discard(calls)
+
+    async def GenerateWithImages(
+        self, messages: AsyncIterator[pb.GenerateWithImagesRequest], context: _GenerateContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Generate, once all pieces of its images have come."""
+        gathered = GatheredRequest()
+        try:
+            async for message in messages:
+                gathered.take(message)
+            request = gathered.finish()
+        except PiecesRefused as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise AssertionError("abort returned") from error
+        async with aclosing(self.Generate(request, context)) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                yield response
 
     def end_streams(self) -> None:
         """Streams of many calls end once those calls have."""

@@ -154,6 +154,22 @@ class GenerateManyRequest(_message.Message):
     requests: _containers.RepeatedCompositeFieldContainer[CallRequest]
     def __init__(self, requests: _Optional[_Iterable[_Union[CallRequest, _Mapping]]] = ...) -> None: ...
 
+class GenerateWithImagesRequest(_message.Message):
+    __slots__ = ("request", "piece")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    request: GenerateRequest
+    piece: ImagePiece
+    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., piece: _Optional[_Union[ImagePiece, _Mapping]] = ...) -> None: ...
+
+class ImagePiece(_message.Message):
+    __slots__ = ("image", "data")
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    image: int
+    data: bytes
+    def __init__(self, image: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class CallRequest(_message.Message):
     __slots__ = ("call", "start", "cancel")
     CALL_FIELD_NUMBER: _ClassVar[int]

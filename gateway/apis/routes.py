@@ -30,7 +30,7 @@ router = APIRouter()
 async def _respond(request: Request, prepared: Prepared, form: ResponseFormat) -> Response:
     """Answers a prepared request in the form of its API."""
     gateway = gateway_of(request)
-    await add_images(prepared.jobs[0].request, prepared.images, gateway.config.images)
+    await add_images(prepared.jobs[0], prepared.images, gateway.config.images)
     return await RequestRun(gateway, gateway.model(), prepared, form).respond(request)
 
 

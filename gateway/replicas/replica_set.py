@@ -72,13 +72,13 @@ class ReplicaSet:
         await asyncio.gather(*(replica.client.close() for replica in self.replicas.values()))
 
     async def generate(
-        self, request: engine_pb2.GenerateRequest, context: Any = None
+        self, request: engine_pb2.GenerateRequest, context: Any = None, images: Sequence[bytes] = ()
     ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
         """As `EngineClient.generate`, of the replica that is best for it; of another one when that fails
         before it has sent anything."""
         if self._is_one:  # as if there were no choice, which there is not
             (only,) = self.replicas.values()
-            async with aclosing(self._on(only, request, context)) as responses:
+            async with aclosing(self._on(only, request, context, images)) as responses:
                 async for response in responses:
                     yield response
             return
@@ -94,7 +94,7 @@ class ReplicaSet:
             replica.prefixes.note(digests)
             has_begun = False
             try:
-                async with aclosing(self._on(replica, request, context)) as responses:
+                async with aclosing(self._on(replica, request, context, images)) as responses:
                     async for response in responses:
                         has_begun = True
                         yield response
@@ -115,13 +115,13 @@ class ReplicaSet:
         return error.code() in _RETRIED and attempts < min(_ATTEMPTS, len(self.replicas))
 
     async def _on(
-        self, replica: Replica, request: engine_pb2.GenerateRequest, context: Any
+        self, replica: Replica, request: engine_pb2.GenerateRequest, context: Any, images: Sequence[bytes]
     ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
         """The call to one replica, and what it says about that."""
         replica.in_flight += 1
         self._metrics.in_flight(replica.address, +1)
         try:
-            async with aclosing(replica.client.generate(request, context)) as responses:
+            async with aclosing(replica.client.generate(request, context, images)) as responses:
                 async for response in responses:
                     if replica.failures:
                         replica.worked()

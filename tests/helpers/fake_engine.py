@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer
 
+from gpu_service.image_pieces import GatheredRequest
 from moebius.grpc_channels import listen
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
@@ -133,6 +134,15 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         for index, (ids, reason) in enumerate(outputs):
             yield self._complete(request, index, ids, reason, cached)
         context.finished_well = True
+
+    def GenerateWithImages(
+        self, messages: Iterator[pb.GenerateWithImagesRequest], context: Any
+    ) -> Iterator[pb.GenerateResponse]:
+        """Generate, once all of the request is there."""
+        gathered = GatheredRequest()
+        for message in messages:
+            gathered.take(message)
+        yield from self.Generate(gathered.finish(), context)
 
     def GenerateMany(self, requests: Iterator[pb.GenerateManyRequest], context: Any) -> Any:
         """Each call of the stream as Generate would answer it, in a thread of its own."""

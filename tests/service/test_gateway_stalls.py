@@ -23,7 +23,7 @@ from tests.helpers.stack import free_port
 
 # Of one turn of the event loop, in the loop's own processor time, which a busy machine does not prolong. The
 # figure by the clock is that of `moebius bench gateway`.
-LONGEST_TURN_S = 0.1
+LONGEST_TURN_S = 0.06
 
 
 class Watched:

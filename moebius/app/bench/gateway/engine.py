@@ -19,6 +19,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from gpu_service.image_pieces import GatheredRequest
 from gpu_service.many_calls import ManyCalls
 from moebius.app.bench.gateway.bare import Pace
 from protos import engine_pb2 as pb
@@ -115,6 +116,16 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
         async with aclosing(ManyCalls(self.Generate).serve(requests)) as messages:
             async for message in messages:
                 yield message
+
+    async def GenerateWithImages(
+        self, messages: AsyncIterator[pb.GenerateWithImagesRequest], context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Such a call whose images are thrown away."""
+        gathered = GatheredRequest()
+        async for message in messages:
+            gathered.take(message)
+        async for response in self.Generate(gathered.finish(), context):
+            yield response
 
     def _special(self, token: str) -> int:
         number = self._tokenizer.token_to_id(token)
