@@ -59,14 +59,15 @@ class ClientWatch:
         """Cancels what the current task does in it when the client leaves, and raises ClientGone then."""
         task = asyncio.current_task()
         assert task is not None
-        left = self._gone.done()
-        if left:
+        if self._gone.done():
             raise ClientGone
+        inside, left = True, False
 
         def leave(_gone: asyncio.Task[None]) -> None:
             nonlocal left
-            left = True
-            task.cancel()
+            if inside:  # a callback that is due already is called even if it was removed
+                left = True
+                task.cancel()
 
         self._gone.add_done_callback(leave)
         try:
@@ -76,6 +77,7 @@ class ClientWatch:
                 raise ClientGone from None
             raise
         finally:
+            inside = False
             self._gone.remove_done_callback(leave)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -167,7 +168,27 @@ async def test_work_ends_when_the_client_leaves_and_only_then() -> None:
         await work()
     with pytest.raises(ClientGone):
         await work()
-    await asyncio.sleep(0)  # the task itself goes on
+
+
+async def test_work_that_ends_as_the_client_leaves_is_not_cancelled_later() -> None:
+    """Who has left the guard in the moment in which the client left goes on: it has to clean up."""
+    for steps in range(6):  # in one of them the watch has ended, and its callbacks are due
+        client = Client()
+        watch = ClientWatch(client.receive)
+        await asyncio.sleep(0)
+        with contextlib.suppress(ClientGone):
+            await asyncio.create_task(_work_and_clean_up(watch, client, steps))
+
+
+async def _work_and_clean_up(watch: ClientWatch, client: Client, steps: int) -> None:
+    try:
+        with watch.guard():
+            client.left.set()
+            for _ in range(steps):
+                await asyncio.sleep(0)
+    finally:
+        for _ in range(4):
+            await asyncio.sleep(0)
 
 
 def test_an_event_is_one_line() -> None:
