@@ -153,6 +153,7 @@ async def filled_silence(send: Send, interval_s: float, comment: bytes) -> Async
     """Sends `comment` after each `interval_s` of silence while it is open: proxies close idle lines."""
     sent = LastSent()
     loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
     filling: asyncio.Task[None] | None = None  # there is one only while a comment is sent
 
     async def fill() -> None:
@@ -168,14 +169,15 @@ async def filled_silence(send: Send, interval_s: float, comment: bytes) -> Async
         else:
             filling = asyncio.create_task(fill())
 
-    timer = loop.call_later(interval_s, look)
+    look()
     try:
         yield sent
     finally:
         if filling is not None:
             filling.cancel()
             await asyncio.gather(filling, return_exceptions=True)
-        timer.cancel()
+        if timer is not None:
+            timer.cancel()
 
 
 class DirectSend:
