@@ -252,6 +252,7 @@ def _engine(
         inbox=group.inbox(compiler),
         operations=operations,
         lane=lane,
+        max_added_s=None if gpu.max_itl_ms is None else gpu.max_itl_ms / 1e3,
     )
     if compiler is not None and group.parallel.size > 1 and group.parallel.rank == 0:
         compiler.announce = partial(engine.call, PREPARE)

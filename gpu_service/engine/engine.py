@@ -54,6 +54,7 @@ from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.request import FinishReason, Request, trace_fields
 from gpu_service.scheduler.limits import EngineStopped, QueueFull, RequestRefused, refuse_impossible
 from gpu_service.scheduler.scheduler import Scheduler
+from gpu_service.scheduler.turns import TurnPace
 
 _log = structlog.get_logger(__name__)
 # An operation of every engine, and how often its first rank looks whether it is called for.
@@ -76,8 +77,12 @@ class Engine:
         inbox: Inbox | None = None,
         operations: Mapping[str, Callable[[str], None]] | None = None,
         lane: PrefillLane | None = None,
+        max_added_s: float | None = None,
     ) -> None:
-        """`operations`: what `call` may run, by name; the same on every rank. `lane`: of one rank only."""
+        """`operations`: what `call` may run, by name; the same on every rank. `lane`: of one rank only.
+
+        `max_added_s`: without a lane, what a step of long prompts alone may take while others decode.
+        """
         self.scheduler = scheduler
         self.load = EngineLoad(usable_pages=scheduler.cache.pool.usable)
         self._builder = builder
@@ -86,7 +91,7 @@ class Engine:
         self._observer = observer or NullObserver()
         self._max_waiting = max_waiting
         self._inbox = inbox or Inbox()
-        self._operations = dict(operations or {}) | {_STREAM_PROMPTS: self._stream_prompts}
+        self._operations = dict(operations or {}) | {_STREAM_PROMPTS: scheduler.turns.read}
         self._look_again = 0.0
         self._stopping = False
         # Called once, by the engine thread, when every request has ended because no step can be computed.
@@ -95,6 +100,10 @@ class Engine:
         self._in_flight: deque[Step] = deque()
         self._depth = 2 if overlap else 1
         self._lane = lane
+        limits = scheduler.limits
+        # Of steps of prompts alone, where there is no lane.
+        self._turns = TurnPace(limits.prefill_chunk_max, limits.max_num_batched_tokens, max_added_s)
+        self._streams, self._told = False, ""
         # An error of the loop itself, raised while the lane's layers were launched.
         self._defect: Exception | None = None
         if lane is not None:
@@ -357,6 +366,7 @@ class Engine:
         deltas = [delta_of(request) for request in reported]
         if pages:
             self._runner.zero_pages(pages)
+        self._turns.committed(step.batch, result.seconds)
         self._observer.committed(step.batch, result, deltas)
         self._emit(deltas)
 
@@ -376,17 +386,17 @@ class Engine:
         self._snapshot()
 
     def _look_for_streaming(self) -> None:
-        """Without a lane: tells all ranks at one place when prompts begin or cease to be streamed."""
+        """Without a lane: tells all ranks at one place when prompts begin or cease to be streamed, and how
+        they take turns with those who decode.
+        """
         now = time.monotonic()
-        if now < self._look_again:
-            return
-        self._look_again = now + _LOOK_S
-        streams = self._runner.streams_prompts
-        if streams != self.scheduler.streams_prompts:
-            self.call(_STREAM_PROMPTS, "on" if streams else "")
-
-    def _stream_prompts(self, argument: str) -> None:
-        self.scheduler.streams_prompts = bool(argument)
+        if now >= self._look_again:
+            self._look_again = now + _LOOK_S
+            self._streams = self._runner.streams_prompts
+        message = self._turns.message(self._streams)
+        if message != self._told:
+            self._told = message
+            self.call(_STREAM_PROMPTS, message)
 
     def _operate(self, operation: str, argument: str, ended: Future[None]) -> None:
         try:

@@ -64,6 +64,8 @@ class Batch:
     # Of models with linear attention: the slots that each request's state is read from and written to.
     state_reads: list[int] = field(default_factory=list)
     state_writes: list[int] = field(default_factory=list)
+    # Long prompts alone, while others that decode wait for their turn (`scheduler/turns.py`).
+    is_prompt_turn: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -29,6 +29,7 @@ from gpu_service.scheduler.admission import (
 )
 from gpu_service.scheduler.lane import LaneBooks
 from gpu_service.scheduler.limits import SchedulerLimits, mark_finish, refuse_impossible
+from gpu_service.scheduler.turns import PromptTurns
 
 
 @dataclass(slots=True)
@@ -54,8 +55,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.lane = LaneBooks()
-        # Filled by the engine where there is no lane: whether steps of prompts alone stream their experts.
-        self.streams_prompts = False
+        # Where there is no lane.
+        self.turns = PromptTurns()
         self._free_slots = list(range(limits.max_num_seqs))
         self._arrivals = 0
         self._step = 0
@@ -97,19 +98,56 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step's batch, or None when nothing can be computed before an earlier step's commit."""
-        lane, cache = self.lane, self.cache
-        lane.lacks_pages = None
+        self.lane.lacks_pages = None
         self._weigh_lane()
+        batch = self._take_turns() if self.turns.streams and self._decodes() else None
+        return batch or self._schedule_main(self.lane.is_due, self.lane.excludes)
+
+    def _schedule_main(
+        self, is_due: Callable[[Request, int], bool], excludes: Callable[[Request, int], bool]
+    ) -> Batch | None:
+        """A step without the waiting and the running requests that are another step's."""
+        cache = self.cache
         division = divide_budget(
             self.running,
-            self._newcomers(lambda prompts: [p for p in prompts if not lane.is_due(p.request, p.need)]),
+            self._newcomers(lambda prompts: [p for p in prompts if not is_due(p.request, p.need)]),
             self.limits,
             cache.page_size,
             cache.keeps_states,
-            excluded=lane.excludes,
+            excluded=excludes,
             budget=self._budget(),
         )
         return self._plan(division)
+
+    def _take_turns(self) -> Batch | None:
+        """As `turns.py` says; None: no prompt needs a step of its own, or none of the two has anything."""
+        turns = self.turns
+        if not self._prompts_of(self._long_prompts):
+            return None
+        steps = [self._schedule_long, lambda: self._schedule_main(self._is_long, self._is_long)]
+        for step in steps if turns.left <= 0 else reversed(steps):
+            batch = step()
+            if batch is not None:
+                turns.left = turns.steps_between if batch.is_prompt_turn else turns.left - 1
+                return batch
+        return None
+
+    def _schedule_long(self) -> Batch | None:
+        """A step of long prompts alone, in the main lane."""
+        cache = self.cache
+        division = Division({}, [], self.turns.chunk or self.limits.prefill_chunk_max)
+        prompts = self._prompts_of(self._long_prompts)
+        divide_among_prompts(division, prompts, self.limits, cache.page_size, cache.keeps_states)
+        batch = self._plan(division)
+        if batch is not None:
+            batch.is_prompt_turn = True
+        return batch
+
+    def _is_long(self, request: Request, need: int) -> bool:
+        return self.turns.is_due(request, need, self.limits.max_num_batched_tokens)
+
+    def _long_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        return [prompt for prompt in prompts if self._is_long(prompt.request, prompt.need)]
 
     def wants_lane(self) -> bool:
         """Whether a step of the prefill lane would have something to compute."""
@@ -243,7 +281,7 @@ class Scheduler:
 
         Where it streams experts, a longer step costs hardly more time, but those who decode would wait.
         """
-        streams = self.streams_prompts and not self._decodes()
+        streams = self.turns.streams and not self._decodes()
         return self.limits.prefill_chunk_max if streams else None
 
     def _decodes(self) -> bool:
@@ -255,13 +293,17 @@ class Scheduler:
         self.lane.worth = max(2, worth)
 
     def _lane_prompts(self) -> list[Prompt]:
+        return self._prompts_of(self.lane.choose)
+
+    def _prompts_of(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
+        """Those that `choose` takes of the running requests' prompts and those that may start now."""
         needs = [request.planned_len - request.scheduled_len for request in self.running]
         prompts = [Prompt(self.running[index], need, index) for index, need in enumerate(needs) if need > 1]
 
-        def choose(waiting: list[Prompt]) -> list[Prompt]:
-            return [prompt for prompt in self.lane.choose(prompts + waiting) if prompt.index < 0]
+        def choose_waiting(waiting: list[Prompt]) -> list[Prompt]:
+            return [prompt for prompt in choose(prompts + waiting) if prompt.index < 0]
 
-        return self.lane.choose(prompts + self._newcomers(choose))
+        return choose(prompts + self._newcomers(choose_waiting))
 
     def _newcomers(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
         """Waiting requests that may start now: the oldest, then the shortest; none while the oldest can not.

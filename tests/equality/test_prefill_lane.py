@@ -69,6 +69,7 @@ REQUESTS = st.lists(
     speeds=st.sampled_from([(1e-4, 5e-3), (1e-3, 1e-3), (3e-3, 2e-4)]),
     lost_at=st.sets(st.integers(1, 60), max_size=4),
     broken=st.dictionaries(st.integers(1, 6), st.tuples(st.integers(0, 5), st.booleans()), max_size=2),
+    has_lane=st.booleans(),
 )
 def test_every_interleaving_gives_the_same_tokens(
     drawn: list[tuple[int, int, int, int, int, int | None]],
@@ -81,9 +82,11 @@ def test_every_interleaving_gives_the_same_tokens(
     speeds: tuple[float, float],
     lost_at: set[int],
     broken: dict[int, tuple[int, bool]],
+    has_lane: bool,
 ) -> None:
     """With aborts, preemptions, shared prefixes, lost servers of the main lane and failing steps of the lane;
-    afterwards not a page, slot or mark is left.
+    without a lane with steps of long prompts that take turns with the others. Afterwards not a page, slot or
+    mark is left.
     """
     knobs = Knobs(
         num_pages=pages,
@@ -95,8 +98,13 @@ def test_every_interleaving_gives_the_same_tokens(
     )
     experts = VirtualExperts(lambda step: LOST if step in lost_at else None)
     virtual = VirtualEngine(
-        knobs, Times(main=speeds[0], lane=speeds[1]), prefill_chunk_max=chunk, experts=experts
+        knobs,
+        Times(main=speeds[0], lane=speeds[1]),
+        has_lane=has_lane,
+        prefill_chunk_max=chunk,
+        experts=experts,
     )
+    virtual.steps.streams = not has_lane
 
     def fails(step: int, layer: int) -> Exception | None:
         at, is_loss = broken.get(step, (-1, False))
@@ -161,6 +169,44 @@ def test_a_stream_and_a_long_prompt_both_get_on(shares: tuple[float, float], ove
     assert ended - 0.2 <= 2 * prompt_alone
     # A step of the lane takes 60 ms; the device's own doing is at most the whole of a token at its share.
     assert max(meanwhile) <= max(idle) / shares[0] + 5e-3
+
+
+def without_lane(
+    streams: bool, max_added_s: float | None = None
+) -> tuple[VirtualEngine, float, list[float], list[float]]:
+    """Of one running stream and a prompt of 2048 tokens: when that ended, and the stream's times between
+    tokens before it and meanwhile. A step that streams its experts takes 61 ms for 512 tokens, 34 ms for 64.
+    """
+    virtual = VirtualEngine(
+        long_knobs(), Times(), has_lane=False, prefill_chunk_max=512, max_added_s=max_added_s
+    )
+    virtual.steps.streams = streams
+    stream = make_request("stream", prompt_of(1, 9), max_tokens=400)
+    prompt = make_request("prompt", prompt_of(3, 2048), max_tokens=1)
+    virtual.run([(0.0, add(stream)), (0.2, add(prompt))])
+    ended = virtual.token_times(prompt)[0]
+    return virtual, ended, gaps(virtual, stream, 0.05, 0.2), gaps(virtual, stream, 0.2, ended)
+
+
+def test_without_a_lane_long_prompts_and_streams_take_turns() -> None:
+    """Both get half of the device: with steps that hold both, each token would wait for all experts' copies,
+    and only 64 rows would have them.
+    """
+    _, ended, idle, meanwhile = without_lane(True)
+    seconds = 6 * (5e-3 + 512 * 10e-6)
+    assert ended - 0.2 <= 2.3 * 4 * seconds
+    assert sum(meanwhile) / len(meanwhile) <= 2.3 * sum(idle) / len(idle)
+    assert max(meanwhile) <= seconds + 3 * max(idle)
+
+
+def test_without_a_lane_a_bound_makes_shorter_steps_of_prompts() -> None:
+    """`max_itl_ms` is what streams wait for at most, but for the first steps, which nobody had timed."""
+    late = 0.045 + 0.012
+    for bound, most in ((None, 9), (0.045, 2)):
+        _, _, _, found = without_lane(True, bound)
+        waits = sum(gap > late for gap in found)
+        assert 0 < waits <= most, (bound, sorted(found)[-5:])
+        assert bound is not None or waits >= 3
 
 
 def test_a_bound_on_what_is_added_holds() -> None:

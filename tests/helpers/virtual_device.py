@@ -106,6 +106,8 @@ class Times:
     lane_token: float = 10e-6
     main_share: float = 0.6
     lane_share: float = 0.7
+    # Rows beyond which a step of the main lane streams its experts, where it does.
+    streams_from: int = 32
 
 
 class _Run:
@@ -168,23 +170,31 @@ class VirtualSteps(StepRunner):
         assert experts is not None
         experts.begin_step()
         run = _Run(self._runner, plan, lambda: experts.failure() is not None)
-        seconds = times.main + times.main_token * (plan.query_start_loc[-1] - 1)
+        rows = plan.query_start_loc[-1]
+        seconds = times.main + times.main_token * (rows - 1)
+        if self.streams and rows > times.streams_from:
+            seconds = times.lane + times.lane_token * rows
         for index in range(times.layers):
             self._device.main.launch(partial(run.layer, index, times.layers), seconds)
         self._device.advance(_LAUNCH_S)
-        return _Launched(self._runner, plan, run, VirtualEvent(self._device, self._device.main))
+        end = VirtualEvent(self._device, self._device.main)
+        return _Launched(self._runner, plan, run, end, times.layers * seconds)
 
 
 class _Launched:
-    def __init__(self, runner: ModelRunner, plan: StepPlan, run: _Run, end: VirtualEvent) -> None:
-        self._runner, self._plan, self._run, self._end = runner, plan, run, end
+    def __init__(
+        self, runner: ModelRunner, plan: StepPlan, run: _Run, end: VirtualEvent, seconds: float
+    ) -> None:
+        self._runner, self._plan, self._run, self._end, self._seconds = runner, plan, run, end, seconds
 
     def query(self) -> bool:
         return self._end.query()
 
     def finish(self) -> StepResult:
         self._end.wait()
-        return self._run.result()
+        result = self._run.result()
+        result.seconds = self._seconds
+        return result
 
     def undo(self) -> None:
         with torch.inference_mode():
@@ -315,6 +325,7 @@ class VirtualEngine:
             overlap=knobs.overlap,
             inbox=self.inbox,
             lane=PrefillLane(self.lane, pace) if has_lane else None,
+            max_added_s=max_added_s,
         )
 
     def run(self, script: Sequence[tuple[float, Callable[[], Message]]], limit: int = 200_000) -> None:

@@ -88,8 +88,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.commit(5)
         batch = self.scheduler.schedule()
         if batch is not None:
-            limits = self.scheduler.limits
-            assert 0 < batch.num_tokens <= limits.max_num_batched_tokens
+            limits, turns = self.scheduler.limits, self.scheduler.turns
+            most = max(20, limits.max_num_batched_tokens) if turns.streams else limits.max_num_batched_tokens
+            assert 0 < batch.num_tokens <= most
             assert len(batch.requests) == len({id(r) for r in batch.requests}) <= limits.max_num_seqs
             assert not any(request.in_lane for request in batch.requests)
             self.in_flight.append(batch)
@@ -97,6 +98,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(is_ready=st.booleans())
     def lane_is_ready(self, is_ready: bool) -> None:
         self.scheduler.lane.is_ready = is_ready
+
+    @rule(message=st.sampled_from(["", "1 20", "3 12"]))
+    def stream_without_a_lane(self, message: str) -> None:
+        if not self.scheduler.lane.is_ready and self.scheduler.lane.batch is None:
+            self.scheduler.turns.read(message)
 
     @rule()
     def open_lane(self) -> None:

@@ -1,0 +1,92 @@
+"""Long prompts next to running streams where there is no prefill lane: with several ranks.
+
+A lane would need ranks to launch two streams' collectives in one order without agreeing on every layer. So
+steps take turns instead: one of long prompts alone, of up to `prefill_chunk_max` tokens, which streams its
+experts (each rank its part of them, over its own link), then so many steps of everybody else that those who
+decode have had the device as long. A step with both would copy all experts for 512 rows and every token.
+
+`PromptTurns` is the scheduler's: it only counts, so that all ranks plan the same. `TurnPace` is the first
+rank's: from the time that steps took it says how many to count; the engine tells all ranks at one place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpu_service.engine.step import Batch
+from gpu_service.request import Request
+from gpu_service.scheduler.lane import is_plain_text
+
+# Steps of others between two of prompts: until times are known, and at most.
+_UNKNOWN, _MOST = 8, 256
+# Weight of the newest time; changes of a number that are not worth a message to all ranks.
+_NEWEST, _UNTOLD = 0.3, 0.25
+
+
+@dataclass
+class PromptTurns:
+    """Changed by the scheduler and, through a message, by the engine."""
+
+    # Whether steps of prompts alone stream their experts.
+    streams: bool = False
+    # Steps of everybody else between two of long prompts, and how many of them are to come.
+    steps_between: int = _UNKNOWN
+    left: int = 0
+    # Tokens of a step of prompts while others decode; None: `prefill_chunk_max`.
+    chunk: int | None = None
+
+    def is_due(self, request: Request, need: int, usual: int) -> bool:
+        """Whether a prompt is left to a step of its own: it needs more than one of `usual` tokens."""
+        return self.streams and need > usual and is_plain_text(request)
+
+    def read(self, message: str) -> None:
+        """What `TurnPace.message` wrote; empty: nothing is streamed."""
+        self.streams = bool(message)
+        if message:
+            steps, chunk = map(int, message.split())
+            self.steps_between, self.chunk = steps, chunk
+            self.left = min(self.left, steps)
+
+
+class TurnPace:
+    """How turns are divided, from what steps took."""
+
+    def __init__(self, chunk_max: int, usual: int, max_added_s: float | None) -> None:
+        """`usual`: tokens of a usual step, which prompts get at least; `max_added_s`: what a step of prompts
+        may take; None: what one of `chunk_max` takes.
+        """
+        self._chunk_max, self._usual, self._max_added_s = chunk_max, usual, max_added_s
+        self._decode_s = self._prompts_s = 0.0
+        self._steps, self._chunk = _UNKNOWN, chunk_max
+
+    def committed(self, batch: Batch, seconds: float) -> None:
+        """A step has ended that had the device so long."""
+        if seconds <= 0:
+            return
+        if batch.is_prompt_turn:
+            self._prompts_s = _mean(self._prompts_s, seconds)
+            self._limit_chunk(batch.num_tokens, seconds)
+        elif batch.is_uniform_decode:
+            self._decode_s = _mean(self._decode_s, seconds)
+        if self._decode_s and self._prompts_s:
+            steps = max(1, min(_MOST, round(self._prompts_s / self._decode_s)))
+            if abs(steps - self._steps) > _UNTOLD * self._steps:
+                self._steps = steps
+
+    def _limit_chunk(self, tokens: int, seconds: float) -> None:
+        limit = self._max_added_s
+        if limit is None:
+            return
+        if seconds > limit and tokens > self._usual:
+            # Copies take as long for few rows: half is all that is tried at once.
+            self._chunk = max(self._usual, int(tokens * max(0.5, limit / seconds)))
+        elif seconds < limit / 2:
+            self._chunk = min(self._chunk_max, 2 * self._chunk)
+
+    def message(self, streams: bool) -> str:
+        """For `PromptTurns.read` of every rank."""
+        return f"{self._steps} {self._chunk}" if streams else ""
+
+
+def _mean(before: float, newest: float) -> float:
+    return before + _NEWEST * (newest - before) if before else newest
