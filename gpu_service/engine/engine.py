@@ -395,6 +395,8 @@ class Engine:
             self._streams = self._runner.streams_prompts
         message = self._turns.message(self._streams)
         if message != self._told:
+            if not (message and self._told):
+                _log.info("long prompts stream their experts, in turns with others' steps", now=bool(message))
             self._told = message
             self.call(_STREAM_PROMPTS, message)
 

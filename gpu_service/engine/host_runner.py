@@ -154,6 +154,11 @@ class HostRunner(StepRunner):
     def is_recovering(self) -> bool:
         return self._is_recovering
 
+    @property
+    def streams_prompts(self) -> bool:
+        streamer = self._runner.streamer
+        return streamer is not None and streamer.is_open
+
     def interrupt(self) -> None:
         if self._runner.experts is not None:
             self._runner.experts.interrupt()

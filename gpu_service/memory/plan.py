@@ -62,7 +62,7 @@ def has_lane(gpu: GpuConfig, parallel: ParallelContext) -> bool:
     """Whether prompts that stream their experts have a step of their own, next to the others.
 
     `gpu.prefill_chunk_max` is chosen: unset or within the usual budget, nothing is to be gained. Ranks of a
-    group would have to agree on when it ends; their main lane takes the longer steps.
+    group would have to agree on when it ends; their main lane takes the longer steps (`scheduler/turns.py`).
     """
     is_longer = (gpu.prefill_chunk_max or 0) > gpu.max_num_batched_tokens
     return is_longer and parallel.tp_size * parallel.num_stages == 1

@@ -19,12 +19,12 @@ TOKENS = 150
 LIMIT_S = 180.0
 
 
-def generate(address: str) -> list[int]:
+def generate(address: str, prompt_len: int = 25, tokens: int = TOKENS) -> list[int]:
     """Greedy tokens."""
     request = pb.GenerateRequest(
-        request_id="r",
-        tokenized=pb.TokenizedInput(input_ids=range(5, 30)),
-        sampling_params=pb.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
+        request_id=f"r{prompt_len}",
+        tokenized=pb.TokenizedInput(input_ids=[5 + (k * 7 + k // 9) % 90 for k in range(prompt_len)]),
+        sampling_params=pb.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True),
     )
     with open_channel(address) as channel:
         answers = list(EngineStub(channel).Generate(request, timeout=LIMIT_S))  # type: ignore[no-untyped-call]

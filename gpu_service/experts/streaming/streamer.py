@@ -177,6 +177,11 @@ class ExpertStreamer:
         return self.chooser.break_even_rows
 
     @property
+    def is_open(self) -> bool:
+        """Whether there is something to copy now. Any thread may ask."""
+        return self._usable() is not None
+
+    @property
     def can_stream(self) -> bool:
         """Whether `begin_whole` would have something to give, were the ring free. Cheap: for schedulers.
 
