@@ -124,9 +124,9 @@ class Scheduler:
         turns = self.turns
         if not self._prompts_of(self._long_prompts):
             return None
-        steps = [self._schedule_long, lambda: self._schedule_main(self._is_long, self._is_long)]
-        for step in steps if turns.left <= 0 else reversed(steps):
-            batch = step()
+        long_first = turns.left <= 0
+        for is_long in (long_first, not long_first):
+            batch = self._schedule_long() if is_long else self._schedule_main(self._is_long, self._is_long)
             if batch is not None:
                 turns.left = turns.steps_between if batch.is_prompt_turn else turns.left - 1
                 return batch
