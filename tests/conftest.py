@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ from tests.helpers import tls_everywhere
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
+
+if "--tls" in sys.argv or tls_everywhere.is_on():
+    # Not when pytest has read its options: other conftest.py files, which import our settings, come before.
+    tls_everywhere.switch_on(Path(tempfile.mkdtemp(prefix="moebius-tests-tls-")))
 
 if not torch.cuda.is_available():
     # Triton's own interpreter: GPU kernels run here on numpy, slowly, and are compared with torch. The
@@ -38,8 +43,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--tls"):
-        tls_everywhere.switch_on(Path(tempfile.mkdtemp(prefix="moebius-tests-tls-")))
     config.pluginmanager.register(selection.Selection(config), "selection")
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.clients.run PYTHON [--only CLIENT] [--write]`: runs all checks against two servers.
+"""`python -m tests.clients.run PYTHON [--only CLIENT] [--write] [--tls]`: all checks against two servers.
 
 PYTHON is an interpreter that has tests/clients/requirements.txt, which need not fit our own packages. One
 server is the gateway with a model that follows rules (`scripted_model.py`), the other `moebius serve demo`.
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import tls_everywhere
 from tests.helpers.demo import demo_checkpoint
 from tests.helpers.stack import ROOT, running_stack
 
@@ -49,7 +50,7 @@ def scripted_model() -> Iterator[str]:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
             assert process.stdout is not None
-            line = next((line for line in process.stdout if line.startswith("http://")), "")
+            line = next((line for line in process.stdout if line.startswith("http")), "")
             if not line:
                 log.seek(0)
                 raise RuntimeError(f"the scripted model did not start:\n{log.read().decode()[-3000:]}")
@@ -64,6 +65,7 @@ def run_checks(python: Path, scripted: str, demo: str, only: Sequence[str]) -> l
     command = [str(python), "-m", "checks", scripted, demo, *only]
     results = []
     environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # or it asks another host
+    environment.pop("PYTHONPATH", None)  # of our environment
     with subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -108,9 +110,12 @@ def main() -> int:
     parser.add_argument("python", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="clients, by parts of their files' names")
     parser.add_argument("--write", action="store_true", help="put the table into docs/clients.md")
+    parser.add_argument("--tls", action="store_true", help="HTTPS to clients, mutual TLS between processes")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moebius-clients-")))
+        if options.tls:
+            tls_everywhere.switch_on_for_others(directory / "certificates")
         scripted = stack.enter_context(scripted_model())
         template = ("--chat-template", str(HERE / "demo_template.jinja"))
         demo = stack.enter_context(

@@ -19,6 +19,7 @@ from typing import Any
 from tokenizers import AddedToken
 
 from protos import engine_pb2 as pb
+from tests.helpers import tls_everywhere
 from tests.helpers.fake_engine import FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
@@ -155,6 +156,7 @@ class ScriptedModel(FakeEngine):
 
 def main() -> None:
     """Serves until SIGTERM."""
+    tls_everywhere.follow()
     with tempfile.TemporaryDirectory(prefix="moebius-clients-") as name:
         directory = Path(name)
         tokenizer = byte_level_tokenizer()

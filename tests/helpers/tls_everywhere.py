@@ -42,24 +42,45 @@ def change_defaults(directory: str) -> None:
 
 
 def switch_on(directory: Path) -> None:
-    """For this process and those that it starts: makes the certificates and trusts their CA."""
-    is_first = VARIABLE not in os.environ  # else a worker of a run that has done it
+    """For this process, before it has imported `moebius.config`, and those that it starts."""
+    is_first = not is_on()  # else a worker of a run that has done it
     if is_first:
-        before = os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_SITE), str(ROOT), before)))
-        os.environ["SSL_CERT_FILE"] = str(directory / "ca.crt")
-        os.environ[VARIABLE] = str(directory)
+        _announce(directory)
     change_defaults(os.environ[VARIABLE])
     if is_first:
-        from tests.helpers.certificates import Authority, write_secret
+        _make_certificates(directory)
+    follow()
 
-        authority = Authority()
-        write_secret(directory, authority.issue("moebius"), authority.pem)
-    from moebius.config import SecurityConfig
-    from moebius.tls import configure_tls
 
-    configure_tls(SecurityConfig())
-    _State.https = True
+def switch_on_for_others(directory: Path) -> None:
+    """For the processes that this one starts; what they serve, it calls by HTTPS."""
+    _announce(directory)
+    _make_certificates(directory)
+    use_https(True)
+
+
+def follow() -> None:
+    """Of a process of tests: speaks as its settings say; without `--tls` nothing happens."""
+    if is_on():
+        from moebius.config import SecurityConfig
+        from moebius.tls import configure_tls
+
+        configure_tls(SecurityConfig())
+        use_https(True)
+
+
+def _announce(directory: Path) -> None:
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_SITE), str(ROOT), before)))
+    os.environ["SSL_CERT_FILE"] = str(directory / "ca.crt")
+    os.environ[VARIABLE] = str(directory)
+
+
+def _make_certificates(directory: Path) -> None:
+    from tests.helpers.certificates import Authority, write_secret
+
+    authority = Authority()
+    write_secret(directory, authority.issue("moebius"), authority.pem)
 
 
 def is_on() -> bool:
