@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import structlog
 
 from moebius.app.supervisor.health import GrpcProbe, HttpProbe, MailboxLiveness
 from moebius.app.supervisor.plan import ServePlan, plan_processes
@@ -19,6 +20,7 @@ from moebius.checkpoint.errors import CheckpointError
 from moebius.config import MoebiusConfig
 from moebius.config_loader import load_config
 from moebius.errors import ConfigError, StartupError, UserError
+from tests.helpers.certificates import Authority, write_secret
 
 MODEL = {
     "model_type": "qwen3_moe",
@@ -57,6 +59,18 @@ def planned(model: Path, **flags: str) -> tuple[ServePlan, dict[str, MoebiusConf
         path.write_text(text)
         configs[path.stem] = load_config(path)
     return serve_plan, configs
+
+
+def test_with_https_metrics_move_and_it_is_said(model: Path, tmp_path: Path) -> None:
+    """Probes bring no certificate, so there is a plain port; where, is logged, unless it was chosen."""
+    authority = Authority()
+    write_secret(tmp_path / "tls", authority.issue("web"), authority.pem)
+    certificate, key = str(tmp_path / "tls" / "tls.crt"), str(tmp_path / "tls" / "tls.key")
+    with structlog.testing.capture_logs() as logs:
+        _, configs = planned(model, expert_servers="1", http_cert_file=certificate, http_key_file=key)
+    port = configs["gateway"].gateway.gateway_metrics_port
+    assert port not in (0, configs["gateway"].gateway.port)
+    assert [line["url"] for line in logs if "url" in line] == [f"http://127.0.0.1:{port}/metrics"]
 
 
 def test_all_processes_agree(model: Path) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import structlog
+
 from moebius.app.supervisor.health import (
     GrpcProbe,
     HttpProbe,
@@ -48,6 +50,7 @@ from moebius.models.read import read_geometry
 from moebius.tls import http_files
 from moebius.weight_segment import segment_path
 
+_log = structlog.get_logger(__name__)
 # sockaddr_un.sun_path holds 108 bytes, the last one zero.
 MAX_SOCKET_PATH = 107
 ENGINE_HEALTH = "moebius.engine.v1.Engine"
@@ -236,7 +239,11 @@ def _with_port(config: MoebiusConfig) -> MoebiusConfig:
     config = _replace(config, "gateway", port=port)
     if http_files(config.security) is not None and not config.gateway.gateway_metrics_port:
         # Our own probes bring no certificate.
-        config = _replace(config, "gateway", gateway_metrics_port=_free_port(config.telemetry.metrics_host))
+        where = config.telemetry.metrics_host
+        own_port = _free_port(where)
+        config = _replace(config, "gateway", gateway_metrics_port=own_port)
+        url = f"http://{f'[{where}]' if ':' in where else where}:{own_port}/metrics"
+        _log.info("with HTTPS metrics and probes have a port of their own (gateway_metrics_port)", url=url)
     return config
 
 
