@@ -137,7 +137,7 @@ def _assemble(
         streamer=streamer,
         recorder=make_recorder(config, moe, stream),
         encoder=None if vision is None else vision.encoder,
-        has_mrope=bool(model_config.rope.mrope_sections),
+        has_mrope=model_config.has_mrope,
         states=states,
     )
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)

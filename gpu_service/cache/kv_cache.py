@@ -170,7 +170,7 @@ def index_bytes_per_page(num_layers: int, head_dim: int, page_size: int, dtype: 
 
 
 class MlaCache(LayerPages):
-    """Latents of all layers.
+    """Latents of all layers that attend.
 
     One tensor `[num_pages, page_size, latent_dim + rope_dim]` per layer: a token's compressed keys and
     values, then its rotated key part, which all heads share. The scales are those of `KVCache`, but one per
@@ -263,7 +263,8 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     if config.mla is None:
         return bytes_per_page(config, page_size, dtype)
     mla, indexer = config.mla, config.mla.indexer
-    latents = mla_bytes_per_page(config.num_layers, mla.kv_lora_rank, mla.qk_rope_head_dim, page_size, dtype)
+    num_layers, rope_dim = len(config.attention_layers), mla.qk_rope_head_dim
+    latents = mla_bytes_per_page(num_layers, mla.kv_lora_rank, rope_dim, page_size, dtype)
     if indexer is None:
         return latents
     activations = TORCH_DTYPES[config.dtype]
@@ -283,7 +284,7 @@ def make_cache(
         return KVCache(config, num_pages, page_size, dtype, device, storage_dtype=storage_dtype)
     indexer = config.mla.indexer
     return MlaCache(
-        config.num_layers,
+        len(config.attention_layers),
         config.mla.kv_lora_rank,
         config.mla.qk_rope_head_dim,
         num_pages,

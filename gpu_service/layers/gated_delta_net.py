@@ -99,7 +99,9 @@ class GatedDeltaNet(nn.Module):
         for name in ("A_log", "dt_bias"):
             yield CheckpointPart("", name, self._heads, None)
 
-    def forward(self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
+    ) -> torch.Tensor:
         """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
         inputs, states = context.inputs, context.states
         assert states is not None, "a model with linear attention needs states"

@@ -66,7 +66,7 @@ class Indexer(nn.Module):
         self,
         hidden_states: torch.Tensor,
         query_latent: torch.Tensor,
-        rope: RopeTable,
+        rope: RopeTable | None,
         context: ForwardContext,
     ) -> None:
         """Leaves the choice for each row with the attention backend, and the step's keys in the cache.
@@ -76,23 +76,21 @@ class Indexer(nn.Module):
         """
         backend, sizes = context.attention, self._sizes
         assert isinstance(backend, MlaAttentionBackend), "the cache of this model holds latents"
-        if not sizes.interleaved:
+        if rope is not None and not sizes.interleaved:
             rope = self._selection.half_split(rope)
         keys: torch.Tensor = self.k_norm(self.wk(hidden_states))
-        apply_rope(keys[:, None], rope)
+        if rope is not None:
+            apply_rope(keys[:, None], rope)
         index_keys = backend.cache.index_keys
         assert index_keys is not None, "the cache of this model holds the indexer's keys"
         index_keys.append(self._index_layer, keys, context.inputs.slot_mapping)
         backend.selection = None
         if backend.selects:
             query = self.wq_b(query_latent).view(-1, sizes.num_heads, sizes.head_dim)
-            apply_rope(query, rope)
+            if rope is not None:
+                apply_rope(query, rope)
             weights = self.weights_proj(hidden_states.float()) * self._score_scale
             backend.selection = backend.select(query, weights, self._index_layer)
-
-
-# Of the norms of latents, whatever `rms_norm_eps` says about those of layers: so were all families trained.
-_LATENT_EPS = 1e-6
 
 
 class LatentProjection(nn.Module):
@@ -120,7 +118,7 @@ class MLAttention(nn.Module):
 
     `config` is the whole model's. A rank computes its own heads; latents, which all heads share, are
     computed and cached by every rank. `bias` is that of the projections from and to the hidden size.
-    `layer_id` counts from the pipeline stage's first layer.
+    `layer_id` counts the pipeline stage's layers that attend.
 
     Sparse attention: `selection` is what the model's layers share; a layer without an `indexer` attends to
     what the latest layer with one chose.
@@ -154,24 +152,30 @@ class MLAttention(nn.Module):
         else:
             rows = {"q_a_proj": ShardRange.whole(mla.q_lora_rank)} | latent_rows
             self.a_proj = FusedLinear(size, rows, bias=bias, dtype=dtype)
-            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, _LATENT_EPS, dtype=dtype)
+            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, mla.latent_eps, dtype=dtype)
             self.q_b_proj = FusedLinear(mla.q_lora_rank, {"q_b_proj": query_rows}, bias=False, dtype=dtype)
-        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, _LATENT_EPS, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, mla.latent_eps, dtype=dtype)
         self.kv_b_proj = LatentProjection(mla, heads, dtype=dtype)
         self.o_proj = RowParallelLinear(
             heads.scaled(mla.v_head_dim), size, bias=bias, dtype=dtype, parallel=parallel
         )
 
-    def forward(self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the new latents are in the cache afterwards."""
+    def forward(
+        self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """`[T, H]` to a new `[T, H]`; the new latents are in the cache afterwards.
+
+        `rope` None: no part of queries and keys is rotated.
+        """
         mla, backend = self._sizes, context.attention
         assert isinstance(backend, MlaAttentionBackend), "the cache of this model holds latents"
         query, compressed = self._project(hidden_states, rope, context)
         latent = self.kv_a_layernorm(compressed[:, : mla.kv_lora_rank])
         key_rope = compressed[:, mla.kv_lora_rank :]
         query_nope, query_rope = query[..., : mla.qk_nope_head_dim], query[..., mla.qk_nope_head_dim :]
-        apply_rope(query_rope, rope)
-        apply_rope(key_rope[:, None], rope)
+        if rope is not None:
+            apply_rope(query_rope, rope)
+            apply_rope(key_rope[:, None], rope)
         weight, layer_id = self.kv_b_proj.by_head(), self.layer_id
         if backend.non_absorbed:
             key, value = up_project(latent, key_rope, weight, mla.qk_nope_head_dim)
@@ -186,7 +190,7 @@ class MLAttention(nn.Module):
         return output
 
     def _project(
-        self, hidden_states: torch.Tensor, rope: RopeTable, context: ForwardContext
+        self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries `[T, num_heads, qk_head_dim]`, and latents with key parts to rotate `[T, cached_dim]`.
 

@@ -113,12 +113,18 @@ def activation_bytes(
 
 def _attention_row(config: ModelConfig) -> int:
     """Elements of one token's row while a layer attends, over all heads."""
-    mla, linear = config.mla, config.linear
-    if linear is not None:
-        # Projected and convolved; all heads' queries, keys, values, changes in float32, some of them twice.
-        recurrence = 3 * linear.num_value_heads * (2 * linear.key_head_dim + 2 * linear.value_head_dim)
-        gated = 4 * config.q_size + 2 * config.kv_size
-        return max(gated, 3 * linear.conv_size + 2 * linear.value_size + 2 * recurrence)
+    linear = config.linear
+    if linear is None:
+        return _cached_attention_row(config)
+    # Projected and convolved; all heads' queries, keys, values, changes in float32, some of them twice.
+    recurrence = 3 * linear.num_value_heads * (2 * linear.key_head_dim + 2 * linear.value_head_dim)
+    own = 3 * linear.conv_size + 2 * linear.value_size + 2 * recurrence
+    return max(_cached_attention_row(config), own)
+
+
+def _cached_attention_row(config: ModelConfig) -> int:
+    """The same of a layer that has a cache of tokens."""
+    mla = config.mla
     if mla is None:
         # Gates of elements are projected with the queries, and their weights are a tensor of their own.
         gates = 2 * config.q_size if config.element_gate else 0

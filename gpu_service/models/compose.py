@@ -10,12 +10,13 @@ from torch import nn
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.attention import GQAttention
 from gpu_service.layers.gated_delta_net import GatedDeltaNet, StepSequences
+from gpu_service.layers.kimi_delta import KimiDeltaAttention
 from gpu_service.layers.mamba2 import Mamba2
 from gpu_service.layers.mla import Indexer, MLAttention, StepSelection
 from gpu_service.models.common import CausalLM, build_causal_lm
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import check_divisible, shard_config, stage_layers
-from moebius.models.config import ModelConfig
+from moebius.models.config import LinearAttentionConfig, ModelConfig
 
 
 def build_model(
@@ -31,30 +32,51 @@ def build_model(
     """
     check_divisible(config, parallel)
     dtype = dtype or TORCH_DTYPES[config.dtype]
-    make = _latent_attention if config.mla is not None else _grouped_query_attention
-    attention = make(config, dtype, parallel)
+    attention = _attention_of(config, dtype, parallel)
     model = build_causal_lm(config, attention, dtype=dtype, device=torch.device(device), parallel=parallel)
     return model.eval()
 
 
-def _grouped_query_attention(
-    config: ModelConfig, dtype: torch.dtype, parallel: ParallelContext
-) -> Callable[[int], nn.Module]:
-    """By a layer's index in the stage; linear attention in the layers that have it.
+# By a layer's index in the stage.
+_MakeAttention = Callable[[int], nn.Module]
+
+
+def _attention_of(config: ModelConfig, dtype: torch.dtype, parallel: ParallelContext) -> _MakeAttention:
+    """Linear attention in the layers that have it, in all others what the model caches tokens for.
 
     States and caches count their own layers.
     """
-    own, sequences = shard_config(config, parallel), StepSequences()
-    first_layer = stage_layers(config, parallel).start
-    caches = {layer: index for index, layer in enumerate(own.attention_layers)}
-    linear_layers = () if own.linear is None else sorted(own.linear.layers)
-    states = {layer: index for index, layer in enumerate(linear_layers)}
-    is_state_space = config.linear is not None and config.linear.state_space
+    own = shard_config(config, parallel)
+    make = _latent_attention if config.mla is not None else _grouped_query_attention
+    cached = make(config, own, dtype, parallel)
+    if config.linear is None or own.linear is None:
+        return cached
+    linear_class = _linear_class(config.linear)
+    states = {layer: index for index, layer in enumerate(sorted(own.linear.layers))}
+    sequences = StepSequences()
 
     def attention(layer_id: int) -> nn.Module:
-        if layer_id in states:
-            linear_class = Mamba2 if is_state_space else GatedDeltaNet
-            return linear_class(states[layer_id], config, sequences, dtype=dtype, parallel=parallel)
+        if layer_id not in states:
+            return cached(layer_id)
+        return linear_class(states[layer_id], config, sequences, dtype=dtype, parallel=parallel)
+
+    return attention
+
+
+def _linear_class(linear: LinearAttentionConfig) -> type[GatedDeltaNet | KimiDeltaAttention | Mamba2]:
+    if linear.state_space:
+        return Mamba2
+    return KimiDeltaAttention if linear.channel_decay else GatedDeltaNet
+
+
+def _grouped_query_attention(
+    config: ModelConfig, own: ModelConfig, dtype: torch.dtype, parallel: ParallelContext
+) -> _MakeAttention:
+    """`own`: the rank's configuration."""
+    first_layer = stage_layers(config, parallel).start
+    caches = {layer: index for index, layer in enumerate(own.attention_layers)}
+
+    def attention(layer_id: int) -> nn.Module:
         heads = config.layer_num_heads[first_layer + layer_id] if config.layer_num_heads else None
         return GQAttention(
             caches[layer_id],
@@ -69,14 +91,15 @@ def _grouped_query_attention(
 
 
 def _latent_attention(
-    config: ModelConfig, dtype: torch.dtype, parallel: ParallelContext
-) -> Callable[[int], nn.Module]:
-    """By a layer's index in the stage; an attention bias never covers the heads' own projections.
+    config: ModelConfig, own: ModelConfig, dtype: torch.dtype, parallel: ParallelContext
+) -> _MakeAttention:
+    """An attention bias never covers the heads' own projections; `own`: the rank's configuration.
 
     With an indexer, layers attend to what they or the nearest layer before them chose.
     """
-    mla = shard_config(config, parallel).mla
+    mla = own.mla
     assert mla is not None, "the family's reader fills `mla`"
+    caches = {layer: index for index, layer in enumerate(own.attention_layers)}
     selection = None if mla.indexer is None else StepSelection()
     choosing = () if mla.indexer is None else sorted(mla.indexer.layers)
     index_layers = {layer: index for index, layer in enumerate(choosing)}
@@ -86,7 +109,7 @@ def _latent_attention(
         if selection is not None and layer_id in index_layers:
             indexer = Indexer(index_layers[layer_id], config, selection, dtype=dtype)
         return MLAttention(
-            layer_id,
+            caches[layer_id],
             config,
             bias=config.attention_bias,
             dtype=dtype,

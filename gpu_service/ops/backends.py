@@ -12,6 +12,7 @@ import torch
 
 from gpu_service.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from gpu_service.ops.examples import SMALL, Sizes, example
+from gpu_service.ops.kimi_delta import kimi_delta_extend, kimi_delta_update
 from gpu_service.ops.kv import append_kv
 from gpu_service.ops.linear import fp8_linear
 from gpu_service.ops.linear_attention import (
@@ -20,7 +21,13 @@ from gpu_service.ops.linear_attention import (
     gated_delta_extend,
     gated_delta_update,
 )
-from gpu_service.ops.norm import fused_add_rms_norm, gated_group_rms_norm, gated_rms_norm, rms_norm
+from gpu_service.ops.norm import (
+    fused_add_rms_norm,
+    gated_group_rms_norm,
+    gated_rms_norm,
+    rms_norm,
+    sigmoid_gated_rms_norm,
+)
 from gpu_service.ops.registry import Implementation, Op
 from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.router import route
@@ -50,6 +57,9 @@ OPS: tuple[Op[..., Any], ...] = (
     state_space_extend,
     gated_rms_norm,
     gated_group_rms_norm,
+    kimi_delta_update,
+    kimi_delta_extend,
+    sigmoid_gated_rms_norm,
     route,
     fp8_linear,
     argmax_and_finite,

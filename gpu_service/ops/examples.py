@@ -71,14 +71,20 @@ def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[S
         sizes = replace(sizes, linear=config.linear, channels=None)
     ropes = [rope for rope in config.layer_ropes if rope is not None] or [config.rope]
     heads = config.layer_num_heads or (config.num_heads,)
+    kinds: dict[tuple[int, int, int, bool], None] = {}
     if config.mla is None:
         kinds = dict.fromkeys(
-            (num, config.head_dim, rope.rotary_dim, rope.interleaved) for num in heads for rope in ropes
+            (num, config.head_dim, rope.rotary_dim, rope.interleaved)
+            for num in heads
+            for rope in ropes
+            if rope is not None
         )
-    else:
+    elif config.rope is not None:
         # Only the parts that carry a position are rotated, of all heads' queries and of one key.
         rotated = config.mla.qk_rope_head_dim
         kinds = dict.fromkeys([(config.num_heads, rotated, rotated, config.rope.interleaved)])
+    # Where no layer rotates, what would is tried with sizes of no model.
+    kinds = kinds or dict.fromkeys([(SMALL.queries, SMALL.head_dim, SMALL.rotary_dim, SMALL.interleaved)])
     keys = 1 if config.mla is not None else config.num_kv_heads
     return tuple(
         replace(
@@ -157,6 +163,13 @@ class _Maker:
         size, gate = linear.value_size, self._random(tokens, linear.value_size + 4)[:, 4:]
         values = self._random(tokens, size, dtype=torch.float32)
         return values, gate, self._random(size), linear.num_key_heads, 1e-6
+
+    def kimi_update(self) -> tuple[Any, ...]:
+        return self._kimi(3)
+
+    def kimi_extend(self) -> tuple[Any, ...]:
+        sequences = self._sequences()
+        return *self._kimi(sequences.neighbours[-1].rows.stop), sequences
 
     def gated_norm(self) -> tuple[Any, ...]:
         tokens, linear = self._sizes.tokens, self._sizes.linear
@@ -240,6 +253,16 @@ class _Maker:
         states = self._random(5, *state, dtype=torch.float32)
         return columns[:, heads:], columns[:, :heads], *scalars, states, *self._slots()
 
+    def _kimi(self, tokens: int) -> tuple[Any, ...]:
+        linear = self._sizes.linear
+        heads, key_dim = linear.num_value_heads, linear.key_head_dim
+        columns = self._random(tokens, heads * (key_dim + 1))
+        a, b = columns[:, : heads * key_dim], columns[:, heads * key_dim :]
+        a_log, dt_bias = (self._random(size, dtype=torch.float32) for size in (heads, heads * key_dim))
+        states = self._random(5, heads, key_dim, linear.value_head_dim, dtype=torch.float32)
+        qkv = self._random(tokens, heads * (2 * key_dim + linear.value_head_dim))
+        return qkv, a, b, a_log, dt_bias, linear.decay_bound, states, *self._slots()
+
 
 _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "rms_norm": _Maker.norm,
@@ -259,6 +282,9 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "state_space_extend": _Maker.state_space_extend,
     "gated_rms_norm": _Maker.gated_norm,
     "gated_group_rms_norm": _Maker.gated_group_norm,
+    "kimi_delta_update": _Maker.kimi_update,
+    "kimi_delta_extend": _Maker.kimi_extend,
+    "sigmoid_gated_rms_norm": _Maker.gated_norm,
     "route": _Maker.route,
     "fp8_linear": _Maker.fp8_linear,
     "argmax_and_finite": _Maker.logits,

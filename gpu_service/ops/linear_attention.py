@@ -130,8 +130,14 @@ class DeltaRows(NamedTuple):
     query: torch.Tensor  # [T, H, key_head_dim], of length 1 / sqrt(key_head_dim)
     key: torch.Tensor  # [T, H, key_head_dim], of length 1
     value: torch.Tensor  # [T, H, value_head_dim]
-    log_decay: torch.Tensor  # [T, H], at most 0
+    log_decay: torch.Tensor  # [T, H], at most 0; of `ops.kimi_delta` [T, H, key_head_dim]
     beta: torch.Tensor  # [T, H]
+
+
+def unit_heads(columns: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """`[T, heads * head_dim]` as float32 `[T, heads, head_dim]` of length 1."""
+    rows = columns.float().view(columns.shape[0], -1, head_dim)
+    return rows * (rows.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
 
 
 def delta_rows(
@@ -152,9 +158,8 @@ def delta_rows(
     repeats = heads * key_head_dim // key_size
 
     def unit(columns: torch.Tensor) -> torch.Tensor:
-        rows = columns.float().view(tokens, -1, key_head_dim)
-        scale = (rows.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
-        return (rows * scale)[:, :, None].expand(-1, -1, repeats, -1).flatten(1, 2)
+        rows = unit_heads(columns, key_head_dim)
+        return rows[:, :, None].expand(-1, -1, repeats, -1).flatten(1, 2)
 
     return DeltaRows(
         query=unit(qkv[:, :key_size]) * key_head_dim**-0.5,

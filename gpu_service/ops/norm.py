@@ -61,3 +61,15 @@ def gated_group_rms_norm(
     gated = (values.float() * functional.silu(gate.float())).unflatten(1, (num_groups, -1))
     normed = torch.rms_norm(gated, gated.shape[2:], None, eps).flatten(1)
     return (normed * weight).to(weight.dtype)
+
+
+@Op
+def sigmoid_gated_rms_norm(
+    values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """`rms_norm(values) * sigmoid(gate)`, head by head; shapes and types as `gated_rms_norm`.
+
+    Rounded once, after the gate, as the models with this gate were trained.
+    """
+    normed = torch.rms_norm(values.float(), weight.shape, weight.float(), eps).flatten(1)
+    return (normed * gate.float().sigmoid()).to(values.dtype)

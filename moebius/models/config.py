@@ -123,6 +123,8 @@ class MlaConfig:
     v_head_dim: int
     softmax_scale: float  # Factor of the scores: that of the head's size, times what rotary scaling adds.
     indexer: IndexerConfig | None = None  # None: a token attends to all earlier ones.
+    # Of the norms of latents; most families were trained with this, whatever `rms_norm_eps` says.
+    latent_eps: float = 1e-6
 
     @property
     def qk_head_dim(self) -> int:
@@ -137,7 +139,7 @@ class MlaConfig:
 
 @dataclass(frozen=True, slots=True)
 class LinearAttentionConfig:
-    """Layers of gated delta rule, whose state is of fixed size per request; filled by `linear`."""
+    """Layers of gated delta rule, whose state is of fixed size per request; filled by the family's reader."""
 
     num_key_heads: int
     # A multiple of the key heads: each of those serves as many consecutive value heads.
@@ -150,6 +152,13 @@ class LinearAttentionConfig:
     interleaved: bool = False
     # Mamba-2 instead of the delta rule: B and C of each group are its key head's, x is the values.
     state_space: bool = False
+    # Kimi Delta Attention (arXiv:2510.26692): each element of a key has a decay, not only each head. As many
+    # key heads as value heads.
+    channel_decay: bool = False
+    # Of such decays: a token's logarithm lies between this and 0; None: it has no bound.
+    decay_bound: float | None = None
+    # Whether the checkpoint stores `A_log` as `[1, 1, heads, 1]`.
+    decay_has_axes: bool = False
 
     @property
     def key_size(self) -> int:
@@ -207,7 +216,9 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     activation: str
-    rope: RopeConfig
+    rope: (
+        RopeConfig | None
+    )  # None: no layer rotates anything; order is what linear attention and masks leave.
     moe: MoeConfig
     dtype: DTypeName
     max_model_len: int  # Longest prompt + output: the checkpoint's, or the smaller override.
@@ -263,6 +274,11 @@ class ModelConfig:
     def dtype_bytes(self) -> int:
         """Bytes of an element of dense weights, activations and KV."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def has_mrope(self) -> bool:
+        """Whether a token has positions in time, height and width."""
+        return self.rope is not None and bool(self.rope.mrope_sections)
 
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:

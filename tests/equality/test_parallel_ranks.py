@@ -46,6 +46,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         ("linear_mixed_projections", 2, 1, {}),
         ("linear_apart", 2, 2, {}),
         ("latent", 2, 1, {}),
+        ("latent_and_linear", 2, 2, {}),
         ("latent_choosing", 2, 2, {"gpu_experts_ratio": 0.5}),
         ("minimax", 2, 1, {}),
         ("qwen2_shared_gate", 2, 1, {}),

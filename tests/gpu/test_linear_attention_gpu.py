@@ -11,11 +11,14 @@ import torch
 from gpu_service.ops.linear_attention import causal_conv_extend
 from gpu_service.ops.triton.table import IMPLEMENTATIONS
 from tests.helpers.linear_cases import (
+    KIMI_LINEAR,
     QWEN3_5_LARGE,
     QWEN3_NEXT,
     LinearSizes,
     make_delta_case,
+    make_kimi_case,
     naive_delta,
+    naive_kimi,
     sequences_of,
     slots,
 )
@@ -47,6 +50,20 @@ def test_outputs_and_states_are_the_recurrence(step: str, sizes: LinearSizes, dt
         assert relative_error(case.states[slot], states[slot]) < DELTA_RULE_GPU[dtype]
     unwritten = len(STEPS[step]) + 1
     assert torch.equal(case.states[:unwritten], before[:unwritten])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.bfloat16, None), (torch.bfloat16, -5.0), (torch.float32, -5.0)]
+)
+@pytest.mark.parametrize("step", STEPS)
+def test_decays_of_elements(step: str, dtype: torch.dtype, bound: float | None) -> None:
+    """Kimi Delta Attention, at Kimi-Linear's sizes."""
+    case = make_kimi_case(KIMI_LINEAR, STEPS[step], dtype, "cuda", bound)
+    outputs, states = naive_kimi(case)
+    got = IMPLEMENTATIONS["kimi_delta_extend"].function(*case)
+    assert relative_error(got, outputs) < DELTA_RULE_GPU[dtype]
+    for slot in case.writes.tolist():
+        assert relative_error(case.states[slot], states[slot]) < DELTA_RULE_GPU[dtype]
 
 
 def test_the_same_token_again_and_again() -> None:

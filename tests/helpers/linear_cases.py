@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from gpu_service.ops.linear_attention import Sequences, delta_rows, make_sequences
+from gpu_service.ops.kimi_delta import kimi_delta_rows
+from gpu_service.ops.linear_attention import DeltaRows, Sequences, delta_rows, make_sequences
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class LinearSizes:
 
 QWEN3_NEXT = LinearSizes(16, 32)
 QWEN3_5_LARGE = LinearSizes(16, 64)
+KIMI_LINEAR = LinearSizes(32, 32)
 
 
 class DeltaCase(NamedTuple):
@@ -38,6 +40,21 @@ class DeltaCase(NamedTuple):
     b: torch.Tensor
     a_log: torch.Tensor
     dt_bias: torch.Tensor
+    states: torch.Tensor
+    reads: torch.Tensor
+    writes: torch.Tensor
+    sequences: Sequences
+
+
+class KimiCase(NamedTuple):
+    """Arguments of `kimi_delta_extend`, in its order; filled by `make_kimi_case`."""
+
+    qkv: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    bound: float | None
     states: torch.Tensor
     reads: torch.Tensor
     writes: torch.Tensor
@@ -79,15 +96,40 @@ def make_delta_case(
     )
 
 
+def make_kimi_case(
+    sizes: LinearSizes,
+    lengths: list[int],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    bound: float | None = None,
+) -> KimiCase:
+    """The same with decays of elements, from almost none to almost all within one head."""
+    case = make_delta_case(sizes, lengths, dtype, device)
+    generator, size = torch.Generator().manual_seed(1), sizes.value_heads * sizes.key_dim
+    a = (2 * torch.randn(sum(lengths), size, generator=generator)).to(device, dtype)
+    dt_bias = (torch.randn(size, generator=generator) - 2).to(device)
+    return KimiCase(case.qkv, a, case.b, case.a_log, dt_bias, bound, *case[5:])
+
+
 def naive_delta(case: DeltaCase) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs `[T, H, value_dim]` and all states afterwards, float64."""
-    rows = delta_rows(*case[:5], *case.states.shape[2:])
+    return _naive(delta_rows(*case[:5], *case.states.shape[2:]), case)
+
+
+def naive_kimi(case: KimiCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with decays of elements."""
+    return _naive(kimi_delta_rows(*case[:6], case.states.shape[2]), case)
+
+
+def _naive(rows: DeltaRows, case: DeltaCase | KimiCase) -> tuple[torch.Tensor, torch.Tensor]:
     query, key, value, log_decay, beta = (part.double() for part in rows)
+    # Of heads, or of elements.
+    decay = log_decay.exp().view(*log_decay.shape[:2], -1, 1)
     states, outputs = case.states.double(), torch.empty_like(value)
     for request, (begin, end) in enumerate(pairwise(case.sequences.starts.tolist())):
         state = states[case.reads[request]].clone()
         for row in range(begin, end):
-            state *= log_decay[row].exp()[:, None, None]
+            state *= decay[row]
             change = beta[row, :, None] * (value[row] - (key[row, :, :, None] * state).sum(1))
             state += key[row, :, :, None] * change[:, None]
             outputs[row] = (query[row, :, :, None] * state).sum(1)

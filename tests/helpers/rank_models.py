@@ -89,4 +89,5 @@ MODELS |= {
     }.items()
 }
 # Of the second, every layer chooses eight tokens by itself, and all ranks have to choose alike.
+MODELS |= {"latent_and_linear": TINY_MODELS["kimi_linear_query_latent"]}
 MODELS |= {"latent": TINY_MODELS["deepseek_v3"], "latent_choosing": TINY_MODELS["deepseek_v32"]}

@@ -117,7 +117,7 @@ def tiny_engine(
         TokenPool(setup.max_num_seqs, CONTEXT_LIMIT + 1, stream.device),
         Sampler(model.config.vocab_size, stream.device, setup.max_num_seqs),
         encoder=encoder,
-        has_mrope=bool(model.config.rope.mrope_sections),
+        has_mrope=model.config.has_mrope,
         states=states,
     )
     uploader = Uploader(stream)

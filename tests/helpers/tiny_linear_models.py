@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.helpers.tiny_mla_models import MLA_SIZES
+
 _LINEAR, _FULL = "linear_attention", "full_attention"
 # Of norms: with the usual 1e-6, heads that are zero but for rounding would be magnified a thousand times, and
 # every way of summing them would give other logits.
@@ -142,6 +144,48 @@ LINEAR_MODELS: dict[str, dict[str, Any]] = {
             "linear_conv_kernel_dim": 2,
             "tie_word_embeddings": True,
             "rope_parameters": _rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
+        },
+        "shard_bytes": 60_000,
+    },
+    # Latent attention in between; layers' types in a section that counts from 1.
+    "kimi_linear": {
+        "model_type": "kimi_linear",
+        "changes": {
+            **MLA_SIZES,
+            "q_lora_rank": None,
+            "num_hidden_layers": 4,
+            "rms_norm_eps": _EPSILON,
+            "num_local_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "linear_num_heads": 4,
+            "linear_head_dim": 12,
+            "layer_types": [_LINEAR, _LINEAR, _LINEAR, _FULL],
+        },
+    },
+    "kimi_linear_query_latent": {
+        "model_type": "kimi_linear",
+        "changes": {
+            **MLA_SIZES,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 22,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 18,
+            "num_hidden_layers": 5,
+            "rms_norm_eps": 3 * _EPSILON,
+            "num_local_experts": 9,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "sparse"],
+            "linear_num_heads": 2,
+            "linear_head_dim": 20,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": [_FULL, _LINEAR, _LINEAR, _FULL, _LINEAR],
         },
         "shard_bytes": 60_000,
     },

@@ -11,9 +11,18 @@ import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.ops.linear_attention import causal_conv_extend
+from gpu_service.ops.triton import kimi_delta as kimi
 from gpu_service.ops.triton import linear_attention_chunks as chunks
 from gpu_service.ops.triton.linear_attention_chunks import gated_delta_extend, supports_extend
-from tests.helpers.linear_cases import LinearSizes, make_delta_case, naive_delta, sequences_of, slots
+from tests.helpers.linear_cases import (
+    LinearSizes,
+    make_delta_case,
+    make_kimi_case,
+    naive_delta,
+    naive_kimi,
+    sequences_of,
+    slots,
+)
 from tests.tolerances import DELTA_RULE, OP_ROUNDINGS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
@@ -36,6 +45,36 @@ def test_outputs_and_states_are_the_recurrence(sizes: LinearSizes, dtype: torch.
     torch.testing.assert_close(case.states.double(), states, rtol=tolerance, atol=tolerance)
     unwritten = len(LENGTHS) + 1
     assert torch.equal(case.states[:unwritten].double(), states[:unwritten])
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [LinearSizes(2, 2, 8, 10), LinearSizes(3, 3, 12, 36)], ids=str)
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_decays_of_elements(sizes: LinearSizes, dtype: torch.dtype, bound: float | None) -> None:
+    """Kimi Delta Attention: requests of one token, of a part of a chunk, and of several chunks."""
+    case = make_kimi_case(sizes, [1, 17, 1, 2, 15, 16, 40], dtype, bound=bound)
+    outputs, states = naive_kimi(case)
+    got = kimi.kimi_delta_extend(*case)
+    tolerance = DELTA_RULE[dtype]
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), outputs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(case.states.double(), states, rtol=tolerance, atol=tolerance)
+    assert torch.equal(case.states[:8].double(), states[:8])
+
+
+def test_strong_decay_of_some_elements_makes_no_chunk_overflow() -> None:
+    """Next to elements that hardly decay, so that their products must not be lost."""
+    case = make_kimi_case(LinearSizes(2, 2, 8, 8), [64, 70], torch.float32)
+    case.a[:, ::2].add_(60)
+    case.a[:, 1::2].sub_(60)
+    case.a_log.fill_(3.0)
+    outputs, states = naive_kimi(case)
+    tolerance = DELTA_RULE[torch.float32]
+    torch.testing.assert_close(
+        kimi.kimi_delta_extend(*case).double(), outputs, rtol=tolerance, atol=tolerance
+    )
+    torch.testing.assert_close(case.states.double(), states, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

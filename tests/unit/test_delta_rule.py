@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpu_service.ops.kimi_delta import chunked_kimi_delta, kimi_delta_rows, kimi_delta_update
 from gpu_service.ops.linear_attention import (
     causal_conv,
     causal_conv_update,
@@ -12,7 +13,7 @@ from gpu_service.ops.linear_attention import (
     delta_rows,
     gated_delta_update,
 )
-from gpu_service.ops.norm import gated_rms_norm
+from gpu_service.ops.norm import gated_rms_norm, sigmoid_gated_rms_norm
 from tests.tolerances import OP_FLOAT32
 
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 6, 12, 10
@@ -52,6 +53,41 @@ def test_chunks_are_transformers_and_any_cut_gives_the_same() -> None:
         got, state = chunked_delta_rule(rows, start, chunk)
         torch.testing.assert_close(got, expected[0], rtol=1e-5, atol=5 * OP_FLOAT32)
         torch.testing.assert_close(state, end[0], rtol=1e-5, atol=5 * OP_FLOAT32)
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_decays_of_elements_are_transformers_and_any_cut_gives_the_same(bound: float | None) -> None:
+    """Kimi Delta Attention, from a state that is not zero; token by token as well."""
+    from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
+
+    tokens, size = 40, HEADS * KEY_DIM
+    qkv, a, b = _random(tokens, 2 * size + HEADS * VALUE_DIM), _random(tokens, size), _random(tokens, HEADS)
+    a_log, dt_bias, start = _random(HEADS), _random(size), _random(HEADS, KEY_DIM, VALUE_DIM)
+    step = (a + dt_bias).view(1, tokens, HEADS, KEY_DIM)
+    rate = a_log.exp()[:, None]
+    decays = -rate * torch.nn.functional.softplus(step) if bound is None else bound * (rate * step).sigmoid()
+    query, key, value = (part.reshape(1, tokens, HEADS, -1) for part in qkv.split((size, size, 60), dim=1))
+    expected, end = recurrent_kimi_delta_attention(
+        query,
+        key,
+        value,
+        g=decays,
+        beta=b.sigmoid()[None],
+        initial_state=start[None],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    rows = kimi_delta_rows(qkv, a, b, a_log, dt_bias, bound, KEY_DIM)
+    for chunk in (1, 7, 16, tokens):
+        got, state = chunked_kimi_delta(rows, start, chunk)
+        torch.testing.assert_close(got, expected[0], rtol=1e-5, atol=5 * OP_FLOAT32)
+        torch.testing.assert_close(state, end[0], rtol=1e-5, atol=5 * OP_FLOAT32)
+    states = torch.stack((start, start))
+    for token in range(tokens):
+        slots = torch.tensor([token % 2]), torch.tensor([(token + 1) % 2])
+        own = (part[token : token + 1] for part in (qkv, a, b))
+        got = kimi_delta_update(*own, a_log, dt_bias, bound, states, *slots)
+        torch.testing.assert_close(got[0], expected[0, token], rtol=1e-5, atol=5 * OP_FLOAT32)
 
 
 def test_strong_decay_makes_no_chunk_overflow() -> None:
@@ -117,3 +153,17 @@ def test_the_gated_norm_is_transformers(dtype: torch.dtype) -> None:
         expected = reference(values, gate.view_as(values)).flatten(1)
         got = gated_rms_norm(values, gate, reference.weight, 1e-6)
     torch.testing.assert_close(got, expected, rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_with_a_sigmoid_gate_is_transformers(dtype: torch.dtype) -> None:
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
+
+    reference = KimiLinearRMSNormGated(VALUE_DIM, eps=1e-6).to(dtype)
+    torch.nn.init.normal_(reference.weight)
+    values, gate = _random(3, HEADS, VALUE_DIM).to(dtype), _random(3, HEADS * VALUE_DIM).to(dtype)
+    with torch.no_grad():
+        expected = reference(values, gate.view_as(values)).flatten(1)
+        got = sigmoid_gated_rms_norm(values, gate, reference.weight, 1e-6)
+    # Rounded once, in the last place at most.
+    torch.testing.assert_close(got, expected, rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)

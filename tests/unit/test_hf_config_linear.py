@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.cache.kv_cache import bytes_per_page
+from gpu_service.cache.kv_cache import bytes_per_page, page_bytes
 from gpu_service.cache.state_cache import state_bytes
 from gpu_service.layers.linear import gated_query_order, linear_attention_order
 from gpu_service.models.compose import build_model
@@ -86,6 +86,7 @@ def test_qwen3_next_is_read(tmp_path: Path) -> None:
     assert (linear.conv_size, linear.value_size, linear.conv_width) == (8192, 4096, 4)
     assert config.attention_layers == tuple(range(3, 48, 4))
     assert sorted((*config.attention_layers, *linear.layers)) == list(range(48))
+    assert config.rope is not None
     assert (config.rope.rotary_dim, config.rope.mrope_sections) == (64, ())
     assert (config.moe.shared_gate, config.moe.router.post) == (True, "renormalize")
     assert config.one_plus_weight_norms
@@ -102,11 +103,79 @@ def test_the_text_model_of_qwen3_5_is_read_where_it_is(tmp_path: Path) -> None:
     alone = _text(tmp_path / "alone")
     for config in (alone, _read(tmp_path, NEXT_5)):
         assert config.attention_layers == tuple(range(3, 40, 4))
+        assert config.rope is not None
         assert (config.rope.mrope_sections, config.rope.mrope_interleaved) == ((11, 11, 10), True)
         assert (config.intermediate_size, config.moe.router.post) == (0, "renormalize")
         assert len(config.moe.layers) == 40
     assert read_geometry(tmp_path).moe_layers == tuple(range(40))
     assert build_model(alone).config is alone
+
+
+# With the layers and heads of Kimi-Linear-48B-A3B.
+KIMI: dict[str, Any] = {
+    "model_type": "kimi_linear",
+    "vocab_size": 163840,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8],
+        "kda_layers": [1, 2, 3, 5, 6, 7],
+        "head_dim": 128,
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 1024,
+    "model_max_length": 1048576,
+    "rms_norm_eps": 1e-5,
+    "dtype": "bfloat16",
+}
+
+
+def test_kimi_linear_is_read(tmp_path: Path) -> None:
+    """Latents in a quarter of the layers, states in the others, and no positions."""
+    config = _read(tmp_path, KIMI)
+    linear, mla = config.linear, config.mla
+    assert linear is not None
+    assert mla is not None
+    assert (config.attention_layers, config.rope, config.max_model_len) == ((3, 7), None, 1048576)
+    assert (linear.channel_decay, linear.decay_bound, linear.conv_size) == (True, None, 3 * 4096)
+    assert mla.softmax_scale == pytest.approx(192**-0.5)
+    # One layer is dense where nothing says how many.
+    assert config.moe_layer_ids == tuple(range(1, 8))
+    assert page_bytes(config, 16, torch.bfloat16) == 2 * 16 * 576 * 2
+    assert state_bytes(config) == 6 * (32 * 128 * 128 * 4 + 3 * 3 * 4096 * 2)
+    # As transformers writes it.
+    listed = ["full_attention" if layer in (3, 7) else "linear_attention" for layer in range(8)]
+    own = {"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4}
+    assert _read(tmp_path, KIMI, linear_attn_config="absent", layer_types=listed, **own) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"linear_attn_config": KIMI["linear_attn_config"] | {"kda_layers": [1, 2]}}, "all layers but"),
+        ({"linear_attn_config": KIMI["linear_attn_config"] | {"use_full_rank_gate": True}}, "use_full_rank"),
+        ({"mla_use_nope": False}, "mla_use_nope"),
+        ({"num_key_value_heads": 8}, "num_attention_heads"),
+        ({"moe_router_activation_func": "softmax"}, "sigmoid"),
+        ({"attn_res_block_size": 12}, "attn_res_block_size"),
+    ],
+)
+def test_what_kimi_linear_has_not_is_named(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+    """Most of it is Kimi-K3's, which has the same `model_type`."""
+    with pytest.raises(ModelConfigError, match=complaint):
+        _read(tmp_path, KIMI, **changes)
 
 
 @pytest.mark.parametrize(

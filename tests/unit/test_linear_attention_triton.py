@@ -11,15 +11,17 @@ import pytest
 import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
+from gpu_service.ops.kimi_delta import kimi_delta_extend, kimi_delta_update
 from gpu_service.ops.linear_attention import (
     causal_conv_extend,
     causal_conv_update,
     gated_delta_extend,
     gated_delta_update,
 )
-from gpu_service.ops.norm import gated_group_rms_norm, gated_rms_norm
+from gpu_service.ops.norm import gated_group_rms_norm, gated_rms_norm, sigmoid_gated_rms_norm
 from gpu_service.ops.registry import Op
 from gpu_service.ops.state_space import state_space_extend, state_space_update
+from gpu_service.ops.triton import kimi_delta as kimi
 from gpu_service.ops.triton import linear_attention as kernels
 from gpu_service.ops.triton import linear_attention_chunks as chunks
 from gpu_service.ops.triton import state_space
@@ -38,10 +40,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are c
         (causal_conv_extend, chunks.causal_conv_extend),
         (gated_delta_update, kernels.gated_delta_update),
         (gated_delta_extend, chunks.gated_delta_extend),
+        (kimi_delta_update, kimi.kimi_delta_update),
+        (kimi_delta_extend, kimi.kimi_delta_extend),
         (gated_rms_norm, kernels.gated_rms_norm),
         (state_space_update, state_space.state_space_update),
         (state_space_extend, state_space.state_space_extend),
         (gated_group_rms_norm, state_space.gated_group_rms_norm),
+        (sigmoid_gated_rms_norm, kernels.sigmoid_gated_rms_norm),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )

@@ -25,6 +25,7 @@ MODELS = (
     "gpt-oss-120b",
     "kimi-k2",
     "kimi-k2.5",
+    "kimi-linear-48b-a3b",
     "minimax-m2",
     "qwen3-next-80b-a3b",
     "qwen3.5-35b-a3b",

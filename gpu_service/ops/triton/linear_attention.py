@@ -65,7 +65,7 @@ def softplus(x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _unit(pointer: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def unit(pointer: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """A head's query or key, of length 1."""
     values = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     return values / tl.sqrt(tl.sum(values * values, axis=0) + 1e-6)
@@ -111,8 +111,8 @@ def gated_delta_update_kernel(
     in_rows, in_columns = row < key_dim, column < value_dim
     heads = qkv_ptr + token * qkv_stride
     key_head = heads + (head // repeats) * key_dim + row
-    query = _unit(key_head, in_rows) * query_scale
-    key = _unit(key_head + key_size, in_rows)
+    query = unit(key_head, in_rows) * query_scale
+    key = unit(key_head + key_size, in_rows)
     value = tl.load(heads + 2 * key_size + head * value_dim + column, mask=in_columns, other=0.0).to(
         tl.float32
     )
@@ -143,8 +143,9 @@ def gated_rms_norm_kernel(
     size: int,
     eps: float,
     BLOCK: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ) -> None:
-    """A program takes one head of one row."""
+    """A program takes one head of one row. SIGMOID: of the gate, and nothing is rounded before it."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
@@ -153,8 +154,13 @@ def gated_rms_norm_kernel(
     gates = gate_ptr + (program // num_heads) * gate_stride + (program % num_heads) * size
     gate = tl.load(gates + column, mask=mask, other=0.0).to(tl.float32)
     dtype: tl.constexpr = output_ptr.dtype.element_ty
-    normed = rounded_norm(values, weight, size, eps, dtype).to(tl.float32)
-    tl.store(output_ptr + program * size + column, (normed * gate * tl.sigmoid(gate)).to(dtype), mask=mask)
+    if SIGMOID:
+        scale = tl.rsqrt(tl.sum(values * values, axis=0) / size + eps)
+        result = values * scale * weight.to(tl.float32) * tl.sigmoid(gate)
+    else:
+        normed = rounded_norm(values, weight, size, eps, dtype).to(tl.float32)
+        result = normed * gate * tl.sigmoid(gate)
+    tl.store(output_ptr + program * size + column, result.to(dtype), mask=mask)
 
 
 def causal_conv_update(
@@ -246,6 +252,18 @@ def launch_update(
 def gated_rms_norm(
     values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
+    return _gated_norm(values, gate, weight, eps, sigmoid=False)
+
+
+def sigmoid_gated_rms_norm(
+    values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    return _gated_norm(values, gate, weight, eps, sigmoid=True)
+
+
+def _gated_norm(
+    values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, sigmoid: bool
+) -> torch.Tensor:
     tokens, heads, size = values.shape
     output = torch.empty(tokens, heads * size, dtype=values.dtype, device=values.device)
     if tokens:
@@ -259,6 +277,7 @@ def gated_rms_norm(
             size,
             eps,
             BLOCK=next_power_of_2(size),
+            SIGMOID=sigmoid,
             num_warps=1,
         )
     return output

@@ -125,7 +125,7 @@ def causal_conv_extend(
 
 
 @jit
-def _unit_lower_inverse(  # type: ignore[no-untyped-def]
+def unit_lower_inverse(  # type: ignore[no-untyped-def]
     strict, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr
 ):
     """(I + strict)^-1, strict `[CHUNK, CHUNK]` being strictly lower triangular; CHUNK = 2^LEVELS.
@@ -199,7 +199,7 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(at_product, seen.to(dtype), mask=held[:, None])
     alike = tl.dot(key, tl.trans(key), input_precision=PRECISION) * decay * (beta * of_key)[:, None]
     strict = tl.where(position[:, None] > position[None, :], alike, 0.0)
-    inverse = _unit_lower_inverse(strict, CHUNK, LEVELS, PRECISION)
+    inverse = unit_lower_inverse(strict, CHUNK, LEVELS, PRECISION)
 
     by_key = inverse * (beta * tl.exp(total) * of_key)[None, :]
     known = tl.dot(by_key.to(dtype), key, input_precision=PRECISION).to(dtype)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from gpu_service.ops.registry import Implementation
 from gpu_service.ops.triton.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from gpu_service.ops.triton.kimi_delta import kimi_delta_extend, kimi_delta_update
+from gpu_service.ops.triton.kimi_delta import supports_extend as supports_kimi_extend
 from gpu_service.ops.triton.kv import append_kv
 from gpu_service.ops.triton.linear import fp8_linear
-from gpu_service.ops.triton.linear_attention import causal_conv_update, gated_delta_update, gated_rms_norm
+from gpu_service.ops.triton.linear_attention import (
+    causal_conv_update,
+    gated_delta_update,
+    gated_rms_norm,
+    sigmoid_gated_rms_norm,
+)
 from gpu_service.ops.triton.linear_attention_chunks import (
     causal_conv_extend,
     gated_delta_extend,
@@ -36,10 +43,13 @@ IMPLEMENTATIONS = {
     "causal_conv_extend": Implementation(causal_conv_extend),
     "gated_delta_update": Implementation(gated_delta_update),
     "gated_delta_extend": Implementation(gated_delta_extend, supports_extend),
+    "kimi_delta_update": Implementation(kimi_delta_update),
+    "kimi_delta_extend": Implementation(kimi_delta_extend, supports_kimi_extend),
     "gated_rms_norm": Implementation(gated_rms_norm),
     "gated_group_rms_norm": Implementation(gated_group_rms_norm),
     "state_space_update": Implementation(state_space_update),
     "state_space_extend": Implementation(state_space_extend),
+    "sigmoid_gated_rms_norm": Implementation(sigmoid_gated_rms_norm),
     "route": Implementation(route),
     "fp8_linear": Implementation(fp8_linear),
     "argmax_and_finite": Implementation(argmax_and_finite),

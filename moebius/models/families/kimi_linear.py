@@ -1,0 +1,141 @@
+"""Kimi-Linear: Kimi Delta Attention, and latent attention in a quarter of the layers, without positions.
+
+Sources: Kimi Linear (arXiv:2510.26692), and the configuration class of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from moebius.models.common import FULL, read_common, read_mtp_layers
+from moebius.models.config import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig, RouterConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.mla import listed_or_after_dense
+from moebius.models.names import ROTARY, TensorNames, rename
+
+LINEAR = "linear_attention"
+# Of rotary embedding, which no layer has; what follows from other keys; and of training.
+_HARMLESS = ("head_dim", "pretraining_tp", "qk_head_dim", "rope_parameters", "rope_scaling", "rope_theta")
+
+
+def _attending_layers(hf: HfKeys, section: HfKeys | None, num_layers: int) -> frozenset[int]:
+    """`full_attn_layers` and `kda_layers`, which count from 1, or `layer_types`; by default every fourth.
+
+    Raises ModelConfigError unless each layer is of one type, and there are layers of both.
+    """
+    every = frozenset(range(num_layers))
+    if section is not None and section.has("full_attn_layers"):
+        full = frozenset(number - 1 for number in section.integers("full_attn_layers"))
+        linear = frozenset(number - 1 for number in section.integers("kda_layers"))
+        if full & linear or full | linear != every or not (full and linear):
+            listed = section.value("kda_layers")
+            raise section.error("kda_layers", listed, "all layers but full_attn_layers, and some of both")
+        hf.skip("layer_types")
+        return full
+    default = tuple(FULL if layer and layer % 4 == 0 else LINEAR for layer in range(num_layers))
+    kinds = hf.strings("layer_types") or default
+    if len(kinds) != num_layers or set(kinds) != {FULL, LINEAR}:
+        raise hf.error("layer_types", list(kinds), f"{num_layers} of {FULL} and {LINEAR}, some of both")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL)
+
+
+def _read_linear(hf: HfKeys, num_layers: int) -> LinearAttentionConfig:
+    section = hf.section("linear_attn_config")
+    own = hf if section is None else section
+    heads = own.integer("num_heads" if section else "linear_num_heads", default=32)
+    head_dim = own.integer("head_dim" if section else "linear_head_dim", default=128)
+    width = "short_conv_kernel_size" if section else "linear_conv_kernel_dim"
+    attending = _attending_layers(hf, section, num_layers)
+    found = LinearAttentionConfig(
+        num_key_heads=heads,
+        num_value_heads=heads,
+        key_head_dim=head_dim,
+        value_head_dim=head_dim,
+        conv_width=own.integer(width, default=4, minimum=2),
+        layers=frozenset(range(num_layers)) - attending,
+        channel_decay=True,
+        decay_has_axes=True,
+    )
+    if section is not None and section.unread:
+        raise section.error(section.unread[0], "...", "keys of Kimi-Linear's linear attention")
+    return found
+
+
+def _read_latent(hf: HfKeys) -> MlaConfig:
+    """Queries and keys have the part that others rotate, as it is."""
+    if not hf.boolean("mla_use_nope", default=True):
+        raise hf.error("mla_use_nope", False, "true")
+    nope_dim, rope_dim = hf.integer("qk_nope_head_dim"), hf.integer("qk_rope_head_dim")
+    return MlaConfig(
+        q_lora_rank=hf.integer("q_lora_rank") if hf.has("q_lora_rank") else None,
+        kv_lora_rank=hf.integer("kv_lora_rank"),
+        qk_nope_head_dim=nope_dim,
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=hf.integer("v_head_dim"),
+        softmax_scale=(nope_dim + rope_dim) ** -0.5,
+    )
+
+
+def _read_moe(hf: HfKeys, num_layers: int) -> MoeConfig:
+    hf.refuse("moe_layer_freq", 1)
+    hf.refuse("moe_router_activation_func", "sigmoid")
+    hf.refuse("topk_method", "noaux_tc")
+    # Of Kimi-K3, whose experts work in a narrower space.
+    hf.refuse("routed_expert_hidden_size")
+    if not hf.boolean("use_grouped_topk", default=True):
+        raise hf.error("use_grouped_topk", False, "true")
+    router = RouterConfig(
+        num_experts=hf.integer("num_experts", "num_local_experts", "n_routed_experts"),
+        top_k=hf.integer("num_experts_per_token", "num_experts_per_tok"),
+        score="sigmoid",
+        correction_bias=True,
+        num_groups=hf.integer("num_expert_group", "n_group", default=1),
+        top_groups=hf.integer("topk_group", default=1),
+        post="renormalize" if hf.boolean("moe_renormalize", "norm_topk_prob", default=True) else "none",
+        renormalize_epsilon=1e-20,
+        scale=hf.number("routed_scaling_factor", default=1.0),
+        float32_gate=True,
+    )
+    size = hf.integer("moe_intermediate_size")
+    shared = hf.integer("num_shared_experts", "n_shared_experts", default=0, minimum=0)
+    layers = listed_or_after_dense(hf.with_values(**_dense_layers(hf)), num_layers)
+    return MoeConfig(router, size, shared * size, layers)
+
+
+def _dense_layers(hf: HfKeys) -> dict[str, int]:
+    """How many layers are dense where nothing says it."""
+    name = "first_k_dense_replace"
+    return {} if hf.has(name) else {name: 1}
+
+
+def read_kimi_linear(hf: HfKeys) -> ModelConfig:
+    """Kimi-Linear: order is what linear attention and causality make of it, no layer rotates."""
+    hf.skip(*_HARMLESS)
+    for name in ("attn_res_block_size", "mla_use_output_gate"):  # of Kimi-K3
+        hf.refuse(name)
+    length = hf.integer("model_max_length", "max_position_embeddings")
+    common = read_common(hf.with_values(max_position_embeddings=length))
+    if common["num_kv_heads"] != common["num_heads"]:
+        allowed = f"num_attention_heads ({common['num_heads']})"
+        raise hf.error("num_key_value_heads", common["num_kv_heads"], allowed)
+    mla, num_layers = _read_latent(hf), common["num_layers"]
+    return ModelConfig(
+        **(common | {"head_dim": mla.qk_head_dim}),
+        model_type="kimi_linear",
+        rope=None,
+        mla=mla,
+        moe=_read_moe(hf, num_layers),
+        linear=_read_linear(hf, num_layers),
+        num_mtp_layers=read_mtp_layers(hf),
+    )
+
+
+# Transformers writes the dense layers' MLPs under this name as well.
+_MLP = rename("model.layers.*.block_sparse_moe.**", "model.layers.*.mlp.**")
+
+FAMILIES = (
+    Family(
+        "kimi_linear",
+        read_kimi_linear,
+        TensorNames((ROTARY, _MLP), ("per_expert_w123", "per_expert"), mtp_layers=True),
+    ),
+)
