@@ -66,7 +66,8 @@ def test_decays_of_elements_are_transformers_and_any_cut_gives_the_same(bound: f
     step = (a + dt_bias).view(1, tokens, HEADS, KEY_DIM)
     rate = a_log.exp()[:, None]
     decays = -rate * torch.nn.functional.softplus(step) if bound is None else bound * (rate * step).sigmoid()
-    query, key, value = (part.reshape(1, tokens, HEADS, -1) for part in qkv.split((size, size, 60), dim=1))
+    columns = qkv[:, :size], qkv[:, size : 2 * size], qkv[:, 2 * size :]
+    query, key, value = (part.reshape(1, tokens, HEADS, -1) for part in columns)
     expected, end = recurrent_kimi_delta_attention(
         query,
         key,
@@ -85,8 +86,8 @@ def test_decays_of_elements_are_transformers_and_any_cut_gives_the_same(bound: f
     states = torch.stack((start, start))
     for token in range(tokens):
         slots = torch.tensor([token % 2]), torch.tensor([(token + 1) % 2])
-        own = (part[token : token + 1] for part in (qkv, a, b))
-        got = kimi_delta_update(*own, a_log, dt_bias, bound, states, *slots)
+        own, gates = slice(token, token + 1), (a_log, dt_bias, bound)
+        got = kimi_delta_update(qkv[own], a[own], b[own], *gates, states, *slots)
         torch.testing.assert_close(got[0], expected[0, token], rtol=1e-5, atol=5 * OP_FLOAT32)
 
 
