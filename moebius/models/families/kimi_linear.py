@@ -5,11 +5,10 @@ Sources: Kimi Linear (arXiv:2510.26692), and the configuration class of transfor
 
 from __future__ import annotations
 
-from moebius.models.common import FULL, read_common, read_mtp_layers
+from moebius.models.common import FULL, listed_or_after_dense, read_common, read_mtp_layers
 from moebius.models.config import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig, RouterConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
-from moebius.models.mla import listed_or_after_dense
 from moebius.models.names import ROTARY, TensorNames, rename
 
 LINEAR = "linear_attention"
@@ -97,14 +96,8 @@ def _read_moe(hf: HfKeys, num_layers: int) -> MoeConfig:
     )
     size = hf.integer("moe_intermediate_size")
     shared = hf.integer("num_shared_experts", "n_shared_experts", default=0, minimum=0)
-    layers = listed_or_after_dense(hf.with_values(**_dense_layers(hf)), num_layers)
+    layers = listed_or_after_dense(hf, num_layers, default=1)
     return MoeConfig(router, size, shared * size, layers)
-
-
-def _dense_layers(hf: HfKeys) -> dict[str, int]:
-    """How many layers are dense where nothing says it."""
-    name = "first_k_dense_replace"
-    return {} if hf.has(name) else {name: 1}
 
 
 def read_kimi_linear(hf: HfKeys) -> ModelConfig:
