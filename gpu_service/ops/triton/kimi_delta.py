@@ -78,6 +78,21 @@ def kimi_delta_update_kernel(  # type: ignore[no-untyped-def]
     tl.store(output + (token * NUM_HEADS + head) * VALUE_DIM + at_value, result, mask=in_value)
 
 
+@jit
+def _pairs(query, key, total, position, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Products of each row's query and key with each earlier row's key, `[CHUNK, CHUNK]` each."""
+    seen, alike = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    for earlier in range(CHUNK):
+        is_earlier = (position == earlier)[:, None]
+        other = tl.sum(tl.where(is_earlier, key, 0.0), 0)
+        before = tl.sum(tl.where(is_earlier, total, 0.0), 0)
+        decayed = tl.exp(tl.minimum(total - before[None, :], 0.0)) * other[None, :]
+        column = (position == earlier)[None, :]
+        seen = tl.where(column, tl.sum(query * decayed, 1)[:, None], seen)
+        alike = tl.where(column, tl.sum(key * decayed, 1)[:, None], alike)
+    return seen, alike
+
+
 @jit_for_any("num_requests", "a_stride", "b_stride")
 def prepare_kernel(  # type: ignore[no-untyped-def]
     qkv, a, b, a_log, dt_bias, bound, query_starts, values, state_weights, products, queries, keys, decays,
@@ -114,15 +129,7 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     raw_beta = tl.load(b + (row + position) * b_stride + head, mask=held, other=0.0)
     beta = tl.sigmoid(raw_beta.to(tl.float32))
 
-    seen, alike = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    for earlier in range(CHUNK):
-        is_earlier = (position == earlier)[:, None]
-        other = tl.sum(tl.where(is_earlier, key, 0.0), 0)
-        before = tl.sum(tl.where(is_earlier, total, 0.0), 0)
-        decayed = tl.exp(tl.minimum(total - before[None, :], 0.0)) * other[None, :]
-        column = (position == earlier)[None, :]
-        seen = tl.where(column, tl.sum(query * decayed, 1)[:, None], seen)
-        alike = tl.where(column, tl.sum(key * decayed, 1)[:, None], alike)
+    seen, alike = _pairs(query, key, total, position, CHUNK)
     row_head, by_head = row * NUM_HEADS + head, position[:, None] * NUM_HEADS
     seen = tl.where(position[:, None] >= position[None, :], seen, 0.0)
     at_product = products + row_head * CHUNK + (by_head * CHUNK + position[None, :])
