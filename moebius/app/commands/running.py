@@ -121,21 +121,22 @@ class BarView(StartView):
         self._kept: dict[str, deque[str]] = {name: deque(maxlen=_KEPT_LINES) for name in names}
 
     def on_event(self, name: str, state: State) -> None:
-        task, display = self._tasks[name], self.display
         if state == "starting":
-            display.start_task(task)
-        if state == "ready":
-            display.update(task, description="ready", total=1, completed=1)
-        else:
-            display.update(task, description=state, total=None, completed=0)
+            self.display.start_task(self._tasks[name])
+        is_ready = state == "ready"
+        self._show(name, state, float(is_ready), 1.0 if is_ready else None)
 
     def on_waiting(self, waiting: Mapping[str, str]) -> None:
         for name, text in waiting.items():
             done, total = amounts_of_text(text) or (0.0, None)
-            # How long the phase takes stands at the end; the column beside it is the whole start's time.
-            self.display.update(
-                self._tasks[name], description=text or "starting", completed=done, total=total or None
-            )
+            # How long the phase takes stands at its end; the column next to it is the whole start's time.
+            self._show(name, text or "starting", done, total or None)
+
+    def _show(self, name: str, text: str, done: float, total: float | None) -> None:
+        """`total` None: how much there is to do is not known, and the bar only moves."""
+        task = next(task for task in self.display.tasks if task.id == self._tasks[name])
+        task.total = total  # `update` takes None for "as it was"
+        self.display.update(task.id, description=text, completed=done)
 
     def on_line(self, name: str, line: str) -> None:
         if _QUIET.match(line):
