@@ -29,11 +29,10 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1000),
     # Without this, pings of a silent stream become rarer after the second one.
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_timeout_ms", 10_000),
 ]
-# Seconds in which an engine that answers no ping is taken for lost: a stream may be silent through a long
-# prefill, pings tell a slow engine from one that is frozen or whose host is gone. Where nobody else could go
-# on with its requests there is no hurry.
-LOST_AFTER_S, LOST_ALONE_AFTER_S = 10.0, 40.0
+# A stream may be silent through a long prefill: pings tell a slow engine from a lost host.
+KEEPALIVE_MS = 30_000
 
 
 # Larger requests have a call of their own: on the common stream they would hold up the others.
@@ -175,22 +174,13 @@ async def _write_with_images(call: Any, request: engine_pb2.GenerateRequest, ima
 class EngineClient:
     """One channel to one engine. Raises `grpc.aio.AioRpcError`; `errors.from_grpc` gives its HTTP meaning."""
 
-    def __init__(self, address: str, lost_after_s: float = LOST_ALONE_AFTER_S, server_name: str = "") -> None:
+    def __init__(self, address: str, keepalive_ms: int = KEEPALIVE_MS, server_name: str = "") -> None:
         """`address` is host:port or unix:path; the channel connects on first use, on the running loop.
 
-        `lost_after_s`: silence in answer to pings after which its calls end, UNAVAILABLE. `server_name`:
-        what its certificate has to say, if not the address's host.
+        `server_name`: what its certificate has to say, if not the address's host.
         """
         self.address = address
-        # Half of it until a silent connection is asked, half for the answer.
-        half_ms = int(lost_after_s * 500)
-        options = [
-            *_CHANNEL_OPTIONS,
-            ("grpc.keepalive_time_ms", half_ms),
-            ("grpc.keepalive_timeout_ms", half_ms),
-            # The ping's own, of a minute otherwise, is the one that counts.
-            ("grpc.http2.ping_timeout_ms", half_ms),
-        ]
+        options = [*_CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", keepalive_ms)]
         self._channel = open_aio_channel(address, options, server_name)
         self._engine: Any = cast(Any, engine_pb2_grpc.EngineStub)(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)

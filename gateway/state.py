@@ -85,11 +85,7 @@ class Gateway:
     async def open(self) -> None:
         """Opens the channel and begins to ask the engine for its model, without waiting for it."""
         settings = self.config.gateway
-        self._engine = ReplicaSet(
-            settings.engines or (settings.engine_address,),
-            self.metrics.replicas,
-            lost_after_s=settings.engine_timeout_s,
-        )
+        self._engine = ReplicaSet(settings.engines or (settings.engine_address,), self.metrics.replicas)
         await self._engine.open()
         self._responses = ResponseStore.of(settings)
         self._connecting = asyncio.create_task(self._connect())

@@ -34,8 +34,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # One of several workers: more threads would only wait for one another's cores.
     torch.set_num_threads(1)
 
-# These start several processes each: one at a time is enough for a small machine.
-ONE_AT_A_TIME = Path(__file__).parent / "service"
+# These start several processes each: one at a time is enough for a small machine. Those of the gateway alone
+# start one or none, and run file by file like all others.
+SERVICES = Path(__file__).parent / "service"
+# Groups that take longest, in that order. As the last ones they would leave the other workers without work.
+LONGEST = (
+    "service",
+    "test_triton_compile",
+    "test_fuzz_sanitizers",
+    "test_gateway_",
+    "test_tiny",
+    "test_demo",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,14 +64,24 @@ def _https(request: pytest.FixtureRequest) -> Iterator[None]:
     tls_everywhere.use_https(False)
 
 
+def _group(path: Path) -> str:
+    """The name that tests have in common which one worker runs."""
+    starts_many = SERVICES in path.parents and not path.name.startswith("test_gateway_")
+    return str(SERVICES if starts_many else path)
+
+
+def _rank(path: Path) -> int:
+    """When a test's group begins: by the first name in `LONGEST` that its own begins with."""
+    name = Path(_group(path)).name
+    return next((rank for rank, begin in enumerate(LONGEST) if name.startswith(begin)), len(LONGEST))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests for devices that this machine lacks, saying so; tells workers which tests stay together."""
     for item in items:
-        together = ONE_AT_A_TIME if ONE_AT_A_TIME in item.path.parents else item.path
-        item.add_marker(pytest.mark.xdist_group(str(together)))
+        item.add_marker(pytest.mark.xdist_group(_group(item.path)))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # The longest group begins first: as the last one it would leave the other workers without work.
-        items.sort(key=lambda item: ONE_AT_A_TIME not in item.path.parents)
+        items.sort(key=lambda item: _rank(item.path))
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if item.get_closest_marker("pod") and not item.config.getoption("--pods"):

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import structlog
 
-from gateway.engine_client import LOST_AFTER_S, LOST_ALONE_AFTER_S, EngineClient, call_error
+from gateway.engine_client import EngineClient, call_error
 from gateway.replicas.addresses import is_name, resolved
 from gateway.replicas.prefixes import block_digests
 from gateway.replicas.replica import Replica, difference
@@ -37,19 +37,12 @@ class ReplicaSet:
         resolve: Callable[[str], Awaitable[list[str] | None]] = resolved,
         poll_s: float = POLL_S,
         resolve_s: float = RESOLVE_S,
-        lost_after_s: float | None = None,
     ) -> None:
-        """`addresses`: host:port or unix:path each; of a name all its addresses are replicas.
-
-        `lost_after_s`: of a replica that answers no ping; None: LOST_AFTER_S, where there can be no other one
-        LOST_ALONE_AFTER_S.
-        """
+        """`addresses`: host:port or unix:path each; of a name all its addresses are replicas."""
         self._addresses = tuple(addresses)
         self._metrics = metrics
         self._resolve = resolve
         self._poll_s, self._resolve_s = poll_s, resolve_s
-        alone = len(self._addresses) == 1 and not is_name(self._addresses[0])
-        self._lost_after_s = lost_after_s or (LOST_ALONE_AFTER_S if alone else LOST_AFTER_S)
         self._names: dict[str, str] = {}  # of an address that was found by a name: that
         self._found: dict[str, list[str]] = {}  # by name: its addresses at the last look
         self.replicas: dict[str, Replica] = {}
@@ -241,7 +234,7 @@ class ReplicaSet:
 
     def _add(self, address: str) -> None:
         self.replicas[address] = Replica(
-            address, EngineClient(address, self._lost_after_s, self._names.get(address, ""))
+            address, EngineClient(address, server_name=self._names.get(address, ""))
         )
         if len(self._addresses) > 1 or any(map(is_name, self._addresses)):
             logger.info("replica", address=address)

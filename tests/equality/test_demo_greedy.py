@@ -61,8 +61,11 @@ def test_all_together_overlapped() -> None:
     assert ask(ANSWERS, Serving(), (1, 2, 4), at_once=10).tokens == expected(ANSWERS)
 
 
+@pytest.mark.full
 def test_chunked_and_preempted() -> None:
-    """A budget of 24 tokens cuts every prompt, and 20 pages are too few for ten requests at once."""
+    """A budget of 24 tokens cuts every prompt, and 20 pages are too few for ten requests at once. Tiny models
+    of all families have the same in tests/parity/test_tiny_models_engine.py.
+    """
     outcome = ask(ANSWERS, Serving(budget=24, num_pages=21), (1, 1), at_once=10)
     assert outcome.tokens == expected(ANSWERS)
     assert outcome.num_preemptions > 0

@@ -20,12 +20,13 @@ DENSE_TOLERANCE = 1.5e-3
 # Against transformers on the same weights only the order of fp32 sums differs; measured below 1e-6.
 SAME_WEIGHTS_TOLERANCE = 1e-5
 
-DIVISIONS: list[tuple[Split, tuple[int, ...], WeightDtype]] = [
-    ("tensor", (1,), "float32"),
+DIVISIONS = [
+    # The whole, and equal parts, which other tests have too.
+    pytest.param("tensor", (1,), "float32", marks=pytest.mark.full),
     ("tensor", (1,), "bfloat16"),
-    ("tensor", (1, 1), "float32"),
+    pytest.param("tensor", (1, 1), "float32", marks=pytest.mark.full),
     ("tensor", (1, 2, 4), "float32"),
-    ("expert", (1, 1), "float32"),
+    pytest.param("expert", (1, 1), "float32", marks=pytest.mark.full),
     ("expert", (3, 1, 1), "bfloat16"),
 ]
 

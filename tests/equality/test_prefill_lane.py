@@ -57,7 +57,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=max(60, settings().max_examples), deadline=None)
 @given(
     drawn=REQUESTS,
     pages=st.integers(66, 160),

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from transformers import Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 # transformers is only partly typed.
 ReferenceModel: TypeAlias = Any
@@ -29,6 +28,8 @@ GGUF_LAYER_NAMES = {
 
 def load_moe(directory: Path, top_k: int | None = None) -> ReferenceModel:
     """Load the checkpoint as transformers does, in fp32; `top_k` overrides the experts per token."""
+    from transformers import Glm4MoeForCausalLM  # takes seconds, which every worker would spend
+
     overrides: dict[str, Any] = {} if top_k is None else {"num_experts_per_tok": top_k}
     model: ReferenceModel = Glm4MoeForCausalLM.from_pretrained(
         directory,
@@ -60,6 +61,8 @@ def load_dense(gguf: Path) -> ReferenceModel:
         value = torch.from_numpy(dequantize(source.data, source.tensor_type).copy()).float()
         state[_llama_name(source.name)] = _half_rotary(source.name, value)
     # `from_pretrained` spares the seconds of a random initialisation; it must have used every tensor.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(**settings)
     loaded: Any = LlamaForCausalLM.from_pretrained(
         None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True

@@ -9,26 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis.specs.openapi import checks
 
 from tests.helpers.fake_engine import MODEL, FakeEngine, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
-CHECKS = [
-    schemathesis.checks.not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_schema_conformance,
-    checks.response_headers_conformance,
-]
-
 
 @contextlib.contextmanager
 def described_gateway(directory: Path, **gateway: Any) -> Iterator[tuple[str, Any]]:
     """URL and schemathesis' reading of the document of a gateway whose engine is scripted."""
+    import schemathesis  # takes seconds, which every worker would spend that only collects the tests
+
     tokenizer = byte_level_tokenizer()
     write_tokenizer(directory, tokenizer)
     address = f"unix:{directory}/engine.sock"
@@ -50,6 +42,16 @@ def try_operation(operation: Any, url: str, cases: int, seed: int | None = None)
     Raises what a check raises: a status of 500 or above, or an answer that the document does not have.
     `seed` None: the same requests every time.
     """
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
+    checked = [
+        not_a_server_error,
+        checks.status_code_conformance,
+        checks.content_type_conformance,
+        checks.response_schema_conformance,
+        checks.response_headers_conformance,
+    ]
     statuses: Counter[int] = Counter()
 
     @given(case=operation.as_strategy())
@@ -66,7 +68,7 @@ def try_operation(operation: Any, url: str, cases: int, seed: int | None = None)
             case.body["model"] = MODEL  # another is a 404 before anything else is looked at
         response = case.call(base_url=url, timeout=60)
         statuses[response.status_code] += 1
-        case.validate_response(response, checks=CHECKS)
+        case.validate_response(response, checks=checked)
 
     (send if seed is None else hypothesis.seed(seed)(send))()
     return statuses

@@ -78,7 +78,8 @@ def running_stack(
     log = directory / "serve.log"
     state_dir = directory / "state"
     command = [sys.executable, "-m", "moebius", "serve", str(model), "--port", str(port)]
-    command += ["--state-dir", str(state_dir), *flags]
+    # One process prepares prompts, unless a flag says otherwise: each takes a second of a core to start.
+    command += ["--state-dir", str(state_dir), "--prompt-workers", "1", *flags]
     metrics_url = base_url = f"{scheme}://127.0.0.1:{port}"
     if scheme == "https" and "--gateway-metrics-port" not in flags:
         command += ["--gateway-metrics-port", str(metrics_port)]

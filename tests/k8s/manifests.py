@@ -204,10 +204,17 @@ def check_manifest(manifest: Manifest, version: str = NEWEST) -> None:
 
 
 def _check_builtin(manifest: Manifest, version: str) -> None:
-    import kubernetes_validate
-
     assert manifest["kind"] in BUILTIN, f"no schema of {manifest['apiVersion']} {manifest['kind']}"
-    kubernetes_validate.validate(manifest, version, strict=True)
+    _checker().validate(manifest, version, strict=True)
+
+
+@cache
+def _checker() -> Any:
+    """kubernetes_validate, which by itself reads megabytes of schemas anew for every object."""
+    import kubernetes_validate.utils
+
+    kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
+    return kubernetes_validate
 
 
 def pod_specs(manifests: list[Manifest]) -> list[Manifest]:

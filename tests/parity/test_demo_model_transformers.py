@@ -42,6 +42,7 @@ def moe() -> ReferenceModel:
     return load_moe(demo_checkpoint())
 
 
+@pytest.mark.full  # our own engine on the same text: tests/equality/test_demo_perplexity.py
 def test_all_experts_give_the_dense_perplexity() -> None:
     """With 16 of 16 experts chosen, the split model is the dense original on half of the bundled text."""
     ids = prose_ids()[:HALF_TOKENS]
@@ -61,6 +62,7 @@ def test_fewer_experts_cost_quality_in_order(moe: ReferenceModel) -> None:
     assert window == pytest.approx(golden()["top_12"]["window"], rel=ROUTED_TOLERANCE)
 
 
+@pytest.mark.full  # our own engine, on the same answers: tests/equality/test_demo_forced.py
 @pytest.mark.parametrize("penalty", REPETITION_PENALTIES)
 def test_golden_answers_are_what_transformers_gives(moe: ReferenceModel, penalty: float) -> None:
     """The recorded greedy answers are still what the installed transformers computes in fp32."""

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from gpu_service.experts.local_client import LocalExpertClient
 from moebius.models.read import read_geometry
@@ -29,6 +28,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 def _quantise(directory: Path, reference: Any) -> None:
     """Replaces the experts' matrices on disk by blocks and scales, and in the reference by what they mean."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     file = directory / "model.safetensors"
     tensors = load_file(file)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:

@@ -62,6 +62,7 @@ def test_prefill_logits_match_transformers(
         torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
 
 
+@pytest.mark.covering(1, name=family)
 def test_64_greedy_tokens_match_transformers(
     name: str, runner: PagedRunner, tiny: Callable[[str], tuple[Path, Any]]
 ) -> None:

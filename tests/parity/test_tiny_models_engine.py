@@ -16,6 +16,9 @@ from gpu_service.engine.interface import OutputDelta
 from gpu_service.request import Request, SamplingParams
 from gpu_service.telemetry import EngineMetrics, EngineTelemetry
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
+from tests.helpers.tiny_dsa_models import DSA_MODELS
+from tests.helpers.tiny_linear_models import LINEAR_MODELS
+from tests.helpers.tiny_mla_models import MLA_MODELS
 from tests.helpers.tiny_models import TINY_MODELS, greedy_answer, make_tiny_model
 
 NUM_TOKENS = 64
@@ -31,6 +34,14 @@ ROOMY = GpuConfig(
 )
 # Four requests of up to 114 tokens do not fit into 40 pages of 4: someone is preempted.
 TIGHT = GpuConfig(page_size=4, num_pages=40, max_num_batched_tokens=16, gpu_threads=1)
+
+
+KINDS = {"latents": MLA_MODELS, "sparse": DSA_MODELS, "linear": LINEAR_MODELS}
+
+
+def kind(name: str) -> str:
+    """What the engine's loop keeps of a sequence; the model itself is test_tiny_models.py's business."""
+    return next((kind for kind, models in KINDS.items() if name in models), "keys and values")
 
 
 @pytest.fixture(scope="module", params=sorted(TINY_MODELS))
@@ -72,12 +83,13 @@ def _run(directory: Path, gpu: GpuConfig) -> list[Request]:
     return requests
 
 
-@pytest.mark.covering(1, answered=lambda name: TINY_MODELS[name].model_type)
+@pytest.mark.covering(1, answered=kind)
 def test_synchronous_engine_says_what_transformers_says(answered: tuple[Path, list[list[int]]]) -> None:
     directory, expected = answered
     assert [request.output_token_ids for request in _run(directory, ROOMY)] == expected
 
 
+@pytest.mark.covering(1, answered=lambda name: TINY_MODELS[name].model_type)
 def test_overlapped_preempting_engine_says_it_too(answered: tuple[Path, list[list[int]]]) -> None:
     directory, expected = answered
     requests = _run(directory, TIGHT)

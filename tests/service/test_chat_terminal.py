@@ -65,10 +65,13 @@ class Terminal:
 
 
 def _take_terminal() -> None:
-    """Makes standard input the controlling terminal, so that Ctrl-C is a signal."""
+    """Makes standard input the controlling terminal, so that Ctrl-C is a signal, and not one that is ignored:
+    as by whatever a shell without job control runs in the background."""
     import fcntl
+    import signal
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

@@ -1,4 +1,7 @@
-"""Guards conversations of the clients that our own environment has; `make test-clients` has all nine."""
+"""Guards conversations of the clients that our own environment has; `make test-clients` has all nine.
+
+`make test` asks the same APIs with the openai client and as bytes: test_end_to_end.py, test_gateway_*.py.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ TEMPLATE = ROOT / "tests" / "clients" / "demo_template.jinja"
 
 
 @pytest.mark.demo
+@pytest.mark.full
 def test_openai_and_anthropic(tmp_path: Path) -> None:
     """Tools (single, parallel, streamed, forced), schemas, thoughts, pictures, whole loops of agents."""
     flags = ("--expert-servers", "1", "--chat-template", str(TEMPLATE))

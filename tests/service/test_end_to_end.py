@@ -1,10 +1,13 @@
-"""Guards the system as clients see it: the openai client, 32 streams, disconnects, one trace."""
+"""Guards the system as clients see it: the openai client, 32 streams, disconnects; and that the death of an
+expert server, which is the last test as it shows in the log, changes not a single token."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
 import re
+import signal
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
@@ -141,11 +144,11 @@ def test_live_figures_are_those_of_the_system(stack: Stack) -> None:
 
     def rows(live: dict[str, Any]) -> set[int]:
         """Rows of the experts that the self-test did not look at, over all layers."""
-        return {min(layer["cpu_rows"]) for layer in live["experts"]["layers"]}
+        return {min(layer["cpu_rows"] or [0]) for layer in live["experts"]["layers"]}
 
-    # One step may still be computed when the last token is here.
+    # One step may still be computed when the last token is here, and a busy server is left out once.
     end = time.monotonic() + 60
-    while len(rows(live := httpx.get(f"{stack.base_url}/v1/live").json())) > 1:
+    while len(found := rows(live := httpx.get(f"{stack.base_url}/v1/live").json())) > 1 or found == {0}:
         assert time.monotonic() < end, rows(live)
         time.sleep(0.6)
     assert min(rows(live)) > 8
@@ -407,3 +410,32 @@ def test_answers_satisfy_the_schemas_of_the_public_suite(stack: Stack) -> None:
     for schema, answer in whole:
         schema.check(answer)
     assert len(whole) > 190
+
+
+def complete(stack: Stack, prompt: str, max_tokens: int = 96) -> str:
+    """Greedy text of one completion."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    response = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+def test_expert_server_killed_while_decoding(stack: Stack) -> None:
+    """SIGKILL of one server mid-decode: it is restarted and every request ends with the same tokens."""
+    prompts = [f"Chapter {number}. The history of the lighthouse began when" for number in range(4)]
+    expected = [complete(stack, prompt) for prompt in prompts]
+    httpx.get(f"{stack.base_url}/health").raise_for_status()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(complete, stack, prompt) for prompt in prompts]
+        time.sleep(0.7)
+        victim = stack.children("expert")[0]
+        assert not all(future.done() for future in futures), "the kill must hit running requests"
+        os.kill(victim.pid, signal.SIGKILL)
+        answers = [future.result(timeout=120) for future in futures]
+    assert answers == expected
+    assert victim.pid not in [child.pid for child in stack.children("expert")]
+    assert len(stack.children("expert")) == 2
+    # What it had packed was still there.
+    assert stack.log.read_text().count("experts loaded") == 3
+    assert stack.log.read_text().count("packed experts are there already") == 1

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import grpc
 import httpx
 import pytest
@@ -15,7 +14,13 @@ import pytest
 from tests.helpers.agent_gateway import TEMPLATE, THOUGHT, AgentGateway, agent_gateway
 from tests.helpers.fake_engine import CONTEXT, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
+from tests.helpers.lazy import lazy
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+
+if TYPE_CHECKING:
+    import anthropic
+else:
+    anthropic = lazy("anthropic")
 
 MODEL = "claude-sonnet-4-5"  # an alias
 HELLO: Any = [{"role": "user", "content": "Tell me of the fox."}]

@@ -7,20 +7,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import re
-import signal
-import time
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
-import grpc
-import pytest
 from grpc._cython import cygrpc
 
-from gateway.engine_client import LOST_AFTER_S, EngineClient
+from gateway.engine_client import KEEPALIVE_MS, EngineClient
 from gpu_service.main import MIN_PING_INTERVAL_MS
-from moebius.app.bench.gateway.engine import write_tokenizer
-from moebius.app.bench.gateway.processes import running
-from moebius.config import GatewayConfig
 from protos import engine_pb2 as pb
 from tests.service.test_engine_grpc import message, served
 
@@ -52,17 +44,16 @@ def test_every_option_is_one_of_grpcs() -> None:
 
 async def test_a_silent_engine_keeps_its_connection() -> None:
     """Pings through a long silence are allowed: neither that request nor another one on the channel dies."""
-    shortest = GatewayConfig.model_fields["engine_timeout_s"].metadata[0].ge
-    assert min(LOST_AFTER_S, shortest) * 500 > MIN_PING_INTERVAL_MS
+    assert KEEPALIVE_MS > MIN_PING_INTERVAL_MS
     async with served(min_ping_interval_ms=20) as service:
-        client = EngineClient(f"127.0.0.1:{service.port}", lost_after_s=4)
+        client = EngineClient(f"127.0.0.1:{service.port}", keepalive_ms=60)
         try:
             service.harness.model.gate.clear()
             calls = [
                 asyncio.create_task(_all(client, message(name, stream=False))) for name in ("silent", "other")
             ]
             # A client sends at most one ping a second; the fourth would be one too many.
-            await asyncio.sleep(9)
+            await asyncio.sleep(5.5)
             service.harness.model.gate.set()
             answers = await asyncio.wait_for(asyncio.gather(*calls), 20)
         finally:
@@ -72,35 +63,3 @@ async def test_a_silent_engine_keeps_its_connection() -> None:
 
 async def _all(client: EngineClient, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
     return [response async for response in client.generate(request)]
-
-
-async def test_a_frozen_engine_is_noticed_with_a_call_in_flight(tmp_path: Path) -> None:
-    """SIGSTOP of the process, whose socket stays open: its calls end as those of a lost one."""
-    write_tokenizer(tmp_path)
-    address = f"unix:{tmp_path}/engine.sock"
-    command = ["-m", "moebius.app.bench.gateway.engine", address, str(tmp_path), "600000"]
-    with running(command, tmp_path / "log") as process:
-        client = EngineClient(address, lost_after_s=2)
-        await asyncio.to_thread(_wait_for, tmp_path / "engine.sock")
-        request = pb.GenerateRequest(request_id="a", stream=True)
-        request.sampling_params.max_tokens = 10  # of which the second or third comes in ten minutes
-        call = client.generate(request)
-        await anext(call)
-        process.send_signal(signal.SIGSTOP)
-        try:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await asyncio.wait_for(_rest(call), 30)
-        finally:
-            process.send_signal(signal.SIGCONT)
-            await client.close()
-    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-
-
-async def _rest(call: AsyncGenerator[pb.GenerateResponse, None]) -> None:
-    async for _ in call:
-        pass
-
-
-def _wait_for(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.05)

@@ -96,7 +96,7 @@ def ask(url: str, number: int, stream: bool) -> httpx.Response:
 def until(condition: object) -> None:
     """Waits for it."""
     assert callable(condition)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)

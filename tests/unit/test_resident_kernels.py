@@ -62,7 +62,14 @@ def test_activations_and_biases(activation: str, bias: bool, few_rows: int) -> N
     assert error(kernels, shape, slots, 2) < tolerances.RESIDENT_FLOAT32
 
 
-@pytest.mark.parametrize("weight_format", ALL_FORMATS)
+# Of each way to scale one, and of those that are not unpacked one; `test_every_format` has the others' codes.
+UNPACKED = ("float16", "fp8_block", "int8_g32_mins", "int4_g128_zeros", "mxfp4")
+
+
+@pytest.mark.parametrize(
+    "weight_format",
+    [pytest.param(name, marks=[] if name in UNPACKED else pytest.mark.full) for name in ALL_FORMATS],
+)
 def test_unpacked_once(weight_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many 16-bit rows: some experts at a time, some rows at a time; the last of each are fewer."""
     shape = Shape(has_bias=weight_format in ("fp8_channel", "mxfp4", "bfloat16"))
