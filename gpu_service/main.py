@@ -52,9 +52,9 @@ _LAST_WORDS_S = 1.0
 _LAST_STEP_S = 5.0
 # Prompts of a million tokens are 4 MB of varints; logprobs of them are larger.
 _MESSAGE_BYTES = 256 * 1024 * 1024
-# A gateway pings through silent streams, every second at most; a server refuses pings closer than five
-# minutes apart unless set otherwise, and ends the connection with all its calls.
-MIN_PING_INTERVAL_MS = 500
+# A gateway pings through silent streams, every 30 s; a server refuses pings closer than five minutes apart
+# unless set otherwise, and ends the connection with all its calls.
+MIN_PING_INTERVAL_MS = 10_000
 
 
 def run(config: MoebiusConfig) -> int:

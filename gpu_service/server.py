@@ -69,6 +69,9 @@ class HealthReport:
             await self._servicer.set(name, _SERVING if serving else _NOT_SERVING)
 
 
+_ENDED = "the engine has ended"
+
+
 class Readiness:
     """Looks at the engine and its expert servers, also while nothing is computed, and reports changes."""
 
@@ -86,7 +89,7 @@ class Readiness:
         self._draining = False
         # Why a request sent now would have to wait, or could not be computed at all; empty: it would not.
         self.problem = ""
-        # Set when the engine computes nothing any more.
+        # Set when the engine computes nothing any more, after health says so.
         self.lost = asyncio.Event()
 
     async def watch(self) -> None:
@@ -94,8 +97,6 @@ class Readiness:
         await self._tell()
         while True:
             problem = await asyncio.to_thread(self._look)
-            if not self._engine.is_alive:
-                self.lost.set()
             if problem != self.problem:
                 self.problem = problem
                 if problem:
@@ -103,6 +104,8 @@ class Readiness:
                 else:
                     _log.info("ready again")
                 await self._tell()
+            if problem == _ENDED:  # of the same look: whoever waits for it finds what health says already
+                self.lost.set()
             await asyncio.sleep(self._look_every_s)
 
     async def drain(self) -> None:
@@ -117,7 +120,7 @@ class Readiness:
 
     def _look(self) -> str:
         if not self._engine.is_alive:
-            return "the engine has ended"
+            return _ENDED
         problem = "" if self._experts is None else self._experts.problem()
         if not problem and self._engine.is_recovering:
             problem = "steps wait for lost expert servers"

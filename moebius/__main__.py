@@ -1,35 +1,56 @@
 """`python -m moebius`: the same as the `moebius` command.
 
-An expert server that `moebius serve` starts goes past the command line, whose libraries take a third of the
-time until a server that was killed answers again.
+Services that `moebius serve` starts go past the command line, whose libraries and many options take a third
+of the time until a process that was killed answers again.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from moebius.app.exits import exit_with
+from moebius.config import MoebiusConfig
 
 
 def direct(arguments: Sequence[str]) -> Callable[[], object] | None:
-    """What `expert --config FILE` runs, for settings that name the model in full, as the supervisor's do."""
-    if len(arguments) != 3 or tuple(arguments[:2]) != ("expert", "--config"):
+    """What `expert|gateway|gpu --config FILE` runs, for settings that name the model in full, as the
+    supervisor's do; None for everything else."""
+    if len(arguments) != 3 or arguments[0] not in ("expert", "gateway", "gpu") or arguments[1] != "--config":
         return None
 
     def run() -> object:
         from moebius.config_loader import load_config
 
         config = load_config(arguments[2], {})
-        if not config.model.model.startswith("/"):
+        if not _is_complete(config):
             from moebius.app.cli import main
 
             main(list(arguments))
-        from expert_service.main import run as run_expert
-
-        return run_expert(config)
+        return _service(arguments[0])(config)
 
     return run
+
+
+def _is_complete(config: MoebiusConfig) -> bool:
+    """Whether the command line would find nothing to add to the model, nor to say against it."""
+    model = config.model.model
+    return os.path.isabs(model) and (os.path.isfile(model) or os.path.isfile(f"{model}/config.json"))
+
+
+def _service(name: str) -> Callable[[MoebiusConfig], object]:
+    if name == "expert":
+        from expert_service.main import run as run_expert
+
+        return run_expert
+    if name == "gateway":
+        from gateway.main import run as run_gateway
+
+        return run_gateway
+    from gpu_service.main import run as run_gpu
+
+    return run_gpu
 
 
 def main() -> None:

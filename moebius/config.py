@@ -190,12 +190,6 @@ class GatewayConfig(Section):
         default="",
         description="Directory for them, of all workers; empty: a private one, removed at the end",
     )
-    engine_timeout_s: float | None = Field(
-        default=None,
-        ge=2,
-        description="Seconds after which an engine that answers no ping counts as lost and its requests go "
-        "to another; default: 10, with one engine alone 40",
-    )
     sse_keepalive_s: float = Field(
         default=15.0, gt=0, description="Seconds of silence before an SSE comment is sent"
     )

@@ -6,6 +6,7 @@ traceback means a defect of Moebius.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from typing import Annotated, Any
@@ -109,8 +110,22 @@ def main(arguments: list[str] | None = None) -> None:
     exit_with(lambda: _run(list(given)))
 
 
+def _command(name: str) -> Any:
+    """The command line, with only the one of its commands that is asked for: each has a hundred options, and
+    to build all of them takes longer than most commands. With all commands where the name is of none."""
+    part = copy.copy(app)
+    part.registered_commands = [each for each in app.registered_commands if _name_of(each) == name]
+    part.registered_groups = [each for each in app.registered_groups if each.name == name]
+    is_known = part.registered_commands or part.registered_groups
+    return typer.main.get_command(part if is_known else app)
+
+
+def _name_of(command: typer.models.CommandInfo) -> str:
+    return command.name or typer.main.get_command_name(getattr(command.callback, "__name__", ""))
+
+
 def _run(arguments: list[str]) -> object:
-    command = typer.main.get_command(app)
+    command = _command(arguments[0] if arguments else "")
     chosen = getattr(command, "commands", {}).get(arguments[0]) if arguments else None
     options = {
         name: not getattr(parameter, "is_flag", False)

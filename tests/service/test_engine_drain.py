@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -83,6 +85,26 @@ async def test_a_dead_engine_thread_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
         await asyncio.wait_for(readiness.lost.wait(), 10)
         assert await health(service) == NOT_SERVING
         assert await health(service, "") == NOT_SERVING
+
+
+async def test_health_follows_the_engine_before_it_counts_as_lost() -> None:
+    """Also of an engine that ends right after it was looked at: who waits for `lost` may end the process, and
+    nobody shall have been sent to it after that."""
+    engine, told = SimpleNamespace(is_alive=True, is_recovering=False), []
+
+    def ends() -> str:
+        engine.is_alive = False
+        return ""
+
+    async def tell(ready: bool, works: bool, why: str) -> None:
+        told.append((ready, works))
+
+    report: Any = SimpleNamespace(set=tell)
+    readiness = Readiness(report, engine, SimpleNamespace(problem=ends), look_every_s=0)  # type: ignore[arg-type]
+    watching = asyncio.create_task(readiness.watch())
+    await asyncio.wait_for(readiness.lost.wait(), 10)
+    assert told == [(True, True), (False, False)]
+    watching.cancel()
 
 
 async def test_drain_lets_running_calls_end() -> None:

@@ -250,7 +250,7 @@ def test_only_what_the_supervisor_writes_goes_past_the_command_line() -> None:
         "expert --help",
         "expert /model",
         "expert --config f --isa x",
-        "gpu --config f",
+        "serve --config f",
         "expert",
         "",
     ):
