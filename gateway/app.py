@@ -173,7 +173,12 @@ def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> No
             settings.key_requests_in_flight, settings.key_requests_per_minute, settings.key_tokens_per_minute
         )
         app.add_middleware(
-            KeyMiddleware, keys=keys, is_open=_is_open, defaults=limits, metrics=gateway.metrics
+            KeyMiddleware,
+            keys=keys,
+            is_open=_is_open,
+            defaults=limits,
+            metrics=gateway.metrics,
+            table=gateway.shared.keys,
         )
     if config.gateway.cors_origins:
         app.add_middleware(

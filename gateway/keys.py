@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.errors import ApiError
 from gateway.telemetry import GatewayMetrics
+from gateway.workers.shared import ALLOWANCES, KeySlot, KeyTable
 from moebius.api_keys import ApiKey, ApiKeys, KeyLimits
 
 _MINUTE_S = 60.0
@@ -21,53 +22,75 @@ _MINUTE_S = 60.0
 class Allowance:
     """So many a minute, up to a minute's worth at once; what is taken beyond that has to be waited for."""
 
-    def __init__(self, per_minute: int | None, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, per_minute: int | None, clock: Callable[[], float], slot: KeySlot) -> None:
+        """`name`: of its place in `slot`, where it is one for all processes."""
+        self._name = name
         self.per_minute = per_minute
         self._clock = clock
-        self._left = float(per_minute or 0)
-        self._at = clock()
+        self._slot = slot
+
+    def _refilled(self, state: memoryview[float]) -> float:
+        """What is left now; whoever comes first, or with another limit than those before, begins anew."""
+        assert self.per_minute is not None
+        rate, left, at = state
+        now, most = self._clock(), float(self.per_minute)
+        left = min(left + (now - at) * most / _MINUTE_S, most) if rate == most else most
+        state[0], state[1], state[2] = most, left, now
+        return left
 
     def wait_s(self) -> float:
         """Until something may be taken; 0: now."""
         if self.per_minute is None:
             return 0.0
-        now = self._clock()
-        refilled = self._left + (now - self._at) * self.per_minute / _MINUTE_S
-        self._left, self._at = min(refilled, float(self.per_minute)), now
-        missing = min(1.0, self.per_minute) - self._left
+        with self._slot.allowance(self._name) as state:
+            missing = min(1.0, self.per_minute) - self._refilled(state)
         return 0.0 if missing <= 0 else missing * _MINUTE_S / self.per_minute
 
     def take(self, amount: float) -> None:
         """Even if there is less: how many tokens a request takes is known at its end only."""
-        self._left -= amount
+        if self.per_minute is not None:
+            with self._slot.allowance(self._name) as state:
+                state[1] = self._refilled(state) - amount
 
 
 class KeyUse:
     """What one key does at present; made by `KeyMiddleware`, one per key and process."""
 
-    def __init__(self, name: str, limits: KeyLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        name: str,
+        limits: KeyLimits,
+        clock: Callable[[], float] = time.monotonic,
+        table: KeyTable | None = None,
+    ) -> None:
+        """`table`: what other processes of the port count, too; `clock`: the same for all of them."""
         self.name = name
         self.limits = limits
-        self._in_flight = 0
-        self._requests = Allowance(limits.requests_per_minute, clock)
-        self._tokens = Allowance(limits.tokens_per_minute, clock)
+        slot = None if table is None else table.slot(name)
+        if slot is None:
+            slot = KeyTable().slot(name)
+            assert slot is not None
+        self._slot = slot
+        requests, tokens = ALLOWANCES
+        self._requests = Allowance(requests, limits.requests_per_minute, clock, slot)
+        self._tokens = Allowance(tokens, limits.tokens_per_minute, clock, slot)
 
     @contextmanager
     def request(self) -> Iterator[None]:
         """Counts one request while it runs. Raises ApiError 429 when the key may not have one more now."""
         most = self.limits.requests_in_flight
-        if most is not None and self._in_flight >= most:
+        if most is not None and self._slot.in_flight >= most:
             self._refuse("requests_in_flight", most, 1.0)
         for name, allowance in (("tokens_per_minute", self._tokens), ("requests_per_minute", self._requests)):
             wait_s = allowance.wait_s()
             if wait_s > 0 and allowance.per_minute is not None:
                 self._refuse(name, allowance.per_minute, wait_s)
         self._requests.take(1)
-        self._in_flight += 1
+        self._slot.add(+1)
         try:
             yield
         finally:
-            self._in_flight -= 1
+            self._slot.add(-1)
 
     def took(self, tokens: int) -> None:
         """A request has had so many tokens, prompt and output."""
@@ -106,13 +129,16 @@ class KeyMiddleware:
         is_open: Callable[[str], bool],
         defaults: KeyLimits,
         metrics: GatewayMetrics,
+        table: KeyTable | None = None,
     ) -> None:
-        """`is_open` tells paths that need no key; `defaults` are the limits of keys that name none."""
+        """`is_open` tells paths that need no key; `defaults` are the limits of keys that name none; `table`
+        is what the processes of a port share."""
         self._app = app
         self._keys = keys
         self._is_open = is_open
         self._defaults = defaults
         self._metrics = metrics
+        self._table = table or KeyTable()
         self._uses: dict[str, KeyUse] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,5 +176,5 @@ class KeyMiddleware:
         if use is None or use.limits != limits:
             names = self._keys.names
             self._uses = {name: one for name, one in self._uses.items() if name in names}
-            use = self._uses[key.name] = KeyUse(key.name, limits)
+            use = self._uses[key.name] = KeyUse(key.name, limits, table=self._table)
         return use

@@ -107,15 +107,15 @@ class GatewayConfig(Section):
         description="File of such tokens, or of hashes by `moebius keys`, one a line, read when it changes",
     )
     key_requests_in_flight: int | None = Field(
-        default=None, ge=1, description="Requests that a key may have at once, in each gateway process"
+        default=None, ge=1, description="Requests that a key may have at once"
     )
     key_requests_per_minute: int | None = Field(
-        default=None, ge=1, description="Requests that a key may send in a minute, to each gateway process"
+        default=None, ge=1, description="Requests that a key may send in a minute"
     )
     key_tokens_per_minute: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens, prompts' and outputs', of a key in a minute, as above",
+        description="Tokens, prompts' and outputs', of a key in a minute",
     )
     max_queued_requests: int = Field(
         default=256, ge=1, description="Requests in flight before 429 is answered"

@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from gateway.workers.channel import Channel, ChannelClosed
 from gateway.workers.contract import Beat, MemberSetup, bound_socket
 from gateway.workers.metrics import Samples, added, rendered, samples_of
-from gateway.workers.shared import Places, shared_memory
+from gateway.workers.shared import KeyTable, Places, shared_memory
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError
 
@@ -71,6 +71,7 @@ class Group:
         # Twice: at SIGHUP each is there before the one that it replaces has gone.
         self._memory = shared_memory(2 * self._count)
         self._places = Places(2 * self._count, 0, self._memory)
+        self._keys = KeyTable(2 * self._count, 0, self._memory)
         self._held = bound_socket(config.gateway.host, config.gateway.port)  # while none listens, too
         port = int(self._held.getsockname()[1])
         stored = config.gateway.stored_responses_dir or self._own_directory
@@ -205,6 +206,7 @@ class Group:
     def _note_end(self, process: _Process) -> None:
         self._processes.discard(process)
         self._places.clear(process.index)
+        self._keys.clear(process.index)
         self._gone = added([self._gone, process.samples], _TOTALS)
         if self._stopping.is_set() or self._seats[process.seat] is not process:
             return

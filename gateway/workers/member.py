@@ -22,7 +22,7 @@ from gateway.server import GatewayServer, server_for
 from gateway.workers.channel import Channel, ChannelClosed
 from gateway.workers.contract import BEAT_S, Beat, MemberSetup, bound_socket
 from gateway.workers.metrics import samples_of
-from gateway.workers.shared import Places, Shared
+from gateway.workers.shared import KeyTable, Places, Shared
 from moebius.errors import UserError
 from moebius.telemetry import configure_logging, configure_tracing, export_metrics
 from moebius.tls import configure_tls
@@ -36,8 +36,9 @@ class Member:
     def __init__(self, setup: MemberSetup) -> None:
         self._channel = Channel(self._answer)
         places = Places(setup.count, setup.index, setup.places)
+        keys = KeyTable(setup.count, setup.index, setup.places)
         self._server: GatewayServer = server_for(
-            setup.config, Shared(places, self._all_metrics, self._all_ready, setup.listens_when_ready)
+            setup.config, Shared(places, keys, self._all_metrics, self._all_ready, setup.listens_when_ready)
         )
         self._setup = setup
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import mmap
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 _BYTES = 8
+ALLOWANCES = ("requests_per_minute", "tokens_per_minute")
+_ALLOWANCE_WORDS = 3
+_SLOTS = 4096  # keys that may be counted together
+_LOCK_TRIES = 1000
 
 
 class Places:
@@ -34,10 +41,97 @@ class Places:
         self._numbers[index] = 0
 
 
+class KeyTable:
+    """What each API key does in all processes: a slot per key, which the first process that meets it takes.
+
+    Of requests in flight a process writes its own number only; allowances are one for all, changed under a
+    lock that is held for microseconds.
+    """
+
+    def __init__(self, count: int = 1, index: int = 0, descriptor: int | None = None) -> None:
+        """As `Places`, of which its memory is the rest."""
+        self.count, self.index = count, index
+        self._descriptor = descriptor
+        self._words = _ALLOWANCE_WORDS * len(ALLOWANCES) + 1 + count  # of a slot; the first is the key's
+        size = _table_bytes(count)
+        self._memory = mmap.mmap(-1 if descriptor is None else descriptor, count * _BYTES + size)
+        rest = memoryview(self._memory)[count * _BYTES :]
+        self.integers, self.floats = rest.cast("q"), rest.cast("d")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else changes allowances meanwhile; unless a process was stopped in the middle of it."""
+        if self._descriptor is None:
+            yield
+            return
+        held = False
+        for _ in range(_LOCK_TRIES):
+            try:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            held = True
+            break
+        try:
+            yield
+        finally:
+            if held:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+    def slot(self, name: str) -> KeySlot | None:
+        """That of a key; None: all are taken."""
+        digest = hashlib.sha256(name.encode()).digest()
+        mark = int.from_bytes(digest[:8], "big", signed=True) or 1
+        with self.locked():
+            for step in range(_SLOTS):
+                first = (mark + step) % _SLOTS * self._words
+                if self.integers[first] in (0, mark):
+                    self.integers[first] = mark
+                    return KeySlot(self, first + 1)
+        return None
+
+    def clear(self, index: int) -> None:
+        """The process with this number is gone, and its requests with it."""
+        for first in range(0, _SLOTS * self._words, self._words):
+            if self.integers[first]:
+                KeySlot(self, first + 1).numbers[index] = 0
+
+
+class KeySlot:
+    """One key's place in a `KeyTable`."""
+
+    def __init__(self, table: KeyTable, first: int) -> None:
+        """`first`: the number of its first word after the key's."""
+        self._table = table
+        self._first = first
+        begin = first + _ALLOWANCE_WORDS * len(ALLOWANCES)
+        self.numbers = table.integers[begin : begin + table.count]
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of the key in all processes."""
+        return sum(self.numbers)
+
+    def add(self, change: int) -> None:
+        """To this process's own number."""
+        self.numbers[self._table.index] += change
+
+    @contextmanager
+    def allowance(self, name: str) -> Iterator[memoryview[float]]:
+        """For the time of a change: its rate, what is left of it and since when, as numbers."""
+        first = self._first + _ALLOWANCE_WORDS * ALLOWANCES.index(name)
+        with self._table.locked():
+            yield self._table.floats[first : first + _ALLOWANCE_WORDS]
+
+
+def _table_bytes(count: int) -> int:
+    return _SLOTS * (_ALLOWANCE_WORDS * len(ALLOWANCES) + 1 + count) * _BYTES
+
+
 def shared_memory(count: int) -> int:
-    """A descriptor for `Places` of `count` processes; closed by whoever made it."""
+    """A descriptor for `Places` and `KeyTable` of `count` processes; closed by whoever made it."""
     descriptor = os.memfd_create("moebius-gateway-places")
-    os.ftruncate(descriptor, count * _BYTES)
+    os.ftruncate(descriptor, count * _BYTES + _table_bytes(count))
     return descriptor
 
 
@@ -46,6 +140,7 @@ class Shared:
     """A process's access to the others; filled by `member.py`, or as here for one process alone."""
 
     places: Places
+    keys: KeyTable
     # The metrics of all processes, as Prometheus text; None: those of this process are all there are.
     metrics: Callable[[], Awaitable[bytes]] | None = None
     # Whether every process that listens knows its model; None: there is only this one.
@@ -56,4 +151,4 @@ class Shared:
 
 def alone() -> Shared:
     """For the only process of a port."""
-    return Shared(Places())
+    return Shared(Places(), KeyTable())

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.errors import ApiError
 from gateway.output import OutputRules, OutputState, chat_logprobs, completion_logprobs
-from gateway.parsers.events import ParsedDelta, TokenLogprob
+from gateway.parsers.events import ContentDelta, OutputPlan, ParsedDelta, ReasoningDelta, TokenLogprob
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2 as pb
 from tests.helpers.tiny_tokenizer import EOS, byte_level_tokenizer
@@ -157,3 +157,17 @@ def test_logprob_formats() -> None:
     assert lists["token_logprobs"] == [None, -0.5]
     assert lists["top_logprobs"] == [None, {"\ufffd": -0.1, " fox": -0.5}]
     assert lists["text_offset"] == [0, 1]
+
+
+def test_a_stop_string_ends_a_thought() -> None:
+    """As in vLLM, whose stop strings are looked for in all of an output's text: also in its thought, of which
+    what came before stays; no answer follows."""
+    plan = OutputPlan(reasoning_parser="qwen3", starts_in_reasoning=True)
+    rules = replace(RULES, stop_strings=("dog",), plan=plan)
+    deltas = run(TOKENIZER.encode("The fox and the dog</think>Yes"), rules)
+    events = [event for delta in deltas for event in delta.events]
+    assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "The fox and the "
+    assert not any(isinstance(event, ContentDelta) for event in events)
+    finish = deltas[-1].finish
+    assert finish is not None
+    assert (finish.reason, finish.stop_reason) == ("stop", "dog")

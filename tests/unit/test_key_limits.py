@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.errors import ApiError
 from gateway.keys import KeyMiddleware, KeyUse
 from gateway.telemetry import GatewayMetrics
+from gateway.workers.shared import KeyTable, shared_memory
 from moebius.api_keys import ApiKeys, KeyLimits, add_key, revoke_key
 
 
@@ -61,6 +63,42 @@ def test_tokens_are_paid_back() -> None:
     assert not allowed(use)
     clock[0] = 41.5
     assert allowed(use)
+
+
+def test_limits_hold_over_processes() -> None:
+    """Two processes of one port: what a key has had from one is missing with the other, whatever either of
+    them counted before; other keys have their own; requests of a process that died are given back."""
+    clock = [0.0]
+    memory = shared_memory(2)
+    tables = [KeyTable(2, index, memory) for index in range(2)]
+    limits = KeyLimits(requests_per_minute=4, tokens_per_minute=60, requests_in_flight=2)
+    one, two = (KeyUse("a", limits, lambda: clock[0], table) for table in tables)
+    other = KeyUse("b", limits, lambda: clock[0], tables[0])
+    with one.request(), two.request():
+        assert "2 requests in flight" in refusal(one).message
+        assert "2 requests in flight" in refusal(two).message
+        assert allowed(other)
+    assert [allowed(two), allowed(one), allowed(two), allowed(one)] == [True, True, False, False]
+    clock[0] = 60.0
+    one.took(100)
+    assert refusal(two).retry_after_s == 41
+    clock[0] = 3600.0
+    running = [one.request(), two.request()]
+    for request in running:
+        request.__enter__()
+    assert not allowed(two)
+    tables[1].clear(0)
+    assert allowed(two)
+    os.close(memory)
+
+
+def test_a_full_table_counts_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More keys than there are slots: each still has its limits."""
+    monkeypatch.setattr("gateway.workers.shared._SLOTS", 2)
+    table = KeyTable()
+    uses = [KeyUse(name, KeyLimits(requests_per_minute=1), table=table) for name in "abc"]
+    assert all(allowed(use) for use in uses)
+    assert not any(allowed(use) for use in uses)
 
 
 def test_requests_in_flight_are_given_back() -> None:
