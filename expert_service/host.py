@@ -41,7 +41,7 @@ from moebius.kernels import (
     float32_isa,
 )
 from moebius.models.geometry import MoeGeometry
-from moebius.placement import make_placement
+from moebius.placement import left_out
 from moebius.progress import phase
 from moebius.topology import Topology, node_of_cpus, pin_thread
 from moebius.weight_formats import PackedExpertLayout, expert_layout
@@ -363,8 +363,8 @@ class ExpertHost:
     ) -> tuple[ExpertEngine, Mapping[int, Sequence[int]]]:
         """The engine, and which experts of each layer it is to hold."""
         exact, model = self._settings.batch_invariant_experts, plan.model
-        resident = make_placement(request.placement, model).resident
-        held = {layer: part.held(resident.get(layer, ())) for layer in model.moe_layers}
+        dropped = left_out(request.placement, model)
+        held = {layer: part.held(dropped.get(layer, ())) for layer in model.moe_layers}
         if path is None:
             return make_engine(plan, part, self.placement, exact), held
         segment = SegmentSettings(str(path), identity, held, part.intermediate_begin)

@@ -435,6 +435,11 @@ class PlacementConfig(Section):
     expert_statistics: str = Field(
         default="", description="File of recorded expert counts, for the strategy 'frequency'"
     )
+    drop_resident: Literal["auto", "keep"] = Field(
+        default="auto",
+        description="Whether expert servers leave out experts that are on the GPU, or keep all in RAM: then "
+        "the placement may change without reading anything again",
+    )
     placement_seed: int = Field(default=42, ge=0, description="Seed of the strategy 'random'")
     expert_recorder: Literal["off", "stat", "per_pass", "per_token"] = Field(
         default="off", description="What is recorded of routing from start on; also set by a call at run time"

@@ -20,7 +20,7 @@ from moebius.checkpoint.split import equal_shares, split_bounds
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
-from moebius.placement import make_placement
+from moebius.placement import left_out
 
 ExpertDtype = Literal["keep", "float32", "bfloat16", "int8", "int4"]
 # Packed formats of `expert_dtype`; "keep" takes each layer's own. Widest first.
@@ -220,9 +220,9 @@ def expert_identity(request: SliceRequest, model: MoeGeometry, fingerprint: str,
 
 
 def resident_fingerprint(request: SliceRequest, model: MoeGeometry) -> str:
-    """Which experts live on GPUs, so that no server holds them; "none", or 16 hexadecimal digits."""
-    resident = make_placement(request.placement, model).resident
-    held = [(layer, tuple(experts)) for layer, experts in sorted(resident.items()) if experts]
+    """Which experts live on GPUs only, so that no server holds them; "none", or 16 hexadecimal digits."""
+    dropped = left_out(request.placement, model)
+    held = [(layer, tuple(experts)) for layer, experts in sorted(dropped.items()) if experts]
     return hashlib.blake2b(repr(held).encode(), digest_size=8).hexdigest() if held else "none"
 
 

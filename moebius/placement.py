@@ -333,6 +333,15 @@ def make_placement(config: PlacementConfig, geometry: MoeGeometry) -> Placement:
     return Placement.of(geometry, chosen)
 
 
+def left_out(config: PlacementConfig, geometry: MoeGeometry) -> Mapping[int, tuple[int, ...]]:
+    """Experts that no server holds, by MoE layer: the resident ones, unless `drop_resident` keeps them.
+
+    Raises UserError as `make_placement`.
+    """
+    resident = make_placement(config, geometry).resident
+    return dict.fromkeys(resident, ()) if config.drop_resident == "keep" else resident
+
+
 def _take(config: PlacementConfig, strategy: Strategy, candidates: Candidates) -> list[Pair]:
     ranking = strategy.rank(candidates)
     if config.gpu_experts is None:

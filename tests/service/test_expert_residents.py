@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 
 from expert_service.host import ExpertHost, LoadSettings, ThreadPlacement
-from moebius.app.planning.memory import packed_expert, stored_experts
-from moebius.config import PlacementConfig
-from moebius.expert_slices import SliceRequest
+from moebius.app.planning.memory import (
+    expert_servers,
+    packed_expert,
+    ram_components,
+    segment_bytes,
+    stored_experts,
+)
+from moebius.config import MoebiusConfig, PlacementConfig
+from moebius.expert_slices import SliceRequest, resident_fingerprint
 from moebius.models.read import read_geometry
 from moebius.placement import make_placement
 from tests.helpers.checkpoints import TinyMoe
@@ -68,6 +74,51 @@ def test_residents_are_left_out(model: Path, placement: dict[str, Any], split: s
         weights = rng.random(ids.shape, np.float32)
         found = sum(server.forward(layer, rows, ids, weights) for server in servers)
         np.testing.assert_allclose(found, whole.forward(layer, rows, ids, weights), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("split", ["tensor", "expert"])
+def test_residents_are_kept_where_asked(model: Path, split: str) -> None:
+    """With `keep` servers hold every expert, also those on a GPU, and are the same servers to engines of any
+    placement that keeps them. The plan and the volumes of a Pod count all of them.
+    """
+    geometry = read_geometry(model)
+    whole = host_of(model, {})
+    placed = {"gpu_experts": 20, "drop_resident": "keep"}
+    servers = [host_of(model, placed, split=split, split_index=i, split_count=2) for i in range(2)]
+    without = [host_of(model, {}, split=split, split_index=i, split_count=2) for i in range(2)]
+    assert [packed_bytes(server) for server in servers] == [packed_bytes(server) for server in without]
+    rng = np.random.default_rng(6)
+    rows = rng.standard_normal((5, 64), np.float32)
+    ids = rng.integers(0, EXPERTS, (5, geometry.top_k)).astype(np.int32)
+    weights = rng.random(ids.shape, np.float32)
+    found = sum(server.forward(1, rows, ids, weights) for server in servers)
+    np.testing.assert_allclose(found, whole.forward(1, rows, ids, weights), rtol=1e-4, atol=1e-5)
+
+    def identity(placement: dict[str, Any]) -> str:
+        return resident_fingerprint(
+            SliceRequest(str(model), placement=PlacementConfig(**placement)), geometry
+        )
+
+    assert identity(placed) == identity({**placed, "gpu_experts": 3}) == identity({})
+    assert identity({"gpu_experts": 20}) != identity({"gpu_experts": 3})
+    kept, all_of_them, left = (planned_bytes(model, p) for p in (placed, {}, {"gpu_experts": 20}))
+    assert kept == all_of_them
+    # Segments end at 2 MiB pages, which may hide so little; the plan counts smaller ones.
+    assert kept[0] > left[0]
+    assert kept[1] >= left[1]
+
+
+def planned_bytes(model: Path, placement: dict[str, Any]) -> tuple[int, int]:
+    """Of two servers' experts: what the plan counts, and what their segments take, bytes."""
+    tree = {"model": {"model": str(model)}, "placement": placement, "experts": {"expert_servers": 2}}
+    config = MoebiusConfig.model_validate(tree)
+    geometry = read_geometry(model)
+    stored = stored_experts(model, geometry)
+    servers = expert_servers(config, geometry, stored, 1)
+    resident = make_placement(config.placement, geometry).resident
+    parts = ram_components(config, geometry, stored, servers, (), 2, resident)
+    held = sum(part.nbytes for part in parts if part.part.startswith("experts of server"))
+    return held, sum(segment_bytes(config, geometry, 2))
 
 
 def test_a_resident_is_refused_by_name(model: Path) -> None:

@@ -79,13 +79,17 @@ class Watched:
         monkeypatch.setattr(streamer, "begin", watched)
 
 
-@pytest.mark.parametrize("split", ["tensor", "expert"])
-def test_streamed_prompts(split: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole layers streamed, and a part of each with the rest on the servers, one expert resident."""
+@pytest.mark.parametrize(("split", "drop"), [("tensor", "auto"), ("expert", "auto"), ("tensor", "keep")])
+def test_streamed_prompts(
+    split: str, drop: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole layers streamed, and a part of each with the rest on the servers, one expert resident, which is
+    never streamed, whether servers hold it, too, or not.
+    """
     memory = tmp_path / "memory"
     memory.mkdir()
     experts = {"split_count": 2, "expert_split": split, "expert_weights_dir": str(memory)}
-    resident = PlacementConfig(gpu_experts=1)
+    resident = PlacementConfig(gpu_experts=1, drop_resident=drop)
     servers = running_cluster(model, tmp_path / "servers", dtype="float32", placement=resident, **experts)
     with servers as cluster:
         with running_engine(settings(cluster, prefill_experts="cpu")) as engine:

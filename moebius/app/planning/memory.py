@@ -20,7 +20,7 @@ from moebius.mailbox_plan import mailbox_geometry
 from moebius.models.checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.registry import family_of
-from moebius.placement import make_placement
+from moebius.placement import left_out, make_placement
 from moebius.weight_formats import PackedExpertLayout, expert_layout
 
 # kernels/moe/arena.cc: a layer's experts lie in whole pages, huge ones from half of one on.
@@ -155,13 +155,13 @@ def segment_bytes(config: MoebiusConfig, geometry: MoeGeometry, count: int) -> l
     stored = stored_experts(config.model.model, geometry)
     experts = config.experts.model_copy(update={"expert_servers": count, "expert_addresses": ()})
     shared = config.model_copy(update={"experts": experts})
-    resident, sizes = make_placement(config.placement, geometry).resident, []
+    dropped, sizes = left_out(config.placement, geometry), []
     for server in expert_servers(shared, geometry, stored, 1):
         layers = [
             packed_expert(
                 found, geometry.hidden_size, server.part.intermediate_size, experts.expert_dtype
             ).expert_bytes
-            * len(server.part.held(resident.get(layer, ())))
+            * len(server.part.held(dropped.get(layer, ())))
             for layer, found in stored.items()
         ]
         tables = (
@@ -257,14 +257,15 @@ def ram_components(
 
     `stored`: the layers that servers hold. `engine`: what the engine's ranks have there. `threads`: of all
     servers together, each of which has one source expert mapped while it packs. `resident`: experts by layer
-    that are on GPUs.
+    that are on GPUs, which servers hold too where `drop_resident` says so.
     """
     found = [*engine, Component(RAM, "gateway process", GATEWAY_BYTES)]
     if not servers or config.experts.expert_addresses:
         return tuple(found)
     dtype = config.experts.expert_dtype
+    dropped = None if config.placement.drop_resident == "keep" else resident
     for server in servers:
-        packed = server_bytes(stored, geometry.hidden_size, server.part, dtype, resident)
+        packed = server_bytes(stored, geometry.hidden_size, server.part, dtype, dropped)
         found.append(Component(RAM, f"experts of server {server.index}", packed, server.node))
     found.append(Component(RAM, "expert processes", EXPERT_BYTES * len(servers)))
     if config.experts.expert_transport == "mailbox":
