@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -81,7 +81,7 @@ class Watched:
 
 @pytest.mark.parametrize(("split", "drop"), [("tensor", "auto"), ("expert", "auto"), ("tensor", "keep")])
 def test_streamed_prompts(
-    split: str, drop: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    split: str, drop: Literal["auto", "keep"], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole layers streamed, and a part of each with the rest on the servers, one expert resident, which is
     never streamed, whether servers hold it, too, or not.
