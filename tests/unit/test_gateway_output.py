@@ -166,7 +166,7 @@ def test_a_stop_string_ends_a_thought() -> None:
     rules = replace(RULES, stop_strings=("dog",), plan=plan)
     deltas = run(TOKENIZER.encode("The fox and the dog</think>Yes"), rules)
     events = [event for delta in deltas for event in delta.events]
-    assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "The fox and the "
+    assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "The fox and the"
     assert not any(isinstance(event, ContentDelta) for event in events)
     finish = deltas[-1].finish
     assert finish is not None
