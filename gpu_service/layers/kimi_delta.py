@@ -23,7 +23,8 @@ from moebius.models.config import LinearAttentionConfig, ModelConfig
 class KimiDeltaAttention(nn.Module):
     """Projections, convolution, recurrence, gated norm, output; reads and writes states instead of a cache.
 
-    Decays and gates come through a bottleneck of one head's width, which every rank computes whole.
+    Decays and gates come directly, or through a bottleneck of one head's width, which every rank computes
+    whole.
     `state_layer` counts the linear-attention layers of the pipeline stage. `config` is the whole model's; a
     rank computes its own heads, and the output projection sums over ranks.
     """
@@ -45,13 +46,18 @@ class KimiDeltaAttention(nn.Module):
         keys, values = heads.scaled(linear.key_head_dim), heads.scaled(linear.value_head_dim)
         qkv = {"q_proj": keys, "k_proj": keys, "v_proj": values}
         narrow = ShardRange.whole(linear.value_head_dim)
-        parts = qkv | {"b_proj": heads, "f_a_proj": narrow, "g_a_proj": narrow}
-        self._widths = (2 * keys.size + values.size, heads.size, narrow.size, narrow.size)
-        self.in_proj = FusedLinear(size, parts, bias=False, dtype=dtype)
+        gates = {"f_a_proj": narrow, "g_a_proj": narrow}
+        if linear.direct_gates:
+            gates = {"f_proj": keys, "g_proj": values}
+        widths = [shard.size for shard in gates.values()]
+        self._widths = (2 * keys.size + values.size, heads.size, *widths)
+        self.in_proj = FusedLinear(size, qkv | {"b_proj": heads} | gates, bias=False, dtype=dtype)
         convolved = {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}
         self.conv1d = FusedTaps(convolved, linear.conv_width, dtype=dtype)
-        self.f_b_proj = FusedLinear(narrow.size, {"f_b_proj": keys}, bias=False, dtype=dtype)
-        self.g_b_proj = FusedLinear(narrow.size, {"g_b_proj": values}, bias=False, dtype=dtype)
+        self.f_b_proj = self.g_b_proj = nn.Identity()
+        if not linear.direct_gates:
+            self.f_b_proj = FusedLinear(narrow.size, {"f_b_proj": keys}, bias=False, dtype=dtype)
+            self.g_b_proj = FusedLinear(narrow.size, {"g_b_proj": values}, bias=False, dtype=dtype)
         # As published and as trained: decays are sensitive to their last bits.
         self._heads, self._keys = heads, keys
         self.A_log = empty_parameter(*_decay_shape(linear), dtype=torch.float32)

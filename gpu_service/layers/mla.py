@@ -156,6 +156,9 @@ class MLAttention(nn.Module):
             self.q_b_proj = FusedLinear(mla.q_lora_rank, {"q_b_proj": query_rows}, bias=False, dtype=dtype)
         self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, mla.latent_eps, dtype=dtype)
         self.kv_b_proj = LatentProjection(mla, heads, dtype=dtype)
+        self.g_proj = (
+            FusedLinear(size, {"g_proj": heads}, bias=False, dtype=dtype) if config.head_gate else None
+        )
         self.o_proj = RowParallelLinear(
             heads.scaled(mla.v_head_dim), size, bias=bias, dtype=dtype, parallel=parallel
         )
@@ -186,6 +189,8 @@ class MLAttention(nn.Module):
             chosen = None if self._selection is None else backend.selection
             latents = backend.forward(query_latent, query_rope, latent, key_rope, layer_id, chosen)
             attended = project_values(latents, value_weight)
+        if self.g_proj is not None:
+            attended = attended * self.g_proj(hidden_states).sigmoid_().unsqueeze(-1)
         output: torch.Tensor = self.o_proj(attended.flatten(1))
         return output
 

@@ -155,6 +155,9 @@ class LinearAttentionConfig:
     # Kimi Delta Attention (arXiv:2510.26692): each element of a key has a decay, not only each head. As many
     # key heads as value heads.
     channel_decay: bool = False
+    # Whether these decays, and the gates of the outputs, come directly from the hidden states; False: through
+    # a bottleneck of one head's width.
+    direct_gates: bool = False
     # Of such decays: a token's logarithm lies between this and 0; None: it has no bound.
     decay_bound: float | None = None
     # Whether the checkpoint stores `A_log` as `[1, 1, heads, 1]`.

@@ -1,0 +1,93 @@
+"""Ling-3.0-Flash: Kimi Delta Attention, and latent attention with gates of heads in a sixth of the layers.
+
+Sources: the configuration class and the checkpoint conversion of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from moebius.models.common import FULL, listed_or_after_dense, read_mtp_layers
+from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig, RouterConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.mla import read_mla_common
+from moebius.models.names import ROTARY, TensorNames, rename
+
+LINEAR = "linear_attention"
+# Of training; sizes that follow from other keys.
+_HARMLESS = ("linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads", "mtp_loss_scaling_factor")
+
+
+def _read_linear(hf: HfKeys, heads: int, num_layers: int) -> LinearAttentionConfig:
+    """Raises ModelConfigError unless each layer is of one type, and there are layers of both."""
+    period = hf.integer("layer_group_size", default=6)
+    default = tuple(LINEAR if (layer + 1) % period else FULL for layer in range(num_layers))
+    kinds = hf.strings("layer_types") or default
+    if len(kinds) != num_layers or set(kinds) != {FULL, LINEAR}:
+        raise hf.error("layer_types", list(kinds), f"{num_layers} of {FULL} and {LINEAR}, some of both")
+    bounded, bound = hf.boolean("kda_safe_gate", default=True), hf.value("kda_lower_bound")
+    bound = -5.0 if bound is None else bound
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or bound >= 0:
+        raise hf.error("kda_lower_bound", bound, "a number < 0")
+    # transformers stores the rotated part's size as `head_dim`, and the size itself as `linear_head_dim`.
+    head_dim = hf.integer("linear_head_dim", "head_dim", default=128)
+    return LinearAttentionConfig(
+        num_key_heads=heads,
+        num_value_heads=heads,
+        key_head_dim=head_dim,
+        value_head_dim=head_dim,
+        conv_width=hf.integer("short_conv_kernel_size", default=4, minimum=2),
+        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+        channel_decay=True,
+        direct_gates=True,
+        decay_bound=float(bound) if bounded else None,
+    )
+
+
+def read_bailing_hybrid(hf: HfKeys) -> ModelConfig:
+    """Groups of experts, shared experts and latents are DeepSeek-V3's; queries have no latent."""
+    hf.skip(*_HARMLESS)
+    length = hf.integer("model_max_length", "max_position_embeddings")
+    common = read_mla_common(hf.with_values(max_position_embeddings=length))
+    hf.refuse("q_lora_rank")
+    num_layers = common["num_layers"]
+    router = RouterConfig(
+        num_experts=hf.integer("num_experts", "num_local_experts"),
+        top_k=hf.integer("num_experts_per_token", "num_experts_per_tok"),
+        score="sigmoid",
+        correction_bias=True,
+        num_groups=hf.integer("num_expert_group", "n_group", default=8),
+        top_groups=hf.integer("topk_group", default=4),
+        post="renormalize" if hf.boolean("moe_renormalize", "norm_topk_prob", default=True) else "none",
+        renormalize_epsilon=1e-20,
+        scale=hf.number("routed_scaling_factor", default=2.5),
+        float32_gate=True,
+    )
+    size = hf.integer("moe_intermediate_size")
+    shared = hf.integer("num_shared_experts", "n_shared_experts", default=1, minimum=0)
+    return ModelConfig(
+        **common,
+        model_type="bailing_hybrid",
+        moe=MoeConfig(router, size, shared * size, listed_or_after_dense(hf, num_layers, default=2)),
+        linear=_read_linear(hf, common["num_heads"], num_layers),
+        head_gate=True,
+        num_mtp_layers=read_mtp_layers(hf),
+    )
+
+
+_LAYER = "model.layers.*."
+FAMILIES = (
+    Family(
+        "bailing_hybrid",
+        read_bailing_hybrid,
+        TensorNames(
+            (
+                ROTARY,
+                rename("model.word_embeddings.**", "model.embed_tokens.**"),
+                rename(_LAYER + "attention.dense.**", _LAYER + "self_attn.o_proj.**"),
+                rename(_LAYER + "attention.**", _LAYER + "self_attn.**"),
+                rename(_LAYER + "mlp.gate.expert_bias", _LAYER + "mlp.gate.e_score_correction_bias"),
+            ),
+            mtp_layers=True,
+        ),
+    ),
+)
