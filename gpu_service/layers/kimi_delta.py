@@ -54,7 +54,8 @@ class KimiDeltaAttention(nn.Module):
         self.in_proj = FusedLinear(size, qkv | {"b_proj": heads} | gates, bias=False, dtype=dtype)
         convolved = {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}
         self.conv1d = FusedTaps(convolved, linear.conv_width, dtype=dtype)
-        self.f_b_proj = self.g_b_proj = nn.Identity()
+        self.f_b_proj: nn.Module = nn.Identity()
+        self.g_b_proj: nn.Module = nn.Identity()
         if not linear.direct_gates:
             self.f_b_proj = FusedLinear(narrow.size, {"f_b_proj": keys}, bias=False, dtype=dtype)
             self.g_b_proj = FusedLinear(narrow.size, {"g_b_proj": values}, bias=False, dtype=dtype)
