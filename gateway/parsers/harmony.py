@@ -2,7 +2,7 @@
 
 `openai-harmony`, the library for this format, is not used here: it reads one vocabulary only, which it
 downloads or takes from a file that an environment variable names, it raises for what it does not expect, and
-it does not say of a call's arguments whether more follows.
+it does not say of a call's arguments whether more follows. `tests/tools/compare_harmony.py` compares both.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class HarmonyParser(OutputParser):
 
     def _run(self) -> Steps[None]:
         marker: str | None = None
+        # The prompt ends within a header: the recipient of a call may come before its channel.
+        for begun in (" to=", "to="):
+            if (yield from self.scan.accept(begun)):
+                marker = yield from self._message(begun)
+                break
         while not self.sink.is_full:
             if marker in (START, CHANNEL):
                 marker = yield from self._message()
@@ -69,14 +74,15 @@ class HarmonyParser(OutputParser):
             if marker == END:
                 return
 
-    def _message(self) -> Steps[str | None]:
-        """A message whose header has begun; the marker after it."""
+    def _message(self, begun: str = "") -> Steps[str | None]:
+        """A message whose header has begun, with the text `begun`; the marker after it."""
         self.scan.record()
         header, marker = yield from self.scan.collect(self._headers, MOST_LABEL)
+        header = begun + header
         if marker != MESSAGE:
-            if marker is None:  # too long for a header
+            if marker is None or begun:  # too long for a header, or text that only looked like one
                 logger.debug("no header", text=header[:200])
-                self.sink.content(header, self.scan.record_start)
+                self.sink.content(header, self.scan.record_start - len(begun))
             self.scan.forget()
             return marker
         self.scan.forget()

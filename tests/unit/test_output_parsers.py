@@ -348,3 +348,18 @@ def test_ids_are_what_the_formats_templates_take_back() -> None:
     for text in (RECORDED["mistral"], '[TOOL_CALLS][{"name": "get_time", "arguments": {}}]'):
         ids = parsed(read(recorded_plan("mistral"), whole(text))).ids
         assert all(len(one) == 9 and one.isalnum() for one in ids)
+
+
+@pytest.mark.parametrize("space", [" ", ""])
+def test_a_call_of_gpt_oss_may_begin_with_its_recipient(space: str) -> None:
+    """The prompt ends within a message's header, of which the recipient may come before the channel; text
+    that only looks like it stays text."""
+    output = (
+        f'{space}to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>{{"a": 1}}<|call|>'
+    )
+    plan = plan_for("gpt_oss", "gpt_oss")
+    for size in (1, 5, len(output)):
+        pieces = [(output[start : start + size], False) for start in range(0, len(output), size)]
+        assert parsed(read(plan, pieces)) == Parsed(calls=(("get_weather", {"a": 1}),))
+    for text in (f"{space}to=functions.get_weather", f"{space}to be or not", f"{space}t"):
+        assert parsed(read(plan, [(text, False)])).content == text
