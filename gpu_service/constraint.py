@@ -166,7 +166,7 @@ class OutputConstraint:
 
     def _fail(self) -> None:
         assert self.matcher is not None
-        self.error = f"the output can not be held to its constraint: {reason(self.matcher.get_error())}"
+        self.error = f"the output can not follow its constraint: {reason(self.matcher.get_error())}"
 
 
 def _allow(words: Words, token_id: int) -> None:

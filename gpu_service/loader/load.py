@@ -1,8 +1,8 @@
-"""Fills a model and its vision tower from a checkpoint, and proves that nothing is missing or left over.
+"""Fills a model and its vision tower from a checkpoint, and checks that nothing is missing or left over.
 
 Which rows a name fills comes from the modules (`loader/names.py`), which tensors hold them from the
 checkpoint (`find_sources`). Peak memory is the model plus one tensor: nothing is mapped, and routed experts
-are never read. A rank of several reads its rows and columns only; what is left over is proven by all stages
+are never read. A rank of several reads its rows and columns only; what is left over is found by all stages
 together. Towers stay in floating point in every published checkpoint.
 """
 

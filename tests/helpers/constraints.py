@@ -51,7 +51,7 @@ def text_of(token_ids: list[int]) -> str:
 
 
 def constrained(name: str, prompt: list[int], constraint: Constraint, **params: Any) -> Request:
-    """A request whose output is held to a constraint."""
+    """A request whose output follows a constraint."""
     request = make_request(name, prompt, **{"max_tokens": 40, "ignore_eos": False, **params})
     (request.constraint,) = compiler().make(constraint)
     return request

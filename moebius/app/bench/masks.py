@@ -105,7 +105,7 @@ def run(config: MoebiusConfig, options: MaskOptions, json_file: Path | None = No
 def measure(
     engine: EngineUnderTest, compiler: ConstraintCompiler, streams: int, options: MaskOptions
 ) -> list[MaskResult]:
-    """Without constraints, with half of the streams held to one, and with all: in turns."""
+    """Without constraints, with half of the streams constrained, and with all: in turns."""
     kinds = sorted({0, streams // 2, streams})
     steps: dict[int, list[float]] = {kind: [] for kind in kinds}
     speeds: dict[int, list[float]] = {kind: [] for kind in kinds}

@@ -232,7 +232,7 @@ def masks(
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each kind; their median counts")] = 3,
     json_file: JsonFile = None,
 ) -> None:
-    """What outputs that are held to a JSON schema cost per token, next to the same without."""
+    """What outputs constrained to a JSON schema cost per token, next to the same without."""
     from moebius.app.bench.kernels_inputs import parse_counts
     from moebius.app.bench.masks import MaskOptions, run
 
