@@ -48,9 +48,13 @@ def _user_message(error: Exception) -> str | None:
     # Typer's usage errors (no such option, missing argument) share this method and nothing public.
     format_message = getattr(error, "format_message", None)
     if format_message is not None:
+        from moebius.app.option_hints import unknown_option
+
+        if (message := unknown_option(error)) is not None:
+            return message
         return " ".join(str(format_message()).split())
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "torch":
-        return "this needs torch, which is not installed for this Python: run `make setup`"
+        return "this needs torch, which is not installed for this Python: `make setup` or `pip install torch`"
     kinds: list[type[BaseException]] = [UserError]
     for module, name in USER_ERRORS:
         if module in sys.modules:

@@ -38,7 +38,7 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["serve", "/no/such/model"], "'/no/such/model': there is no such directory"),
         (["gpu", "/"], "no config.json in it"),
         (["serve", "x", "--port", "http"], "--port: 'http' is not allowed; allowed: an integer"),
-        (["serve", "x", "--prot", "1"], "No such option: --prot"),
+        (["serve", "x", "--prot", "1"], "serve has no option --prot; did you mean --port?"),
         (["expert", "x", "--config", "/no.yaml"], "cannot read configuration file /no.yaml"),
         (["chat", "--prompt", "x", "--base-url", "http://127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),
         (["chat", "--max-tokens", "many"], "'--max-tokens'"),
