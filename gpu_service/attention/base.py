@@ -68,10 +68,7 @@ class AttentionBackend(PlannedAttention):
     """Attention over a paged cache of keys and values; `forward` is called once per layer."""
 
     def __init__(self, config: ModelConfig, kv_cache: KVCache) -> None:
-        """`config` is the rank's own: its `num_heads` and the cache's `num_kv_heads` are what it computes.
-
-        Layers of `layer_num_heads` have that many heads instead, none more than `num_heads`.
-        """
+        """`config` is the rank's own: its `attention_shapes`, one for each layer of the cache, are computed."""
         self.config = config
         self.kv_cache = kv_cache
 

@@ -59,7 +59,8 @@ def unsupported_layers(config: ModelConfig) -> str:
     """Why the wrappers used here can not compute what some layers need; empty: they can."""
     if config.attention_sinks:
         return "this model has attention sinks, which FlashInfer is not used for here"
-    if len(set(config.layer_num_heads)) > 1:
+    sizes = {(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in config.attention_shapes}
+    if len(sizes) > 1:
         return "this model's layers have different numbers of heads, which FlashInfer is not used for here"
     if config.attention_windows:
         return "this model has sliding windows, which FlashInfer is not used for here"

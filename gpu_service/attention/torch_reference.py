@@ -7,6 +7,7 @@ fastest. What is gathered is planned once for each window that layers have (`Gat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -197,9 +198,10 @@ class TorchReferenceAttention(AttentionBackend):
         self._plans: dict[int | None, GatherPlan] = {}
         # Gathered pages of one layer, kept between calls: fresh memory of this size costs a page fault per
         # 4 KiB, which is more than the copy itself. A second one where pages must be converted, too.
-        shape = (0, *kv_cache.pages(0).shape[1:])
-        self._gathered = torch.empty(shape, dtype=kv_cache.storage_dtype, device=kv_cache.device)
-        self._dequantised = torch.empty(shape, dtype=kv_cache.dtype, device=kv_cache.device)
+        # Elements of a page in the layer that has most.
+        self._page_elements = max(kv_cache.pages(i)[0].numel() for i in range(kv_cache.num_layers))
+        self._gathered = torch.empty(0, dtype=kv_cache.storage_dtype, device=kv_cache.device)
+        self._dequantised = torch.empty(0, dtype=kv_cache.dtype, device=kv_cache.device)
 
     def plan(self, inputs: ForwardInputs) -> None:
         check_step(inputs, self.kv_cache.page_size)
@@ -214,19 +216,21 @@ class TorchReferenceAttention(AttentionBackend):
             cache = self.kv_cache
             plan = plan_gathers(self._planned, self._table, cache.page_size, cache.dtype, window)
             self._plans[window] = plan
-            if self._gathered.shape[0] < plan.most_pages:
-                self._gathered = self._gathered.new_empty(plan.most_pages, *self._gathered.shape[1:])
+            if self._gathered.shape[0] < plan.most_pages * self._page_elements:
+                self._gathered = self._gathered.new_empty(plan.most_pages * self._page_elements)
                 if cache.is_quantised:
                     self._dequantised = self._dequantised.new_empty(self._gathered.shape)
         return plan
 
     def _gather(self, layer_id: int, pages: torch.Tensor) -> torch.Tensor:
         """Copy pages side by side, in the compute type; valid until the next gather."""
-        cache, gathered = self.kv_cache.pages(layer_id), self._gathered[: pages.shape[0]]
+        cache = self.kv_cache.pages(layer_id)
+        shape = (pages.shape[0], *cache.shape[1:])
+        gathered = self._gathered[: math.prod(shape)].view(shape)
         if not self.kv_cache.is_quantised:
             return torch.index_select(cache, 0, pages, out=gathered)
         torch.index_select(cache.view(torch.uint8), 0, pages, out=gathered.view(torch.uint8))
-        dequantised = self._dequantised[: pages.shape[0]]
+        dequantised = self._dequantised[: math.prod(shape)].view(shape)
         scales = self.kv_cache.key_scales[layer_id], self.kv_cache.value_scales[layer_id]
         dequantise_into(dequantised, gathered, *scales)
         return dequantised
@@ -255,7 +259,7 @@ class TorchReferenceAttention(AttentionBackend):
         self, query: torch.Tensor, layer_id: int, group: DecodeGroup, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """query `[R, num_heads, D]`; the heads of a KV group stand in the place of query positions."""
-        kv_heads, head_dim = self.kv_cache.num_kv_heads, query.shape[-1]
+        kv_heads, head_dim = self.kv_cache.kv_heads(layer_id), query.shape[-1]
         gathered = self._gather(layer_id, group.pages)
         gathered = gathered.view(group.num_requests, -1, 2 * kv_heads, head_dim).transpose(1, 2)
         output = attend(
@@ -272,7 +276,7 @@ class TorchReferenceAttention(AttentionBackend):
         self, query: torch.Tensor, layer_id: int, chunk: Chunk, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """query `[n, num_heads, D]`; KV heads stand in the place of the batch, so keys are not repeated."""
-        kv_heads, (num_new, num_heads, head_dim) = self.kv_cache.num_kv_heads, query.shape
+        kv_heads, (num_new, num_heads, head_dim) = self.kv_cache.kv_heads(layer_id), query.shape
         groups = num_heads // kv_heads
         gathered = self._gather(layer_id, chunk.pages).view(-1, 2 * kv_heads, head_dim)[: chunk.kv_len]
         by_head = gathered.transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1)

@@ -28,10 +28,10 @@ class TritonAttention(AttentionBackend):
         self._min_split = min_split
         self._num_sms = streaming_multiprocessors(kv_cache.device)
         self._max_length = 1
-        # Of the step, by window and number of heads.
-        self._partial: dict[tuple[int | None, int], Partial | None] = {}
+        # Of the step, by window, query heads, KV heads and elements of a head.
+        self._partial: dict[tuple[int | None, int, int, int], Partial | None] = {}
         self._has_decodes = self._has_chunks = False
-        group = config.num_heads // kv_cache.num_kv_heads
+        group = max(shape.num_heads // shape.num_kv_heads for shape in config.attention_shapes)
         self._partials = PartialResults(group, config.head_dim, kv_cache.device)
 
     def plan(self, inputs: ForwardInputs) -> None:
@@ -63,7 +63,8 @@ class TritonAttention(AttentionBackend):
         score_scale = self.config.softmax_scale * key_scale
         indices = (inputs.block_table, inputs.seq_lens_tensor, inputs.query_start_loc_tensor)
         if self._has_decodes:
-            partial, scales = self._partial_of(layer.window, query.shape[1]), (score_scale, value_scale)
+            kind = layer.window, query.shape[1], cache.kv_heads(layer_id), query.shape[2]
+            partial, scales = self._partial_of(*kind), (score_scale, value_scale)
             decode(query, pages, output, partial, *indices, *scales, min_split=self._min_split, layer=layer)
         if self._has_chunks:
             prefill(query, pages, output, *indices, score_scale, value_scale, layer=layer)
@@ -76,16 +77,15 @@ class TritonAttention(AttentionBackend):
         self._has_decodes = 1 in counts
         self._has_chunks = any(count > 1 for count in counts)
         self._max_length, self._partial = max_length, {}
-        self._partial_of(None, self.config.num_heads)
 
-    def _partial_of(self, window: int | None, num_heads: int) -> Partial | None:
+    def _partial_of(self, window: int | None, num_heads: int, kv_heads: int, head_dim: int) -> Partial | None:
         """Where the step's splits of layers of a kind leave their results; one after the other."""
-        kind = window, num_heads
+        kind = window, num_heads, kv_heads, head_dim
         if kind in self._partial:
             return self._partial[kind]
         num_requests = len(self._planned.seq_lens)
         length = self._max_length if window is None else min(self._max_length, window)
-        splits = num_splits(num_requests, self.kv_cache.num_kv_heads, length, self._min_split, self._num_sms)
-        partial = self._partials.take(num_requests, num_heads, splits)
+        splits = num_splits(num_requests, kv_heads, length, self._min_split, self._num_sms)
+        partial = self._partials.take(num_requests, num_heads, splits, head_dim)
         self._partial[kind] = partial
         return partial

@@ -120,10 +120,14 @@ class PartialResults:
         """Device memory held."""
         return self._results.nbytes + self._lse.nbytes
 
-    def take(self, num_rows: int, num_heads: int, splits: int) -> Partial | None:
-        """float32 `[num_rows, num_heads, splits, width]` and `[num_rows, num_heads, splits]`; one: None."""
+    def take(self, num_rows: int, num_heads: int, splits: int, width: int | None = None) -> Partial | None:
+        """float32 `[num_rows, num_heads, splits, width]` and `[num_rows, num_heads, splits]`; one: None.
+
+        `width`: at most that of the whole, which it is by default.
+        """
+        width = width or self._width
         if splits == 1:
             return None
         count = num_rows * num_heads * splits
-        results = self._results[: count * self._width].view(num_rows, num_heads, splits, self._width)
+        results = self._results[: count * width].view(num_rows, num_heads, splits, width)
         return results, self._lse[:count].view(num_rows, num_heads, splits)

@@ -14,7 +14,7 @@ from gpu_service.attention.base import AttentionBackend, AttentionLayer
 from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.registry import Attention
 from gpu_service.engine.step import ForwardInputs
-from moebius.models.config import ModelConfig
+from moebius.models.config import AttentionShape, ModelConfig
 
 # Tiles hold 16, 64 or 128 rows, a query times the heads of its group; these reach all of them.
 _CHUNKS = (2, 8, 128)
@@ -35,16 +35,14 @@ def warm_up_steps(capacity: int) -> list[list[tuple[int, int]]]:
 
 def kinds_of_layers(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> list[tuple[int, AttentionLayer]]:
-    """Query heads and options of a layer, for each combination that the model has; sinks are zero."""
-    windows = config.attention_windows or (None,) * config.num_layers
-    heads = config.layer_num_heads or (config.num_heads,) * config.num_layers
-    kinds = dict.fromkeys(zip(heads, windows, strict=True))
+) -> list[tuple[int, AttentionShape, AttentionLayer]]:
+    """A layer of the cache, its shape and options, for each combination that the model has; sinks are zero."""
+    kinds = {shape: layer for layer, shape in reversed(list(enumerate(config.attention_shapes)))}
 
-    def sinks(num_heads: int) -> torch.Tensor | None:
-        return torch.zeros(num_heads, dtype=dtype, device=device) if config.attention_sinks else None
+    def sinks(shape: AttentionShape) -> torch.Tensor | None:
+        return torch.zeros(shape.num_heads, dtype=dtype, device=device) if shape.has_sinks else None
 
-    return [(num_heads, AttentionLayer(window, sinks(num_heads))) for num_heads, window in kinds]
+    return [(layer, shape, AttentionLayer(shape.window, sinks(shape))) for shape, layer in kinds.items()]
 
 
 @torch.inference_mode()
@@ -68,11 +66,11 @@ def warm_up_attention(attention: Attention, capacity: int) -> None:
 def _attend(attention: AttentionBackend, num_rows: int) -> None:
     """Queries, keys and values are parts of wider rows, as a fused projection leaves them."""
     cache, config = attention.kv_cache, attention.config
-    for num_heads, layer in kinds_of_layers(config, cache.dtype, cache.device):
-        heads, value_begin = num_heads + 2 * cache.num_kv_heads, num_heads + cache.num_kv_heads
-        rows = torch.zeros(num_rows, heads, config.head_dim, dtype=cache.dtype, device=cache.device)
-        parts = rows[:, :num_heads], rows[:, num_heads:value_begin], rows[:, value_begin:]
-        attention.forward(*parts, 0, layer)
+    for layer_id, shape, layer in kinds_of_layers(config, cache.dtype, cache.device):
+        sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+        rows = torch.zeros(num_rows, sum(sizes), shape.head_dim, dtype=cache.dtype, device=cache.device)
+        query, key, value = rows.split(sizes, dim=1)
+        attention.forward(query, key, value, layer_id, layer)
 
 
 def _attend_latents(attention: MlaAttentionBackend, num_rows: int) -> None:

@@ -17,7 +17,7 @@ from moebius.models.config import ModelConfig
 
 
 class LayerPages:
-    """Tensors `[num_pages, page_size, *row]`, one per layer.
+    """Tensors `[num_pages, page_size, *row]`, one per layer, whose rows may differ in size.
 
     Token `t` of a request lives in slot `page * page_size + t % page_size`. Page 0 is the dummy page: padding
     reads and writes it, no request owns it. Pages start as zeros, because a masked-out NaN would still poison
@@ -29,15 +29,14 @@ class LayerPages:
     def __init__(
         self,
         name: str,
-        num_layers: int,
+        rows: Sequence[tuple[int, ...]],
         num_pages: int,
         page_size: int,
-        row: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device | str,
         storage_dtype: torch.dtype | None,
     ) -> None:
-        """`name` is for messages. Raises ValueError naming what is not allowed."""
+        """`name` is for messages; `rows` has each layer's. Raises ValueError naming what is not allowed."""
         if num_pages < 2 or page_size < 1:
             raise ValueError(
                 f"{name} cache needs num_pages >= 2 (page 0 is the dummy) and page_size >= 1, "
@@ -50,9 +49,9 @@ class LayerPages:
         self.dtype = dtype
         self.storage_dtype = storage_dtype or dtype
         self.device = torch.device(device)
-        shape = (num_pages, page_size, *row)
         self._layers = [
-            torch.zeros(shape, dtype=self.storage_dtype, device=self.device) for _ in range(num_layers)
+            torch.zeros((num_pages, page_size, *row), dtype=self.storage_dtype, device=self.device)
+            for row in rows
         ]
 
     @property
@@ -85,14 +84,16 @@ class LayerPages:
 
 def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     """Bytes one page takes over all layers, keys and values together."""
-    return 2 * len(config.attention_layers) * page_size * config.kv_size * dtype.itemsize
+    row = sum(shape.num_kv_heads * shape.head_dim for shape in config.attention_shapes)
+    return 2 * page_size * row * dtype.itemsize
 
 
 class KVCache(LayerPages):
     """Keys and values of all layers that attend.
 
     One tensor `[num_pages, page_size, 2 * num_kv_heads, head_dim]` per layer: a token's keys and values
-    lie side by side, so that a reader gathers both with one index.
+    lie side by side, so that a reader gathers both with one index. Layers have their own numbers of heads and
+    of elements; `num_kv_heads` here is the largest.
 
     As e4m3, a key is stored as key / `key_scales[layer]`, a value as value / `value_scales[layer]`,
     saturating at 448. The scales are 1.0; a loader that finds `k_scale` and `v_scale` in a checkpoint sets
@@ -108,13 +109,16 @@ class KVCache(LayerPages):
         device: torch.device | str = "cpu",
         storage_dtype: torch.dtype | None = None,
     ) -> None:
-        row = (2 * config.num_kv_heads, config.head_dim)
-        num_layers = len(config.attention_layers)
-        super().__init__("KV", num_layers, num_pages, page_size, row, dtype, device, storage_dtype)
+        rows = [(2 * shape.num_kv_heads, shape.head_dim) for shape in config.attention_shapes]
+        super().__init__("KV", rows, num_pages, page_size, dtype, device, storage_dtype)
         self.num_kv_heads = config.num_kv_heads
-        self.key_scales = [1.0] * num_layers
-        self.value_scales = [1.0] * num_layers
-        self._slots = [layer.view(-1, *row) for layer in self._layers]
+        self.key_scales = [1.0] * len(rows)
+        self.value_scales = [1.0] * len(rows)
+        self._slots = [layer.flatten(0, 1) for layer in self._layers]
+
+    def kv_heads(self, layer_id: int) -> int:
+        """Key and value heads of a layer."""
+        return self._layers[layer_id].shape[2] // 2
 
     def slots(self, layer_id: int) -> torch.Tensor:
         """The same memory by token slot, `[num_pages * page_size, 2 * num_kv_heads, head_dim]`."""
@@ -122,11 +126,11 @@ class KVCache(LayerPages):
 
     def keys(self, layer_id: int) -> torch.Tensor:
         """View of the keys, `[num_pages, page_size, num_kv_heads, head_dim]`."""
-        return self._layers[layer_id][:, :, : self.num_kv_heads]
+        return self._layers[layer_id][:, :, : self.kv_heads(layer_id)]
 
     def values(self, layer_id: int) -> torch.Tensor:
         """View of the values, `[num_pages, page_size, num_kv_heads, head_dim]`."""
-        return self._layers[layer_id][:, :, self.num_kv_heads :]
+        return self._layers[layer_id][:, :, self.kv_heads(layer_id) :]
 
     def append(
         self, layer_id: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
@@ -152,7 +156,8 @@ class IndexKeys(LayerPages):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__("index key", num_layers, num_pages, page_size, (head_dim,), dtype, device, None)
+        rows = [(head_dim,)] * num_layers
+        super().__init__("index key", rows, num_pages, page_size, dtype, device, None)
         self.head_dim = head_dim
 
     def append(self, index_layer: int, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -192,8 +197,8 @@ class MlaCache(LayerPages):
         index_dim: int = 0,
     ) -> None:
         """`index_layers` choose what they attend to, by keys of `index_dim` elements."""
-        row = (latent_dim + rope_dim,)
-        super().__init__("MLA", num_layers, num_pages, page_size, row, dtype, device, storage_dtype)
+        rows = [(latent_dim + rope_dim,)] * num_layers
+        super().__init__("MLA", rows, num_pages, page_size, dtype, device, storage_dtype)
         self.latent_dim = latent_dim
         self.rope_dim = rope_dim
         self.scales = [1.0] * num_layers

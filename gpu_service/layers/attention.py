@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from gpu_service.attention.base import AttentionBackend, AttentionLayer
 from gpu_service.engine.step import ForwardContext
@@ -21,7 +22,7 @@ from gpu_service.ops.activation import GATE_ACTIVATIONS
 from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import kv_heads, query_heads
-from moebius.models.config import ModelConfig
+from moebius.models.config import AttentionShape, ModelConfig
 
 
 class GQAttention(nn.Module):
@@ -29,43 +30,46 @@ class GQAttention(nn.Module):
 
     `config` is the whole model's and has the switches (biases, norms, gates, sinks); a rank computes its own
     heads, and the output projection sums over ranks. `layer_id` counts the pipeline stage's layers that
-    attend; `window` as in `AttentionLayer`; `num_heads` of queries, over all ranks, where layers differ.
+    attend; `shape` is the layer's, over all ranks.
     """
 
     def __init__(
         self,
         layer_id: int,
         config: ModelConfig,
+        shape: AttentionShape,
         *,
-        window: int | None = None,
-        num_heads: int | None = None,
         dtype: torch.dtype,
         parallel: ParallelContext = SOLO,
     ) -> None:
         super().__init__()
         self.layer_id = layer_id
-        self.head_dim = config.head_dim
-        queries, keys = query_heads(config, parallel, num_heads), kv_heads(config, parallel)
+        self.head_dim = shape.head_dim
+        queries = query_heads(config, parallel, shape.num_heads)
+        keys = kv_heads(config, parallel, shape.num_kv_heads)
         self.num_heads, self.num_kv_heads = queries.size, keys.size
-        query_rows, key_rows = queries.scaled(config.head_dim), keys.scaled(config.head_dim)
+        self._value_dim = config.value_head_dim or shape.head_dim
+        self._value_scale = config.value_scale
+        query_rows, key_rows = queries.scaled(shape.head_dim), keys.scaled(shape.head_dim)
+        value_rows, output_columns = keys.scaled(self._value_dim), queries.scaled(self._value_dim)
         projected = query_rows.scaled(2) if config.output_gate else query_rows
-        parts = {"q_proj": projected, "k_proj": key_rows, "v_proj": key_rows}
+        parts = {"q_proj": projected, "k_proj": key_rows, "v_proj": value_rows}
         if config.element_gate:
             assert not config.attention_bias, "no projection of gates has a bias"
-            parts["g_proj"] = query_rows
-        order = gated_query_order(queries.size, keys.size, config.head_dim) if config.output_gate else None
+            parts["g_proj"] = output_columns
+        order = gated_query_order(queries.size, keys.size, shape.head_dim) if config.output_gate else None
         self.qkv_proj = FusedLinear(
             config.hidden_size, parts, bias=config.attention_bias, dtype=dtype, order=order
         )
         self.o_proj = RowParallelLinear(
-            query_rows, config.hidden_size, bias=config.output_bias, dtype=dtype, parallel=parallel
+            output_columns, config.hidden_size, bias=config.output_bias, dtype=dtype, parallel=parallel
         )
-        self._query_heads, self._window = queries, window
+        self._query_heads, self._window = queries, shape.window
         gate = {"g_proj": queries}
         self.g_proj: FusedLinear | None = None
         if config.head_gate:
             self.g_proj = FusedLinear(config.hidden_size, gate, bias=False, dtype=dtype)
-        self.sinks = empty_parameter(queries.size, dtype=dtype) if config.attention_sinks else None
+        self.sinks = empty_parameter(queries.size, dtype=dtype) if shape.has_sinks else None
         self.q_norm: FullWidthNorm | RMSNorm | None = None
         self.k_norm: FullWidthNorm | RMSNorm | None = None
         eps = config.rms_norm_eps
@@ -73,8 +77,8 @@ class GQAttention(nn.Module):
             self.q_norm = FullWidthNorm(query_rows, parallel.tp_size, eps, dtype=dtype)
             self.k_norm = FullWidthNorm(key_rows, parallel.tp_size, eps, dtype=dtype)
         elif config.qk_norm:
-            self.q_norm = make_norm(config, config.head_dim, dtype=dtype)
-            self.k_norm = make_norm(config, config.head_dim, dtype=dtype)
+            self.q_norm = make_norm(config, shape.head_dim, dtype=dtype)
+            self.k_norm = make_norm(config, shape.head_dim, dtype=dtype)
         self._norm_after_rope = config.qk_norm_after_rope
         self._gate_weights = GATE_ACTIVATIONS[config.gate_activation]
         self._group = parallel.tensor_group
@@ -91,24 +95,34 @@ class GQAttention(nn.Module):
 
         `rope` None: the layer knows no positions.
         """
-        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
-        heads = self.qkv_proj(hidden_states).unflatten(1, (-1, self.head_dim))
+        projected = self.qkv_proj(hidden_states)
         # Queries and keys are neighbours: one call serves both.
-        rotated = heads[:, : num_heads + num_kv_heads]
+        keys_end = (self.num_heads + self.num_kv_heads) * self.head_dim
+        values_end = keys_end + self.num_kv_heads * self._value_dim
+        rotated = projected[:, :keys_end].unflatten(1, (-1, self.head_dim))
         query, key = self._norm_and_rotate(rotated, rope)
-        values_end = num_heads + 2 * num_kv_heads
-        value, gate = heads[:, num_heads + num_kv_heads : values_end], heads[:, values_end:]
+        value, gate = self._cached_value(projected[:, keys_end:values_end]), projected[:, values_end:]
         backend = context.attention
         assert isinstance(backend, AttentionBackend), "the cache of this model holds keys and values"
         layer = AttentionLayer(self._window, self.sinks)
         attended = backend.forward(query, key, value, self.layer_id, layer)
+        if self._value_dim < self.head_dim:
+            attended = attended.unflatten(1, (-1, self.head_dim))[..., : self._value_dim].flatten(1)
         if gate.shape[1]:
-            attended = attended * self._gate_weights(gate.flatten(1))
+            attended = attended * self._gate_weights(gate)
         if self.g_proj is not None:
             weights = self._gate_weights(self.g_proj(hidden_states))
-            attended = attended.view(*weights.shape, self.head_dim).mul_(weights.unsqueeze(-1)).flatten(1)
+            attended = attended.view(*weights.shape, self._value_dim).mul_(weights.unsqueeze(-1)).flatten(1)
         output: torch.Tensor = self.o_proj(attended)
         return output
+
+    def _cached_value(self, projected: torch.Tensor) -> torch.Tensor:
+        """`[T, num_kv_heads, head_dim]` of projected values: scaled, and with zeros up to a key's elements."""
+        value = projected.unflatten(1, (-1, self._value_dim))
+        if self._value_scale != 1.0:
+            value = value * self._value_scale
+        missing = self.head_dim - self._value_dim
+        return functional.pad(value, (0, missing)) if missing else value
 
     def _norm_and_rotate(
         self, heads: torch.Tensor, rope: RopeTable | None

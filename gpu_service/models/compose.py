@@ -77,15 +77,8 @@ def _grouped_query_attention(
     caches = {layer: index for index, layer in enumerate(own.attention_layers)}
 
     def attention(layer_id: int) -> nn.Module:
-        heads = config.layer_num_heads[first_layer + layer_id] if config.layer_num_heads else None
-        return GQAttention(
-            caches[layer_id],
-            config,
-            window=own.attention_windows[layer_id] if own.attention_windows else None,
-            num_heads=heads,
-            dtype=dtype,
-            parallel=parallel,
-        )
+        shape = config.attention_shape(first_layer + layer_id)
+        return GQAttention(caches[layer_id], config, shape, dtype=dtype, parallel=parallel)
 
     return attention
 

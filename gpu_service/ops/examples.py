@@ -69,23 +69,28 @@ def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[S
     )
     if config.linear is not None:
         sizes = replace(sizes, linear=config.linear, channels=None)
-    ropes = [rope for rope in config.layer_ropes if rope is not None] or [config.rope]
-    heads = config.layer_num_heads or (config.num_heads,)
-    kinds: dict[tuple[int, int, int, bool], None] = {}
+    kinds: dict[tuple[int, int, int, int, bool], None] = {}
     if config.mla is None:
+        layer_ropes = config.layer_ropes or (config.rope,) * config.num_layers
+        ropes = (layer_ropes[layer] or config.rope for layer in config.attention_layers)
+        # Where nothing is rotated, what would rotate is tried with whole heads.
         kinds = dict.fromkeys(
-            (num, config.head_dim, rope.rotary_dim, rope.interleaved)
-            for num in heads
-            for rope in ropes
-            if rope is not None
+            (
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                rope.rotary_dim if rope is not None else shape.head_dim,
+                rope is not None and rope.interleaved,
+            )
+            for shape, rope in zip(config.attention_shapes, ropes, strict=True)
         )
     elif config.rope is not None:
         # Only the parts that carry a position are rotated, of all heads' queries and of one key.
         rotated = config.mla.qk_rope_head_dim
-        kinds = dict.fromkeys([(config.num_heads, rotated, rotated, config.rope.interleaved)])
+        kinds = dict.fromkeys([(config.num_heads, 1, rotated, rotated, config.rope.interleaved)])
     # Where no layer rotates, what would is tried with sizes of no model.
-    kinds = kinds or dict.fromkeys([(SMALL.queries, SMALL.head_dim, SMALL.rotary_dim, SMALL.interleaved)])
-    keys = 1 if config.mla is not None else config.num_kv_heads
+    small = SMALL.queries, SMALL.keys, SMALL.head_dim, SMALL.rotary_dim, SMALL.interleaved
+    kinds = kinds or dict.fromkeys([small])
     return tuple(
         replace(
             sizes,
@@ -97,7 +102,7 @@ def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[S
             interleaved=interleaved,
         )
         for tokens in (_DECODE, _CHUNK)
-        for queries, head_dim, rotary_dim, interleaved in kinds
+        for queries, keys, head_dim, rotary_dim, interleaved in kinds
     )
 
 

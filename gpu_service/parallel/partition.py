@@ -81,13 +81,15 @@ def query_heads(config: ModelConfig, parallel: ParallelContext, num_heads: int |
     return even_shard(num_heads or config.num_heads, parallel.tp_rank, parallel.tp_size)
 
 
-def kv_heads(config: ModelConfig, parallel: ParallelContext) -> ShardRange:
+def kv_heads(config: ModelConfig, parallel: ParallelContext, num_heads: int | None = None) -> ShardRange:
     """Key and value heads of a rank: a share of them, or, with more ranks than heads, one, held by several.
 
     query heads  | 0 1 | 2 3 | 4 5 | 6 7 |      8 query heads, 2 KV heads, 4 ranks
     KV heads     |  0  |  0  |  1  |  1  |
+
+    `num_heads`: the layer's KV heads, where layers differ.
     """
-    heads, rank, size = config.num_kv_heads, parallel.tp_rank, parallel.tp_size
+    heads, rank, size = num_heads or config.num_kv_heads, parallel.tp_rank, parallel.tp_size
     if heads >= size:
         return even_shard(heads, rank, size)
     head = rank * heads // size
@@ -103,10 +105,10 @@ def stage_layers(config: ModelConfig, parallel: ParallelContext) -> range:
 def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
     """Raises ConfigError naming the size that can not be divided over so many ranks, and what is allowed."""
     size, heads, kv = parallel.tp_size, config.num_heads, config.num_kv_heads
-    all_heads = {heads, *config.layer_num_heads}
-    if any(count % size for count in all_heads) or (kv % size and size % kv):
+    all_heads, all_kv = {heads, *config.layer_num_heads}, {kv, *config.layer_kv_heads}
+    if any(count % size for count in all_heads) or any(count % size and size % count for count in all_kv):
         dividing = [n for n in range(1, heads + 1) if not any(count % n for count in all_heads)]
-        allowed = [n for n in dividing if kv % n == 0 or n % kv == 0]
+        allowed = [n for n in dividing if all(count % n == 0 or n % count == 0 for count in all_kv)]
         raise ConfigError(
             f"tensor_parallel_size: {size} does not divide {heads} attention heads and {kv} KV heads; "
             f"allowed for this model: {', '.join(map(str, allowed))}"
@@ -171,6 +173,12 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
             query_heads(config, parallel, heads).size
             for heads in config.layer_num_heads[layers.start : layers.stop]
         ),
+        layer_kv_heads=tuple(
+            kv_heads(config, parallel, heads).size
+            for heads in config.layer_kv_heads[layers.start : layers.stop]
+        ),
+        layer_head_dims=config.layer_head_dims[layers.start : layers.stop],
+        sink_layers=config.sink_layers[layers.start : layers.stop],
         layer_ropes=config.layer_ropes[layers.start : layers.stop],
         mlp_limits=config.mlp_limits[layers.start : layers.stop],
         num_kv_heads=kv_heads(config, parallel).size,

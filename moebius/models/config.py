@@ -180,6 +180,17 @@ class LinearAttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What layers with grouped-query attention may differ in; filled by `ModelConfig.attention_shape`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # Elements of a query or key; values are as long in the cache.
+    window: int | None  # Latest positions that a query sees, its own included; None: all.
+    has_sinks: bool
+
+
+@dataclass(frozen=True, slots=True)
 class VisionConfig:
     """What the engine has to know of a vision tower; filled by the family's `VisionFamily.read`.
 
@@ -258,8 +269,17 @@ class ModelConfig:
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     # Where each layer's dense MLP or shared experts clamp gate and up; infinite, or no list: they do not.
     mlp_limits: tuple[float, ...] = ()
-    # Whether each query head has a learned logit that joins its softmax's sum and has no value.
+    # Whether each query head has a learned logit that joins its softmax's sum and has no value; and in which
+    # layers, where not in all.
     attention_sinks: bool = False
+    sink_layers: tuple[bool, ...] = ()
+    # Key and value heads of each layer, and elements of a head, where layers differ; `num_kv_heads` and
+    # `head_dim` are the largest; empty: they are all layers'.
+    layer_kv_heads: tuple[int, ...] = ()
+    layer_head_dims: tuple[int, ...] = ()
+    # Elements of a value where it has fewer than a key; the cache holds zeros for the rest.
+    value_head_dim: int | None = None
+    value_scale: float = 1.0  # What values are multiplied by.
     # Whether the head is the embedding: what the checkpoint says, unless it stores another head.
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
@@ -288,6 +308,22 @@ class ModelConfig:
         """Layers that have a cache of tokens, ascending; their places here are its layers."""
         linear = frozenset() if self.linear is None else self.linear.layers
         return tuple(layer for layer in range(self.num_layers) if layer not in linear)
+
+    def attention_shape(self, layer: int) -> AttentionShape:
+        """Of a layer that attends, by its index."""
+        windows, sinks = self.attention_windows, self.sink_layers
+        return AttentionShape(
+            self.layer_num_heads[layer] if self.layer_num_heads else self.num_heads,
+            self.layer_kv_heads[layer] if self.layer_kv_heads else self.num_kv_heads,
+            self.layer_head_dims[layer] if self.layer_head_dims else self.head_dim,
+            windows[layer] if windows else None,
+            sinks[layer] if sinks else self.attention_sinks,
+        )
+
+    @property
+    def attention_shapes(self) -> tuple[AttentionShape, ...]:
+        """Of all layers that attend, in order."""
+        return tuple(self.attention_shape(layer) for layer in self.attention_layers)
 
     @cached_property
     def q_size(self) -> int:

@@ -39,7 +39,7 @@ class CapturableAttention(TorchReferenceAttention):
         inputs = self._captured
         if inputs is None:
             return super()._attend(query, key, value, layer_id, layer)
-        kv_heads, (rows, heads, head_dim) = self.kv_cache.num_kv_heads, query.shape
+        kv_heads, (rows, heads, head_dim) = self.kv_cache.kv_heads(layer_id), query.shape
         history = self.kv_cache.pages(layer_id)[inputs.block_table.long()]
         history = history.reshape(rows, -1, 2 * kv_heads, head_dim)
         keys, values = history[:, :, :kv_heads], history[:, :, kv_heads:]

@@ -120,19 +120,16 @@ def _pages() -> None:
 
 def _attend(config: ModelConfig, storage: torch.dtype | None) -> None:
     """Decodes in one piece and in splits, and a chunk, for each kind of the model's layers."""
-    windows = dict.fromkeys(config.attention_windows or (None,))
-    heads = dict.fromkeys(config.layer_num_heads or (config.num_heads,))
-    kinds = ((number, window) for number in heads for window in windows)
-    for num_heads, window in kinds:
+    for kind in dict.fromkeys(config.attention_shapes):
         geometry = Geometry(
-            num_heads,
-            config.num_kv_heads,
-            config.head_dim,
+            kind.num_heads,
+            kind.num_kv_heads,
+            kind.head_dim,
             16,
             BF16,
             storage,
-            window=window,
-            sinks=config.attention_sinks,
+            window=kind.window,
+            sinks=kind.has_sinks,
         )
         for shape in ([(900, 1)], [(30, 1), (3, 7)]):
             case = make_case(geometry, shape)

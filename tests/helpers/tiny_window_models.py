@@ -144,4 +144,45 @@ WINDOW_MODELS: dict[str, dict[str, Any]] = {
         },
         "shard_bytes": 60_000,
     },
+    # Layers that slide have twice the KV heads.
+    "mimo_v2_flash": {
+        "model_type": "mimo_v2_flash",
+        "changes": {
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "head_dim": 20,
+            "v_head_dim": 12,
+            "n_routed_experts": 9,
+            "num_experts_per_tok": 3,
+            "sliding_window": 5,
+            "layer_types": [_FULL, _SLIDING, _SLIDING, _FULL],
+            "rope_parameters": {
+                _FULL: {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.4},
+                _SLIDING: {"rope_type": "default", "rope_theta": 3000.0, "partial_rotary_factor": 0.6},
+            },
+        },
+    },
+    "mimo_v2_flash_bias_tied": {
+        "model_type": "mimo_v2_flash",
+        "changes": {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 1,
+            "v_head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "mlp_layer_types": ["sparse", "sparse", "dense"],
+            "sliding_window": 11,
+            "layer_types": [_SLIDING, _FULL, _SLIDING],
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7,
+            "attention_value_scale": None,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                _FULL: _YARN | {"partial_rotary_factor": 0.5},
+                _SLIDING: {"rope_type": "default", "rope_theta": 3000.0, "partial_rotary_factor": 1.0},
+            },
+        },
+        "shard_bytes": 60_000,
+    },
 }

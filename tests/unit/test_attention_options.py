@@ -196,8 +196,14 @@ def test_the_warm_up_meets_every_kind_of_layer_once() -> None:
     cpu = torch.device("cpu")
     config = replace(Geometry(sinks=True).config(), num_layers=4, attention_windows=(128, None, 128, None))
     kinds = kinds_of_layers(config, torch.float32, cpu)
-    assert [(heads, layer.window) for heads, layer in kinds] == [(6, 128), (6, None)]
-    assert all(layer.sinks is not None and layer.sinks.shape == (6,) for _, layer in kinds)
-    differing = kinds_of_layers(replace(config, layer_num_heads=(6, 4, 2, 4)), torch.float32, cpu)
-    assert [(heads, layer.window) for heads, layer in differing] == [(6, 128), (4, None), (2, 128)]
-    assert [layer.sinks for _, layer in kinds_of_layers(Geometry().config(), torch.float32, cpu)] == [None]
+    assert {(at, shape.num_heads, layer.window) for at, shape, layer in kinds} == {(0, 6, 128), (1, 6, None)}
+    assert all(layer.sinks is not None and layer.sinks.shape == (6,) for _, _, layer in kinds)
+    config = replace(config, layer_num_heads=(6, 4, 2, 4), layer_kv_heads=(2, 2, 2, 1))
+    differing = kinds_of_layers(config, torch.float32, cpu)
+    assert {(at, shape.num_heads, shape.num_kv_heads) for at, shape, _ in differing} == {
+        (0, 6, 2),
+        (1, 4, 2),
+        (2, 2, 2),
+        (3, 4, 1),
+    }
+    assert [layer.sinks for _, _, layer in kinds_of_layers(Geometry().config(), torch.float32, cpu)] == [None]

@@ -1,0 +1,138 @@
+"""MiMo-V2-Flash: values shorter than keys; layers that slide have sinks, twice the KV heads, another rotation.
+
+Sources: the published config.json and, for the function that its keys ask for, transformers 5.23
+(MiMoV2FlashConfig), which spells windows, dense layers and rotation by layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moebius.models.common import (
+    FULL,
+    SLIDING,
+    listed_or_after_dense,
+    read_biased_router,
+    read_common,
+    read_windows,
+)
+from moebius.models.config import ModelConfig, MoeConfig, RopeConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import ROTARY, TensorNames, drop, rename
+from moebius.models.rope import read_layer_ropes, read_rope
+
+# Part of a head that is rotated where a checkpoint does not say.
+_ROTATED = 0.334
+_ROPES = {FULL: (5e6, _ROTATED), SLIDING: (1e4, _ROTATED)}
+# Of layers that slide: keys whose values are those of all layers, or follow from them.
+_SAME = {
+    "swa_num_attention_heads": "num_attention_heads",
+    "swa_head_dim": "head_dim",
+    "swa_v_head_dim": "v_head_dim",
+}
+
+
+def _flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
+    """A 0 or 1 for each layer."""
+    flags = list(hf.integers(name))
+    if len(flags) != num_layers or not set(flags) <= {0, 1}:
+        raise hf.error(name, flags, f"{num_layers} of 0 and 1")
+    return flags
+
+
+def _kinds(hf: HfKeys, num_layers: int) -> list[str]:
+    """By `layer_types` or the published pattern; without either the first and every sixth layer see all."""
+    listed = list(hf.strings("layer_types"))
+    if hf.has("hybrid_layer_pattern") and not listed:
+        flags = _flags(hf, "hybrid_layer_pattern", num_layers)
+        return [SLIDING if slides else FULL for slides in flags]
+    return listed or [FULL if i == 0 or (i + 1) % 6 == 0 else SLIDING for i in range(num_layers)]
+
+
+def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
+    if hf.has("moe_layer_freq") and not hf.has("mlp_layer_types"):
+        return frozenset(i for i, moe in enumerate(_flags(hf, "moe_layer_freq", num_layers)) if moe)
+    return listed_or_after_dense(hf, num_layers, 1)
+
+
+def _ropes(hf: HfKeys, kinds: list[str], head_dim: int) -> tuple[RopeConfig, ...]:
+    if hf.has("rope_parameters") or not hf.has("rope_theta"):
+        return read_layer_ropes(hf, kinds, head_dim, _ROPES)
+    thetas = {FULL: hf.number("rope_theta"), SLIDING: hf.number("swa_rope_theta", default=1e4)}
+    by_kind = {
+        kind: read_rope(hf.with_values(rope_theta=theta), head_dim, default_partial_factor=_ROTATED)
+        for kind, theta in thetas.items()
+    }
+    return tuple(by_kind[kind] for kind in kinds)
+
+
+def _kv_heads(hf: HfKeys, kinds: list[str], common: dict[str, Any]) -> tuple[int, ...]:
+    """Layers that slide have twice as many; a checkpoint can only confirm it."""
+    plain = common["num_kv_heads"]
+    sliding = hf.integer("swa_num_key_value_heads", default=2 * plain)
+    if sliding != 2 * plain or common["num_heads"] % sliding:
+        raise hf.error("swa_num_key_value_heads", sliding, f"2 x num_key_value_heads ({2 * plain})")
+    return tuple(sliding if kind == SLIDING else plain for kind in kinds)
+
+
+def read_mimo_v2_flash(hf: HfKeys) -> ModelConfig:
+    """Windows, sinks, KV heads and rotation by layer; the first is dense unless a list says otherwise."""
+    hf.refuse("n_shared_experts", 0)
+    hf.refuse("scoring_func", "sigmoid")
+    hf.refuse("topk_method", "noaux_tc")
+    hf.refuse("add_full_attention_sink_bias")
+    if not hf.boolean("add_swa_attention_sink_bias", default=True):
+        raise hf.error("add_swa_attention_sink_bias", False, "true")
+    # Says the window again.
+    hf.skip("attention_chunk_size")
+    for name, other in _SAME.items():
+        if hf.has(name) and hf.integer(name) != hf.integer(other):
+            raise hf.error(name, hf.integer(name), f"{other} ({hf.integer(other)})")
+    common = read_common(
+        hf.with_values(
+            attention_chunk_size=None,
+            rms_norm_eps=hf.number("rms_norm_eps", "layernorm_epsilon", default=1e-5),
+        )
+    )
+    unscaled = hf.is_null("attention_value_scale")
+    num_layers, value_dim = common["num_layers"], hf.integer("v_head_dim", default=128)
+    if value_dim > common["head_dim"]:
+        raise hf.error("v_head_dim", value_dim, f"at most head_dim ({common['head_dim']})")
+    kinds = _kinds(hf, num_layers)
+    windows = hf.with_values(layer_types=kinds)
+    if hf.has("sliding_window_size"):
+        # Counts the positions before a query's own.
+        windows = windows.with_values(sliding_window=hf.integer("sliding_window_size") + 1)
+    heads, ropes = _kv_heads(hf, kinds, common), _ropes(hf, kinds, common["head_dim"])
+    return ModelConfig(
+        # Of layers that differ, what plans memory takes the largest.
+        **(common | {"num_kv_heads": max(heads)}),
+        model_type="mimo_v2_flash",
+        rope=ropes[0],
+        layer_ropes=ropes,
+        layer_kv_heads=heads,
+        value_head_dim=value_dim,
+        value_scale=1.0 if unscaled else hf.number("attention_value_scale", default=0.707),
+        moe=MoeConfig(
+            read_biased_router(hf), hf.integer("moe_intermediate_size"), 0, _moe_layers(hf, num_layers)
+        ),
+        attention_windows=read_windows(windows, num_layers),
+        attention_sinks=True,
+        sink_layers=tuple(kind == SLIDING for kind in kinds),
+    )
+
+
+FAMILIES = (
+    Family(
+        "mimo_v2_flash",
+        read_mimo_v2_flash,
+        TensorNames(
+            (
+                ROTARY,
+                drop("model.mtp.**"),
+                rename("model.layers.*.self_attn.attention_sink_bias", "model.layers.*.self_attn.sinks"),
+            )
+        ),
+    ),
+)
