@@ -151,6 +151,7 @@ class ExpertEngine:
         silu_clamped: min(silu(g), limit) * clamp(u, -limit, limit); with an infinite limit, silu
         gpt_oss: (clamp(u, -limit, limit) + 1) * m * sigmoid(alpha * m), m = min(g, limit)
         relu2: max(u, 0)^2; experts have no gate
+        gelu_tanh: gelu(g) * u, by the tanh form of GELU
 
     Args:
         hidden_size: width of a row.

@@ -68,7 +68,7 @@ class AttentionBackend(PlannedAttention):
     """Attention over a paged cache of keys and values; `forward` is called once per layer."""
 
     def __init__(self, config: ModelConfig, kv_cache: KVCache) -> None:
-        """`config` is the rank's own: its `attention_shapes`, one for each layer of the cache, are computed."""
+        """`config` is the rank's own: its `attention_shapes`, one a layer of the cache, are computed."""
         self.config = config
         self.kv_cache = kv_cache
 

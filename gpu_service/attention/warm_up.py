@@ -36,7 +36,7 @@ def warm_up_steps(capacity: int) -> list[list[tuple[int, int]]]:
 def kinds_of_layers(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[int, AttentionShape, AttentionLayer]]:
-    """A layer of the cache, its shape and options, for each combination that the model has; sinks are zero."""
+    """A layer of the cache, its shape and options, for each combination of the model; sinks are zero."""
     kinds = {shape: layer for layer, shape in reversed(list(enumerate(config.attention_shapes)))}
 
     def sinks(shape: AttentionShape) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -19,6 +20,7 @@ from gpu_service.layers.linear import (
 )
 from gpu_service.layers.norm import FullWidthNorm, RMSNorm, make_norm, norm_full_width
 from gpu_service.ops.activation import GATE_ACTIVATIONS
+from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import kv_heads, query_heads
@@ -49,11 +51,17 @@ class GQAttention(nn.Module):
         keys = kv_heads(config, parallel, shape.num_kv_heads)
         self.num_heads, self.num_kv_heads = queries.size, keys.size
         self._value_dim = config.value_head_dim or shape.head_dim
-        self._value_scale = config.value_scale
+        self._value_scale, self._keys_are_values = config.value_scale, shape.keys_are_values
+        self._norms_values, self._eps = config.value_norm, config.rms_norm_eps
+        self._limit = config.qkv_limit
+        # Of the norm of values, which has no weight to load; made by `pack`.
+        self._ones: torch.Tensor | None = None
         query_rows, key_rows = queries.scaled(shape.head_dim), keys.scaled(shape.head_dim)
         value_rows, output_columns = keys.scaled(self._value_dim), queries.scaled(self._value_dim)
         projected = query_rows.scaled(2) if config.output_gate else query_rows
-        parts = {"q_proj": projected, "k_proj": key_rows, "v_proj": value_rows}
+        parts = {"q_proj": projected, "k_proj": key_rows}
+        if not shape.keys_are_values:
+            parts["v_proj"] = value_rows
         if config.element_gate:
             assert not config.attention_bias, "no projection of gates has a bias"
             parts["g_proj"] = output_columns
@@ -81,12 +89,18 @@ class GQAttention(nn.Module):
             self.k_norm = make_norm(config, shape.head_dim, dtype=dtype)
         self._norm_after_rope = config.qk_norm_after_rope
         self._gate_weights = GATE_ACTIVATIONS[config.gate_activation]
-        self._group = parallel.tensor_group
+        self._group, self._dtype = parallel.tensor_group, dtype
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
         """Of the parameters that are this module's own, a rank has those of its heads."""
         if self.sinks is not None:
             yield CheckpointPart("", "sinks", self._query_heads, None)
+
+    def pack(self) -> None:
+        """What is used but not loaded; the loader calls it once."""
+        if self._norms_values:
+            weight = self.o_proj.weight
+            self._ones = torch.ones(self._value_dim, dtype=self._dtype, device=weight.device)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
@@ -98,10 +112,16 @@ class GQAttention(nn.Module):
         projected = self.qkv_proj(hidden_states)
         # Queries and keys are neighbours: one call serves both.
         keys_end = (self.num_heads + self.num_kv_heads) * self.head_dim
-        values_end = keys_end + self.num_kv_heads * self._value_dim
+        if self._keys_are_values:
+            # A copy, because keys may be normed and rotated where they are.
+            values_end = keys_end
+            values = projected[:, self.num_heads * self.head_dim : keys_end].clone()
+        else:
+            values_end = keys_end + self.num_kv_heads * self._value_dim
+            values = projected[:, keys_end:values_end]
         rotated = projected[:, :keys_end].unflatten(1, (-1, self.head_dim))
         query, key = self._norm_and_rotate(rotated, rope)
-        value, gate = self._cached_value(projected[:, keys_end:values_end]), projected[:, values_end:]
+        value, gate = self._cached_value(values), projected[:, values_end:]
         backend = context.attention
         assert isinstance(backend, AttentionBackend), "the cache of this model holds keys and values"
         layer = AttentionLayer(self._window, self.sinks)
@@ -117,12 +137,20 @@ class GQAttention(nn.Module):
         return output
 
     def _cached_value(self, projected: torch.Tensor) -> torch.Tensor:
-        """`[T, num_kv_heads, head_dim]` of projected values: scaled, and with zeros up to a key's elements."""
-        value = projected.unflatten(1, (-1, self._value_dim))
+        """`[T, num_kv_heads, head_dim]` of projected values: normed, scaled, padded to a key's size."""
+        value = self._clipped(projected).unflatten(1, (-1, self._value_dim))
+        if self._norms_values:
+            assert self._ones is not None, "the loader calls `pack`"
+            value = rms_norm(value.contiguous(), self._ones, self._eps)
         if self._value_scale != 1.0:
             value = value * self._value_scale
         missing = self.head_dim - self._value_dim
         return functional.pad(value, (0, missing)) if missing else value
+
+    def _clipped(self, heads: torch.Tensor) -> torch.Tensor:
+        """The same tensor, which is cut off where the model says so."""
+        limit = self._limit
+        return heads if limit == math.inf else heads.clamp_(-limit, limit)
 
     def _norm_and_rotate(
         self, heads: torch.Tensor, rope: RopeTable | None
@@ -130,11 +158,12 @@ class GQAttention(nn.Module):
         """Queries and keys of `[T, num_heads + num_kv_heads, head_dim]`, which may be overwritten."""
         q_norm, k_norm, num_heads = self.q_norm, self.k_norm, self.num_heads
         if isinstance(q_norm, FullWidthNorm) and isinstance(k_norm, FullWidthNorm):
-            query, key = norm_full_width(heads, q_norm, k_norm, self._group)
+            query, key = map(self._clipped, norm_full_width(heads, q_norm, k_norm, self._group))
             return (query, key) if rope is None else (apply_rope(query, rope), apply_rope(key, rope))
         norms = (q_norm, k_norm) if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) else None
         if norms is not None and rope is not None and not self._norm_after_rope:
             return qk_norm_rope(heads, norms[0].weight, norms[1].weight, norms[0].eps, num_heads, rope)
+        heads = self._clipped(heads)
         if rope is not None:
             apply_rope(heads, rope)
         query, key = heads[:, :num_heads], heads[:, num_heads:]

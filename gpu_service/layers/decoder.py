@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, Linear, empty_parameter
+from gpu_service.layers.moe import MoEWithOwnNorms
 from gpu_service.layers.norm import RMSNorm, make_norm
-from gpu_service.ops.rope import RopeTable, rope_table, section_axes
+from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, padded_vocab, vocab_shard
@@ -85,6 +86,7 @@ class RotaryEmbedding:
         self._dtype = dtype
         self._interleaved = config.interleaved
         self._attention_factor = config.attention_factor
+        self._query_growth, self._query_growth_length = config.query_growth, config.query_growth_length
         # int64 [rotary_dim / 2]; None: the model has one position a token.
         self._axes: torch.Tensor | None = None
         if config.mrope_sections:
@@ -101,7 +103,13 @@ class RotaryEmbedding:
             if self._axes is None:
                 raise ValueError(f"positions {tuple(positions.shape)} need a model with mRoPE")
             positions = positions.index_select(0, self._axes).t()
-        return rope_table(positions, self.frequencies, self._dtype, self._interleaved, self._attention_factor)
+        table = rope_table(
+            positions, self.frequencies, self._dtype, self._interleaved, self._attention_factor
+        )
+        if not self._query_growth:
+            return table
+        scales = query_scales(positions, self._query_growth, self._query_growth_length, self._dtype)
+        return table._replace(query_scale=scales)
 
 
 class ResidualStream:
@@ -139,6 +147,10 @@ class ResidualStream:
             self._pending = None
         return self._total
 
+    def scale(self, factor: torch.Tensor) -> None:
+        """The sum is multiplied by a factor `[1]`, in place."""
+        self.sum().mul_(factor)
+
 
 class DecoderLayer(nn.Module):
     """`x += attention(norm(x)); x += mlp(norm(x))`; `mlp` is a `GatedMLP` or a `MoE`.
@@ -162,6 +174,7 @@ class DecoderLayer(nn.Module):
         if config.output_norms:
             self.post_self_attn_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
             self.post_mlp_layernorm = make_norm(config, config.hidden_size, dtype=dtype)
+        self.layer_scalar = empty_parameter(1, dtype=dtype) if config.layer_scales else None
         self._scale, self._dtype = config.residual_scale, dtype
 
     def forward(
@@ -171,8 +184,14 @@ class DecoderLayer(nn.Module):
         attention = self.get_submodule(self._attention_name)
         attended = attention(stream.normed(self.input_layernorm), rope, context)
         stream.add(self._normed(self.post_self_attn_layernorm, attended))
-        output = self.mlp(stream.normed(self.post_attention_layernorm), context)
+        hidden_states = stream.normed(self.post_attention_layernorm)
+        if isinstance(self.mlp, MoEWithOwnNorms):
+            output = self.mlp.forward_with_residual(hidden_states, stream.sum(), context)
+        else:
+            output = self.mlp(hidden_states, context)
         stream.add(self._normed(self.post_mlp_layernorm, output))
+        if self.layer_scalar is not None:
+            stream.scale(self.layer_scalar)
         return stream
 
     def _normed(self, norm: RMSNorm | None, update: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,12 @@ from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, empty_parameter
+from gpu_service.layers.norm import ScaledRMSNorm, make_norm
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS
 from gpu_service.ops.router import route
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, even_shard
-from moebius.models.config import MoeConfig, RouterConfig
+from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
 
 
 class GatedMLP(nn.Module):
@@ -83,6 +84,9 @@ class Router(nn.Module):
             empty_parameter(*shape, dtype=torch.float32) if config.correction_bias else None
         )
         self.bias = empty_parameter(config.num_experts, dtype=gate_dtype) if config.gate_bias else None
+        self.expert_scales = (
+            empty_parameter(config.num_experts, dtype=torch.float32) if config.expert_scales else None
+        )
         self._config = config
 
     def forward(
@@ -91,7 +95,10 @@ class Router(nn.Module):
         """`[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`; -1 where not valid."""
         logits = functional.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
         bias = self.e_score_correction_bias
-        return route(logits, None if bias is None else bias.flatten(), self._config, valid_rows)
+        weights, ids = route(logits, None if bias is None else bias.flatten(), self._config, valid_rows)
+        if self.expert_scales is not None:
+            weights = weights * self.expert_scales[ids.clamp(min=0).long()]
+        return weights, ids
 
 
 class MoE(nn.Module):
@@ -170,6 +177,40 @@ class MoE(nn.Module):
             return output
         gate: torch.Tensor = self.shared_expert_gate(hidden_states)
         return output * gate.sigmoid()
+
+
+class MoEWithOwnNorms(MoE):
+    """A block whose always-active experts are the layer's MLP, and whose router and experts read the stream.
+
+    `dense_norm(mlp(x)) + output_norm(experts(input_norm(residual)))`, routed by `router_norm(residual)`.
+    """
+
+    def __init__(
+        self, layer_id: int, config: ModelConfig, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
+    ) -> None:
+        size = config.hidden_size
+        super().__init__(layer_id, size, config.moe, config.activation, dtype=dtype, parallel=parallel)
+        self.router_norm = ScaledRMSNorm(size, config.rms_norm_eps)
+        self.input_norm = make_norm(config, size, dtype=dtype)
+        self.dense_norm = make_norm(config, size, dtype=dtype)
+        self.output_norm = make_norm(config, size, dtype=dtype)
+
+    def forward_with_residual(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """`[T, H]` after the layer's norm and the stream `[T, H]` before it to a new `[T, H]`."""
+        assert self.shared_experts is not None, "the layer's MLP"
+        weights, ids = self.gate(self.router_norm(residual), context.inputs.valid_rows)
+        if context.recorder is not None:
+            context.recorder.record(self.layer_id, ids)
+        inputs: torch.Tensor = self.input_norm(residual)
+        devices = context.experts, context.resident, context.streamed
+        collect = start_experts(self.layer_id, inputs, ids, weights, *devices)
+        # Both sums are over all ranks before they are normed.
+        dense = self._group.all_reduce(self.shared_experts(hidden_states, context))
+        normed: torch.Tensor = self.dense_norm(dense)
+        answer = self._group.all_reduce(collect(None).to(hidden_states.device))
+        return normed + self.output_norm(answer.to(hidden_states.dtype))
 
 
 Collect = Callable[[torch.Tensor | None], torch.Tensor]

@@ -48,6 +48,17 @@ class OnePlusWeightRMSNorm(RMSNorm):
         self.weight = nn.Parameter(self.weight + 1.0, requires_grad=False)
 
 
+class ScaledRMSNorm(RMSNorm):
+    """The norm before a router whose weight counts `size^-0.5` times; `pack` puts the factor into it."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps, dtype=torch.float32)
+
+    def pack(self) -> None:
+        """From the checkpoint's weight to the factor; the loader calls it once."""
+        self.weight = nn.Parameter(self.weight * self.weight.shape[0] ** -0.5, requires_grad=False)
+
+
 def make_norm(config: ModelConfig, size: int, *, dtype: torch.dtype) -> RMSNorm:
     """The norm that the model's layers and heads have, over `size` elements."""
     kind = OnePlusWeightRMSNorm if config.one_plus_weight_norms else RMSNorm

@@ -18,7 +18,7 @@ from gpu_service.layers.decoder import (
     gather_logits,
 )
 from gpu_service.layers.linear import Packed
-from gpu_service.layers.moe import GatedMLP, MoE
+from gpu_service.layers.moe import GatedMLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import make_norm
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -142,7 +142,10 @@ class CausalLM(nn.Module):
             return hidden_states.new_empty((hidden_states.shape[0], 0), dtype=torch.float32)
         logits = self._own_logits(hidden_states)
         whole = gather_logits(logits, self.config.vocab_size, self.parallel).float()
-        return whole if self.config.logit_scale == 1.0 else whole * self.config.logit_scale
+        if self.config.logit_scale != 1.0:
+            whole = whole * self.config.logit_scale
+        cap = self.config.final_logit_softcap
+        return whole.div_(cap).tanh_().mul_(cap) if cap else whole
 
     def _own_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[L, part]` of this rank's part of the vocabulary."""
@@ -174,6 +177,8 @@ def make_mlp(
     """The layer's second half: MoE where the config says so, else dense."""
     size, activation = config.hidden_size, config.activation
     limit = config.mlp_limits[layer_id] if config.mlp_limits else math.inf
+    if config.is_moe_layer(layer_id) and config.moe.own_norms:
+        return MoEWithOwnNorms(layer_id, config, dtype=dtype, parallel=parallel)
     if config.is_moe_layer(layer_id):
         return MoE(layer_id, size, config.moe, activation, limit=limit, dtype=dtype, parallel=parallel)
     width = config.intermediate_size

@@ -52,6 +52,9 @@ GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] =
     "softplus": softplus,
 }
 # By the name that checkpoints use. Only what the experts' kernels know too: a model has one activation.
-GATED_ACTIVATIONS: dict[str, Op[[torch.Tensor], torch.Tensor]] = {"silu": silu_and_mul}
+GATED_ACTIVATIONS: dict[str, Op[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu_pytorch_tanh": gelu_tanh_and_mul,
+}
 # Few layers clamp, so these are no ops of their own.
 CLAMPED_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {"silu": clamped_silu_and_mul}

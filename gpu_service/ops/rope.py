@@ -25,6 +25,8 @@ class RopeTable(NamedTuple):
     # int32 [T], the row of each token in it.
     cos_sin: torch.Tensor | None = None
     rows: torch.Tensor | None = None
+    # [T, 1, 1], what queries are multiplied by, rotated or not; None: nothing.
+    query_scale: torch.Tensor | None = None
 
 
 def pair_positions(positions: torch.Tensor) -> torch.Tensor:
@@ -56,6 +58,16 @@ def rope_table(
         cos = torch.cat((cos, cos), dim=-1)
         sin = torch.cat((-sin, sin), dim=-1)
     return RopeTable(cos.to(dtype), sin.to(dtype), interleaved)
+
+
+def query_scales(positions: torch.Tensor, growth: float, length: float, dtype: torch.dtype) -> torch.Tensor:
+    """`1 + growth * ln(1 + floor(p / length))` of int64 positions `[T]`, `[T, 1, 1]` in `dtype`.
+
+    Scalable softmax in steps, as Llama 4 has it (Nakanishi 2025, arXiv:2501.19399): attention over more
+    tokens stays as sharp.
+    """
+    steps = (positions.float() / length).floor_()
+    return (1.0 + growth * steps.log1p_())[:, None, None].to(dtype)
 
 
 @Op

@@ -57,6 +57,13 @@ def _yarn(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
     return frequencies / scaling["factor"] * (1 - keep) + frequencies * keep
 
 
+def _proportional(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
+    """Gemma 4: the first pairs turn as those of a whole head do, all others stay."""
+    pairs = torch.arange(dim // 2, device="cpu")
+    frequencies = _default(theta, dim, scaling) / scaling.get("factor", 1.0)
+    return frequencies * (pairs < scaling["rotated_pairs"])
+
+
 # By the kinds of `moebius.models.rope.ROPE_SCALINGS`: float32 [dim / 2], radians per token, of (theta, dim,
 # numbers).
 FREQUENCIES: Mapping[str, Callable[[float, int, Mapping[str, float]], torch.Tensor]] = {
@@ -68,6 +75,7 @@ FREQUENCIES: Mapping[str, Callable[[float, int, Mapping[str, float]], torch.Tens
     # LongRoPE (Ding et al. 2024, arXiv:2402.13753) has a factor for each pair besides.
     "longrope": _default,
     "yarn": _yarn,
+    "proportional": _proportional,
 }
 
 

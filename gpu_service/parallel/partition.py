@@ -179,6 +179,7 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
         ),
         layer_head_dims=config.layer_head_dims[layers.start : layers.stop],
         sink_layers=config.sink_layers[layers.start : layers.stop],
+        keys_as_values=config.keys_as_values[layers.start : layers.stop],
         layer_ropes=config.layer_ropes[layers.start : layers.stop],
         mlp_limits=config.mlp_limits[layers.start : layers.stop],
         num_kv_heads=kv_heads(config, parallel).size,

@@ -62,8 +62,14 @@ struct GemmKernel {
 //   kSiluClamped  min(silu(gate), limit) * clamp(up, -limit, limit); an infinite limit is kSilu    (step3p5)
 //   kGptOss       g = min(gate, limit); (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)
 //   kRelu2        max(up, 0)^2, no gate
+//   kGeluTanh     gelu(gate) * up, by the tanh form of GELU: 0.5 g (1 + tanh(u)) = g * sigmoid(2 u),
+//                 u = sqrt(2 / pi) (g + 0.044715 g^3)    (gemma4)
 // NaN passes through every one of them.
-enum class Activation : uint8_t { kSilu = 0, kSiluClamped = 1, kGptOss = 2, kRelu2 = 3 };
+enum class Activation : uint8_t { kSilu = 0, kSiluClamped = 1, kGptOss = 2, kRelu2 = 3, kGeluTanh = 4 };
+
+// 2 sqrt(2 / pi) of g and of g^3 in the sigmoid of kGeluTanh.
+constexpr float kGeluLinear = 1.5957691216057308f;
+constexpr float kGeluCubic = 0.0713548162726f;
 
 struct ActivationWork {
   Activation activation;

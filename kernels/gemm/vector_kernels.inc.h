@@ -45,6 +45,10 @@ template <Activation kActivation>
       const Vec positive = Vec::max(Vec::zero(), up);
       return Vec::mul(positive, positive);
     }
+    case Activation::kGeluTanh: {
+      const Vec slope = Vec::fma(Vec::broadcast(kGeluCubic), Vec::mul(gate, gate), Vec::broadcast(kGeluLinear));
+      return Vec::mul(swish(gate, slope), up);
+    }
   }
   return up;
 }
@@ -85,6 +89,7 @@ void activate(const ActivationWork& work) {
     case Activation::kSiluClamped: return activate_rows<To, Activation::kSiluClamped>(work);
     case Activation::kGptOss: return activate_rows<To, Activation::kGptOss>(work);
     case Activation::kRelu2: return activate_rows<To, Activation::kRelu2>(work);
+    case Activation::kGeluTanh: return activate_rows<To, Activation::kGeluTanh>(work);
   }
 }
 

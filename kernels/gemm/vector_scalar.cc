@@ -29,6 +29,7 @@ float activate(const ActivationWork& work, float gate, float up) {
       const float x = at_least(up, 0.0f);
       return x * x;
     }
+    case Activation::kGeluTanh: return gate * sigmoid(gate * (kGeluLinear + kGeluCubic * gate * gate)) * up;
   }
   return 0.0f;
 }

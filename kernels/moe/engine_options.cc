@@ -28,7 +28,9 @@ Activation parse_activation(const std::string& name) {
   if (name == "silu_clamped") return Activation::kSiluClamped;
   if (name == "gpt_oss") return Activation::kGptOss;
   if (name == "relu2") return Activation::kRelu2;
-  throw std::invalid_argument("activation='" + name + "' is unknown; allowed: silu, silu_clamped, gpt_oss, relu2");
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  throw std::invalid_argument("activation='" + name +
+                              "' is unknown; allowed: silu, silu_clamped, gpt_oss, relu2, gelu_tanh");
 }
 
 EngineOptions checked_options(EngineOptions options) {

@@ -41,7 +41,8 @@ struct EngineOptions {
   bool is_gated() const { return activation != Activation::kRelu2; }
 };
 
-// The name of an activation: "silu", "silu_clamped", "gpt_oss", "relu2". Throws std::invalid_argument listing them.
+// The name of an activation: "silu", "silu_clamped", "gpt_oss", "relu2", "gelu_tanh". Throws std::invalid_argument
+// listing them.
 Activation parse_activation(const std::string& name);
 
 // Returns options with one entry of formats and limits per layer. Throws std::invalid_argument naming the option and

@@ -99,6 +99,14 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
         ),
         _fused(False, False, "fused", _FUSED),  # [E, 2I, H] and [E, H, I]
         _fused(False, True, "fused_transposed", _FUSED),  # [E, H, 2I] and [E, I, H]
+        # Gemma 4, next to the layer's MLP: [E, 2I, H] and [E, H, I].
+        ExpertTensorLayout(
+            "fused_in_layer",
+            MatrixTemplate("experts.gate_up_proj", 0, 2),
+            MatrixTemplate("experts.gate_up_proj", 1, 2),
+            MatrixTemplate("experts.down_proj"),
+            "model.language_model.layers.3.experts.gate_up_proj",
+        ),
         _fused(True, True, "fused_interleaved", "model.layers.3.mlp.experts.gate_up_proj"),
         # What GGUF files have, under canonical names; gate and up in one where their converter was asked to.
         ExpertTensorLayout(
@@ -141,7 +149,7 @@ _PREFIX = "(?:" + "|".join(re.escape(prefix) for prefix in LAYER_PREFIXES) + r")
 # router's bias, which Laguna keeps there.
 _ROUTED_EXPERT = re.compile(
     _PREFIX
-    + r"(?:mlp\.experts\.(?!e_score_correction_bias$)"
+    + r"(?:mlp\.experts\.(?!e_score_correction_bias$)|experts\."
     + r"|block_sparse_moe\.(?:experts|input_linear|output_linear)\."
     + r"|moe\.(?:(?:gate|up|down)_proj|experts|\d+)\.)"
 )

@@ -186,18 +186,12 @@ def listed_or_after_dense(hf: HfKeys, num_layers: int, default: int | None = Non
     return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
 
 
-def refuse_used_window(hf: HfKeys) -> None:
-    """Raises when Qwen's sliding window is switched on; its size means nothing while it is not."""
-    if hf.boolean("use_sliding_window", default=False):
-        raise hf.error("use_sliding_window", True, "false")
-    hf.skip("sliding_window")
-
-
-def refuse_windows(hf: HfKeys) -> None:
-    """Raises unless every layer sees the whole context."""
-    for name in hf.strings("layer_types"):
-        if name != FULL:
-            raise hf.error("layer_types", name, FULL)
+def read_one_window(hf: HfKeys, num_layers: int, *, used: bool = True) -> tuple[int | None, ...]:
+    """`sliding_window` as the window of every layer; empty where there is none, or it is not `used`."""
+    if not used or not hf.has("sliding_window"):
+        hf.skip("sliding_window")
+        return ()
+    return (hf.integer("sliding_window"),) * num_layers
 
 
 def refuse_bias(hf: HfKeys, common: dict[str, Any]) -> None:

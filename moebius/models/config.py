@@ -7,6 +7,7 @@ reads only the fields below, which are also the switches by which `gpu_service.m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,6 +50,9 @@ class RopeConfig:
     mrope_sections: tuple[int, ...] = ()
     # False: sections follow one another. True: pairs alternate between the three, the rest is time.
     mrope_interleaved: bool = False
+    # Queries at position p are multiplied by `1 + query_growth * ln(1 + floor(p / query_growth_length))`.
+    query_growth: float = 0.0
+    query_growth_length: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,8 @@ class RouterConfig:
     logit_softcap: float = 0.0
     # Whether the checkpoint stores the correction bias as one row of a matrix.
     correction_bias_is_row: bool = False
+    # Whether what an expert weighs is multiplied by a learned factor of its own, last.
+    expert_scales: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,9 @@ class MoeConfig:
     # `expert_limit` in all.
     expert_limits: tuple[float, ...] = ()
     expert_bias: bool = False  # Whether routed experts' projections have biases.
+    # Whether router and routed experts read the residual stream under norms of their own, and both their sum
+    # and that of the always-active experts are normed before they are added.
+    own_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +197,7 @@ class AttentionShape:
     head_dim: int  # Elements of a query or key; values are as long in the cache.
     window: int | None  # Latest positions that a query sees, its own included; None: all.
     has_sinks: bool
+    keys_are_values: bool  # Whether values have no projection of their own.
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +290,16 @@ class ModelConfig:
     # Elements of a value where it has fewer than a key; the cache holds zeros for the rest.
     value_head_dim: int | None = None
     value_scale: float = 1.0  # What values are multiplied by.
+    # Where queries, keys and values are cut off, after norms and before rotation; infinite: nowhere.
+    qkv_limit: float = math.inf
+    value_norm: bool = False  # Whether each value is divided by its root mean square.
+    # Whether a layer's values are its keys before their norm, without a projection; empty: nowhere.
+    keys_as_values: tuple[bool, ...] = ()
+    # The head's logits become `final_logit_softcap * tanh(logits / final_logit_softcap)`; 0: they do not.
+    final_logit_softcap: float = 0.0
+    layer_scales: bool = (
+        False  # Whether each layer ends by multiplying the residual stream by a learned number.
+    )
     # Whether the head is the embedding: what the checkpoint says, unless it stores another head.
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
@@ -318,6 +338,7 @@ class ModelConfig:
             self.layer_head_dims[layer] if self.layer_head_dims else self.head_dim,
             windows[layer] if windows else None,
             sinks[layer] if sinks else self.attention_sinks,
+            bool(self.keys_as_values) and self.keys_as_values[layer],
         )
 
     @property

@@ -11,21 +11,24 @@ from typing import Any
 from moebius.models.common import read_biased_router, read_common
 from moebius.models.config import MlaConfig, MoeConfig, RopeConfig, RouterConfig
 from moebius.models.keys import HfKeys
-from moebius.models.rope import read_rope, yarn_mscale
+from moebius.models.rope import QueryGrowth, read_rope, yarn_mscale
 
 # Of training, of other engines' parallelism, and what follows from other keys.
 _HARMLESS = ("aux_loss_alpha", "ep_size", "head_dim", "pretraining_tp", "qk_head_dim", "seq_aux")
 
 
-def read_mla_common(hf: HfKeys) -> dict[str, Any]:
-    """`read_common`, with a query's size for a head's, and what is common to latent attention."""
+def read_mla_common(hf: HfKeys, growth: QueryGrowth = (0.0, 1.0)) -> dict[str, Any]:
+    """`read_common`, with a query's size for a head's, and what is common to latent attention.
+
+    `growth` as in `read_rope`.
+    """
     hf.skip(*_HARMLESS)
     common = read_common(hf)
     heads = common["num_heads"]
     if common["num_kv_heads"] != heads:
         raise hf.error("num_key_value_heads", common["num_kv_heads"], f"num_attention_heads ({heads})")
     rope_dim = hf.integer("qk_rope_head_dim", minimum=2)
-    rope = read_rope(hf, rope_dim, interleaved=hf.boolean("rope_interleave", default=True))
+    rope = read_rope(hf, rope_dim, interleaved=hf.boolean("rope_interleave", default=True), growth=growth)
     if rope.rotary_dim != rope_dim:
         raise hf.error("partial_rotary_factor", rope.rotary_dim / rope_dim, "1.0 with latent attention")
     mla = _read_mla(hf, rope)

@@ -56,6 +56,8 @@ class RopeScaling:
     # Whether `factor` is, where it is null (or, unless required, absent), the longest context divided by the
     # original one.
     factor_by_lengths: bool = False
+    # Whether `partial_rotary_factor` counts pairs (`rotated_pairs`) of a head that is rotated whole.
+    counts_pairs: bool = False
     # Lists of a number for each pair, by which its frequency is divided: where no sequence is longer than
     # the original length, and where some may be.
     pair_factors: tuple[str, str] | None = None
@@ -75,6 +77,7 @@ ROPE_SCALINGS: Mapping[str, RopeScaling] = {
         pair_factors=("short_factor", "long_factor"),
         attention_factor=_longrope_factor,
     ),
+    "proportional": RopeScaling(optional=(("factor", None),), counts_pairs=True),
     "yarn": RopeScaling(
         ("factor",),
         (
@@ -119,6 +122,9 @@ def _numbers(hf: HfKeys, rope: HfKeys, scaling: RopeScaling) -> dict[str, float]
     return numbers
 
 
+# Of queries, and after how many positions they grow; see `RopeConfig`.
+QueryGrowth = tuple[float, float]
+_NO_GROWTH: QueryGrowth = (0.0, 1.0)
 PairFactors = tuple[tuple[float, ...], ...]
 
 
@@ -186,10 +192,12 @@ def read_rope(
     default_partial_factor: float = 1.0,
     interleaved: bool = False,
     mrope: SectionDefaults | None = None,
+    growth: QueryGrowth = _NO_GROWTH,
 ) -> RopeConfig:
     """Read `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` + `partial_rotary_factor`.
 
-    `head_dim` is the width that the partial factor is a part of; `mrope` None: one position a token.
+    `head_dim` is the width that the partial factor is a part of; `mrope` None: one position a token;
+    `growth`: that of queries, which the caller has read.
     """
     rope = hf.section("rope_parameters") or hf.section("rope_scaling")
     hf.skip("rope_scaling")
@@ -205,6 +213,8 @@ def read_rope(
             "partial_rotary_factor", factor, f"an even number of the {head_dim} elements of a head"
         )
     kind, numbers, pair_factors = _scaling(hf, rope, rotary_dim // 2)
+    if ROPE_SCALINGS[kind].counts_pairs:
+        numbers["rotated_pairs"], rotary_dim = rotary_dim // 2, head_dim
     if sections and 2 * sum(sections) != rotary_dim:
         raise hf.error("mrope_section", list(sections), f"three numbers whose sum is {rotary_dim // 2}")
     return RopeConfig(
@@ -217,4 +227,6 @@ def read_rope(
         ROPE_SCALINGS[kind].attention_factor(numbers),
         mrope_sections=sections,
         mrope_interleaved=mrope is not None and mrope.interleaved,
+        query_growth=growth[0],
+        query_growth_length=growth[1],
     )

@@ -91,6 +91,8 @@ def activate(gate: Float64, up: Float64, shape: Shape) -> Float64:
     clamped = np.clip(up, -shape.limit, shape.limit)
     if shape.activation == "relu2":
         return np.maximum(up, 0) ** 2
+    if shape.activation == "gelu_tanh":
+        return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
     if shape.activation == "gpt_oss":
         return (clamped + 1) * clipped / (1 + np.exp(-shape.alpha * clipped))
     if shape.activation == "silu_clamped":

@@ -181,4 +181,20 @@ MLA_MODELS: dict[str, dict[str, Any]] = {
         },
         "shard_bytes": 60_000,
     },
+    # Queries grow within the prompts of the tests.
+    "mistral4": {
+        "model_type": "mistral4",
+        "changes": {
+            **MLA_SIZES,
+            "head_dim": 18,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": MLA_YARN
+            | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3},
+        },
+    },
 }

@@ -111,7 +111,14 @@ TINY_MODELS: dict[str, TinyModel] = {
     ),
     "qwen3_moe_sparse_step": TinyModel(
         "qwen3_moe",
-        {"num_experts": 5, "num_experts_per_tok": 2, "decoder_sparse_step": 2, "num_key_value_heads": 6},
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 2,
+            "num_key_value_heads": 6,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
     ),
     "glm4_moe": TinyModel(
         "glm4_moe",
@@ -175,7 +182,9 @@ def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    # Text models that are only published inside of others have no entry.
+    stem = "".join(part.capitalize() for part in model_type.split("_"))
+    model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, f"{stem}ForCausalLM"))
     return model.config_class, model
 
 

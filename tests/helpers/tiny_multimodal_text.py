@@ -48,6 +48,15 @@ _STEP_VISION: dict[str, Any] = {
     "image_size": 28,
     "mlp_ratio": 1.25,
 }
+_PIXTRAL_VISION: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+}
 Tensor = torch.Tensor
 
 
@@ -68,6 +77,14 @@ def _kimi_names(name: str, tensor: Tensor) -> tuple[str, Tensor]:
 
 def _without_vision(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
     return None if name.startswith(("vision_model.", "vit_large_projector.")) else (name, tensor)
+
+
+def _step_3_7_config(written: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    inner = _step_config(written, text)
+    return {key: written[key] for key in ("vision_config", "image_token_id", "dtype")} | {
+        "model_type": "step3p7",
+        "text_config": inner,
+    }
 
 
 def _step_config(written: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
@@ -150,6 +167,8 @@ TEXT_TOWERS: dict[str, TextTower] = {
     "kimi_k25": TextTower("Kimi_K25", _KIMI_VISION, _kimi_names, "deepseek_v3"),
     # A text model; transformers knows it as the text tower of its successor, with keys of its own.
     "step3p5": TextTower("Step3p7", _STEP_VISION, _without_vision, published_config=_step_config),
+    "step3p7": TextTower("Step3p7", _STEP_VISION, published_config=_step_3_7_config),
+    "mistral3": TextTower("Mistral3", _PIXTRAL_VISION, text_model_type="mistral4"),
 }
 
 
@@ -261,6 +280,29 @@ MULTIMODAL_MODELS: dict[str, dict[str, Any]] = {
         },
         "shard_bytes": 60_000,
     },
+    "mistral3_direct_query_dense_tied": {
+        "model_type": "mistral3",
+        "changes": {
+            **_LATENT,
+            "head_dim": 20,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 9,
+            "n_routed_experts": 9,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    },
     # Lists as published, with entries for MTP layers that are not there.
     "step3p5": {
         "model_type": "step3p5",
@@ -317,4 +359,10 @@ MULTIMODAL_MODELS: dict[str, dict[str, Any]] = {
         },
         "shard_bytes": 60_000,
     },
+}
+_STEP_3_7: dict[str, Any] = {"model_type": "step3p7", "shard_bytes": None}
+MULTIMODAL_MODELS |= {
+    name.replace("step3p5", "step3p7"): fields | _STEP_3_7
+    for name, fields in list(MULTIMODAL_MODELS.items())
+    if fields["model_type"] == "step3p5"
 }

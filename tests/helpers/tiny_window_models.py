@@ -185,4 +185,40 @@ WINDOW_MODELS: dict[str, dict[str, Any]] = {
         },
         "shard_bytes": 60_000,
     },
+    # The last layer sees the whole context.
+    "gemma4_text": {
+        "model_type": "gemma4_text",
+        "changes": {
+            "num_hidden_layers": 4,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 9,
+            "top_k_experts": 3,
+            "sliding_window": 5,
+            "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
+            "global_head_dim": 24,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 3.0,
+        },
+    },
+    "gemma4_text_own_values_untied": {
+        "model_type": "gemma4_text",
+        "changes": {
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "num_key_value_heads": 3,
+            "sliding_window": 11,
+            "layer_types": [_FULL, _SLIDING, _FULL],
+            "global_head_dim": 12,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                _FULL: {"rope_type": "proportional", "rope_theta": 3000.0, "partial_rotary_factor": 0.5},
+                _SLIDING: {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        "shard_bytes": 60_000,
+    },
 }

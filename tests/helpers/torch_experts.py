@@ -33,7 +33,8 @@ class TorchExperts:
     call_log = None
 
     def __init__(self, directory: Path) -> None:
-        self.config = json.loads((directory / "config.json").read_text())
+        config = json.loads((directory / "config.json").read_text())
+        self.config = config | config.get("text_config", {}) | {"model_type": config["model_type"]}
         self.weights: dict[str, torch.Tensor] = {}
         for file in directory.glob("*.safetensors"):
             with safe_open(file, framework="pt") as tensors:
@@ -66,6 +67,8 @@ class TorchExperts:
             return self._gpt_oss_expert(f"model.layers.{layer}.mlp.experts.", expert, hidden_state.float())
         gate, up, down = self._matrices(f"model.layers.{layer}.mlp.experts.", expert)
         x = hidden_state.float()
+        if self.config["model_type"].startswith("gemma4"):
+            return down @ (functional.gelu(gate @ x, approximate="tanh") * (up @ x))
         limit = (self.config.get("swiglu_limits") or [None] * (layer + 1))[layer] or math.inf
         return down @ (functional.silu(gate @ x).clamp(max=limit) * (up @ x).clamp(-limit, limit))
 
@@ -74,6 +77,8 @@ class TorchExperts:
         stacked = stem.replace("mlp.experts.", "moe.")
         if stacked + "gate_proj.weight" in self.weights:
             return [self.weights[f"{stacked}{part}_proj.weight"][expert] for part in ("gate", "up", "down")]
+        if self.config["model_type"].startswith("gemma4"):
+            stem = stem.replace("mlp.", "")
         fused = self.weights.get(stem + "gate_up_proj")
         if fused is None:
             return [self.weights[f"{stem}{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")]

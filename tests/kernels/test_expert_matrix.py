@@ -31,6 +31,7 @@ SHAPES = {
     "silu_clamped": (72, 136, 1, True),
     "gpt_oss": (264, 56, 4, True),
     "relu2": (40, 328, 3, False),
+    "gelu_tanh": (136, 88, 5, False),
 }
 NOT_IN_TILES = ("float32",)
 # Levels by name, and tiles kept in memory where there are none.

@@ -14,7 +14,7 @@ from moebius import _kernels_testing as testing
 from tests.tolerances import ACTIVATION_FLOAT32
 
 LEVELS = [name for name in _kernels.supported_isas() if name in ("scalar", "avx2", "avx512")]
-ACTIVATIONS = ["silu", "silu_clamped", "gpt_oss", "relu2"]
+ACTIVATIONS = ["silu", "silu_clamped", "gpt_oss", "relu2", "gelu_tanh"]
 ALPHA, LIMIT = 1.702, 7.0
 
 
@@ -30,6 +30,8 @@ def golden(activation: str, gate: NDArray[np.float32], up: NDArray[np.float32]) 
         swish: NDArray[np.float64] = g / (1 + np.exp(-alpha * g))
     if activation == "silu_clamped":
         swish = np.minimum(swish, LIMIT)
+    if activation == "gelu_tanh":
+        swish = g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
     if activation == "relu2":
         swish, u = np.maximum(u, 0.0), np.maximum(u, 0.0)
     result: NDArray[np.float64] = swish * (u + 1 if activation == "gpt_oss" else u)

@@ -53,7 +53,10 @@ def test_every_format(weight_format: str, few_rows: int) -> None:
 
 
 @pytest.mark.parametrize("few_rows", [FEW, MANY], ids=["rows", "tiles"])
-@pytest.mark.parametrize(("activation", "bias"), [("silu_clamped", False), ("gpt_oss", True), ("silu", True)])
+@pytest.mark.parametrize(
+    ("activation", "bias"),
+    [("silu_clamped", False), ("gpt_oss", True), ("silu", True), ("gelu_tanh", False)],
+)
 def test_activations_and_biases(activation: str, bias: bool, few_rows: int) -> None:
     """Clamped and gpt-oss activations, each at values beyond the clamp; biases of all three matrices."""
     shape = Shape(hidden=96, intermediate=48, activation=activation, has_bias=bias, limit=0.3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import DEEPSEEK_KEYS, Config, GgufFamily, grouped, rotated
-from moebius.models.common import read_biased_router, read_common, refuse_windows
+from moebius.models.common import FULL, SLIDING, read_biased_router, read_common, read_windows
 from moebius.models.config import ModelConfig, MoeConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 def read_dots1(hf: HfKeys) -> ModelConfig:
     """dots.llm1: attention of Qwen3, router and shared experts of DeepSeek-V3."""
     common = read_common(hf)
-    refuse_windows(hf)
-    if hf.has("sliding_window") and hf.integer("max_window_layers", default=62) < common["num_layers"]:
-        raise hf.error("sliding_window", "...", "with max_window_layers of all layers, or absent")
+    num_layers = common["num_layers"]
+    # Where no list says so, layers from `max_window_layers` on slide.
+    first = hf.integer("max_window_layers", default=62, minimum=0) if hf.has("sliding_window") else num_layers
+    kinds = list(hf.strings("layer_types")) or [FULL if i < first else SLIDING for i in range(num_layers)]
     hf.refuse("moe_layer_freq", 1)
     hf.refuse("scoring_func", "sigmoid", "noaux_tc")
     hf.refuse("topk_method", "noaux_tc")
@@ -40,6 +41,7 @@ def read_dots1(hf: HfKeys) -> ModelConfig:
         ),
         qk_norm=True,
         output_bias=common["attention_bias"],
+        attention_windows=read_windows(hf.with_values(layer_types=kinds), num_layers),
     )
 
 

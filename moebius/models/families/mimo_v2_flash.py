@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash: values shorter than keys; layers that slide have sinks, twice the KV heads, another rotation.
+"""MiMo-V2-Flash: values shorter than keys; where it slides sinks, twice the KV heads, another rotation.
 
 Sources: the published config.json and, for the function that its keys ask for, transformers 5.23
 (MiMoV2FlashConfig), which spells windows, dense layers and rotation by layer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moebius.checkpoint.gguf.family import ALL_SPARSE_KEYS, GgufFamily, rotated
 from moebius.checkpoint.gguf.names import gguf_layer
-from moebius.models.common import read_common, refuse_bias
+from moebius.models.common import read_common, read_one_window, refuse_bias
 from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
@@ -16,7 +16,6 @@ def read_mixtral(hf: HfKeys) -> ModelConfig:
     """Mixtral: every layer is MoE, and `intermediate_size` is an expert's."""
     common = read_common(hf)
     refuse_bias(hf, common)
-    hf.refuse("sliding_window")
     hf.skip("router_jitter_noise")  # of training
     router = RouterConfig(
         num_experts=hf.integer("num_local_experts", "num_experts"),
@@ -29,6 +28,7 @@ def read_mixtral(hf: HfKeys) -> ModelConfig:
         model_type="mixtral",
         rope=read_rope(hf, common["head_dim"], default_theta=1e6),
         moe=MoeConfig(router, common["intermediate_size"], 0, frozenset(range(common["num_layers"]))),
+        attention_windows=read_one_window(hf, common["num_layers"]),
     )
 
 

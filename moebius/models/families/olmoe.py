@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from moebius.checkpoint.gguf.family import ALL_SPARSE_KEYS, GgufFamily, rotated
 from moebius.models.common import read_common, read_softmax_router
 from moebius.models.config import ModelConfig, MoeConfig
@@ -14,7 +16,6 @@ from moebius.models.rope import read_rope
 def read_olmoe(hf: HfKeys) -> ModelConfig:
     """OLMoE: every layer is MoE, `intermediate_size` is an expert's, queries and keys are normed."""
     common = read_common(hf)
-    hf.refuse("clip_qkv")
     hf.refuse("sliding_window")
     router = read_softmax_router(hf)
     return ModelConfig(
@@ -24,6 +25,7 @@ def read_olmoe(hf: HfKeys) -> ModelConfig:
         moe=MoeConfig(router, common["intermediate_size"], 0, frozenset(range(common["num_layers"]))),
         qk_norm=True,
         qk_norm_full_width=True,
+        qkv_limit=hf.number("clip_qkv") if hf.has("clip_qkv") else math.inf,
         output_bias=common["attention_bias"],
     )
 

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily, rotated
 from moebius.models.common import (
+    FULL,
+    SLIDING,
     read_common,
     read_softmax_router,
     read_sparse_layers,
+    read_windows,
     refuse_bias,
-    refuse_used_window,
-    refuse_windows,
 )
 from moebius.models.config import ModelConfig, MoeConfig
 from moebius.models.family import Family
@@ -28,13 +29,23 @@ def _qwen2(keys: MetadataKeys, config: Config) -> Config:
     return rotated(keys, config) | {"qkv_bias": config["attention_bias"], "attention_bias": False}
 
 
+def _windows(hf: HfKeys, num_layers: int) -> tuple[int | None, ...]:
+    """By `layer_types`; without it every other one of the first `max_window_layers`, where they are used."""
+    slides = hf.boolean("use_sliding_window", default=False)
+    last = hf.integer("max_window_layers", default=28, minimum=0)
+    default = [SLIDING if slides and i % 2 == 0 and i < last else FULL for i in range(num_layers)]
+    kinds = list(hf.strings("layer_types")) or default
+    if not slides and SLIDING in kinds:
+        raise hf.error("layer_types", SLIDING, f"{FULL}, or {SLIDING} with use_sliding_window")
+    return read_windows(hf.with_values(layer_types=kinds), num_layers)
+
+
 def read_qwen2_moe(hf: HfKeys) -> ModelConfig:
     """Qwen1.5-MoE and Qwen2-57B-A14B: shared experts are weighed by a gate of their own."""
     common = read_common(hf)
     refuse_bias(hf, common)
     common["attention_bias"] = hf.boolean("qkv_bias", default=True)
-    refuse_used_window(hf)
-    refuse_windows(hf)
+    windows = _windows(hf, common["num_layers"])
     layers = read_sparse_layers(hf, common["num_layers"])
     router = read_softmax_router(hf)
     shared = hf.integer("shared_expert_intermediate_size")
@@ -43,6 +54,7 @@ def read_qwen2_moe(hf: HfKeys) -> ModelConfig:
         model_type="qwen2_moe",
         rope=read_rope(hf, common["head_dim"]),
         moe=MoeConfig(router, hf.integer("moe_intermediate_size"), shared, layers, shared_gate=True),
+        attention_windows=windows,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily, rotated
-from moebius.models.common import read_common, read_softmax_router, read_sparse_layers, refuse_used_window
+from moebius.models.common import read_common, read_one_window, read_softmax_router, read_sparse_layers
 from moebius.models.config import ModelConfig, MoeConfig
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
@@ -25,7 +25,7 @@ def read_qwen3_moe(
 ) -> ModelConfig:
     """Qwen3-MoE and Qwen3-Coder; the defaults are those of the text tower that uses this too."""
     common = read_common(hf)
-    refuse_used_window(hf)
+    slides = hf.boolean("use_sliding_window", default=False)
     # Qwen3-Coder names what its relatives have and it has not.
     hf.refuse("qkv_bias")
     hf.refuse("shared_expert_intermediate_size", 0)
@@ -40,6 +40,7 @@ def read_qwen3_moe(
         moe=MoeConfig(router, hf.integer("moe_intermediate_size"), 0, layers),
         qk_norm=True,
         output_bias=common["attention_bias"],
+        attention_windows=read_one_window(hf, common["num_layers"], used=slides),
     )
 
 

@@ -1,20 +1,29 @@
-"""Step-3.5-Flash: windows, heads, rotary embedding and clamps by layer, a gate for each head's output.
+"""Step-3.5-Flash and the text model of Step-3.7-Flash: windows, heads, rotary embedding, clamps by layer.
 
-Its lists have an entry for each layer, MTP layers after the last one included. Sources: the published
-config.json and, for the function that its keys ask for, transformers 5.23 (Step3p7TextConfig).
+A gate weighs each head's output. Lists have an entry for each layer, MTP layers after the last one included.
+Sources: the published config.json and, for the function that its keys ask for, transformers 5.23
+(Step3p7TextConfig).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
-from moebius.models.common import FULL, SLIDING, read_common, read_mtp_layers, read_windows
+from moebius.models.common import (
+    FULL,
+    SLIDING,
+    listed_or_after_dense,
+    read_common,
+    read_mtp_layers,
+    read_windows,
+)
 from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
-from moebius.models.names import ROTARY, TensorNames, rename
-from moebius.models.rope import read_rope
+from moebius.models.names import ROTARY, TensorNames, drop, rename
+from moebius.models.rope import read_layer_ropes, read_rope
 
 _GATE = rename("model.layers.*.moe.gate.weight", "model.layers.*.mlp.gate.weight")
 _BIAS = rename("model.layers.*.moe.router_bias", "model.layers.*.mlp.gate.e_score_correction_bias")
@@ -27,8 +36,24 @@ _HARMLESS = (
     "moe_dynamic_exp_p",
     "moe_every_n_layer",
     "moe_layer_offset",
+    "mtp_layer_types",
+    "mtp_mlp_layer_types",
+    "per_layer_config",
     # The family's code makes the norms whatever it says.
     "use_qk_norm",
+)
+# Of the tower, of what joins it to the text, and of its tokens.
+_VISION = (
+    "image_token_id",
+    "image_token_len",
+    "im_end_token",
+    "im_patch_token",
+    "im_start_token",
+    "patch_token_len",
+    "projector_bias",
+    "understand_projector_stride",
+    "vision_config",
+    "vision_select_layer",
 )
 # Layers before the first mixture of experts where no list says which they are.
 _DENSE_LAYERS = 3
@@ -75,6 +100,10 @@ def _numbers(hf: HfKeys, name: str, num_layers: int, default: float) -> tuple[fl
 
 def _ropes(hf: HfKeys, kinds: tuple[str, ...], head_dim: int) -> tuple[RopeConfig, ...]:
     """Rotary embedding of each layer; those that slide have no scaling."""
+    by_kind = hf.section("rope_parameters")
+    if by_kind is not None and all(by_kind.has(kind) for kind in kinds):
+        # As transformers writes it.
+        return read_layer_ropes(hf, kinds, head_dim, dict.fromkeys(kinds, (10000.0, 1.0)))
     thetas = _numbers(hf, "rope_theta", len(kinds), 10000.0)
     factors = _numbers(hf, "partial_rotary_factors", len(kinds), 1.0)
     if hf.integers("use_rope_layers"):
@@ -97,7 +126,8 @@ def _num_heads(hf: HfKeys, kinds: tuple[str, ...], common: dict[str, Any]) -> tu
     plain = common["num_heads"]
     other = hf.section("attention_other_setting")
     if other is None:
-        return (plain,) * len(kinds)
+        sliding = hf.integer("num_sliding_attention_heads", default=plain)
+        return tuple(sliding if kind == SLIDING else plain for kind in kinds)
     other.skip("true_head_dim")
     kv_heads = common["num_kv_heads"]
     for name, value in (("num_attention_groups", kv_heads), ("head_dim", common["head_dim"])):
@@ -116,6 +146,8 @@ def _num_heads(hf: HfKeys, kinds: tuple[str, ...], common: dict[str, Any]) -> tu
 def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
     """`moe_layers_enum`, numbers in a list or in a string with commas; without it all from the third."""
     listed = hf.value("moe_layers_enum")
+    if hf.has("mlp_layer_types"):
+        return listed_or_after_dense(hf, num_layers)
     if listed is None:
         return frozenset(range(min(_DENSE_LAYERS, num_layers), num_layers))
     items = listed.split(",") if isinstance(listed, str) else listed
@@ -192,13 +224,33 @@ def read_step3p5(hf: HfKeys) -> ModelConfig:
     )
 
 
+def read_step3p7(hf: HfKeys) -> ModelConfig:
+    """Step-3.7-Flash: the text model of Step-3.5 in `text_config`; its vision tower is not served."""
+    hf.skip(*_VISION)
+    hf.refuse("mlp_bias")
+    head_dim = hf.integer("head_dim")
+    if hf.number("query_pre_attn_scalar", default=head_dim) != head_dim:
+        raise hf.error("query_pre_attn_scalar", hf.number("query_pre_attn_scalar"), f"head_dim ({head_dim})")
+    return replace(read_step3p5(hf), model_type="step3p7")
+
+
+_LAYOUTS = ("stacked", "per_expert_step", "per_expert_step_old")
 FAMILIES = (
+    Family(
+        "step3p7",
+        read_step3p7,
+        TensorNames(
+            (drop("vision_model.**"), drop("vit_large_projector.**"), ROTARY, _GATE, _BIAS, _SHARED),
+            _LAYOUTS,
+            mtp_layers=True,
+        ),
+    ),
     Family(
         "step3p5",
         read_step3p5,
         TensorNames(
             (ROTARY, _GATE, _BIAS, _SHARED),
-            ("stacked", "per_expert_step", "per_expert_step_old"),
+            _LAYOUTS,
             mtp_layers=True,
         ),
     ),

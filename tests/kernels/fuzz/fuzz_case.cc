@@ -130,7 +130,7 @@ ExpertRequest FuzzRequest::view(const FuzzCase& fuzz) const {
 
 std::string FuzzCase::describe() const {
   static const char* const kRoutings[] = {"uniform", "one expert", "few experts", "skipping", "none"};
-  static const char* const kActivations[] = {"silu", "silu_clamped", "gpt_oss", "relu2"};
+  static const char* const kActivations[] = {"silu", "silu_clamped", "gpt_oss", "relu2", "gelu_tanh"};
   static const char* const kTypes[] = {"", "float32", "bfloat16", "float16"};
   const EngineOptions& o = options;
   auto text = [](uint32_t value) { return std::to_string(value); };

@@ -76,6 +76,12 @@ Value activate(const EngineOptions& options, const Value& gate, const Value& up)
       const double positive = up.value < 0.0 ? 0.0 : up.value;
       return times(positive, up.error, positive, up.error);
     }
+    case Activation::kGeluTanh: {
+      // Its slope is at most 1.13, silu's 1.10.
+      const double x = gate.value;
+      const double gelu = x * sigmoid(x * (1.5957691216057308 + 0.0713548162726 * x * x));
+      return times(gelu, 1.13 * gate.error, up.value, up.error);
+    }
   }
   return {};
 }

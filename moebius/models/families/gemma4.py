@@ -1,0 +1,177 @@
+"""Gemma 4 (26B-A4B): heads of two sizes, windows, experts next to each layer's MLP, GELU, many norms.
+
+Sources: the published config.json and, for the function that its keys ask for, transformers 5.23
+(Gemma4TextConfig). The vision tower is not served.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from moebius.models.common import FULL, SLIDING, every_nth_full, read_common, read_windows, refuse_bias
+from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import ROTARY, TensorNames, drop, rename
+from moebius.models.rope import read_rope
+
+_GELU = "gelu_pytorch_tanh"
+_ROPES: dict[str, dict[str, Any]] = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+# Of towers, of their tokens, and of embeddings by layer, which models with experts have not.
+_HARMLESS = (
+    "audio_config",
+    "audio_token_id",
+    "boa_token_id",
+    "boi_token_id",
+    "eoa_token_id",
+    "eoa_token_index",
+    "eoi_token_id",
+    "image_token_id",
+    "video_token_id",
+    "vision_config",
+    "vision_soft_tokens_per_image",
+    "vocab_size_per_layer_input",
+)
+
+
+def _full_sizes(hf: HfKeys, common: dict[str, Any]) -> tuple[int, int]:
+    """KV heads and elements of a head in layers that see the whole context.
+
+    Keys of their own, or as transformers writes them: an entry for each such layer.
+    """
+    by_layer = hf.section("per_layer_config")
+    names = () if by_layer is None else by_layer.unread
+    entry = None if by_layer is None or not names else by_layer.section(names[0])
+    head_dim = hf.integer("global_head_dim", default=512)
+    kv_heads = hf.integer("num_global_key_value_heads", default=common["num_kv_heads"])
+    if entry is not None:
+        head_dim = entry.integer("head_dim", default=head_dim)
+        kv_heads = entry.integer("num_key_value_heads", default=common["num_kv_heads"])
+    elif not hf.boolean("attention_k_eq_v", default=False):
+        kv_heads = common["num_kv_heads"]
+    if common["num_heads"] % kv_heads:
+        allowed = f"a divisor of num_attention_heads ({common['num_heads']})"
+        raise hf.error("num_global_key_value_heads", kv_heads, allowed)
+    return kv_heads, head_dim
+
+
+def _rope(hf: HfKeys, kind: str, head_dim: int) -> RopeConfig:
+    by_kind = hf.section("rope_parameters")
+    own = by_kind.value(kind) if by_kind is not None and by_kind.has(kind) else None
+    return read_rope(hf.with_values(rope_parameters=own or _ROPES[kind]), head_dim)
+
+
+def _read_moe(hf: HfKeys, common: dict[str, Any]) -> MoeConfig:
+    """Experts in every layer; its MLP counts as the experts that are always active."""
+    if not hf.boolean("enable_moe_block", default=False):
+        raise hf.error("enable_moe_block", False, "true: only models with experts are served")
+    router = RouterConfig(
+        num_experts=hf.integer("num_experts"),
+        top_k=hf.integer("top_k_experts", "num_experts_per_tok"),
+        score="softmax",
+        post="renormalize",
+        expert_scales=True,
+    )
+    return MoeConfig(
+        router,
+        hf.integer("moe_intermediate_size"),
+        common["intermediate_size"],
+        frozenset(range(common["num_layers"])),
+        expert_activation="gelu_tanh",
+        own_norms=True,
+    )
+
+
+def _rounded_scale(size: int, dtype: str) -> float:
+    """sqrt(size), in bfloat16 where the embeddings are: so the models were trained."""
+    root = float(size) ** 0.5
+    if dtype != "bfloat16":
+        return root
+    # Eight significant bits.
+    step = 2.0 ** (math.frexp(root)[1] - 8)
+    return round(root / step) * step
+
+
+def read_gemma4_text(hf: HfKeys) -> ModelConfig:
+    """Layers that see the whole context have larger heads, and keys for values with `attention_k_eq_v`."""
+    hf.skip(*_HARMLESS)
+    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        hf.refuse(name, 0)
+    hf.refuse("use_double_wide_mlp")
+    # Bidirectional attention between the tokens of an image is nothing to text.
+    hf.refuse("use_bidirectional_attention", "vision")
+    activation = hf.string("hidden_activation", default=_GELU)
+    if activation != _GELU:
+        raise hf.error("hidden_activation", activation, _GELU)
+    common = read_common(hf.with_values(final_logit_softcapping=None, hidden_act=None))
+    refuse_bias(hf, common)
+    num_layers, dtype = common["num_layers"], common["dtype"]
+    kinds = list(hf.strings("layer_types")) or every_nth_full(num_layers, 6)
+    kinds[-1] = FULL
+    windows = read_windows(hf.with_values(layer_types=kinds), num_layers)
+    sizes = {SLIDING: (common["num_kv_heads"], common["head_dim"]), FULL: _full_sizes(hf, common)}
+    ropes = {kind: _rope(hf, kind, sizes[kind][1]) for kind in sizes}
+    shared = hf.boolean("attention_k_eq_v", default=False)
+    kv_heads, head_dims = zip(*(sizes[kind] for kind in kinds), strict=True)
+    # Of layers that differ, what plans memory takes the largest.
+    largest = {"num_kv_heads": max(kv_heads), "head_dim": max(head_dims)}
+    tied = hf.boolean("tie_word_embeddings", default=True)
+    return ModelConfig(
+        **(common | largest | {"activation": _GELU, "tie_word_embeddings": tied}),
+        model_type="gemma4_text",
+        rope=ropes[kinds[0]],
+        layer_ropes=tuple(ropes[kind] for kind in kinds),
+        layer_kv_heads=kv_heads,
+        layer_head_dims=head_dims,
+        moe=_read_moe(hf, common),
+        qk_norm=True,
+        value_norm=True,
+        keys_as_values=tuple(shared and kind == FULL for kind in kinds),
+        attention_scale=1.0,
+        attention_windows=windows,
+        output_norms=True,
+        layer_scales=True,
+        embedding_scale=_rounded_scale(common["hidden_size"], dtype),
+        final_logit_softcap=hf.number("final_logit_softcapping")
+        if hf.has("final_logit_softcapping")
+        else 0.0,
+    )
+
+
+def read_gemma4(hf: HfKeys) -> ModelConfig:
+    """The text model of `text_config`."""
+    return replace(read_gemma4_text(hf), model_type="gemma4")
+
+
+# Published names below a layer, and those here.
+_NAMES = (
+    ("post_attention_layernorm.**", "post_self_attn_layernorm.**"),
+    ("pre_feedforward_layernorm.**", "post_attention_layernorm.**"),
+    ("post_feedforward_layernorm.**", "post_mlp_layernorm.**"),
+    ("post_feedforward_layernorm_1.**", "mlp.dense_norm.**"),
+    ("post_feedforward_layernorm_2.**", "mlp.output_norm.**"),
+    ("pre_feedforward_layernorm_2.**", "mlp.input_norm.**"),
+    ("router.scale", "mlp.router_norm.weight"),
+    ("router.proj.**", "mlp.gate.**"),
+    ("router.per_expert_scale", "mlp.gate.expert_scales"),
+    ("mlp.**", "mlp.shared_experts.**"),
+)
+
+
+def _names(prefix: str) -> TensorNames:
+    layers = (rename(f"{prefix}layers.*.{theirs}", f"model.layers.*.{ours}") for theirs, ours in _NAMES)
+    towers = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+    text = rename(f"{prefix}**", "model.**")
+    rules = (ROTARY, *(drop(f"model.{tower}.**") for tower in towers), *layers, text)
+    return TensorNames(rules, ("fused_in_layer",))
+
+
+FAMILIES = (
+    Family("gemma4_text", read_gemma4_text, _names("model.")),
+    Family("gemma4", read_gemma4, _names("model.language_model.")),
+)

@@ -1,0 +1,112 @@
+"""Mistral Small 4 (119B-A6B): latent attention whose queries grow with their position, softmax router.
+
+Sources: transformers 5.23 (Mistral4Config, Mistral3Config). Published inside of a `mistral3` model, whose
+vision tower is not served.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from moebius.models.common import after_dense
+from moebius.models.config import ModelConfig, RouterConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.mla import read_mla_common, read_moe
+from moebius.models.names import ROTARY, TensorNames, drop, rename
+from moebius.models.rope import QueryGrowth
+
+# Rotation where a checkpoint has none, but for its keys of growth.
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_GROWTH = 0.1
+# Of the tower, of what joins it to the text, and of its tokens.
+_VISION = (
+    "image_token_id",
+    "image_token_index",
+    "multimodal_projector_bias",
+    "projector_hidden_act",
+    "spatial_merge_size",
+    "vision_config",
+    "vision_feature_layer",
+)
+
+
+def _rope(hf: HfKeys) -> tuple[dict[str, Any], QueryGrowth]:
+    """`rope_parameters` without the keys that are this family's own, and the growth of queries."""
+    rope = hf.section("rope_parameters")
+    if rope is None:
+        return _YARN, (_GROWTH, float(_YARN["original_max_position_embeddings"]))
+    rope_dim = hf.integer("qk_rope_head_dim", minimum=2)
+    whole = hf.integer("qk_nope_head_dim") + rope_dim
+    if rope.has("partial_rotary_factor") and rope.number("partial_rotary_factor") != rope_dim / whole:
+        raise rope.error("partial_rotary_factor", rope.value("partial_rotary_factor"), f"{rope_dim / whole}")
+    growth = (0.0, 1.0)
+    if rope.value("llama_4_scaling_beta"):
+        length = rope.number("original_max_position_embeddings")
+        growth = rope.number("llama_4_scaling_beta"), length
+    own = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor")
+    values: dict[str, Any] = hf.value("rope_parameters")
+    return {key: value for key, value in values.items() if key not in own}, growth
+
+
+def _read_router(hf: HfKeys) -> RouterConfig:
+    return RouterConfig(
+        num_experts=hf.integer("n_routed_experts"),
+        top_k=hf.integer("num_experts_per_tok"),
+        score="softmax",
+        num_groups=hf.integer("n_group", default=1),
+        top_groups=hf.integer("topk_group", default=1),
+        post="renormalize" if hf.boolean("norm_topk_prob", default=True) else "none",
+        renormalize_epsilon=1e-20,
+        scale=hf.number("routed_scaling_factor", default=1.0),
+    )
+
+
+def read_mistral4(hf: HfKeys) -> ModelConfig:
+    """Every layer is MoE unless `first_k_dense_replace` says otherwise."""
+    rope, growth = _rope(hf)
+    hf.refuse("sliding_window")
+    common = read_mla_common(hf.with_values(rope_parameters=rope), growth)
+    moe = read_moe(hf, _read_router(hf), after_dense(hf, common["num_layers"], 0))
+    return ModelConfig(**common, model_type="mistral4", moe=moe)
+
+
+def read_mistral3(hf: HfKeys) -> ModelConfig:
+    """The text model of a Mistral 3 or 4 with images; those without experts are refused."""
+    hf.skip(*_VISION)
+    if not hf.has("n_routed_experts"):
+        raise hf.error("text_config", "...", "a model with experts (mistral4)")
+    return replace(read_mistral4(hf), model_type="mistral3")
+
+
+_TOWER = (
+    "vision_tower.**",
+    "multi_modal_projector.**",
+    "model.vision_tower.**",
+    "model.multi_modal_projector.**",
+)
+FAMILIES = (
+    Family("mistral4", read_mistral4, TensorNames((ROTARY,), ("fused", "per_expert"))),
+    Family(
+        "mistral3",
+        read_mistral3,
+        TensorNames(
+            (
+                ROTARY,
+                *(drop(name) for name in _TOWER),
+                rename("language_model.model.**", "model.**"),
+                rename("language_model.lm_head.**", "lm_head.**"),
+                rename("model.language_model.**", "model.**"),
+            ),
+            ("fused", "per_expert"),
+        ),
+    ),
+)
