@@ -67,10 +67,11 @@ def _attend(attention: AttentionBackend, num_rows: int) -> None:
     """Queries, keys and values are parts of wider rows, as a fused projection leaves them."""
     cache, config = attention.kv_cache, attention.config
     for layer_id, shape, layer in kinds_of_layers(config, cache.dtype, cache.device):
-        sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
-        rows = torch.zeros(num_rows, sum(sizes), shape.head_dim, dtype=cache.dtype, device=cache.device)
-        query, key, value = rows.split(sizes, dim=1)
-        attention.forward(query, key, value, layer_id, layer)
+        value_begin = shape.num_heads + shape.num_kv_heads
+        heads = value_begin + shape.num_kv_heads
+        rows = torch.zeros(num_rows, heads, shape.head_dim, dtype=cache.dtype, device=cache.device)
+        parts = rows[:, : shape.num_heads], rows[:, shape.num_heads : value_begin], rows[:, value_begin:]
+        attention.forward(*parts, layer_id, layer)
 
 
 def _attend_latents(attention: MlaAttentionBackend, num_rows: int) -> None:

@@ -119,7 +119,8 @@ class GQAttention(nn.Module):
         else:
             values_end = keys_end + self.num_kv_heads * self._value_dim
             values = projected[:, keys_end:values_end]
-        rotated = projected[:, :keys_end].unflatten(1, (-1, self.head_dim))
+        num_rotated = self.num_heads + self.num_kv_heads
+        rotated = projected[:, :keys_end].view(-1, num_rotated, self.head_dim)
         query, key = self._norm_and_rotate(rotated, rope)
         value, gate = self._cached_value(values), projected[:, values_end:]
         backend = context.attention
@@ -127,7 +128,8 @@ class GQAttention(nn.Module):
         layer = AttentionLayer(self._window, self.sinks)
         attended = backend.forward(query, key, value, self.layer_id, layer)
         if self._value_dim < self.head_dim:
-            attended = attended.unflatten(1, (-1, self.head_dim))[..., : self._value_dim].flatten(1)
+            by_head = attended.view(-1, self.num_heads, self.head_dim)
+            attended = by_head[..., : self._value_dim].flatten(1)
         if gate.shape[1]:
             attended = attended * self._gate_weights(gate)
         if self.g_proj is not None:
@@ -138,7 +140,7 @@ class GQAttention(nn.Module):
 
     def _cached_value(self, projected: torch.Tensor) -> torch.Tensor:
         """`[T, num_kv_heads, head_dim]` of projected values: normed, scaled, padded to a key's size."""
-        value = self._clipped(projected).unflatten(1, (-1, self._value_dim))
+        value = self._clipped(projected).view(-1, self.num_kv_heads, self._value_dim)
         if self._norms_values:
             assert self._ones is not None, "the loader calls `pack`"
             value = rms_norm(value.contiguous(), self._ones, self._eps)

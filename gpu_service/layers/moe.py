@@ -210,7 +210,8 @@ class MoEWithOwnNorms(MoE):
         dense = self._group.all_reduce(self.shared_experts(hidden_states, context))
         normed: torch.Tensor = self.dense_norm(dense)
         answer = self._group.all_reduce(collect(None).to(hidden_states.device))
-        return normed + self.output_norm(answer.to(hidden_states.dtype))
+        experts: torch.Tensor = self.output_norm(answer.to(hidden_states.dtype))
+        return normed + experts
 
 
 Collect = Callable[[torch.Tensor | None], torch.Tensor]

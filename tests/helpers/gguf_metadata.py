@@ -8,13 +8,16 @@ from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
 
 # Names in gguf.MODEL_ARCH.
 ARCHITECTURES = {
+    "afmoe": "AFMOE",
     "deepseek_v2": "DEEPSEEK2",
     "deepseek_v3": "DEEPSEEK2",
     "dots1": "DOTS1",
     "ernie4_5_moe": "ERNIE4_5_MOE",
+    "exaone_moe": "EXAONE_MOE",
     "glm4_moe": "GLM4_MOE",
     "glm_moe_dsa": "GLM_DSA",
     "gpt_oss": "GPT_OSS",
+    "hunyuan_v1_moe": "HUNYUAN_MOE",
     "minimax_m2": "MINIMAXM2",
     "mixtral": "LLAMA",
     "olmoe": "OLMOE",
@@ -23,7 +26,7 @@ ARCHITECTURES = {
     "qwen3_moe": "QWEN3MOE",
     "qwen3_next": "QWEN3NEXT",
 }
-_SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "glm_moe_dsa", "minimax_m2")
+_SIGMOID = ("afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm_moe_dsa", "minimax_m2")
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm_moe_dsa")
 LINEAR = ("qwen3_5_moe_text", "qwen3_next")
 
@@ -102,12 +105,23 @@ def _write_experts(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
     if kind in ("qwen2_moe", *LINEAR):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if kind == "gpt_oss":
+    if kind in ("afmoe", "exaone_moe"):
+        writer.add_expert_shared_count(config.num_shared_experts)
+        writer.add_expert_weights_norm(True)
+        is_afmoe = kind == "afmoe"
+        writer.add_leading_dense_block_count(
+            config.num_dense_layers if is_afmoe else config.first_k_dense_replace
+        )
+        writer.add_expert_weights_scale(config.route_scale if is_afmoe else config.routed_scaling_factor)
+    if kind == "hunyuan_v1_moe":
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if kind in ("afmoe", "exaone_moe", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window)
     width = getattr(config, "moe_intermediate_size", None)
     if kind in ("gpt_oss", "minimax_m2"):
         width = config.intermediate_size
-    if width is not None and kind not in ("mixtral", "olmoe"):
+    if width is not None and kind not in ("hunyuan_v1_moe", "mixtral", "olmoe"):
         writer.add_expert_feed_forward_length(width)
 
 

@@ -263,6 +263,36 @@ CASES: dict[str, GgufModelCase] = {
         _SMALL | _LINEAR | {"linear_num_value_heads": 2, "rope_parameters": _PARTIAL_YARN},
         fused=True,
     ),
+    "afmoe": GgufModelCase(
+        "afmoe",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL
+        | {
+            "num_hidden_layers": 4,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "sliding_window": 5,
+            "mup_enabled": True,
+            "route_scale": 2.5,
+        },
+    ),
+    "exaone_moe": GgufModelCase(
+        "exaone_moe",
+        GgufTypes("Q8_0", "Q4_0", "Q8_0"),
+        _SMALL | {"num_hidden_layers": 4, "num_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5},
+    ),
+    "hunyuan_v1_moe": GgufModelCase(
+        "hunyuan_v1_moe",
+        GgufTypes("Q4_0", "Q8_0", "Q8_0"),
+        _SMALL
+        | {
+            "intermediate_size": 32,
+            "num_experts": 5,
+            "moe_topk": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    ),
     "dots1": GgufModelCase(
         "dots1",
         GgufTypes("IQ3_S", "IQ3_S", "Q8_0"),

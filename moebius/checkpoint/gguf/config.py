@@ -104,7 +104,7 @@ def _check_gating(keys: MetadataKeys, model_type: str, family: GgufFamily) -> No
     if found not in (None, 0, family.gating):
         raise keys.error("expert_gating_func", found, f"{family.gating} with {model_type}")
     scale = keys.get("expert_weights_scale")
-    if "routed_scaling_factor" not in family.keys.values() and scale not in (None, 0.0, 1.0):
+    if "expert_weights_scale" not in family.keys and scale not in (None, 0.0, 1.0):
         raise keys.error("expert_weights_scale", scale, f"1.0 with {model_type}")
     if scale is not None and not math.isfinite(scale):
         raise keys.error("expert_weights_scale", scale, "a number")

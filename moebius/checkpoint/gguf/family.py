@@ -86,6 +86,13 @@ def rotated(keys: MetadataKeys, config: Config) -> Config:
     return {"partial_rotary_factor": keys.integer("rope.dimension_count", head) / head}
 
 
+def always_normed(keys: MetadataKeys, config: Config) -> Config:
+    """`rotated`, of families whose weights of chosen experts always sum to one."""
+    if not keys.get("expert_weights_norm"):
+        raise keys.error("expert_weights_norm", False, "true")
+    return rotated(keys, config)
+
+
 def grouped(keys: MetadataKeys) -> Config:
     """DeepSeek's groups of experts; a file without them has one."""
     return {

@@ -6,6 +6,8 @@ Sources: the published config.json and, for the function that its keys ask for, 
 
 from __future__ import annotations
 
+from moebius.checkpoint.gguf.family import SPARSE_KEYS, GgufFamily, always_normed
+from moebius.checkpoint.gguf.names import gguf_linear
 from moebius.models.common import SLIDING, every_nth_full, read_common, read_windows, refuse_bias
 from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
 from moebius.models.family import Family
@@ -75,6 +77,26 @@ FAMILIES = (
                 rename(_LAYER + "mlp.router.gate.**", _LAYER + "mlp.gate.**"),
                 rename(_LAYER + "mlp.expert_bias", _LAYER + "mlp.gate.e_score_correction_bias"),
             )
+        ),
+        gguf=(
+            GgufFamily(
+                "afmoe",
+                SPARSE_KEYS
+                | {
+                    "expert_shared_count": "num_shared_experts",
+                    "expert_weights_scale": "route_scale",
+                    "leading_dense_block_count": "num_dense_layers",
+                },
+                2,
+                # llama.cpp multiplies embeddings and sees the whole context in every fourth layer, always.
+                {"mup_enabled": True, "global_attn_every_n_layers": 4},
+                always_normed,
+                rules=(
+                    *gguf_linear("attn_gate", "self_attn.g_proj"),
+                    *gguf_linear("post_attention_norm", "post_self_attn_layernorm"),
+                    *gguf_linear("post_ffw_norm", "post_mlp_layernorm"),
+                ),
+            ),
         ),
     ),
 )

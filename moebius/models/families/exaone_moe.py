@@ -6,6 +6,9 @@ Sources: the published config.json and, for the function that its keys ask for, 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily, grouped, rotated
 from moebius.models.common import (
     SLIDING,
     every_nth_full,
@@ -20,6 +23,9 @@ from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.names import MTP, ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 _BIAS = rename(
     "model.layers.*.mlp.e_score_correction_bias", "model.layers.*.mlp.gate.e_score_correction_bias"
@@ -74,4 +80,20 @@ def read_exaone_moe(hf: HfKeys) -> ModelConfig:
     )
 
 
-FAMILIES = (Family("exaone_moe", read_exaone_moe, TensorNames((ROTARY, MTP, _BIAS))),)
+def _exaone(keys: MetadataKeys, config: Config) -> Config:
+    return rotated(keys, config) | grouped(keys)
+
+
+_GGUF_KEYS = SPARSE_KEYS | {
+    "expert_shared_count": "num_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+FAMILIES = (
+    Family(
+        "exaone_moe",
+        read_exaone_moe,
+        TensorNames((ROTARY, MTP, _BIAS)),
+        gguf=(GgufFamily("exaone-moe", _GGUF_KEYS, 2, derive=_exaone),),
+    ),
+)

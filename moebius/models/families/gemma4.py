@@ -93,7 +93,7 @@ def _rounded_scale(size: int, dtype: str) -> float:
     if dtype != "bfloat16":
         return root
     # Eight significant bits.
-    step = 2.0 ** (math.frexp(root)[1] - 8)
+    step = math.ldexp(1.0, math.frexp(root)[1] - 8)
     return round(root / step) * step
 
 

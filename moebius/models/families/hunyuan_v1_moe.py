@@ -6,12 +6,18 @@ Sources: the published config.json and, for the function that its keys ask for, 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from moebius.checkpoint.gguf.family import Config, GgufFamily, rotated
 from moebius.models.common import read_common
 from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 # Of training, of multimodal relatives' tokens and towers, of task heads, and sizes of attention that these
 # models do not use.
@@ -136,6 +142,15 @@ def read_hunyuan_v1_moe(hf: HfKeys) -> ModelConfig:
     )
 
 
+def _hunyuan(keys: MetadataKeys, config: Config) -> Config:
+    """The shared MLP and all experts are of one width, which files give twice or more."""
+    size = keys.integer("expert_feed_forward_length", config.get("intermediate_size", 0))
+    shared = keys.integer("expert_shared_feed_forward_length", size)
+    if shared != size:
+        raise keys.error("expert_shared_feed_forward_length", shared, f"expert_feed_forward_length ({size})")
+    return rotated(keys, config) | {"intermediate_size": size}
+
+
 FAMILIES = (
     Family(
         "hunyuan_v1_moe",
@@ -149,5 +164,7 @@ FAMILIES = (
                 rename("model.layers.*.mlp.shared_mlp.**", "model.layers.*.mlp.shared_experts.**"),
             )
         ),
+        # The base in files has the scaling's alpha in it.
+        gguf=(GgufFamily("hunyuan-moe", {"expert_count": "num_experts"}, 1, derive=_hunyuan),),
     ),
 )
