@@ -92,8 +92,8 @@ FAMILIES = (
                 {"mup_enabled": True, "global_attn_every_n_layers": 4},
                 always_normed,
                 rules=(
-                    *gguf_linear("attn_gate", "self_attn.g_proj"),
-                    *gguf_linear("post_attention_norm", "post_self_attn_layernorm"),
+                    *gguf_linear("attn_gate", "self_attn.gate_proj"),
+                    *gguf_linear("ffn_norm", "pre_mlp_layernorm"),
                     *gguf_linear("post_ffw_norm", "post_mlp_layernorm"),
                 ),
             ),
