@@ -83,7 +83,7 @@ def test_what_is_not_gguf_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path: Path) -> None:
     path = small_file(tmp_path / "m.gguf", "gemma3")
-    refused(path, "general.architecture is 'gemma3'; allowed: deepseek2, .*qwen3moe")
+    refused(path, "general.architecture is 'gemma3'; allowed: afmoe, deepseek2, .*qwen3moe")
     refused(small_file(tmp_path / "v32.gguf", "deepseek32"), "general.architecture is 'deepseek32'")
     with pytest.raises(ModelConfigError, match="gemma3"):
         read_model_config(path)
