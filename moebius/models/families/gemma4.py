@@ -89,7 +89,7 @@ def _read_moe(hf: HfKeys, common: dict[str, Any]) -> MoeConfig:
 
 def _rounded_scale(size: int, dtype: str) -> float:
     """sqrt(size), in bfloat16 where the embeddings are: so the models were trained."""
-    root = float(size) ** 0.5
+    root = math.sqrt(size)
     if dtype != "bfloat16":
         return root
     # Eight significant bits.

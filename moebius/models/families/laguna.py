@@ -37,7 +37,7 @@ def _gates_heads(hf: HfKeys) -> bool:
     kinds = set(hf.strings("gating_types"))
     if gating not in allowed or not kinds <= {"per_head", "per_element"} or len(kinds) > 1:
         raise hf.error("gating", gating, "true, per-head or per-element, the same in all layers")
-    per_head = gating != "per-element"
+    per_head: bool = gating != "per-element"
     if kinds and kinds != {"per_head" if per_head else "per_element"}:
         raise hf.error("gating_types", sorted(kinds), "what gating says")
     return per_head
