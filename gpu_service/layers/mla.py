@@ -175,7 +175,7 @@ class MLAttention(nn.Module):
         query, compressed = self._project(hidden_states, rope, context)
         latent = self.kv_a_layernorm(compressed[:, : mla.kv_lora_rank])
         key_rope = compressed[:, mla.kv_lora_rank :]
-        if rope.query_scale is not None:
+        if rope is not None and rope.query_scale is not None:
             query = query * rope.query_scale
         query_nope, query_rope = query[..., : mla.qk_nope_head_dim], query[..., mla.qk_nope_head_dim :]
         if rope is not None:
