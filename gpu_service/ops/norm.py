@@ -58,7 +58,9 @@ def gated_group_rms_norm(
     values float32 `[T, N]`, contiguous; gate `[T, N]` (columns contiguous) and weight `[N]`, both of one
     dtype. Computed in float32. Returns `[T, N]` of the weight's dtype.
     """
-    gated = (values.float() * functional.silu(gate.float())).unflatten(1, (num_groups, -1))
+    tokens, columns = values.shape
+    gated = values.float() * functional.silu(gate.float())
+    gated = gated.view(tokens, num_groups, columns // num_groups)
     normed = torch.rms_norm(gated, gated.shape[2:], None, eps).flatten(1)
     return (normed * weight).to(weight.dtype)
 
