@@ -152,6 +152,7 @@ class ExpertEngine:
         gpt_oss: (clamp(u, -limit, limit) + 1) * m * sigmoid(alpha * m), m = min(g, limit)
         relu2: max(u, 0)^2; experts have no gate
         gelu_tanh: gelu(g) * u, by the tanh form of GELU
+        clamped_silu: silu(min(g, limit)) * clamp(u, -limit, limit)
 
     Args:
         hidden_size: width of a row.
@@ -163,7 +164,7 @@ class ExpertEngine:
         down_format: the same for the down matrices; None takes weight_format.
         activation: one of those above.
         alpha: factor of gpt_oss.
-        limit: clamp of silu_clamped and gpt_oss, or one per layer.
+        limit: clamp of silu_clamped, gpt_oss and clamped_silu, or one per layer.
         has_bias: experts have biases, one per row of gate, up and down.
         num_threads: 0 takes one per cpu in `cpus`, else per cpu this thread may use. The thread that calls
             `forward` is one of them.

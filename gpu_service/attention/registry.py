@@ -183,7 +183,9 @@ def mla_dimensions(config: ModelConfig) -> MlaDimensions:
         rope_dim=mla.qk_rope_head_dim,
         value_dim=mla.v_head_dim,
         softmax_scale=mla.softmax_scale,
-        index=IndexDimensions(indexer.num_heads, indexer.head_dim, indexer.top_k) if indexer else None,
+        index=None
+        if indexer is None
+        else IndexDimensions(indexer.num_heads, indexer.head_dim, indexer.top_k, indexer.pool),
     )
 
 

@@ -143,35 +143,36 @@ class KVCache(LayerPages):
 class IndexKeys(LayerPages):
     """Keys of all layers that choose for themselves, counted among those.
 
-    One tensor `[num_pages, page_size, head_dim]` per such layer, in the same pages as the latents and
-    always in the type of the activations: 8-bit keys would choose other tokens.
+    One tensor `[num_pages, page_size, row_dim]` per such layer, in the same pages as the latents and
+    always in the type of the activations: 8-bit keys would choose other tokens. A row is a token's key, and,
+    where tokens are chosen in pools, the logits of its weights in one (`ops.kv.pool_index_keys`).
     """
 
     def __init__(
         self,
         num_layers: int,
-        head_dim: int,
+        row_dim: int,
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        rows = [(head_dim,)] * num_layers
+        rows = [(row_dim,)] * num_layers
         super().__init__("index key", rows, num_pages, page_size, dtype, device, None)
-        self.head_dim = head_dim
+        self.row_dim = row_dim
 
     def append(self, index_layer: int, keys: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Store keys `[T, head_dim]` in slots int64 `[T]`."""
+        """Store rows `[T, row_dim]` in slots int64 `[T]`."""
         self._layers[index_layer].flatten(0, 1).index_copy_(0, slot_mapping, keys)
 
     def gather(self, index_layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """Pages side by side, `[len(pages) * page_size, head_dim]`."""
+        """Pages side by side, `[len(pages) * page_size, row_dim]`."""
         return self._layers[index_layer].index_select(0, pages).flatten(0, 1)
 
 
-def index_bytes_per_page(num_layers: int, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
+def index_bytes_per_page(num_layers: int, row_dim: int, page_size: int, dtype: torch.dtype) -> int:
     """Bytes one page takes over all layers that choose for themselves."""
-    return num_layers * page_size * head_dim * dtype.itemsize
+    return num_layers * page_size * row_dim * dtype.itemsize
 
 
 class MlaCache(LayerPages):
@@ -196,7 +197,7 @@ class MlaCache(LayerPages):
         index_layers: int = 0,
         index_dim: int = 0,
     ) -> None:
-        """`index_layers` choose what they attend to, by keys of `index_dim` elements."""
+        """`index_layers` choose what they attend to, by rows of `index_dim` elements."""
         rows = [(latent_dim + rope_dim,)] * num_layers
         super().__init__("MLA", rows, num_pages, page_size, dtype, device, storage_dtype)
         self.latent_dim = latent_dim
@@ -273,7 +274,7 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     if indexer is None:
         return latents
     activations = TORCH_DTYPES[config.dtype]
-    return latents + index_bytes_per_page(len(indexer.layers), indexer.head_dim, page_size, activations)
+    return latents + index_bytes_per_page(len(indexer.layers), indexer.row_dim, page_size, activations)
 
 
 def make_cache(
@@ -298,5 +299,5 @@ def make_cache(
         device,
         storage_dtype,
         index_layers=len(indexer.layers) if indexer else 0,
-        index_dim=indexer.head_dim if indexer else 0,
+        index_dim=indexer.row_dim if indexer else 0,
     )

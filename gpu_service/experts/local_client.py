@@ -47,12 +47,17 @@ def _gelu_tanh(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float)
     return functional.gelu(gate, approximate="tanh") * up
 
 
+def _clamped_silu(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
 # Of gate and up, float32 of one shape, `MoeGeometry.alpha`, and the layer's `MoeGeometry.limit_of`.
 EXPERT_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]] = {
     "silu": _silu,
     "silu_clamped": _silu_clamped,
     "gpt_oss": _gpt_oss,
     "gelu_tanh": _gelu_tanh,
+    "clamped_silu": _clamped_silu,
 }
 
 

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, project_values, up_project
-from gpu_service.engine.step import ForwardContext
+from gpu_service.cache.kv_cache import IndexKeys
+from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import LayerNorm, RMSNorm
+from gpu_service.ops.kv import pool_index_keys
 from gpu_service.ops.rope import RopeTable, apply_rope, half_split
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, query_heads
@@ -60,6 +63,16 @@ class Indexer(nn.Module):
         self.k_norm = LayerNorm(indexer.head_dim, _KEY_EPS, dtype=dtype)
         # Its few rows weigh whole heads against one another: in 16 bits, ranks of tokens would change.
         self.weights_proj = Linear(config.hidden_size, indexer.num_heads, bias=False, dtype=torch.float32)
+        # Of a token's weight among those of its pool; float32 as they are added.
+        self.index_kpool_compress_ape: nn.Parameter | None = None
+        self.index_kpool_compress_gate: nn.Parameter | None = None
+        if indexer.pool > 1:
+            self.index_kpool_compress_ape = empty_parameter(
+                indexer.pool, indexer.head_dim, dtype=torch.float32
+            )
+            self.index_kpool_compress_gate = empty_parameter(
+                indexer.head_dim, config.hidden_size, dtype=dtype
+            )
         self._score_scale = (indexer.head_dim * indexer.num_heads) ** -0.5
 
     def forward(
@@ -83,7 +96,7 @@ class Indexer(nn.Module):
             apply_rope(keys[:, None], rope)
         index_keys = backend.cache.index_keys
         assert index_keys is not None, "the cache of this model holds the indexer's keys"
-        index_keys.append(self._index_layer, keys, context.inputs.slot_mapping)
+        self._store(index_keys, keys, hidden_states, context.inputs)
         backend.selection = None
         if backend.selects:
             query = self.wq_b(query_latent).view(-1, sizes.num_heads, sizes.head_dim)
@@ -91,6 +104,20 @@ class Indexer(nn.Module):
                 apply_rope(query, rope)
             weights = self.weights_proj(hidden_states.float()) * self._score_scale
             backend.selection = backend.select(query, weights, self._index_layer)
+
+    def _store(
+        self, index_keys: IndexKeys, keys: torch.Tensor, hidden_states: torch.Tensor, inputs: ForwardInputs
+    ) -> None:
+        """Keys of the step's tokens, and of the pools that end with one of them."""
+        offsets, gate = self.index_kpool_compress_ape, self.index_kpool_compress_gate
+        if offsets is None or gate is None:
+            index_keys.append(self._index_layer, keys, inputs.slot_mapping)
+            return
+        rows = torch.cat((keys, functional.linear(hidden_states, gate)), dim=1)
+        index_keys.append(self._index_layer, rows, inputs.slot_mapping)
+        starts = inputs.query_start_loc_tensor
+        where = inputs.positions, inputs.slot_mapping, inputs.block_table, starts, index_keys.page_size
+        pool_index_keys(index_keys.pages(self._index_layer).flatten(0, 1), offsets, *where)
 
 
 class LatentProjection(nn.Module):

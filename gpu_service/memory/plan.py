@@ -104,6 +104,9 @@ def activation_bytes(
     item, ranks = config.dtype_bytes, parallel.tp_size
     # Residual, normed input, its output and one temporary; partial sum and answer in float32.
     stream = config.hidden_size * (4 * item + 2 * 4)
+    if config.hyper is not None:
+        # The streams, and the same once more in float32 where weights are computed and streams mixed.
+        stream += config.stream_size * (item + 2 * 4)
     attention = _attention_row(config) * item // ranks + _selection_row(config)
     mlp = step.tokens * _mlp_row(config, ranks)
     if has_resident_experts:
@@ -141,7 +144,7 @@ def _selection_row(config: ModelConfig) -> int:
         return 0
     query = 2 * indexer.num_heads * indexer.head_dim * config.dtype_bytes
     # Hidden states and weights of heads in float32, and the chosen positions.
-    return query + 4 * (config.hidden_size + 2 * indexer.num_heads + indexer.top_k)
+    return query + 4 * (config.hidden_size + 2 * indexer.num_heads + 2 * (indexer.top_k + indexer.pool))
 
 
 def _mlp_row(config: ModelConfig, ranks: int) -> int:

@@ -111,7 +111,7 @@ def _earlier_tokens(attention: Attention, page_size: int) -> list[int]:
     if not isinstance(attention, MlaAttentionBackend):
         return [0]
     index = attention.dimensions.index
-    pages = 1 if index is None else -(-index.top_k // page_size)
+    pages = 1 if index is None else -(-index.selected // page_size)
     return [0, pages * page_size]
 
 

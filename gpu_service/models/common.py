@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from gpu_service.engine.step import ForwardContext
+from gpu_service.engine.step import ForwardContext, ForwardInputs
 from gpu_service.layers.decoder import (
     DecoderLayer,
     Embedding,
@@ -17,6 +17,7 @@ from gpu_service.layers.decoder import (
     RotaryEmbedding,
     gather_logits,
 )
+from gpu_service.layers.hyper_connections import HyperDecoderLayer, HyperStreams
 from gpu_service.layers.linear import Packed
 from gpu_service.layers.moe import GatedMLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import make_norm
@@ -46,7 +47,7 @@ class Backbone(nn.Module):
         size, last = config.hidden_size, parallel.is_last_stage
         self._parallel = parallel
         self._first_layer = stage_layers(config, parallel).start
-        self._size, self._dtype = size, dtype
+        self._stream_size, self._dtype, self._hyper = config.stream_size, dtype, config.hyper
         embeds = parallel.is_first_stage or (last and config.tie_word_embeddings)
         self.embed_tokens = (
             Embedding(config.vocab_size, size, dtype=dtype, parallel=parallel) if embeds else None
@@ -67,10 +68,7 @@ class Backbone(nn.Module):
         by_axis = inputs.mrope_positions
         positions = inputs.positions if by_axis is None else by_axis
         ropes = [rotary.table(positions) for rotary in self._rotaries]
-        embedded = self._begin(inputs.input_ids)
-        if images is not None and self._parallel.is_first_stage:
-            images.replace_embeddings(embedded)
-        stream = ResidualStream(embedded)
+        stream = self._begin(inputs)
         for index, layer in enumerate(self.layers, self._first_layer):
             rotary = self._rotary_of[index]
             stream = layer(stream, None if rotary is None else ropes[rotary], context)
@@ -84,13 +82,22 @@ class Backbone(nn.Module):
             return hidden_states
         return stream.normed(self.norm)
 
-    def _begin(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if self._parallel.is_first_stage:
-            assert self.embed_tokens is not None
-            embedded: torch.Tensor = self.embed_tokens(input_ids)
-            return embedded if self._embedding_scale == 1.0 else embedded.mul_(self._embedding_scale)
-        received = torch.empty((input_ids.shape[0], self._size), dtype=self._dtype, device=input_ids.device)
-        return self._parallel.receive_from_previous_stage(received)
+    def _begin(self, inputs: ForwardInputs) -> ResidualStream:
+        """Of embedded tokens and images, or of what the previous stage sent."""
+        ids, hyper = inputs.input_ids, self._hyper
+        if not self._parallel.is_first_stage:
+            received = torch.empty((ids.shape[0], self._stream_size), dtype=self._dtype, device=ids.device)
+            received = self._parallel.receive_from_previous_stage(received)
+            return ResidualStream(received) if hyper is None else HyperStreams(received, hyper.num_streams)
+        assert self.embed_tokens is not None
+        embedded: torch.Tensor = self.embed_tokens(ids)
+        if self._embedding_scale != 1.0:
+            embedded.mul_(self._embedding_scale)
+        if inputs.image_features is not None:
+            inputs.image_features.replace_embeddings(embedded)
+        return (
+            ResidualStream(embedded) if hyper is None else HyperStreams.embedded(embedded, hyper.num_streams)
+        )
 
 
 class CausalLM(nn.Module):
@@ -198,8 +205,9 @@ def build_causal_lm(
     `make_attention` is given the layer's index in this stage (that of its KV cache); experts know layers by
     their index in the checkpoint.
     """
+    layer_class = DecoderLayer if config.hyper is None else HyperDecoderLayer
     layers = [
-        DecoderLayer(
+        layer_class(
             config,
             make_attention(index),
             make_mlp(layer_id, config, dtype=dtype, parallel=parallel),

@@ -51,10 +51,23 @@ GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] =
     "sigmoid": torch.sigmoid,
     "softplus": softplus,
 }
+
+
+def silu_of_clamped_and_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
+    """`silu(min(gate, limit)) * clamp(up, -limit, limit)`; shapes as `silu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
+
+
 # By the name that checkpoints use. Only what the experts' kernels know too: a model has one activation.
 GATED_ACTIVATIONS: dict[str, Op[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_and_mul,
     "gelu_pytorch_tanh": gelu_tanh_and_mul,
+    # Where a layer has no limit.
+    "clamped_silu": silu_and_mul,
 }
 # Few layers clamp, so these are no ops of their own.
-CLAMPED_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {"silu": clamped_silu_and_mul}
+CLAMPED_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "silu": clamped_silu_and_mul,
+    "clamped_silu": silu_of_clamped_and_mul,
+}

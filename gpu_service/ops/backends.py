@@ -12,8 +12,9 @@ import torch
 
 from gpu_service.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from gpu_service.ops.examples import SMALL, Sizes, example
+from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.kimi_delta import kimi_delta_extend, kimi_delta_update
-from gpu_service.ops.kv import append_kv
+from gpu_service.ops.kv import append_kv, pool_index_keys
 from gpu_service.ops.linear import fp8_linear
 from gpu_service.ops.linear_attention import (
     causal_conv_extend,
@@ -49,6 +50,7 @@ OPS: tuple[Op[..., Any], ...] = (
     gelu_and_mul,
     gelu_tanh_and_mul,
     append_kv,
+    pool_index_keys,
     causal_conv_update,
     causal_conv_extend,
     gated_delta_update,
@@ -60,6 +62,8 @@ OPS: tuple[Op[..., Any], ...] = (
     kimi_delta_update,
     kimi_delta_extend,
     sigmoid_gated_rms_norm,
+    collapse_streams,
+    mix_streams,
     route,
     fp8_linear,
     argmax_and_finite,

@@ -15,9 +15,10 @@ from gpu_service.ops.linear import GROUP
 from gpu_service.ops.linear_attention import Sequences, make_sequences
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
-from moebius.models.config import LinearAttentionConfig, ModelConfig, RouterConfig
+from moebius.models.config import HyperConnectionConfig, LinearAttentionConfig, ModelConfig, RouterConfig
 
 _SMALL_LINEAR = LinearAttentionConfig(2, 4, 16, 64, 4, frozenset())
+_SMALL_HYPER = HyperConnectionConfig(3, 4, 1e-6)
 _SMALL_ROUTER = RouterConfig(
     16, 3, "sigmoid", correction_bias=True, num_groups=4, top_groups=2, post="renormalize", scale=2.5
 )
@@ -35,12 +36,14 @@ class Sizes:
     head_dim: int = 64
     rotary_dim: int = 64
     interleaved: bool = False
+    index_dim: int = 48  # Of a key of sparse attention's indexer.
     # Of a gated activation's output.
     intermediate: int = 128
     linear: LinearAttentionConfig = _SMALL_LINEAR
     # Channels of the convolution; None: those of `linear`.
     channels: int | None = 300
     router: RouterConfig = _SMALL_ROUTER
+    hyper: HyperConnectionConfig = _SMALL_HYPER
     # Columns of a weight in 8 bits, the first of them inside of a group.
     fp8_columns: int = 200
     fp8_first_column: int = 88
@@ -69,6 +72,10 @@ def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[S
     )
     if config.linear is not None:
         sizes = replace(sizes, linear=config.linear, channels=None)
+    if config.mla is not None and config.mla.indexer is not None:
+        sizes = replace(sizes, index_dim=config.mla.indexer.head_dim)
+    if config.hyper is not None:
+        sizes = replace(sizes, hyper=config.hyper)
     kinds: dict[tuple[int, int, int, int, bool], None] = {}
     if config.mla is None:
         layer_ropes = config.layer_ropes or (config.rope,) * config.num_layers
@@ -142,6 +149,16 @@ class _Maker:
         mapping = 2 * torch.arange(tokens, device=self._device).flip(0) + 1
         return slots.to(self._sizes.storage or self._dtype), rows[:, :keys], rows[:, keys:], mapping
 
+    def pool_keys(self) -> tuple[Any, ...]:
+        """Pages of 4 tokens and pools of 6: one ends in the first request's rows, and both of the second."""
+        pool, size, page_size = 6, self._sizes.index_dim, 4
+        slots, offsets = self._random(16 * page_size, 2 * size), self._random(pool, size, dtype=torch.float32)
+        table = torch.arange(1, 9, dtype=torch.int32, device=self._device).view(2, 4)
+        positions = torch.tensor([4, 5, 6, 11], device=self._device)
+        mapping = torch.tensor([8, 9, 10, 8 * page_size - 1], device=self._device)
+        starts = torch.tensor([0, 3, 4], dtype=torch.int32, device=self._device)
+        return slots, offsets, positions, mapping, table, starts, page_size
+
     def conv_update(self) -> tuple[Any, ...]:
         return self._conv(3)
 
@@ -181,6 +198,23 @@ class _Maker:
         heads, size = linear.num_value_heads, linear.value_head_dim
         gate = self._random(tokens, (heads + 1) * size)[:, size:]
         return self._random(tokens, heads, size), gate, self._random(size), 1e-6
+
+    def collapse(self) -> tuple[Any, ...]:
+        streams, hyper = self._streams(), self._sizes.hyper
+        rows, columns = (2 + streams.shape[1]) * streams.shape[1], streams[0].numel()
+        projection = self._random(rows, columns, dtype=torch.float32) * columns**-0.5
+        base, scale = self._random(rows, dtype=torch.float32), self._random(3, dtype=torch.float32)
+        return streams, projection, base, scale, 1e-6, hyper.eps, hyper.iterations
+
+    def mix(self) -> tuple[Any, ...]:
+        """The update as experts leave it."""
+        streams = self._streams()
+        tokens, num, size = streams.shape
+        post, comb = self._random(tokens, num, dtype=torch.float32), self._random(tokens, num, num).float()
+        return self._random(tokens, size, dtype=torch.float32), streams, post, comb
+
+    def _streams(self) -> torch.Tensor:
+        return self._random(self._sizes.tokens, self._sizes.hyper.num_streams, self._sizes.hidden)
 
     def route(self) -> tuple[Any, ...]:
         router = self._sizes.router
@@ -279,6 +313,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "gelu_and_mul": _Maker.gate_up,
     "gelu_tanh_and_mul": _Maker.gate_up,
     "append_kv": _Maker.append_kv,
+    "pool_index_keys": _Maker.pool_keys,
     "causal_conv_update": _Maker.conv_update,
     "causal_conv_extend": _Maker.conv_extend,
     "gated_delta_update": _Maker.delta_update,
@@ -290,6 +325,8 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "kimi_delta_update": _Maker.kimi_update,
     "kimi_delta_extend": _Maker.kimi_extend,
     "sigmoid_gated_rms_norm": _Maker.gated_norm,
+    "collapse_streams": _Maker.collapse,
+    "mix_streams": _Maker.mix,
     "route": _Maker.route,
     "fp8_linear": _Maker.fp8_linear,
     "argmax_and_finite": _Maker.logits,

@@ -35,3 +35,32 @@ def append_kv(
     rows = rows.clamp_(-FP8_MAX, FP8_MAX).to(kv_slots.dtype)
     # Torch moves bytes of these types, but has no indexed copy of them.
     kv_slots.view(torch.uint8).index_copy_(0, slot_mapping, rows.view(torch.uint8))
+
+
+@Op
+def pool_index_keys(
+    slots: torch.Tensor,
+    offsets: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Where a new token is the last of its pool, its key becomes the pool's, in place.
+
+    slots `[num_slots, 2 * D]`: of each token a key, then the logits of its weight in a pool, one for each
+    element; those of the new tokens are stored already. offsets float32 `[pool, D]`, added to the logits by
+    a token's place. The key of a pool is the sum of its tokens' keys, weighed by the softmax of the logits
+    over the tokens. A key that was replaced is read by no other pool, so that a step may be run again.
+    positions, slot_mapping int64 `[T]`,
+    block_table int32 `[R, pages]`, query_starts int32 `[R + 1]` as in `ForwardInputs`.
+    """
+    pool, size = offsets.shape
+    rows = torch.nonzero((positions + 1) % pool == 0)[:, 0]
+    requests = torch.searchsorted(query_starts[1:], rows.to(query_starts.dtype), right=True)
+    tokens = positions[rows, None] - torch.arange(pool - 1, -1, -1, device=positions.device)
+    pages = block_table[requests].gather(1, tokens // page_size).long()
+    gathered = slots[pages * page_size + tokens % page_size].float()
+    weights = (gathered[..., size:] + offsets).softmax(1)
+    slots[slot_mapping[rows], :size] = (weights * gathered[..., :size]).sum(1).to(slots.dtype)

@@ -130,7 +130,9 @@ def _check_choices_stay(config: ModelConfig, parallel: ParallelContext) -> None:
     indexer = config.mla.indexer if config.mla is not None else None
     if indexer is None:
         return
-    firsts = [stage_layers(config, replace(parallel, stage=i)).start for i in range(parallel.num_stages)]
+    stages = [stage_layers(config, replace(parallel, stage=i)) for i in range(parallel.num_stages)]
+    # The first layer of each that attends; that there is one, is checked before.
+    firsts = [min(set(config.attention_layers) & set(layers)) for layers in stages]
     shared = [first for first in firsts if first not in indexer.layers]
     if shared:
         raise ConfigError(

@@ -64,8 +64,16 @@ struct GemmKernel {
 //   kRelu2        max(up, 0)^2, no gate
 //   kGeluTanh     gelu(gate) * up, by the tanh form of GELU: 0.5 g (1 + tanh(u)) = g * sigmoid(2 u),
 //                 u = sqrt(2 / pi) (g + 0.044715 g^3)    (gemma4)
+//   kClampedSilu  silu(min(gate, limit)) * clamp(up, -limit, limit)                                (glm5_next)
 // NaN passes through every one of them.
-enum class Activation : uint8_t { kSilu = 0, kSiluClamped = 1, kGptOss = 2, kRelu2 = 3, kGeluTanh = 4 };
+enum class Activation : uint8_t {
+  kSilu = 0,
+  kSiluClamped = 1,
+  kGptOss = 2,
+  kRelu2 = 3,
+  kGeluTanh = 4,
+  kClampedSilu = 5,
+};
 
 // 2 sqrt(2 / pi) of g and of g^3 in the sigmoid of kGeluTanh.
 constexpr float kGeluLinear = 1.5957691216057308f;

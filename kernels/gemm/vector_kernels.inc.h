@@ -49,6 +49,8 @@ template <Activation kActivation>
       const Vec slope = Vec::fma(Vec::broadcast(kGeluCubic), Vec::mul(gate, gate), Vec::broadcast(kGeluLinear));
       return Vec::mul(swish(gate, slope), up);
     }
+    case Activation::kClampedSilu:
+      return Vec::mul(swish(Vec::min(constants.limit, gate), one), clamp(up, constants.limit));
   }
   return up;
 }
@@ -90,6 +92,7 @@ void activate(const ActivationWork& work) {
     case Activation::kGptOss: return activate_rows<To, Activation::kGptOss>(work);
     case Activation::kRelu2: return activate_rows<To, Activation::kRelu2>(work);
     case Activation::kGeluTanh: return activate_rows<To, Activation::kGeluTanh>(work);
+    case Activation::kClampedSilu: return activate_rows<To, Activation::kClampedSilu>(work);
   }
 }
 

@@ -30,6 +30,10 @@ float activate(const ActivationWork& work, float gate, float up) {
       return x * x;
     }
     case Activation::kGeluTanh: return gate * sigmoid(gate * (kGeluLinear + kGeluCubic * gate * gate)) * up;
+    case Activation::kClampedSilu: {
+      const float g = at_most(gate, work.limit);
+      return g * sigmoid(g) * clamp(up, work.limit);
+    }
   }
   return 0.0f;
 }

@@ -11,7 +11,7 @@ void check_positive(uint32_t value, const char* name) {
 }
 
 void check_limit(const EngineOptions& options) {
-  const bool clamped = options.activation == Activation::kGptOss || options.activation == Activation::kSiluClamped;
+  const bool clamped = options.activation != Activation::kSilu && options.activation != Activation::kRelu2;
   for (const float limit : options.limits) {
     if (!clamped || limit > 0) continue;
     throw std::invalid_argument("limit is " + std::to_string(limit) + "; it must be above 0");
@@ -29,8 +29,10 @@ Activation parse_activation(const std::string& name) {
   if (name == "gpt_oss") return Activation::kGptOss;
   if (name == "relu2") return Activation::kRelu2;
   if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "clamped_silu") return Activation::kClampedSilu;
   throw std::invalid_argument("activation='" + name +
-                              "' is unknown; allowed: silu, silu_clamped, gpt_oss, relu2, gelu_tanh");
+                              "' is unknown; allowed: silu, silu_clamped, gpt_oss, relu2, gelu_tanh, "
+                              "clamped_silu");
 }
 
 EngineOptions checked_options(EngineOptions options) {

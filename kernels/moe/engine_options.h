@@ -29,7 +29,7 @@ struct EngineOptions {
   std::vector<LayerFormats> formats;   // one for all layers, or one per layer
   Activation activation = Activation::kSilu;
   float alpha = 1.702f;                // kGptOss
-  std::vector<float> limits = {7.0f};  // kGptOss, kSiluClamped: one for all layers, or one per layer
+  std::vector<float> limits = {7.0f};  // all that clamp: one for all layers, or one per layer
   bool has_bias = false;               // gate, up and down have one
   uint32_t num_threads = 0;            // 0: one per usable cpu
   std::vector<int> cpus;               // see ThreadPool
@@ -41,8 +41,8 @@ struct EngineOptions {
   bool is_gated() const { return activation != Activation::kRelu2; }
 };
 
-// The name of an activation: "silu", "silu_clamped", "gpt_oss", "relu2", "gelu_tanh". Throws std::invalid_argument
-// listing them.
+// The name of an activation: "silu", "silu_clamped", "gpt_oss", "relu2", "gelu_tanh", "clamped_silu". Throws
+// std::invalid_argument listing them.
 Activation parse_activation(const std::string& name);
 
 // Returns options with one entry of formats and limits per layer. Throws std::invalid_argument naming the option and

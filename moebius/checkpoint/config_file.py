@@ -15,6 +15,10 @@ _TEXT = "text_config"
 _OUTER = ("model_type", "architectures", "tie_word_embeddings")
 
 
+# Keys of the inner object whose null is not their absence.
+_NULL_COUNTS = ("linear_lower_bound",)
+
+
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """`config` with the keys of `text_config` in its top level; unchanged where there is no such object.
 
@@ -24,7 +28,7 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         return dict(config)
     flat = {key: value for key, value in config.items() if key != _TEXT}
-    inner = {key: value for key, value in text.items() if value is not None}
+    inner = {key: value for key, value in text.items() if value is not None or key in _NULL_COUNTS}
     decided = {key: config[key] for key in _OUTER if config.get(key) is not None}
     return flat | inner | decided
 

@@ -114,10 +114,18 @@ class IndexerConfig:
 
     num_heads: int  # Of the small attention that only scores; its keys have one head.
     head_dim: int  # Elements of its queries and keys; the first `qk_rope_head_dim` of them are rotated.
-    top_k: int  # A token attends to at most so many, itself included.
+    # A token attends to at most so many, itself included; not counted are those after the last whole pool.
+    top_k: int
     interleaved: bool  # As `RopeConfig.interleaved`, of these queries and keys.
     # Layers that choose for themselves; any other takes what the nearest of these before it chose.
     layers: frozenset[int]
+    # So many consecutive tokens are chosen together, by one key; those after the last whole pool always are.
+    pool: int = 1
+
+    @property
+    def row_dim(self) -> int:
+        """Elements that the cache holds of a token: its key, and its logits within a pool."""
+        return self.head_dim * (1 if self.pool == 1 else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +206,15 @@ class AttentionShape:
     window: int | None  # Latest positions that a query sees, its own included; None: all.
     has_sinks: bool
     keys_are_values: bool  # Whether values have no projection of their own.
+
+
+@dataclass(frozen=True, slots=True)
+class HyperConnectionConfig:
+    """Several residual streams instead of one; see `gpu_service.ops.hyper_connections`."""
+
+    num_streams: int
+    iterations: int  # Of Sinkhorn's normalisation of the weights between streams.
+    eps: float  # Added to weights and to the sums that they are divided by.
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +327,7 @@ class ModelConfig:
     mla: MlaConfig | None = None
     vision: VisionConfig | None = None  # None: the model is text-only, or is served without its tower.
     linear: LinearAttentionConfig | None = None  # None: every layer attends.
+    hyper: HyperConnectionConfig | None = None  # None: layers add to one residual stream.
     # Keys of config.json that nothing here reads; logged, so that nothing is ignored in silence.
     unread_keys: tuple[str, ...] = field(default=(), compare=False)
 
@@ -317,6 +335,11 @@ class ModelConfig:
     def dtype_bytes(self) -> int:
         """Bytes of an element of dense weights, activations and KV."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def stream_size(self) -> int:
+        """Elements of a token between two layers."""
+        return self.hidden_size * (1 if self.hyper is None else self.hyper.num_streams)
 
     @property
     def has_mrope(self) -> bool:

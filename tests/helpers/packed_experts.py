@@ -95,6 +95,8 @@ def activate(gate: Float64, up: Float64, shape: Shape) -> Float64:
         return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
     if shape.activation == "gpt_oss":
         return (clamped + 1) * clipped / (1 + np.exp(-shape.alpha * clipped))
+    if shape.activation == "clamped_silu":
+        return clipped / (1 + np.exp(-clipped)) * clamped
     if shape.activation == "silu_clamped":
         return np.minimum(gate / (1 + np.exp(-gate)), shape.limit) * clamped
     return gate / (1 + np.exp(-gate)) * up

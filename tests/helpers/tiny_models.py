@@ -175,7 +175,9 @@ def choosing_at_most(tiny: TinyModel, num_tokens: int) -> TinyModel:
     """The same with so many tokens per choice; without sparse attention as it is."""
     if "index_topk" not in tiny.changes:
         return tiny
-    return replace(tiny, changes=tiny.changes | {"index_topk": num_tokens})
+    # In whole pools, where tokens are chosen in pools.
+    whole = -(-num_tokens // (pool := tiny.changes.get("index_kpool", 1))) * pool
+    return replace(tiny, changes=tiny.changes | {"index_topk": whole})
 
 
 def _classes(model_type: str) -> tuple[type[Any], type[Any]]:

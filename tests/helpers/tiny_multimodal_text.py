@@ -41,6 +41,15 @@ _KIMI_VISION: dict[str, Any] = {
     "pos_emb_height": 4,
     "pos_emb_width": 4,
 }
+_GLM5_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "projection_intermediate_size": 24,
+    "image_size": 56,
+}
 _STEP_VISION: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 1,
@@ -164,6 +173,7 @@ TEXT_TOWERS: dict[str, TextTower] = {
     "qwen3_5_moe": TextTower("Qwen3_5Moe", _QWEN_3_5_VISION, fuses_experts=True),
     "qwen3_vl_moe": TextTower("Qwen3VLMoe", _QWEN_VISION, _transpose_experts),
     "glm4v_moe": TextTower("Glm4vMoe", _GLM_VISION),
+    "glm5_next": TextTower("Glm5Next", _GLM5_VISION),
     "kimi_k25": TextTower("Kimi_K25", _KIMI_VISION, _kimi_names, "deepseek_v3"),
     # A text model; transformers knows it as the text tower of its successor, with keys of its own.
     "step3p5": TextTower("Step3p7", _STEP_VISION, _without_vision, published_config=_step_config),
@@ -187,6 +197,18 @@ _LATENT: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "num_mtp_layers": 0,
+}
+
+_LINEAR, _INDEXED = "linear_attention", "indexed_attention"
+_GLM5: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "head_dim": 0,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 26,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 0,
+    "v_head_dim": 16,
+    "rms_norm_eps": 1e-3,
 }
 
 _STEP_FULL, _STEP_SLIDING = "full_attention", "sliding_attention"
@@ -302,6 +324,63 @@ MULTIMODAL_MODELS: dict[str, dict[str, Any]] = {
                 "llama_4_scaling_beta": 0.1,
             },
         },
+    },
+    # Pools are neither as long as a page nor as a chunk, and what is chosen is far below the tests' contexts.
+    "glm5_next": {
+        "model_type": "glm5_next",
+        "changes": {
+            **_GLM5,
+            "num_hidden_layers": 4,
+            "n_routed_experts": 10,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "routed_scaling_factor": 2.5,
+            "swiglu_limit": 0.7,
+            "linear_num_heads": 4,
+            "linear_head_dim": 12,
+            "hc_mult": 4,
+            "index_n_heads": 16,
+            "index_head_dim": 18,
+            "index_kpool": 3,
+            "index_topk": 6,
+        },
+    },
+    "glm5_next_three_streams_biased_tied": {
+        "model_type": "glm5_next",
+        "changes": {
+            **_GLM5,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 22,
+            "qk_nope_head_dim": 14,
+            "v_head_dim": 9,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "sparse"],
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "swiglu_limit": 0.4,
+            "attention_bias": True,
+            "layer_types": [_INDEXED, _LINEAR, _INDEXED, _INDEXED, _LINEAR],
+            "linear_num_heads": 2,
+            "linear_head_dim": 20,
+            "linear_conv_kernel_dim": 3,
+            "linear_lower_bound": None,
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 3,
+            "hc_eps": 1e-4,
+            "index_n_heads": 12,
+            "index_head_dim": 10,
+            "index_kpool": 5,
+            "index_topk": 10,
+            "tie_word_embeddings": True,
+        },
+        "shard_bytes": 60_000,
     },
     # Lists as published, with entries for MTP layers that are not there.
     "step3p5": {

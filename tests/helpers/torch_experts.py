@@ -69,6 +69,9 @@ class TorchExperts:
         x = hidden_state.float()
         if self.config["model_type"].startswith("gemma4"):
             return down @ (functional.gelu(gate @ x, approximate="tanh") * (up @ x))
+        if self.config["model_type"] == "glm5_next":
+            limit = self.config.get("text_config", self.config)["swiglu_limit"]
+            return down @ (functional.silu((gate @ x).clamp(max=limit)) * (up @ x).clamp(-limit, limit))
         limit = (self.config.get("swiglu_limits") or [None] * (layer + 1))[layer] or math.inf
         return down @ (functional.silu(gate @ x).clamp(max=limit) * (up @ x).clamp(-limit, limit))
 

@@ -32,6 +32,7 @@ SHAPES = {
     "gpt_oss": (264, 56, 4, True),
     "relu2": (40, 328, 3, False),
     "gelu_tanh": (136, 88, 5, False),
+    "clamped_silu": (56, 104, 2, False),
 }
 NOT_IN_TILES = ("float32",)
 # Levels by name, and tiles kept in memory where there are none.

@@ -14,16 +14,16 @@ from moebius import _kernels_testing as testing
 from tests.tolerances import ACTIVATION_FLOAT32
 
 LEVELS = [name for name in _kernels.supported_isas() if name in ("scalar", "avx2", "avx512")]
-ACTIVATIONS = ["silu", "silu_clamped", "gpt_oss", "relu2", "gelu_tanh"]
+ACTIVATIONS = ["silu", "silu_clamped", "gpt_oss", "relu2", "gelu_tanh", "clamped_silu"]
 ALPHA, LIMIT = 1.702, 7.0
 
 
 def golden(activation: str, gate: NDArray[np.float32], up: NDArray[np.float32]) -> NDArray[np.float64]:
     """The formulas of product.h in float64."""
     g, u = gate.astype(np.float64), up.astype(np.float64)
-    if activation in ("silu_clamped", "gpt_oss"):
+    if activation in ("silu_clamped", "gpt_oss", "clamped_silu"):
         u = np.clip(u, -LIMIT, LIMIT)
-    if activation == "gpt_oss":
+    if activation in ("gpt_oss", "clamped_silu"):
         g = np.minimum(g, LIMIT)
     alpha = float(np.float32(ALPHA)) if activation == "gpt_oss" else 1.0
     with np.errstate(over="ignore", invalid="ignore"):

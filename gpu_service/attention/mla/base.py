@@ -49,7 +49,14 @@ class IndexDimensions:
 
     num_heads: int
     head_dim: int
-    top_k: int  # Tokens that a query attends to at most.
+    top_k: int  # Tokens that a query attends to at most, but for those after the last whole pool.
+    # So many tokens have one key, and are chosen together; `top_k` is a multiple of it.
+    pool: int = 1
+
+    @property
+    def selected(self) -> int:
+        """Tokens that a query attends to at most."""
+        return self.top_k + self.pool - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +79,9 @@ class MlaAttentionBackend(PlannedAttention):
     latent and the rotated part) and one value (the latent); the module has the algebra.
 
     Of a model with sparse attention, a layer's `select` says which tokens each query attends to, and
-    `forward` is given that selection: int32 `[T, top_k]`, positions within the row's own request, ascending,
-    then -1. A query with at most `top_k` tokens up to it selects all of them, so that its attention is the
-    dense one. Several layers may use one selection.
+    `forward` is given that selection: int32 `[T, index.selected]`, positions within the row's own request,
+    ascending, then -1. A query with at most `top_k` tokens up to it selects all of them, so that its
+    attention is the dense one. Several layers may use one selection.
     """
 
     def __init__(self, dimensions: MlaDimensions, cache: MlaCache) -> None:
@@ -158,20 +165,22 @@ class MlaAttentionBackend(PlannedAttention):
         return output
 
     def select(self, query: torch.Tensor, head_weights: torch.Tensor, index_layer: int) -> torch.Tensor:
-        """The tokens with the highest scores, int32 `[T, top_k]` as the class says; where `selects`.
+        """The tokens with the highest scores, int32 as the class says; where `selects`.
 
         query `[T, index heads, index head_dim]`, rotary embedding applied; head_weights float32 `[T, index
         heads]`, scales included; the step's keys are in `cache.index_keys` already. A token's score is the
         sum over heads of weight times ReLU(query · key); among equal ones the earlier token wins, so that
-        the way a sequence was cut into steps can not decide. Raises NotImplementedError where this backend
-        can not serve sparse attention.
+        the way a sequence was cut into steps can not decide. Tokens in pools have one score, that of the key
+        in the row of a pool's last token; a query chooses among the pools that end up to it, and the tokens
+        after those are selected as well. Raises NotImplementedError where this backend can not serve sparse
+        attention.
         """
         raise NotImplementedError(f"{type(self).__name__} can not select tokens")
 
     def _may_select(self, longest: int) -> bool:
         """Whether a step whose longest sequence has so many tokens must choose among them."""
         index = self.dimensions.index
-        return index is not None and longest > index.top_k
+        return index is not None and longest // index.pool > index.top_k // index.pool
 
 
 def has_only_first_chunks(inputs: ForwardInputs) -> bool:

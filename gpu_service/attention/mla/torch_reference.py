@@ -28,7 +28,7 @@ def index_scores(query: torch.Tensor, head_weights: torch.Tensor, keys: torch.Te
     num_rows, num_heads, _ = query.shape
     exact = keys.float().T
     scores = torch.empty(num_rows, keys.shape[0], dtype=torch.float32, device=query.device)
-    step = max(1, _MAX_PRODUCTS // (num_heads * keys.shape[0]))
+    step = max(1, _MAX_PRODUCTS // (num_heads * max(1, keys.shape[0])))
     for begin in range(0, num_rows, step):
         rows = slice(begin, begin + step)
         products = torch.matmul(query[rows].float(), exact).relu_()
@@ -59,6 +59,22 @@ def select_tokens(scores: torch.Tensor, lengths: torch.Tensor, top_k: int) -> to
     column = torch.where(chosen, chosen.cumsum(-1) - 1, top_k)
     selection.scatter_(1, column, positions.to(torch.int32).expand(num_rows, -1))
     return selection[:, :top_k]
+
+
+def expand_pools(pools: torch.Tensor, lengths: torch.Tensor, pool: int) -> torch.Tensor:
+    """The tokens of chosen pools, then those after the last whole pool, then -1: int32 `[T, K * pool + pool
+    - 1]`.
+
+    pools int `[T, K]`, ascending, padded with -1; lengths int `[T]`: tokens up to each row.
+    """
+    num_rows, most = pools.shape
+    column = torch.arange(most * pool + pool - 1, device=pools.device)
+    num_chosen = (pools >= 0).sum(-1, keepdim=True) * pool
+    number = pools.gather(1, (column // pool).clamp(max=most - 1).expand(num_rows, -1).long())
+    whole = lengths[:, None] // pool * pool
+    after = whole + column - num_chosen
+    rest = torch.where(after < lengths[:, None], after, -1)
+    return torch.where(column < num_chosen, number * pool + column % pool, rest).to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +154,15 @@ class TorchMlaAttention(MlaAttentionBackend):
         index, keys = self.dimensions.index, self.cache.index_keys
         assert index is not None, "asked only where `selects`"
         assert keys is not None, "the cache of this model holds the indexer's keys"
-        selection = torch.empty(query.shape[0], index.top_k, dtype=torch.int32, device=query.device)
+        pool = index.pool
+        selection = torch.empty(query.shape[0], index.selected, dtype=torch.int32, device=query.device)
         for span in self._spans:
             rows, num_new = span.rows, span.rows.stop - span.rows.start
-            gathered = keys.gather(index_layer, span.pages)[: span.kv_len]
+            gathered = keys.gather(index_layer, span.pages)[pool - 1 : span.kv_len : pool, : index.head_dim]
             scores = index_scores(query[rows], head_weights[rows], gathered)
             lengths = torch.arange(span.kv_len - num_new + 1, span.kv_len + 1, device=query.device)
-            selection[rows] = select_tokens(scores, lengths, index.top_k)
+            chosen = select_tokens(scores, lengths // pool, index.top_k // pool)
+            selection[rows] = chosen if pool == 1 else expand_pools(chosen, lengths, pool)
         return selection
 
 

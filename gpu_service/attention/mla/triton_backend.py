@@ -78,7 +78,7 @@ class TritonMlaAttention(MlaAttentionBackend):
             inputs.seq_lens_tensor,
             inputs.query_start_loc_tensor,
             self._longest,
-            index.top_k,
+            index,
             self._scores,
         )
 
@@ -87,7 +87,7 @@ class TritonMlaAttention(MlaAttentionBackend):
         self.selects = self._may_select(max_length)
         if self.selects:
             assert self.dimensions.index is not None
-            max_length = self.dimensions.index.top_k
+            max_length = self.dimensions.index.selected
         num_rows, heads = inputs.query_start_loc[-1], self.dimensions.num_heads
         self._tile = mla_tile(self.cache.dtype, num_rows, heads, self._num_sms)
         blocks = -(-heads // self._tile.rows)

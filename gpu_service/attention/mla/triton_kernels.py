@@ -16,10 +16,12 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from gpu_service.attention.mla.base import IndexDimensions
 from gpu_service.attention.triton_kernels import LOG2_E, MIN_SPLIT, keys_per_split
 from gpu_service.attention.triton_tiles import MIN_ROWS, WANTED_PROGRAMS_PER_SM, Tile, with_smaller
 from gpu_service.ops.triton.e4m3 import as_loadable, widened
 from gpu_service.ops.triton.jit import jit, jit_for_any, launch_fitting, next_power_of_2
+from gpu_service.ops.triton.kv import request_of_row
 from gpu_service.ops.triton.linear_attention_chunks import num_row_tiles, request_of_tile
 
 # Heads of a program where there are rows enough.
@@ -29,14 +31,7 @@ _WIDE = 64
 @jit
 def position_of(row, query_starts, seq_lens, num_requests):  # type: ignore[no-untyped-def]
     """The request that a row belongs to, by bisection, and how many tokens the row attends to."""
-    low, high = 0, num_requests
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(query_starts + middle) <= row:
-            low = middle + 1
-        else:
-            high = middle
-    request = low - 1
+    request = request_of_row(row, query_starts, num_requests)
     return request, tl.load(seq_lens + request) - (tl.load(query_starts + request + 1) - 1 - row)
 
 
@@ -70,8 +65,9 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
     first_query = row * NUM_HEADS + head[:, None]
     held = in_head[:, None] & in_latent[None, :]
     query = tl.load(q_latent + first_query * LATENT + at_latent[None, :], mask=held, other=0.0)
-    rotated_query = tl.load(q_rope + first_query * ROPE + at_rope[None, :],
-                            mask=in_head[:, None] & in_rope[None, :], other=0.0)  # fmt: skip
+    if ROPE > 0:
+        rotated_query = tl.load(q_rope + first_query * ROPE + at_rope[None, :],
+                                mask=in_head[:, None] & in_rope[None, :], other=0.0)  # fmt: skip
     maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     weighted = tl.zeros([BLOCK_H, BLOCK_L], tl.float32)
@@ -84,14 +80,19 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
         slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
         at = cache + slot[:, None] * (LATENT + ROPE)
         latent = tl.load(at + at_latent[None, :], mask=seen[:, None] & in_latent[None, :], other=0.0)
-        rotated = tl.load(at + LATENT + at_rope[None, :], mask=seen[:, None] & in_rope[None, :], other=0.0)
-        latent, rotated = widened(latent, query.dtype), widened(rotated, query.dtype)
+        latent = widened(latent, query.dtype)
         scores = tl.dot(query, tl.trans(latent), input_precision=PRECISION)
-        scores += tl.dot(rotated_query, tl.trans(rotated), input_precision=PRECISION)
+        if ROPE > 0:
+            at_rotated = at + LATENT + at_rope[None, :]
+            rotated = tl.load(at_rotated, mask=seen[:, None] & in_rope[None, :], other=0.0)
+            rotated = widened(rotated, query.dtype)
+            scores += tl.dot(rotated_query, tl.trans(rotated), input_precision=PRECISION)
         scores = tl.where(seen[None, :], scores * score_scale, float("-inf"))
         highest = tl.maximum(maximum, tl.max(scores, 1))
-        shrink = tl.exp2(maximum - highest)
-        weights = tl.exp2(scores - highest[:, None])
+        # A selection may end before the last split begins.
+        base = highest if TOP_K == 0 else tl.where(highest == float("-inf"), 0.0, highest)
+        shrink = tl.exp2(maximum - base)
+        weights = tl.exp2(scores - base[:, None])
         total = total * shrink + tl.sum(weights, 1)
         products = tl.dot(weights.to(query.dtype), latent, input_precision=PRECISION)
         weighted = weighted * shrink[:, None] + products
@@ -102,7 +103,7 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
         tl.store(at_output, result.to(output.dtype.element_ty), mask=held)
     else:
         # A split without keys counts for nothing: its weight is 2 to the minus infinity.
-        total = tl.where(begin >= end, 1.0, total)
+        total = tl.where(total == 0.0, 1.0, total)
         result = weighted / total[:, None] * value_scale
         lse = maximum + tl.log2(total)
         part = (row * NUM_HEADS + head) * num_splits + split
@@ -208,11 +209,11 @@ _BLOCK_SCORES = 1024
 @jit_for_any("first_row", "end_row", "num_requests", "table_stride", "score_stride")
 def _score_kernel(  # type: ignore[no-untyped-def]
     query, head_weights, keys, scores, block_table, seq_lens, query_starts, first_row, end_row, num_requests,
-    table_stride, score_stride, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    table_stride, score_stride, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, POOL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of a request's rows, block of tokens): the weighted sum of ReLU over all heads."""
+    """Program (tile of a request's rows, block of pools): the weighted sum of ReLU over all heads."""
     tile, first = tl.program_id(0), tl.program_id(1) * BLOCK_N
     request, first_tile = request_of_tile(tile, query_starts, num_requests, first_row, BLOCK_Q)
     start, stop = tl.load(query_starts + request), tl.load(query_starts + request + 1)
@@ -220,12 +221,14 @@ def _score_kernel(  # type: ignore[no-untyped-def]
     beyond = tl.load(seq_lens + request) - stop + 1
     begin = tl.maximum(start, first_row) + (tile - first_tile) * BLOCK_Q
     end = tl.minimum(begin + BLOCK_Q, tl.minimum(stop, end_row))
-    if (begin < end) & (first < end - 1 + beyond):
+    if (begin < end) & (first < (end - 1 + beyond) // POOL):
         position, at = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-        seen, in_dim = position < end - 1 + beyond, at < HEAD_DIM
-        page = tl.load(block_table + request * table_stride + position // PAGE_SIZE, mask=seen, other=0)
-        slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
-        key = tl.load(keys + slot[:, None] * HEAD_DIM + at[None, :], mask=seen[:, None] & in_dim[None, :],
+        seen, in_dim = position < (end - 1 + beyond) // POOL, at < HEAD_DIM
+        # The key of a pool is with its last token.
+        last = position * POOL + POOL - 1
+        page = tl.load(block_table + request * table_stride + last // PAGE_SIZE, mask=seen, other=0)
+        slot = page.to(tl.int64) * PAGE_SIZE + last % PAGE_SIZE
+        key = tl.load(keys + slot[:, None] * ROW + at[None, :], mask=seen[:, None] & in_dim[None, :],
                       other=0.0)  # fmt: skip
         for row in range(begin, end):
             total = tl.zeros([BLOCK_N], tl.float32)
@@ -238,7 +241,7 @@ def _score_kernel(  # type: ignore[no-untyped-def]
                 products = tl.dot(key, tl.trans(rows), input_precision=PRECISION)
                 total += tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
             of_row = scores + (tl.full([], 0, tl.int64) + (row - first_row)) * score_stride
-            tl.store(of_row + position, total, mask=position < row + beyond)
+            tl.store(of_row + position, total, mask=position < (row + beyond) // POOL)
 
 
 @jit
@@ -271,11 +274,12 @@ def _digit_counts(  # type: ignore[no-untyped-def]
 @jit_for_any("first_row", "num_requests", "score_stride")
 def _choose_kernel(  # type: ignore[no-untyped-def]
     scores, selection, seq_lens, query_starts, first_row, num_requests, score_stride,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, POOL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): writes the positions that the row selects, ascending, then -1."""
+    """Program (row): writes the pools that the row chooses, ascending, then -1."""
     row = first_row + tl.program_id(0)
     _, length = position_of(row, query_starts, seq_lens, num_requests)
+    length = length // POOL
     chosen_at = selection + row.to(tl.int64) * TOP_K
     if length <= TOP_K:
         column = tl.arange(0, BLOCK_K)
@@ -308,6 +312,24 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
             num_level += tl.sum(level, 0)
 
 
+@jit_for_any("num_requests")
+def _expand_kernel(  # type: ignore[no-untyped-def]
+    pools, selection, seq_lens, query_starts, num_requests, TOP_K: tl.constexpr, POOL: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the tokens of its pools, then those after the last whole pool, then -1."""
+    row = tl.program_id(0)
+    _, length = position_of(row, query_starts, seq_lens, num_requests)
+    chosen = tl.minimum(length // POOL, TOP_K) * POOL
+    for first in range(0, WIDTH, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        of_pool = pools + row.to(tl.int64) * TOP_K + column // POOL
+        inside = tl.load(of_pool, mask=column < chosen, other=0) * POOL + column % POOL
+        after = length // POOL * POOL + column - chosen
+        token = tl.where(column < chosen, inside, tl.where(after < length, after, -1))
+        tl.store(selection + row.to(tl.int64) * WIDTH + column, token, mask=column < WIDTH)
+
+
 def choose_tokens(
     query: torch.Tensor,
     head_weights: torch.Tensor,
@@ -316,17 +338,19 @@ def choose_tokens(
     seq_lens: torch.Tensor,
     query_starts: torch.Tensor,
     longest: int,
-    top_k: int,
+    index: IndexDimensions,
     scratch: torch.Tensor,
 ) -> torch.Tensor:
-    """`index_scores` and `select_tokens` of `selection.py` for every row of a step: int32 `[T, top_k]`.
+    """`index_scores`, `select_tokens` and `expand_pools` of `torch_reference.py` for every row of a step.
 
-    query, head_weights as in `MlaAttentionBackend.select`; keys `[num_pages, page_size, head_dim]`; no
-    sequence is longer than `longest`; scratch float32, of at least `longest` elements; the rest int32 as in
-    `ForwardInputs`.
+    query, head_weights as in `MlaAttentionBackend.select`; keys `[num_pages, page_size, row]`, a key being
+    the first `index.head_dim` elements of a row; no sequence is longer than `longest`; scratch float32, of
+    at least `longest` elements; the rest int32 as in `ForwardInputs`. Returns int32 `[T, index.selected]`.
     """
     num_rows, num_heads, head_dim = query.shape
-    selection = torch.empty(num_rows, top_k, dtype=torch.int32, device=query.device)
+    pool, top_k = index.pool, index.top_k // index.pool
+    longest = max(1, longest // pool)
+    chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=query.device)
     batch, (block_keys, block_heads) = scratch.shape[0] // longest, _BLOCKS[query.dtype.itemsize]
     query, head_weights = query.contiguous(), head_weights.contiguous()
     for first_row in range(0, num_rows, batch):
@@ -335,13 +359,21 @@ def choose_tokens(
         _score_kernel[(tiles, -(-longest // block_keys))](
             query, head_weights, keys, scratch, block_table, seq_lens, query_starts, first_row,
             first_row + rows, seq_lens.shape[0], block_table.stride(0), longest,
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, PAGE_SIZE=keys.shape[1], BLOCK_Q=_BLOCK_ROWS,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, ROW=keys.shape[2], PAGE_SIZE=keys.shape[1], POOL=pool,
+            BLOCK_Q=_BLOCK_ROWS,
             BLOCK_H=min(block_heads, max(MIN_ROWS, next_power_of_2(num_heads))),
             BLOCK_D=max(MIN_ROWS, next_power_of_2(head_dim)), BLOCK_N=block_keys,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         )  # fmt: skip
         _choose_kernel[(rows,)](
-            scratch, selection, seq_lens, query_starts, first_row, seq_lens.shape[0], longest,
-            TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), BLOCK=_BLOCK_SCORES,
+            scratch, chosen, seq_lens, query_starts, first_row, seq_lens.shape[0], longest,
+            TOP_K=top_k, POOL=pool, BLOCK_K=next_power_of_2(top_k), BLOCK=_BLOCK_SCORES,
         )  # fmt: skip
+    if pool == 1:
+        return chosen
+    selection = torch.empty(num_rows, index.selected, dtype=torch.int32, device=query.device)
+    _expand_kernel[(num_rows,)](
+        chosen, selection, seq_lens, query_starts, seq_lens.shape[0], TOP_K=top_k, POOL=pool,
+        WIDTH=index.selected, BLOCK=_BLOCK_SCORES,
+    )  # fmt: skip
     return selection

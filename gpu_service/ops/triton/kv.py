@@ -7,7 +7,7 @@ import triton.language as tl
 
 from gpu_service.ops.kv import FP8_MAX
 from gpu_service.ops.triton.e4m3 import as_loadable, encode_e4m3
-from gpu_service.ops.triton.jit import jit, next_power_of_2, num_warps
+from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2, num_warps
 
 
 @jit
@@ -88,3 +88,61 @@ def append_kv(
             BLOCK=block,
             num_warps=num_warps(block),
         )
+
+
+@jit
+def request_of_row(row, query_starts, num_requests):  # type: ignore[no-untyped-def]
+    """The request that a row belongs to, by bisection."""
+    low, high = 0, num_requests
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) <= row:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@jit_for_any("num_requests", "table_stride")
+def pool_index_keys_kernel(  # type: ignore[no-untyped-def]
+    slots, offsets, positions, slot_mapping, block_table, query_starts, num_requests, table_stride,
+    POOL: tl.constexpr, SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row): nothing, unless its token is the last of a pool."""
+    row = tl.program_id(0)
+    last = tl.load(positions + row)
+    if (last + 1) % POOL == 0:
+        request = request_of_row(row, query_starts, num_requests)
+        place, at = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK)
+        inside = (place < POOL)[:, None] & (at < SIZE)[None, :]
+        token = tl.maximum(last - POOL + 1 + place, 0)
+        page = tl.load(block_table + request * table_stride + token // PAGE_SIZE, mask=place < POOL, other=0)
+        slot = page.to(tl.int64) * PAGE_SIZE + token % PAGE_SIZE
+        of_token = slots + slot[:, None] * (2 * SIZE) + at[None, :]
+        logits = tl.load(of_token + SIZE, mask=inside, other=0.0).to(tl.float32)
+        logits += tl.load(offsets + place[:, None] * SIZE + at[None, :], mask=inside, other=0.0)
+        logits = tl.where((place < POOL)[:, None], logits, float("-inf"))
+        weights = tl.exp(logits - tl.max(logits, 0)[None, :])
+        key = tl.load(of_token, mask=inside, other=0.0).to(tl.float32)
+        pooled = tl.sum(weights * key, 0) / tl.sum(weights, 0)
+        target = slots + tl.load(slot_mapping + row) * (2 * SIZE) + at
+        tl.store(target, pooled.to(slots.dtype.element_ty), mask=at < SIZE)
+
+
+def pool_index_keys(
+    slots: torch.Tensor,
+    offsets: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    page_size: int,
+) -> None:
+    pool, size = offsets.shape
+    if positions.shape[0]:
+        pool_index_keys_kernel[(positions.shape[0],)](
+            slots, offsets, positions, slot_mapping, block_table, query_starts, block_table.shape[0],
+            block_table.stride(0), POOL=pool, SIZE=size, PAGE_SIZE=page_size,
+            BLOCK_P=next_power_of_2(pool), BLOCK=next_power_of_2(size),
+        )  # fmt: skip

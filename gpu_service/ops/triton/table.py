@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from gpu_service.ops.registry import Implementation
 from gpu_service.ops.triton.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from gpu_service.ops.triton.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.triton.kimi_delta import kimi_delta_extend, kimi_delta_update
 from gpu_service.ops.triton.kimi_delta import supports_extend as supports_kimi_extend
-from gpu_service.ops.triton.kv import append_kv
+from gpu_service.ops.triton.kv import append_kv, pool_index_keys
 from gpu_service.ops.triton.linear import fp8_linear
 from gpu_service.ops.triton.linear_attention import (
     causal_conv_update,
@@ -39,6 +40,7 @@ IMPLEMENTATIONS = {
     "gelu_and_mul": Implementation(gelu_and_mul),
     "gelu_tanh_and_mul": Implementation(gelu_tanh_and_mul),
     "append_kv": Implementation(append_kv),
+    "pool_index_keys": Implementation(pool_index_keys),
     "causal_conv_update": Implementation(causal_conv_update),
     "causal_conv_extend": Implementation(causal_conv_extend),
     "gated_delta_update": Implementation(gated_delta_update),
@@ -50,6 +52,8 @@ IMPLEMENTATIONS = {
     "state_space_update": Implementation(state_space_update),
     "state_space_extend": Implementation(state_space_extend),
     "sigmoid_gated_rms_norm": Implementation(sigmoid_gated_rms_norm),
+    "collapse_streams": Implementation(collapse_streams),
+    "mix_streams": Implementation(mix_streams),
     "route": Implementation(route),
     "fp8_linear": Implementation(fp8_linear),
     "argmax_and_finite": Implementation(argmax_and_finite),

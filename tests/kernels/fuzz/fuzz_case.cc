@@ -39,7 +39,7 @@ EngineOptions draw_options(Random& random) {
   options.expert_begin = random.one_in(3) ? random.below(20) : 0;
   const WeightFormat gate_up = parse_weight_format(any_of(names, random));
   options.formats = {{gate_up, random.one_in(3) ? parse_weight_format(any_of(names, random)) : gate_up}};
-  options.activation = static_cast<Activation>(random.below(4));
+  options.activation = static_cast<Activation>(random.below(5));
   options.limits = {random.one_in(2) ? 7.0f : 0.5f};
   options.has_bias = random.one_in(2);
   options.num_threads = random.between(1, 5);
@@ -130,7 +130,7 @@ ExpertRequest FuzzRequest::view(const FuzzCase& fuzz) const {
 
 std::string FuzzCase::describe() const {
   static const char* const kRoutings[] = {"uniform", "one expert", "few experts", "skipping", "none"};
-  static const char* const kActivations[] = {"silu", "silu_clamped", "gpt_oss", "relu2", "gelu_tanh"};
+  static const char* const kActivations[] = {"silu", "silu_clamped", "gpt_oss", "relu2", "gelu_tanh", "clamped_silu"};
   static const char* const kTypes[] = {"", "float32", "bfloat16", "float16"};
   const EngineOptions& o = options;
   auto text = [](uint32_t value) { return std::to_string(value); };

@@ -72,6 +72,8 @@ Value activate(const EngineOptions& options, const Value& gate, const Value& up)
     case Activation::kGptOss:
       return times(clamped_gate * sigmoid(options.alpha * clamped_gate), kSiluSlope * gate.error, clamped_up + 1.0,
                    up.error);
+    case Activation::kClampedSilu:
+      return times(clamped_gate * sigmoid(clamped_gate), kSiluSlope * gate.error, clamped_up, up.error);
     case Activation::kRelu2: {
       const double positive = up.value < 0.0 ? 0.0 : up.value;
       return times(positive, up.error, positive, up.error);

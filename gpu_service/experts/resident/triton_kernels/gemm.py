@@ -95,6 +95,9 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # type: ignore[
     elif ACTIVATION == "gelu_tanh":
         # The tanh form of GELU, by the logistic function.
         value = gate * tl.sigmoid(gate * (1.5957691216057308 + 0.0713548162726 * gate * gate)) * up
+    elif ACTIVATION == "clamped_silu":
+        gate = tl.minimum(gate, limit)
+        value = gate * tl.sigmoid(gate) * tl.minimum(tl.maximum(up, -limit), limit)
     else:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)

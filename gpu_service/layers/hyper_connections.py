@@ -1,0 +1,77 @@
+"""Decoder layers with several residual streams; see `ops.hyper_connections`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from gpu_service.engine.step import ForwardContext
+from gpu_service.layers.decoder import DecoderLayer, ResidualStream
+from gpu_service.layers.linear import empty_parameter
+from gpu_service.layers.norm import RMSNorm
+from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
+from gpu_service.ops.rope import RopeTable
+from moebius.models.config import ModelConfig
+
+
+class HyperConnection(nn.Module):
+    """Weights of one half of a layer, float32 as they are used; attribute names are those of transformers."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.hyper is not None, "the family's reader fills `hyper`"
+        self._sizes, self._norm_eps = config.hyper, config.rms_norm_eps
+        num = config.hyper.num_streams
+        rows = (2 + num) * num
+        self.fn = empty_parameter(rows, num * config.hidden_size, dtype=torch.float32)
+        self.base = empty_parameter(rows, dtype=torch.float32)
+        self.scale = empty_parameter(3, dtype=torch.float32)
+
+    def forward(self, streams: torch.Tensor, half: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Streams `[T, N, H]` after a half of a layer that turns `[T, H]` into a new `[T, H]`; in place."""
+        hidden_states, post, comb = collapse_streams(
+            streams, self.fn, self.base, self.scale, self._norm_eps, self._sizes.eps, self._sizes.iterations
+        )
+        return mix_streams(half(hidden_states), streams, post, comb)
+
+
+class HyperStreams(ResidualStream):
+    """The N streams of each token where other models have one sum; read as their mean."""
+
+    def __init__(self, total: torch.Tensor, num_streams: int) -> None:
+        """`total` `[T, N * H]`: a token's streams, one after another; changed in place."""
+        super().__init__(total)
+        # A view: what a stage hands to the next is `sum`, their concatenation.
+        self.streams = total.unflatten(1, (num_streams, -1))
+
+    @staticmethod
+    def embedded(hidden_states: torch.Tensor, num_streams: int) -> HyperStreams:
+        """Of embedded tokens `[T, H]`: all streams are alike."""
+        return HyperStreams(hidden_states.repeat(1, num_streams), num_streams)
+
+    def normed(self, norm: RMSNorm) -> torch.Tensor:
+        """The norm of the streams' mean, `[T, H]`."""
+        output: torch.Tensor = norm(self.streams.mean(1))
+        return output
+
+
+class HyperDecoderLayer(DecoderLayer):
+    """A decoder layer each of whose halves has a hyper-connection around it."""
+
+    def __init__(
+        self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, *, dtype: torch.dtype
+    ) -> None:
+        super().__init__(config, attention, mlp, dtype=dtype)
+        self.attn_hc, self.ffn_hc = HyperConnection(config), HyperConnection(config)
+
+    def forward(
+        self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
+    ) -> ResidualStream:
+        """Changes the streams in place and returns them."""
+        assert isinstance(stream, HyperStreams), "the backbone makes the streams of its layers"
+        attention = self.get_submodule(self._attention_name)
+        self.attn_hc(stream.streams, lambda rows: attention(self.input_layernorm(rows), rope, context))
+        self.ffn_hc(stream.streams, lambda rows: self.mlp(self.post_attention_layernorm(rows), context))
+        return stream

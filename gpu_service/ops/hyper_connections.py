@@ -1,0 +1,81 @@
+"""Manifold-constrained hyper-connections: several residual streams instead of one.
+
+Source: mHC (arXiv:2512.24880), as in DeepSeek-V4 and GLM-5.3-Flash. A token has N streams. Before each half
+of a layer they are collapsed into its one input; afterwards stream j becomes
+
+    post_j * output + sum over i of comb_ij * stream_i
+
+All weights depend on the streams: of their concatenation, normed, a projection gives N + N + N * N numbers,
+which a sigmoid, twice a sigmoid, and a softmax turned doubly stochastic by Sinkhorn's iteration make `pre`,
+`post`, `comb`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from gpu_service.ops.registry import Op
+
+
+class Collapsed(NamedTuple):
+    """What goes into one half of a layer, and how what comes out of it joins the streams again."""
+
+    hidden_states: torch.Tensor  # [T, H], in the streams' dtype
+    post: torch.Tensor  # float32 [T, N]
+    comb: torch.Tensor  # float32 [T, N, N]: to stream j from stream i is `[i, j]`
+
+
+@Op
+def collapse_streams(
+    streams: torch.Tensor,
+    projection: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm_eps: float,
+    eps: float,
+    iterations: int,
+) -> Collapsed:
+    """The input of one half of a layer.
+
+    streams `[T, N, H]`, contiguous; projection `[(2 + N) * N, N * H]`, base `[(2 + N) * N]` and scale `[3]`
+    float32,
+    in the order of pre, post, comb. `eps` is added to pre, to comb and to the sums that Sinkhorn divides by.
+    """
+    num_streams = streams.shape[1]
+    mixed = project_streams(streams, projection)
+    mixed = mixed * torch.rsqrt(streams.flatten(1).float().square().mean(-1, keepdim=True) + norm_eps)
+    widths = (num_streams, num_streams, num_streams**2)
+    pre, post, comb = (
+        part * scale[index] + offset
+        for index, (part, offset) in enumerate(
+            zip(mixed.split(widths, dim=1), base.split(widths), strict=True)
+        )
+    )
+    weights = comb.unflatten(1, (num_streams, num_streams)).softmax(-1) + eps
+    weights = weights / (weights.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+        weights = weights / (weights.sum(-2, keepdim=True) + eps)
+    collapsed = ((pre.sigmoid() + eps)[..., None] * streams).sum(1).to(streams.dtype)
+    return Collapsed(collapsed, 2 * post.sigmoid(), weights)
+
+
+def project_streams(streams: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """Of the streams before their norm, which is one factor of a token: float32 `[T, (2 + N) * N]`."""
+    return functional.linear(streams.flatten(1).float(), projection)
+
+
+@Op
+def mix_streams(
+    update: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> torch.Tensor:
+    """The streams after one half of a layer, in place, and returned.
+
+    update `[T, H]`, its output, which may be float32 where the streams `[T, N, H]` are not; post and comb as
+    in `Collapsed`. Rounded once.
+    """
+    mixed = comb.mT @ streams.float() + post[..., None] * update[:, None].float()
+    return streams.copy_(mixed)

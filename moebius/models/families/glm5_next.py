@@ -1,0 +1,192 @@
+"""GLM-5.3-Flash: Kimi Delta Attention, latent attention to pools of tokens that an indexer chooses in a
+quarter of the layers, hyper-connections, and clamped SwiGLU everywhere. Text; images are not read yet.
+
+Source: the configuration class of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moebius.models.common import read_common, read_mtp_layers
+from moebius.models.config import (
+    HyperConnectionConfig,
+    IndexerConfig,
+    LinearAttentionConfig,
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+)
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.mla import read_moe, read_v3_router
+from moebius.models.names import TEXT, VISION, TensorNames, rename
+
+_LINEAR, _FULL, _SHARED = "linear_attention", "full", "shared"
+_INDEXED = ("indexed_attention", "full_attention")
+_DENSE_LAYERS = 3
+# Of rotary embedding, which no layer has; what follows from other keys; of training; and of images.
+_HARMLESS = (
+    "ep_size",
+    "first_k_dense_replace",
+    "head_dim",
+    "index_share_for_mtp_iteration",
+    "pretraining_tp",
+    "qk_head_dim",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "image_end_token_id",
+    "image_start_token_id",
+    "image_token_id",
+    "video_end_token_id",
+    "video_start_token_id",
+    "video_token_id",
+    "vision_config",
+)
+
+
+def _attending_layers(hf: HfKeys, num_layers: int) -> tuple[int, ...]:
+    """Of `layer_types`, by default every fourth. Raises ModelConfigError unless there are both kinds."""
+    default = tuple(_INDEXED[0] if layer % 4 == 3 else _LINEAR for layer in range(num_layers))
+    kinds = hf.strings("layer_types") or default
+    attending = tuple(layer for layer, kind in enumerate(kinds) if kind in _INDEXED)
+    of_both = 0 < len(attending) < num_layers
+    if len(kinds) != num_layers or not set(kinds) <= {_LINEAR, *_INDEXED} or not of_both:
+        allowed = f"{num_layers} of {_LINEAR} and {_INDEXED[0]}, some of both"
+        raise hf.error("layer_types", list(kinds), allowed)
+    return attending
+
+
+def _read_linear(hf: HfKeys, linear: frozenset[int]) -> LinearAttentionConfig:
+    """In a section, or among the others with a prefix. A bound may be switched off by null."""
+    section = hf.section("linear_attn_config")
+    own, prefix = (hf, "linear_") if section is None else (section, "")
+    heads = own.integer(f"{prefix}num_heads", default=64)
+    head_dim = own.integer(f"{prefix}head_dim", default=128)
+    bound: Any = -5.0
+    name = "linear_lower_bound" if section is None else "gate_lower_bound"
+    if own.has(name) or (section is None and own.is_null(name)):
+        bound = own.value(name)
+    if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or bound >= 0):
+        raise own.error(name, bound, "a number below 0, or null")
+    found = LinearAttentionConfig(
+        num_key_heads=heads,
+        num_value_heads=heads,
+        key_head_dim=head_dim,
+        value_head_dim=head_dim,
+        conv_width=own.integer(
+            "linear_conv_kernel_dim" if section is None else "short_conv_kernel_size", default=4, minimum=2
+        ),
+        layers=linear,
+        channel_decay=True,
+        decay_bound=None if bound is None else float(bound),
+    )
+    if section is not None:
+        # Layers are named by `layer_types`.
+        section.skip("full_attn_layers", "kda_layers")
+        if not section.boolean("safe_gate", default=True):
+            raise section.error("safe_gate", False, "true")
+        if section.unread:
+            raise section.error(section.unread[0], "...", "keys of GLM-5.3-Flash's linear attention")
+    return found
+
+
+def _read_indexer(hf: HfKeys, attending: tuple[int, ...], num_layers: int) -> IndexerConfig:
+    """Raises ModelConfigError where a layer would share a choice: no layer before it has just made one."""
+    kinds = hf.strings("indexer_types")
+    pattern = hf.string("index_topk_pattern", default="")
+    kinds = kinds or tuple({"F": _FULL, "S": _SHARED}.get(letter, letter) for letter in pattern)
+    if kinds and (len(kinds) != num_layers or any(kinds[layer] != _FULL for layer in attending)):
+        raise hf.error(
+            "indexer_types", list(kinds), f"{num_layers}, and {_FULL!r} in each layer that attends"
+        )
+    hf.skip("index_skip_topk_offset")
+    hf.refuse("index_topk_freq", 1)
+    if not hf.boolean("index_kpool_always_select_tail", default=True):
+        raise hf.error("index_kpool_always_select_tail", False, "true")
+    pool, top_k = hf.integer("index_kpool", default=16), hf.integer("index_topk", default=2048)
+    if top_k % pool:
+        raise hf.error("index_topk", top_k, f"a multiple of index_kpool ({pool})")
+    return IndexerConfig(
+        num_heads=hf.integer("index_n_heads", default=32),
+        head_dim=hf.integer("index_head_dim", default=128),
+        top_k=top_k,
+        interleaved=False,
+        layers=frozenset(attending),
+        pool=pool,
+    )
+
+
+def _read_latent(hf: HfKeys, common: dict[str, Any], attending: tuple[int, ...]) -> MlaConfig:
+    """All of a query and of a key is without position."""
+    if hf.integer("qk_rope_head_dim", default=0, minimum=0):
+        raise hf.error("qk_rope_head_dim", hf.integer("qk_rope_head_dim"), "0")
+    nope_dim = hf.integer("qk_nope_head_dim")
+    return MlaConfig(
+        q_lora_rank=hf.integer("q_lora_rank"),
+        kv_lora_rank=hf.integer("kv_lora_rank"),
+        qk_nope_head_dim=nope_dim,
+        qk_rope_head_dim=0,
+        v_head_dim=hf.integer("v_head_dim"),
+        softmax_scale=nope_dim**-0.5,
+        indexer=_read_indexer(hf, attending, common["num_layers"]),
+        latent_eps=common["rms_norm_eps"],
+    )
+
+
+def _read_moe(hf: HfKeys, num_layers: int, limit: float) -> MoeConfig:
+    """Dense layers first, or as `mlp_layer_types` says."""
+    dense = ("dense",) * min(_DENSE_LAYERS, num_layers)
+    kinds = hf.strings("mlp_layer_types") or (*dense, *("sparse",) * (num_layers - len(dense)))
+    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise hf.error("mlp_layer_types", list(kinds), f"{num_layers} of 'dense' and 'sparse'")
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    moe = read_moe(hf, read_v3_router(hf), layers)
+    return MoeConfig(
+        moe.router,
+        moe.intermediate_size,
+        moe.shared_intermediate_size,
+        layers,
+        expert_activation="clamped_silu",
+        expert_limit=limit,
+    )
+
+
+def read_glm5_next(hf: HfKeys) -> ModelConfig:
+    """The language model of GLM-5.3-Flash."""
+    hf.skip(*_HARMLESS)
+    # A head's size is what is rotated of it here, nothing.
+    common = read_common(hf.with_values(head_dim=None))
+    num_layers, limit = common["num_layers"], hf.number("swiglu_limit", default=10.0)
+    if common["num_kv_heads"] != common["num_heads"]:
+        allowed = f"num_attention_heads ({common['num_heads']})"
+        raise hf.error("num_key_value_heads", common["num_kv_heads"], allowed)
+    attending = _attending_layers(hf, num_layers)
+    mla = _read_latent(hf, common, attending)
+    return ModelConfig(
+        **(common | {"head_dim": mla.qk_head_dim, "activation": "clamped_silu"}),
+        model_type=hf.string("model_type"),
+        rope=None,
+        mla=mla,
+        moe=_read_moe(hf, num_layers, limit),
+        mlp_limits=(limit,) * num_layers,
+        linear=_read_linear(hf, frozenset(range(num_layers)) - set(attending)),
+        hyper=HyperConnectionConfig(
+            num_streams=hf.integer("hc_mult", default=4, minimum=2),
+            iterations=hf.integer("hc_sinkhorn_iters", default=20),
+            eps=hf.number("hc_eps", default=1e-6),
+        ),
+        num_mtp_layers=read_mtp_layers(hf),
+    )
+
+
+# Weights of hyper-connections are modules here, below either prefix of layers.
+_HYPER = tuple(
+    rename(f"{prefix}.layers.*.hc_{half}_{part}", f"model.layers.*.{half}_hc.{part}")
+    for prefix in ("model.language_model", "model")
+    for half in ("attn", "ffn")
+    for part in ("fn", "base", "scale")
+)
+
+FAMILIES = (Family("glm5_next", read_glm5_next, TensorNames((VISION, *_HYPER, TEXT), mtp_layers=True)),)
