@@ -22,6 +22,7 @@ from tests.tolerances import PLANNED_BYTES
 MODELS = (
     "deepseek-v3.2",
     "glm-4.7",
+    "glm-5.3-flash",
     "gpt-oss-120b",
     "kimi-k2",
     "kimi-k2.5",
