@@ -44,7 +44,7 @@ class HyperStreams(ResidualStream):
         """`total` `[T, N * H]`: a token's streams, one after another; changed in place."""
         super().__init__(total)
         # A view: what a stage hands to the next is `sum`, their concatenation.
-        self.streams = total.unflatten(1, (num_streams, -1))
+        self.streams = total.view(total.shape[0], num_streams, -1)
 
     @staticmethod
     def embedded(hidden_states: torch.Tensor, num_streams: int) -> HyperStreams:

@@ -41,20 +41,17 @@ def collapse_streams(
     """The input of one half of a layer.
 
     streams `[T, N, H]`, contiguous; projection `[(2 + N) * N, N * H]`, base `[(2 + N) * N]` and scale `[3]`
-    float32,
-    in the order of pre, post, comb. `eps` is added to pre, to comb and to the sums that Sinkhorn divides by.
+    float32, in the order of pre, post, comb. `eps` is added to pre, to comb and to the sums that Sinkhorn
+    divides by.
     """
     num_streams = streams.shape[1]
     mixed = project_streams(streams, projection)
     mixed = mixed * torch.rsqrt(streams.flatten(1).float().square().mean(-1, keepdim=True) + norm_eps)
-    widths = (num_streams, num_streams, num_streams**2)
-    pre, post, comb = (
-        part * scale[index] + offset
-        for index, (part, offset) in enumerate(
-            zip(mixed.split(widths, dim=1), base.split(widths), strict=True)
-        )
-    )
-    weights = comb.unflatten(1, (num_streams, num_streams)).softmax(-1) + eps
+    ends = num_streams, 2 * num_streams
+    pre = mixed[:, : ends[0]] * scale[0] + base[: ends[0]]
+    post = mixed[:, ends[0] : ends[1]] * scale[1] + base[ends[0] : ends[1]]
+    comb = mixed[:, ends[1] :] * scale[2] + base[ends[1] :]
+    weights = comb.view(-1, num_streams, num_streams).softmax(-1) + eps
     weights = weights / (weights.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
         weights = weights / (weights.sum(-1, keepdim=True) + eps)

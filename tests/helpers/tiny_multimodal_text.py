@@ -208,7 +208,8 @@ _GLM5: dict[str, Any] = {
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 0,
     "v_head_dim": 16,
-    "rms_norm_eps": 1e-3,
+    # Smaller, and ways of summing would differ more: hyper-connections magnify what rounds.
+    "rms_norm_eps": 3e-2,
 }
 
 _STEP_FULL, _STEP_SLIDING = "full_attention", "sliding_attention"

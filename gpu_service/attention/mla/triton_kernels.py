@@ -65,9 +65,8 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
     first_query = row * NUM_HEADS + head[:, None]
     held = in_head[:, None] & in_latent[None, :]
     query = tl.load(q_latent + first_query * LATENT + at_latent[None, :], mask=held, other=0.0)
-    if ROPE > 0:
-        rotated_query = tl.load(q_rope + first_query * ROPE + at_rope[None, :],
-                                mask=in_head[:, None] & in_rope[None, :], other=0.0)  # fmt: skip
+    rotated_query = tl.load(q_rope + first_query * ROPE + at_rope[None, :],
+                            mask=in_head[:, None] & in_rope[None, :], other=0.0)  # fmt: skip
     maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     weighted = tl.zeros([BLOCK_H, BLOCK_L], tl.float32)
@@ -80,13 +79,10 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
         slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
         at = cache + slot[:, None] * (LATENT + ROPE)
         latent = tl.load(at + at_latent[None, :], mask=seen[:, None] & in_latent[None, :], other=0.0)
-        latent = widened(latent, query.dtype)
+        rotated = tl.load(at + LATENT + at_rope[None, :], mask=seen[:, None] & in_rope[None, :], other=0.0)
+        latent, rotated = widened(latent, query.dtype), widened(rotated, query.dtype)
         scores = tl.dot(query, tl.trans(latent), input_precision=PRECISION)
-        if ROPE > 0:
-            at_rotated = at + LATENT + at_rope[None, :]
-            rotated = tl.load(at_rotated, mask=seen[:, None] & in_rope[None, :], other=0.0)
-            rotated = widened(rotated, query.dtype)
-            scores += tl.dot(rotated_query, tl.trans(rotated), input_precision=PRECISION)
+        scores += tl.dot(rotated_query, tl.trans(rotated), input_precision=PRECISION)
         scores = tl.where(seen[None, :], scores * score_scale, float("-inf"))
         highest = tl.maximum(maximum, tl.max(scores, 1))
         # A selection may end before the last split begins.
