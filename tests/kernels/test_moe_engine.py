@@ -48,7 +48,10 @@ def matrices(**replaced: Any) -> tuple[Any, Any, Any]:
             {"weight_format": ["int8"] * 3, "down_format": ["int8"] * 2},
             "3 formats and down_format 2; they must be as many, or one",
         ),
-        ({"activation": "relu"}, "activation='relu'.*silu, silu_clamped, gpt_oss, relu2, gelu_tanh, clamped_silu"),
+        (
+            {"activation": "relu"},
+            "activation='relu'.*silu, silu_clamped, gpt_oss, relu2, gelu_tanh, clamped_silu",
+        ),
         ({"activation": "gpt_oss", "limit": 0.0}, "limit is 0.0"),
         ({"activation": "silu_clamped", "limit": [7.0, 0.0, 7.0]}, "limit is 0.0"),
         ({"limit": [7.0, 7.0]}, r"limit has 2 numbers; it must be one, or one per layer \(3\)"),

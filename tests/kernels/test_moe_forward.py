@@ -116,7 +116,9 @@ def test_quantised_rows(rows: int) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "silu_clamped", "gpt_oss", "relu2", "gelu_tanh", "clamped_silu"])
+@pytest.mark.parametrize(
+    "activation", ["silu", "silu_clamped", "gpt_oss", "relu2", "gelu_tanh", "clamped_silu"]
+)
 def test_activations_and_biases(activation: str, has_bias: bool) -> None:
     """Every activation, its clamps reached, with and without biases of all three matrices."""
     shape = Shape(64, 50, 4, "float32", "int8", activation, has_bias, alpha=1.3, limit=0.75)
