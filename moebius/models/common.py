@@ -186,9 +186,12 @@ def listed_or_after_dense(hf: HfKeys, num_layers: int, default: int | None = Non
     return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
 
 
-def read_one_window(hf: HfKeys, num_layers: int, *, used: bool = True) -> tuple[int | None, ...]:
-    """`sliding_window` as the window of every layer; empty where there is none, or it is not `used`."""
-    if not used or not hf.has("sliding_window"):
+def read_one_window(hf: HfKeys, num_layers: int, *, used: bool | None = None) -> tuple[int | None, ...]:
+    """`sliding_window` as the window of every layer; empty where it is not `used`.
+
+    `used` None: where there is one. Raises ModelConfigError where it is used and missing.
+    """
+    if used is False or (used is None and not hf.has("sliding_window")):
         hf.skip("sliding_window")
         return ()
     return (hf.integer("sliding_window"),) * num_layers

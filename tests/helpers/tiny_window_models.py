@@ -31,7 +31,7 @@ WINDOW_MODELS: dict[str, dict[str, Any]] = {
             "n_group": 4,
             "topk_group": 2,
             "norm_topk_prob": False,
-            "routed_scaling_factor": 2.5,
+            "routed_scaling_factor": 1.5,
             "attention_bias": True,
             "num_key_value_heads": 6,
             "tie_word_embeddings": True,

@@ -46,7 +46,7 @@ def registries() -> Iterator[CollectorRegistry]:
     export(cast(MemoryLedger, ledger), "m", engine)
     yield engine
     ones = np.ones(1, np.uint64)
-    stats = EngineStats(1, 1, 1.0, 0, 0, ones, ones, ones, np.ones((1, 1), np.uint64))
+    stats = EngineStats(1, 1, 1.0, 0, 0, ones, ones, ones, ones, np.ones((1, 1), np.uint64))
     loaded = SimpleNamespace(
         engine=SimpleNamespace(packed_bytes=1, num_threads=1, stats=lambda: stats),
         seconds=1.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,7 @@ def url(engine: tuple[FakeEngine, str]) -> Iterator[str]:
             for _ in range(600):
                 if client.get("/ready").status_code == 200:
                     break
+                time.sleep(0.05)
         yield found
 
 

@@ -145,10 +145,20 @@ def chat_picture(url: str, path: Path) -> str:
 def top_picture(url: str, path: Path) -> str:
     """Figures while requests run; the text of the screen. `q` ends it."""
     with _busy(url), Terminal("top", url, "--interval", "3") as terminal:
-        terminal.until(lambda: "hand-off" in terminal.text and "experts' time" in terminal.text, 120)
+        # What is seen while it is drawn anew lacks parts: the text that had all of them counts.
+        seen = list[str]()
+
+        def complete() -> bool:
+            text = terminal.text
+            found = all(part in text for part in ("limited by", "KV cache", "hand-off", "experts' time"))
+            if found:
+                seen.append(text)
+            return found
+
+        terminal.until(complete, 120)
         terminal.title = "moebius top"
         terminal.save_svg(path)
-        text = terminal.text
+        text = seen[-1]
         terminal.type("q")
         terminal.until(lambda: terminal.process.poll() is not None, 60)
         assert terminal.process.returncode == 0, terminal.text

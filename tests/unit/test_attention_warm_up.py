@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -27,18 +28,20 @@ def test_only_the_dummy_page_is_written(name: str, monkeypatch: pytest.MonkeyPat
     kinds = set()
     if name == "triton":
         attention = TritonAttention(config, case.cache, min_split=16)
+        partial_of = attention._partial_of
         prepare = attention._prepare
 
-        def watch(*arguments: object) -> None:
-            prepare(*arguments)  # type: ignore[arg-type]
-            kinds.add(
-                (
-                    attention._has_decodes,
-                    attention._has_chunks,
-                    attention._partial[None, config.num_heads] is None,
-                )
-            )
+        def watch_splits(*arguments: Any) -> Any:
+            found = partial_of(*arguments)
+            kinds.add((True, attention._has_chunks, found is None))
+            return found
 
+        def watch(*arguments: Any) -> None:
+            prepare(*arguments)
+            if not attention._has_decodes:
+                kinds.add((False, attention._has_chunks, True))
+
+        monkeypatch.setattr(attention, "_partial_of", watch_splits)
         monkeypatch.setattr(attention, "_prepare", watch)
         warm_up_attention(attention, CAPACITY)
         # Decodes in one piece and in splits, alone and with chunks; chunks alone.

@@ -100,6 +100,19 @@ def stored(layout: str, experts: list[dict[str, Array]]) -> tuple[str, dict[str,
             "gpt_oss",
             below(f"{base}.mlp.experts", {"gate_up_proj": mixed.swapaxes(1, 2), **turned}),
         ),
+        "fused_in_layer": (
+            "gemma4",
+            below(
+                "model.language_model.layers.1.experts", {"gate_up_proj": fused, "down_proj": stacks["down"]}
+            ),
+        ),
+        "stacked_linears": (
+            "granitemoehybrid",
+            below(
+                f"{base}.block_sparse_moe",
+                {"input_linear.weight": fused, "output_linear.weight": stacks["down"]},
+            ),
+        ),
         "per_expert_step": ("step3p5", per_expert(f"{base}.moe.experts", names, experts)),
         "per_expert_step_old": ("step3p5", per_expert(f"{base}.moe", names, experts)),
         "stacked": ("step3p5", {f"{base}.moe.{name}_proj.weight": array for name, array in stacks.items()}),

@@ -82,7 +82,7 @@ def test_old_and_new_rope_spellings_agree(tmp_path: Path) -> None:
         (QWEN, {"hidden_size": "absent"}, "hidden_size is missing"),
         (QWEN, {"hidden_size": "32"}, "hidden_size = '32'.*integer"),
         (QWEN, {"num_key_value_heads": 3}, "num_key_value_heads = 3.*divisor"),
-        (QWEN, {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN, {"use_sliding_window": True}, "sliding_window is missing"),
         (QWEN, {"hidden_act": "gelu"}, "hidden_act = 'gelu'.*silu"),
         (QWEN, {"rope_scaling": {"type": "su"}}, "rope_type = 'su'.*default, dynamic, linear"),
         (QWEN, {"rope_scaling": {"type": "linear", "factor": 2, "alpha": 1}}, "alpha"),

@@ -111,6 +111,8 @@ class Run:
 class World:
     """An engine's two lanes, servers that load again at any time, and a device that is late."""
 
+    call_log = None  # of an expert client
+
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.device = SimulatedDevice(rng)

@@ -18,7 +18,7 @@ from tests.helpers.published_checkpoints import FIXTURES, Published, expand
 MODELS = {
     file.stem: published
     for file in sorted(FIXTURES.glob("*.json"))
-    if "vision_config" in (published := Published.load(file.stem)).config
+    if family_of((published := Published.load(file.stem)).config["model_type"]).vision is not None
 }
 _PREFIXES = ("model.visual.", "vision_tower.", "mm_projector.")
 

@@ -46,6 +46,8 @@ def read_qwen3_moe(
 
 def read_qwen3_vl_moe(hf: HfKeys) -> ModelConfig:
     """Qwen3-VL-MoE: Qwen3-MoE that renormalises whatever `norm_topk_prob` says, and alternating mRoPE."""
+    if hf.boolean("use_sliding_window", default=False):
+        raise hf.error("use_sliding_window", True, "false")
     config = read_qwen3_moe(hf, default_theta=500000.0, mrope=_SECTIONS)
     router = replace(config.moe.router, post="renormalize")
     return replace(config, moe=replace(config.moe, router=router))
