@@ -140,23 +140,28 @@ def read_softmax_router(hf: HfKeys, *, renormalizes: bool = False) -> RouterConf
     )
 
 
-def read_biased_router(hf: HfKeys, *, renormalizes: bool = True) -> RouterConfig:
+def read_biased_router(
+    hf: HfKeys, *, renormalizes: bool = True, groups: tuple[int, int] = (1, 1), scale: float = 1.0
+) -> RouterConfig:
     """DeepSeek-V3's: sigmoid scores, chosen with a correction bias, groups by the sum of their best two.
 
-    `renormalizes`: what a missing `norm_topk_prob` means in the family.
+    In DeepSeek's keys or Kimi-Linear's. `renormalizes`, `groups` (how many, of which how many are kept) and
+    `scale`: what missing keys mean in the family.
     """
     hf.skip("moe_router_dtype")  # always float32 here
     return RouterConfig(
         num_experts=hf.integer("n_routed_experts", "num_local_experts", "num_experts"),
-        top_k=hf.integer("num_experts_per_tok"),
+        top_k=hf.integer("num_experts_per_token", "num_experts_per_tok"),
         score="sigmoid",
         correction_bias=True,
-        num_groups=hf.integer("n_group", default=1),
-        top_groups=hf.integer("topk_group", default=1),
+        num_groups=hf.integer("num_expert_group", "n_group", default=groups[0]),
+        top_groups=hf.integer("topk_group", default=groups[1]),
         group_score="top2_sum",
-        post="renormalize" if hf.boolean("norm_topk_prob", default=renormalizes) else "none",
+        post=(
+            "renormalize" if hf.boolean("moe_renormalize", "norm_topk_prob", default=renormalizes) else "none"
+        ),
         renormalize_epsilon=1e-20,
-        scale=hf.number("routed_scaling_factor", default=1.0),
+        scale=hf.number("routed_scaling_factor", default=scale),
         float32_gate=True,
     )
 

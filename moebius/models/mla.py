@@ -31,14 +31,15 @@ def read_mla_common(hf: HfKeys, growth: QueryGrowth = (0.0, 1.0)) -> dict[str, A
     rope = read_rope(hf, rope_dim, interleaved=hf.boolean("rope_interleave", default=True), growth=growth)
     if rope.rotary_dim != rope_dim:
         raise hf.error("partial_rotary_factor", rope.rotary_dim / rope_dim, "1.0 with latent attention")
-    mla = _read_mla(hf, rope)
+    mla = read_mla(hf, rope)
     return common | {"head_dim": mla.qk_head_dim, "rope": rope, "mla": mla}
 
 
-def _read_mla(hf: HfKeys, rope: RopeConfig) -> MlaConfig:
-    rope_dim, nope_dim = rope.rotary_dim, hf.integer("qk_nope_head_dim")
+def read_mla(hf: HfKeys, rope: RopeConfig | None) -> MlaConfig:
+    """`rope` None: queries and keys have the part that others rotate, as it is."""
+    rope_dim, nope_dim = hf.integer("qk_rope_head_dim", minimum=0), hf.integer("qk_nope_head_dim")
     # YaRN's temperature, which these families apply to the scores, to the extent that mscale_all_dim says.
-    numbers = dict(rope.scaling)
+    numbers = {} if rope is None else dict(rope.scaling)
     all_dim = numbers.get("mscale_all_dim")
     temperature = 1.0 if all_dim is None else yarn_mscale(numbers["factor"], all_dim)
     return MlaConfig(
@@ -51,12 +52,14 @@ def _read_mla(hf: HfKeys, rope: RopeConfig) -> MlaConfig:
     )
 
 
-def read_moe(hf: HfKeys, router: RouterConfig, layers: frozenset[int]) -> MoeConfig:
-    """Shared experts are as wide as routed ones."""
-    if hf.integer("moe_layer_freq", default=1) != 1:
-        raise hf.error("moe_layer_freq", hf.integer("moe_layer_freq"), "1")
+def read_moe(
+    hf: HfKeys, router: RouterConfig, layers: frozenset[int], *, default_shared: int = 0
+) -> MoeConfig:
+    """Shared experts are as wide as routed ones; `default_shared`: how many, where a checkpoint is silent."""
+    hf.refuse("moe_layer_freq", 1)
     size = hf.integer("moe_intermediate_size")
-    return MoeConfig(router, size, hf.integer("n_shared_experts", default=0, minimum=0) * size, layers)
+    shared = hf.integer("num_shared_experts", "n_shared_experts", default=default_shared, minimum=0)
+    return MoeConfig(router, size, shared * size, layers)
 
 
 def read_v3_router(hf: HfKeys) -> RouterConfig:

@@ -5,11 +5,11 @@ Sources: the configuration class and the checkpoint conversion of transformers 5
 
 from __future__ import annotations
 
-from moebius.models.common import FULL, listed_or_after_dense, read_mtp_layers
-from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig, RouterConfig
+from moebius.models.common import FULL, listed_or_after_dense, read_biased_router, read_mtp_layers
+from moebius.models.config import LinearAttentionConfig, ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
-from moebius.models.mla import read_mla_common
+from moebius.models.mla import read_mla_common, read_moe
 from moebius.models.names import ROTARY, TensorNames, rename
 
 LINEAR = "linear_attention"
@@ -50,24 +50,12 @@ def read_bailing_hybrid(hf: HfKeys) -> ModelConfig:
     common = read_mla_common(hf.with_values(max_position_embeddings=length))
     hf.refuse("q_lora_rank")
     num_layers = common["num_layers"]
-    router = RouterConfig(
-        num_experts=hf.integer("num_experts", "num_local_experts"),
-        top_k=hf.integer("num_experts_per_token", "num_experts_per_tok"),
-        score="sigmoid",
-        correction_bias=True,
-        num_groups=hf.integer("num_expert_group", "n_group", default=8),
-        top_groups=hf.integer("topk_group", default=4),
-        post="renormalize" if hf.boolean("moe_renormalize", "norm_topk_prob", default=True) else "none",
-        renormalize_epsilon=1e-20,
-        scale=hf.number("routed_scaling_factor", default=2.5),
-        float32_gate=True,
-    )
-    size = hf.integer("moe_intermediate_size")
-    shared = hf.integer("num_shared_experts", "n_shared_experts", default=1, minimum=0)
+    router = read_biased_router(hf, groups=(8, 4), scale=2.5)
+    layers = listed_or_after_dense(hf, num_layers, default=2)
     return ModelConfig(
         **common,
         model_type="bailing_hybrid",
-        moe=MoeConfig(router, size, shared * size, listed_or_after_dense(hf, num_layers, default=2)),
+        moe=read_moe(hf, router, layers, default_shared=1),
         linear=_read_linear(hf, common["num_heads"], num_layers),
         head_gate=True,
         num_mtp_layers=read_mtp_layers(hf),

@@ -6,6 +6,7 @@ Source: the configuration class of transformers 5.23.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from moebius.models.common import read_common, read_mtp_layers
@@ -19,7 +20,7 @@ from moebius.models.config import (
 )
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
-from moebius.models.mla import read_moe, read_v3_router
+from moebius.models.mla import read_mla, read_moe, read_v3_router
 from moebius.models.names import TEXT, VISION, TensorNames, rename
 
 _LINEAR, _FULL, _SHARED = "linear_attention", "full", "shared"
@@ -122,17 +123,9 @@ def _read_latent(hf: HfKeys, common: dict[str, Any], attending: tuple[int, ...])
     """All of a query and of a key is without position."""
     if hf.integer("qk_rope_head_dim", default=0, minimum=0):
         raise hf.error("qk_rope_head_dim", hf.integer("qk_rope_head_dim"), "0")
-    nope_dim = hf.integer("qk_nope_head_dim")
-    return MlaConfig(
-        q_lora_rank=hf.integer("q_lora_rank"),
-        kv_lora_rank=hf.integer("kv_lora_rank"),
-        qk_nope_head_dim=nope_dim,
-        qk_rope_head_dim=0,
-        v_head_dim=hf.integer("v_head_dim"),
-        softmax_scale=nope_dim**-0.5,
-        indexer=_read_indexer(hf, attending, common["num_layers"]),
-        latent_eps=common["rms_norm_eps"],
-    )
+    hf.integer("q_lora_rank")  # The indexer reads that latent.
+    indexer = _read_indexer(hf, attending, common["num_layers"])
+    return replace(read_mla(hf, rope=None), indexer=indexer, latent_eps=common["rms_norm_eps"])
 
 
 def _read_moe(hf: HfKeys, num_layers: int, limit: float) -> MoeConfig:
@@ -143,14 +136,7 @@ def _read_moe(hf: HfKeys, num_layers: int, limit: float) -> MoeConfig:
         raise hf.error("mlp_layer_types", list(kinds), f"{num_layers} of 'dense' and 'sparse'")
     layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
     moe = read_moe(hf, read_v3_router(hf), layers)
-    return MoeConfig(
-        moe.router,
-        moe.intermediate_size,
-        moe.shared_intermediate_size,
-        layers,
-        expert_activation="clamped_silu",
-        expert_limit=limit,
-    )
+    return replace(moe, expert_activation="clamped_silu", expert_limit=limit)
 
 
 def read_glm5_next(hf: HfKeys) -> ModelConfig:

@@ -5,10 +5,17 @@ Sources: Kimi Linear (arXiv:2510.26692), and the configuration class of transfor
 
 from __future__ import annotations
 
-from moebius.models.common import FULL, listed_or_after_dense, read_common, read_mtp_layers
-from moebius.models.config import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig, RouterConfig
+from moebius.models.common import (
+    FULL,
+    listed_or_after_dense,
+    read_biased_router,
+    read_common,
+    read_mtp_layers,
+)
+from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.mla import read_mla, read_moe
 from moebius.models.names import ROTARY, TensorNames, rename
 
 LINEAR = "linear_attention"
@@ -59,45 +66,14 @@ def _read_linear(hf: HfKeys, num_layers: int) -> LinearAttentionConfig:
     return found
 
 
-def _read_latent(hf: HfKeys) -> MlaConfig:
-    """Queries and keys have the part that others rotate, as it is."""
-    if not hf.boolean("mla_use_nope", default=True):
-        raise hf.error("mla_use_nope", False, "true")
-    nope_dim, rope_dim = hf.integer("qk_nope_head_dim"), hf.integer("qk_rope_head_dim")
-    return MlaConfig(
-        q_lora_rank=hf.integer("q_lora_rank") if hf.has("q_lora_rank") else None,
-        kv_lora_rank=hf.integer("kv_lora_rank"),
-        qk_nope_head_dim=nope_dim,
-        qk_rope_head_dim=rope_dim,
-        v_head_dim=hf.integer("v_head_dim"),
-        softmax_scale=(nope_dim + rope_dim) ** -0.5,
-    )
-
-
 def _read_moe(hf: HfKeys, num_layers: int) -> MoeConfig:
-    hf.refuse("moe_layer_freq", 1)
     hf.refuse("moe_router_activation_func", "sigmoid")
     hf.refuse("topk_method", "noaux_tc")
     # Of Kimi-K3, whose experts work in a narrower space.
     hf.refuse("routed_expert_hidden_size")
     if not hf.boolean("use_grouped_topk", default=True):
         raise hf.error("use_grouped_topk", False, "true")
-    router = RouterConfig(
-        num_experts=hf.integer("num_experts", "num_local_experts", "n_routed_experts"),
-        top_k=hf.integer("num_experts_per_token", "num_experts_per_tok"),
-        score="sigmoid",
-        correction_bias=True,
-        num_groups=hf.integer("num_expert_group", "n_group", default=1),
-        top_groups=hf.integer("topk_group", default=1),
-        post="renormalize" if hf.boolean("moe_renormalize", "norm_topk_prob", default=True) else "none",
-        renormalize_epsilon=1e-20,
-        scale=hf.number("routed_scaling_factor", default=1.0),
-        float32_gate=True,
-    )
-    size = hf.integer("moe_intermediate_size")
-    shared = hf.integer("num_shared_experts", "n_shared_experts", default=0, minimum=0)
-    layers = listed_or_after_dense(hf, num_layers, default=1)
-    return MoeConfig(router, size, shared * size, layers)
+    return read_moe(hf, read_biased_router(hf), listed_or_after_dense(hf, num_layers, default=1))
 
 
 def read_kimi_linear(hf: HfKeys) -> ModelConfig:
@@ -110,7 +86,9 @@ def read_kimi_linear(hf: HfKeys) -> ModelConfig:
     if common["num_kv_heads"] != common["num_heads"]:
         allowed = f"num_attention_heads ({common['num_heads']})"
         raise hf.error("num_key_value_heads", common["num_kv_heads"], allowed)
-    mla, num_layers = _read_latent(hf), common["num_layers"]
+    if not hf.boolean("mla_use_nope", default=True):
+        raise hf.error("mla_use_nope", False, "true")
+    mla, num_layers = read_mla(hf, rope=None), common["num_layers"]
     return ModelConfig(
         **(common | {"head_dim": mla.qk_head_dim}),
         model_type="kimi_linear",
