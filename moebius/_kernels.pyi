@@ -174,6 +174,7 @@ def dequantise_matrix(source: SourceMatrix | NDArray[Any]) -> NDArray[np.float32
 def requantise_matrix(
     format: str, source: SourceMatrix | NDArray[Any]
 ) -> tuple[NDArray[np.uint8], float, float]: ...
+def take_gguf_part(type: str, part: str, blocks: NDArray[np.uint8], output: NDArray[Any]) -> None: ...
 
 # --- topology (kernels/bindings/bind_topology.cc) ----------------------------------------------------------
 

@@ -7,10 +7,9 @@
 #include "kernels/bindings/source_arrays.h"
 #include "kernels/format/dequantise.h"
 #include "kernels/format/expert_packing.h"
+#include "kernels/format/gguf_blocks.h"
 #include "kernels/format/pack.h"
 #include "kernels/format/requantise.h"
-
-namespace py = pybind11;
 
 namespace py = pybind11;
 
@@ -196,6 +195,28 @@ py::dict expert_layout(const std::string& gate_up_format, const std::string& dow
   return result;
 }
 
+// Without Python's lock: threads that load an expert each would wait for one another.
+void take_gguf_part(const std::string& type, const std::string& name, const py::array_t<uint8_t>& blocks,
+                    const py::array& output) {
+  const GgufPart& part = gguf_part(type, name);
+  if (blocks.ndim() != 2 || blocks.shape(1) % part.block_bytes != 0 ||
+      (blocks.size() != 0 && blocks.shape(1) > 1 && blocks.strides(1) != 1)) {
+    throw std::invalid_argument("blocks must be [rows, bytes], each row of whole blocks of " +
+                                std::to_string(part.block_bytes) + " bytes that follow one another");
+  }
+  const py::ssize_t count = blocks.shape(1) / part.block_bytes;
+  const py::ssize_t bytes = blocks.shape(0) * count * part.part_bytes;
+  if (output.nbytes() != bytes || (output.flags() & py::array::c_style) == 0 || !output.writeable()) {
+    throw std::invalid_argument("output has " + std::to_string(output.nbytes()) + " bytes; it must be C-contiguous, " +
+                                "writeable and have " + std::to_string(bytes));
+  }
+  const GgufRows rows{reinterpret_cast<const std::byte*>(blocks.data()), blocks.strides(0),
+                      static_cast<uint32_t>(blocks.shape(0)), static_cast<uint32_t>(count)};
+  auto* const target = static_cast<std::byte*>(const_cast<void*>(output.data()));
+  const py::gil_scoped_release release;
+  part.take(rows, target);
+}
+
 }  // namespace
 
 void bind_format(py::module_& m) {
@@ -214,6 +235,8 @@ void bind_format(py::module_& m) {
   m.def("unpack_bias", &unpack_bias, py::arg("format"), py::arg("packed").noconvert(), py::arg("rows"), py::arg("k"));
   m.def("requantise_matrix", &requantise_matrix, py::arg("format"), py::arg("source"));
   m.def("dequantise_matrix", &dequantise_matrix, py::arg("source"));
+  m.def("take_gguf_part", &take_gguf_part, py::arg("type"), py::arg("part"), py::arg("blocks").noconvert(),
+        py::arg("output").noconvert());
 }
 
 }  // namespace moebius

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.gguf.block_parts import BLOCK_PARTS
 from moebius.checkpoint.gguf.schemes import KEPT_SCHEMES
+from moebius.checkpoint.index import NUMPY_DTYPES
 from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.models.checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
@@ -90,6 +92,26 @@ def test_packed_experts_mean_what_the_file_says(tmp_path: Path, kind: str) -> No
         sum((wanted[which].astype(np.float64) ** 2).sum() for which in NAMES), rel=1e-6
     )
     assert 0 < squared_error < EXPERTS_GGUF_FLOAT16_SCALES**2 * squared
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCK_PARTS))
+def test_parts_of_rows_that_lie_apart(kind: str) -> None:
+    """A part of a matrix's columns is read in place: rows are strided, and the bytes those of a copy."""
+    weights, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = np.random.default_rng(5).integers(0, 256, (12, 7 * nbytes), np.uint8)
+    apart = blocks[::3, nbytes : 6 * nbytes]
+    for role, part in BLOCK_PARTS[kind].items():
+        shape, dtype = (4, 5 * weights // part.step), NUMPY_DTYPES[part.dtype]
+        found, wanted = np.empty(shape, dtype), np.empty(shape, dtype)
+        _kernels.take_gguf_part(kind, role, apart, found)
+        _kernels.take_gguf_part(kind, role, np.ascontiguousarray(apart), wanted)
+        assert found.tobytes() == wanted.tobytes(), role
+        with pytest.raises(ValueError, match=f"output has .* must .* have {wanted.nbytes}"):
+            _kernels.take_gguf_part(kind, role, apart, found[:3])
+    with pytest.raises(ValueError, match=f"whole blocks of {nbytes} bytes"):
+        _kernels.take_gguf_part(kind, "codes", blocks[:, 1:], np.empty(0, np.uint8))
+    with pytest.raises(ValueError, match=f"GGUF type {kind} have no part 'bias'"):
+        _kernels.take_gguf_part(kind, "bias", blocks, np.empty(0, np.uint8))
 
 
 def test_scales_beyond_float16_are_refused_by_name(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 
-def float16_factors(blocks: Bytes) -> Floats:
+def _float16_factors(blocks: Bytes) -> Floats:
     """float16 factors, `[blocks, factors]`."""
     return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
 
@@ -27,13 +27,13 @@ def _q4_0(blocks: Bytes) -> Floats:
     values = np.empty((len(blocks), 32), np.float32)
     np.subtract(codes & 15, np.float32(8), out=values[:, :16])
     np.subtract(codes >> 4, np.float32(8), out=values[:, 16:])
-    values *= float16_factors(blocks[:, :2])
+    values *= _float16_factors(blocks[:, :2])
     return values
 
 
 def _q8_0(blocks: Bytes) -> Floats:
     """A float16 factor, then 32 int8."""
-    return np.multiply(blocks[:, 2:].view(np.int8), float16_factors(blocks[:, :2]), dtype=np.float32)
+    return np.multiply(blocks[:, 2:].view(np.int8), _float16_factors(blocks[:, :2]), dtype=np.float32)
 
 
 def _scales_and_mins(blocks: Bytes) -> tuple[Floats, Floats]:
@@ -46,18 +46,8 @@ def _scales_and_mins(blocks: Bytes) -> tuple[Floats, Floats]:
     low, high, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate((low & 63, (rest & 15) | ((low >> 2) & 0x30)), axis=1)
     mins = np.concatenate((high & 63, (rest >> 4) | ((high >> 2) & 0x30)), axis=1)
-    factors = float16_factors(blocks[:, :4])
+    factors = _float16_factors(blocks[:, :4])
     return factors[:, :1] * scales, factors[:, 1:] * mins
-
-
-def group_scales(blocks: Bytes) -> Floats:
-    """Of Q4_K and Q5_K, `[blocks, 8]`."""
-    return _scales_and_mins(blocks)[0]
-
-
-def group_mins(blocks: Bytes) -> Floats:
-    """Of Q4_K and Q5_K, `[blocks, 8]`: what codes times scales are less by."""
-    return _scales_and_mins(blocks)[1]
 
 
 def _scaled(values: Floats, blocks: Bytes) -> Floats:
@@ -77,7 +67,7 @@ def _q4_k(blocks: Bytes) -> Floats:
     return _scaled(values.reshape(count, 8, 32), blocks)
 
 
-def q5_k_codes(blocks: Bytes) -> Bytes:
+def _q5_k_codes(blocks: Bytes) -> Bytes:
     """As Q4_K, with the codes' fifth bits of all groups in 32 bytes before them: 0 to 31.
 
     `[blocks, 8, 32]`.
@@ -93,10 +83,10 @@ def q5_k_codes(blocks: Bytes) -> Bytes:
 
 
 def _q5_k(blocks: Bytes) -> Floats:
-    return _scaled(q5_k_codes(blocks).astype(np.float32), blocks)
+    return _scaled(_q5_k_codes(blocks).astype(np.float32), blocks)
 
 
-def q6_k_codes(blocks: Bytes) -> Bytes:
+def _q6_k_codes(blocks: Bytes) -> Bytes:
     """Two halves of 64 low bytes and 32 high ones: 0 to 63, which mean -32 to 31, `[blocks, 2, 4, 32]`.
 
     In a half, low nibbles of the two 32 bytes are quarters 0 and 1, high ones 2 and 3, and bits 2q and 2q + 1
@@ -111,14 +101,14 @@ def q6_k_codes(blocks: Bytes) -> Bytes:
     return codes
 
 
-def q6_k_scales(blocks: Bytes) -> Floats:
+def _q6_k_scales(blocks: Bytes) -> Floats:
     """16 int8 after the codes times the factor after them, `[blocks, 16]`."""
-    return float16_factors(blocks[:, 208:]) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    return _float16_factors(blocks[:, 208:]) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
 
 
 def _q6_k(blocks: Bytes) -> Floats:
-    values = np.subtract(q6_k_codes(blocks), np.float32(32)).reshape(len(blocks), 16, 16)
-    values *= q6_k_scales(blocks)[:, :, None]
+    values = np.subtract(_q6_k_codes(blocks), np.float32(32)).reshape(len(blocks), 16, 16)
+    values *= _q6_k_scales(blocks)[:, :, None]
     return values.reshape(len(blocks), 256)
 
 

@@ -127,6 +127,6 @@ def _packed(stored: StoredBlocks, name: str) -> dict[str, TensorInfo]:
         shape = (*outer, cols // part.step)
         # They share their blocks: whoever counts bytes counts them with the codes.
         nbytes = stored.nbytes if role.role == "codes" else 0
-        values = PartOfBlocks(stored.type, raw, part)
+        values = PartOfBlocks(stored.type, raw, role.role, part)
         found[side] = _derived(stored, side, part.dtype, shape, values, nbytes=nbytes)
     return found

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moebius import _kernels
 from moebius.checkpoint.gguf.block_parts import BlockPart
 from moebius.checkpoint.gguf.blocks import BlockType
 from moebius.checkpoint.index import NUMPY_DTYPES, TensorInfo
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_values import as_float32
+from moebius.checkpoint.weight_schemes import Role
 
 Bytes = NDArray[np.uint8]
 # Rows that are read between wanted ones rather than begin another read.
@@ -28,18 +30,19 @@ class Dequantised:
 
     def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
         found, first = _read_blocks(reader, self.type, self.stored, stack_index, rows, cols)
-        values = self.type.dequantise(found)
+        values = self.type.dequantise(np.ascontiguousarray(found))
         begin = cols.start - first * self.type.weights
         return values[:, begin : begin + len(cols)]
 
 
 @dataclass(frozen=True, slots=True)
 class PartOfBlocks:
-    """Codes, scales or mins of quantised blocks, as `block_parts` takes them."""
+    """Codes, scales or mins of quantised blocks, taken by kernels/format/gguf_blocks.cc."""
 
     type: BlockType
     # U8 [matrices, rows, bytes of a row].
     stored: TensorInfo
+    role: Role
     part: BlockPart
 
     def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
@@ -47,13 +50,12 @@ class PartOfBlocks:
         step = self.part.step
         wanted = range(cols.start * step, cols.stop * step)
         found, first = _read_blocks(reader, self.type, self.stored, stack_index, rows, wanted)
-        blocks = found.reshape(-1, self.type.nbytes)
         per_block = self.type.weights // step
-        output = np.empty((len(blocks), per_block), NUMPY_DTYPES[self.part.dtype])
-        for piece in self.type.pieces(len(blocks)):
-            output[piece] = self.part.take(blocks[piece])
+        width = found.shape[1] // self.type.nbytes * per_block
+        output = np.empty((len(rows), width), NUMPY_DTYPES[self.part.dtype])
+        _kernels.take_gguf_part(self.type.name, self.role, found, output)
         begin = cols.start - first * per_block
-        return output.reshape(len(rows), -1)[:, begin : begin + len(cols)]
+        return output[:, begin : begin + len(cols)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +167,10 @@ def _rows_of(
 def _read_blocks(
     reader: SliceReader, kind: BlockType, stored: TensorInfo, stack_index: int, rows: range, cols: range
 ) -> tuple[Bytes, int]:
-    """uint8 `[rows, blocks * nbytes]` of the blocks that hold the columns, and the first block's position."""
+    """uint8 `[rows, blocks * nbytes]` of the blocks that hold the columns, and the first block's position.
+
+    Rows may lie apart; a row's bytes follow one another.
+    """
     first, last = cols.start // kind.weights, -(-cols.stop // kind.weights)
     found = reader.read_slice(
         stored,
@@ -173,4 +178,4 @@ def _read_blocks(
         slice(first * kind.nbytes, last * kind.nbytes),
         stack_index,
     )
-    return np.ascontiguousarray(found).view(np.uint8), first
+    return found.view(np.uint8), first

@@ -1,0 +1,238 @@
+#include "kernels/format/gguf_blocks.h"
+
+#include <tmmintrin.h>
+
+#include <stdexcept>
+
+#include "kernels/format/numbers.h"
+
+namespace moebius {
+namespace {
+
+using Bytes = const uint8_t*;
+
+float half_at(Bytes at) { return decode_float16(load_element<uint16_t>(at, 0)); }
+
+void store_float(uint8_t* target, uint32_t index, float value) { std::memcpy(target + index * 4, &value, 4); }
+
+// Nibbles of 16 bytes, two to a byte, the one of the even byte low: low nibbles first, then high ones.
+struct Nibbles {
+  __m128i low, high;  // words of 16 bits that hold 8 bits each
+
+  explicit Nibbles(Bytes at) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)), mask = _mm_set1_epi8(15);
+    low = joined(_mm_and_si128(bytes, mask));
+    high = joined(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
+  }
+  static __m128i joined(__m128i codes) { return _mm_maddubs_epi16(codes, _mm_set1_epi16(0x1001)); }
+};
+
+void store(uint8_t* target, __m128i bytes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(target), bytes); }
+
+// 16 last bytes: columns 0 to 15 in the low nibbles, 16 to 31 in the high ones.
+template <uint32_t kPlace>
+void half_words(Bytes block, uint8_t* target) {
+  const Nibbles nibbles(block + kPlace);
+  store(target, _mm_packus_epi16(nibbles.low, nibbles.high));
+}
+
+// 4 x 32 bytes, each of a group's code and the next one's.
+void q4_k_words(Bytes block, uint8_t* target) {
+  for (uint32_t pair = 0; pair < 4; ++pair) {
+    const Nibbles first(block + 16 + pair * 32), second(block + 32 + pair * 32);
+    store(target + pair * 32, _mm_packus_epi16(first.low, second.low));
+    store(target + pair * 32 + 16, _mm_packus_epi16(first.high, second.high));
+  }
+}
+
+// kCount bytes from kPlace on, as they are.
+template <uint32_t kPlace, uint32_t kCount>
+void copy(Bytes block, uint8_t* target) {
+  std::memcpy(target, block + kPlace, kCount);
+}
+
+// 32 fifth bits from kPlace on, then 16 bytes of nibbles: codes 0 to 31, less kLess.
+template <uint32_t kPlace, uint8_t kLess>
+void five_bits(Bytes block, uint8_t* target) {
+  const auto fifth = load_element<uint32_t>(block + kPlace, 0);
+  const Bytes nibbles = block + kPlace + 4;
+  for (uint32_t i = 0; i < 16; ++i) {
+    target[i] = static_cast<uint8_t>(((nibbles[i] & 15U) | (fifth >> i & 1U) << 4) - kLess);
+    target[i + 16] = static_cast<uint8_t>((nibbles[i] >> 4 | (fifth >> (i + 16) & 1U) << 4) - kLess);
+  }
+}
+
+// As Q4_K, with the codes' fifth bits of all groups in 32 bytes before them.
+void q5_k_codes(Bytes block, uint8_t* target) {
+  const Bytes fifth = block + 16;
+  for (uint32_t group = 0; group < 8; ++group) {
+    const Bytes nibbles = block + 48 + group / 2 * 32;
+    for (uint32_t i = 0; i < 32; ++i) {
+      target[group * 32 + i] =
+          static_cast<uint8_t>((nibbles[i] >> group % 2 * 4 & 15) | (fifth[i] >> group & 1) << 4);
+    }
+  }
+}
+
+// Two halves of 64 low bytes and 32 high ones: in a half, low nibbles of the two 32 bytes are quarters 0 and 1, high
+// ones 2 and 3, and bits 2q and 2q + 1 of the high bytes are quarter q's.
+void q6_k_codes(Bytes block, uint8_t* target) {
+  for (uint32_t quarter = 0; quarter < 8; ++quarter) {
+    const uint32_t half = quarter / 4, q = quarter % 4;
+    const Bytes low = block + half * 64 + q % 2 * 32, high = block + 128 + half * 32;
+    for (uint32_t i = 0; i < 32; ++i) {
+      const int code = (low[i] >> q / 2 * 4 & 15) | (high[i] >> q * 2 & 3) << 4;
+      target[quarter * 32 + i] = static_cast<uint8_t>(code - 32);
+    }
+  }
+}
+
+// What the 16 codes of IQ4 types mean: `kvalues_iq4nl` of ggml.
+alignas(16) constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+// kGroups groups of 16 bytes from kPlace on: 16 columns in the low nibbles, 16 more in the high ones.
+template <uint32_t kPlace, uint32_t kGroups>
+void iq4_codes(Bytes block, uint8_t* target) {
+  const __m128i values = _mm_load_si128(reinterpret_cast<const __m128i*>(kIq4)), mask = _mm_set1_epi8(15);
+  for (uint32_t group = 0; group < kGroups; ++group) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block + kPlace + group * 16));
+    store(target + group * 32, _mm_shuffle_epi8(values, _mm_and_si128(bytes, mask)));
+    store(target + group * 32 + 16, _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(bytes, 4), mask)));
+  }
+}
+
+// Words from 256 codes of 4 bits, one a byte.
+void store_words(Bytes codes, uint8_t* target) {
+  for (uint32_t i = 0; i < 128; ++i) target[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+}
+
+// 64 bytes are two halves of 32; bits 2q and 2q + 1 of a half are quarter q's of 32 columns.
+uint8_t two_bits(Bytes packed, uint32_t quarter, uint32_t i) {
+  return packed[quarter / 4 * 32 + i] >> quarter % 4 * 2 & 3;
+}
+
+void q2_k_words(Bytes block, uint8_t* target) {
+  uint8_t codes[256];
+  for (uint32_t quarter = 0; quarter < 8; ++quarter) {
+    for (uint32_t i = 0; i < 32; ++i) codes[quarter * 32 + i] = two_bits(block + 16, quarter, i);
+  }
+  store_words(codes, target);
+}
+
+// -4 to 3, plus 8: two low bits, and a third in 32 bytes before them, which is 4 more; bit q of these is quarter q's.
+void q3_k_words(Bytes block, uint8_t* target) {
+  uint8_t codes[256];
+  for (uint32_t quarter = 0; quarter < 8; ++quarter) {
+    for (uint32_t i = 0; i < 32; ++i) {
+      const int third = (block[i] >> quarter & 1) << 2;
+      codes[quarter * 32 + i] = static_cast<uint8_t>((two_bits(block + 32, quarter, i) | third) + 4);
+    }
+  }
+  store_words(codes, target);
+}
+
+// --- Scales and mins in float32: products of float16 factors and whole numbers.
+
+// Of Q4_K and Q5_K: two factors, then in 12 bytes 8 scales and 8 mins 6 bits wide, the first four of each whole, of the
+// others two bits next to them.
+uint32_t k_scale(Bytes packed, uint32_t group) {
+  return group < 4 ? packed[group] & 63U : (packed[group + 4] & 15U) | (packed[group - 4] >> 2 & 0x30U);
+}
+uint32_t k_min(Bytes packed, uint32_t group) {
+  return group < 4 ? packed[group + 4] & 63U : packed[group + 4] >> 4 | (packed[group] >> 2 & 0x30U);
+}
+
+void k_scales(Bytes block, uint8_t* target) {
+  const float factor = half_at(block);
+  for (uint32_t i = 0; i < 8; ++i) store_float(target, i, factor * static_cast<float>(k_scale(block + 4, i)));
+}
+
+void k_mins(Bytes block, uint8_t* target) {
+  const float factor = half_at(block + 2);
+  for (uint32_t i = 0; i < 8; ++i) store_float(target, i, -(factor * static_cast<float>(k_min(block + 4, i))));
+}
+
+void q6_k_scales(Bytes block, uint8_t* target) {
+  const float factor = half_at(block + 208);
+  for (uint32_t i = 0; i < 16; ++i) {
+    store_float(target, i, factor * static_cast<float>(static_cast<int8_t>(block[192 + i])));
+  }
+}
+
+void q2_k_scales(Bytes block, uint8_t* target) {
+  const float factor = half_at(block + 80);
+  for (uint32_t i = 0; i < 16; ++i) store_float(target, i, factor * static_cast<float>(block[i] & 15));
+}
+
+void q2_k_mins(Bytes block, uint8_t* target) {
+  const float factor = -half_at(block + 82);
+  for (uint32_t i = 0; i < 16; ++i) store_float(target, i, factor * static_cast<float>(block[i] >> 4));
+}
+
+// 16 numbers of 6 bits less 32: of 12 bytes, eight have the low bits in their nibbles, and bits 2i and 2i + 1 of the
+// last four the high ones of numbers 4i to 4i + 3.
+void q3_k_scales(Bytes block, uint8_t* target) {
+  const Bytes packed = block + 96;
+  const float factor = half_at(block + 108);
+  for (uint32_t i = 0; i < 16; ++i) {
+    const int low = packed[i % 8] >> i / 8 * 4 & 15, high = packed[8 + i % 4] >> i / 4 * 2 & 3;
+    store_float(target, i, factor * static_cast<float>((low | high << 4) - 32));
+  }
+}
+
+// A factor times eight numbers of 6 bits less 32: low bits in nibbles, two high ones before them.
+void iq4_xs_scales(Bytes block, uint8_t* target) {
+  const float factor = half_at(block);
+  const auto high = load_element<uint16_t>(block + 2, 0);
+  for (uint32_t i = 0; i < 8; ++i) {
+    const int low = block[4 + i / 2] >> i % 2 * 4 & 15;
+    store_float(target, i, factor * static_cast<float>((low | (high >> i * 2 & 3) << 4) - 32));
+  }
+}
+
+template <uint32_t kBlockBytes, uint32_t kPartBytes, void (*kTake)(Bytes block, uint8_t* target)>
+void take_rows(const GgufRows& source, std::byte* target) {
+  auto* to = reinterpret_cast<uint8_t*>(target);
+  for (uint32_t row = 0; row < source.rows; ++row) {
+    const auto* block = reinterpret_cast<Bytes>(source.first + static_cast<ptrdiff_t>(row) * source.row_stride);
+    for (uint32_t i = 0; i < source.blocks; ++i, block += kBlockBytes, to += kPartBytes) kTake(block, to);
+  }
+}
+
+template <uint32_t kBlockBytes, uint32_t kPartBytes, void (*kTake)(Bytes block, uint8_t* target)>
+constexpr GgufPart part(const char* type, const char* name) {
+  return {type, name, kBlockBytes, kPartBytes, take_rows<kBlockBytes, kPartBytes, kTake>};
+}
+
+}  // namespace
+
+const std::vector<GgufPart>& gguf_parts() {
+  static const std::vector<GgufPart> parts = {
+      part<18, 16, half_words<2>>("Q4_0", "codes"),       part<18, 2, copy<0, 2>>("Q4_0", "scales"),
+      part<20, 16, half_words<4>>("Q4_1", "codes"),       part<20, 2, copy<0, 2>>("Q4_1", "scales"),
+      part<20, 2, copy<2, 2>>("Q4_1", "mins"),            part<144, 128, q4_k_words>("Q4_K", "codes"),
+      part<144, 32, k_scales>("Q4_K", "scales"),          part<144, 32, k_mins>("Q4_K", "mins"),
+      part<22, 32, five_bits<2, 16>>("Q5_0", "codes"),    part<22, 2, copy<0, 2>>("Q5_0", "scales"),
+      part<24, 32, five_bits<4, 0>>("Q5_1", "codes"),     part<24, 2, copy<0, 2>>("Q5_1", "scales"),
+      part<24, 2, copy<2, 2>>("Q5_1", "mins"),            part<176, 256, q5_k_codes>("Q5_K", "codes"),
+      part<176, 32, k_scales>("Q5_K", "scales"),          part<176, 32, k_mins>("Q5_K", "mins"),
+      part<210, 256, q6_k_codes>("Q6_K", "codes"),        part<210, 64, q6_k_scales>("Q6_K", "scales"),
+      part<34, 32, copy<2, 32>>("Q8_0", "codes"),         part<34, 2, copy<0, 2>>("Q8_0", "scales"),
+      part<84, 128, q2_k_words>("Q2_K", "codes"),         part<84, 64, q2_k_scales>("Q2_K", "scales"),
+      part<84, 64, q2_k_mins>("Q2_K", "mins"),            part<110, 128, q3_k_words>("Q3_K", "codes"),
+      part<110, 64, q3_k_scales>("Q3_K", "scales"),       part<18, 32, iq4_codes<2, 1>>("IQ4_NL", "codes"),
+      part<18, 2, copy<0, 2>>("IQ4_NL", "scales"),        part<136, 256, iq4_codes<8, 8>>("IQ4_XS", "codes"),
+      part<136, 32, iq4_xs_scales>("IQ4_XS", "scales"),   part<17, 16, half_words<1>>("MXFP4", "codes"),
+      part<17, 1, copy<0, 1>>("MXFP4", "scales"),
+  };
+  return parts;
+}
+
+const GgufPart& gguf_part(const std::string& type, const std::string& part) {
+  for (const GgufPart& known : gguf_parts()) {
+    if (type == known.type && part == known.part) return known;
+  }
+  throw std::invalid_argument("blocks of GGUF type " + type + " have no part '" + part + "' that a packed format keeps");
+}
+
+}  // namespace moebius
