@@ -290,9 +290,24 @@ def report_failed_handshake(address: str, tls: GrpcTls) -> None:
 
 
 def tls_problem(address: str) -> str:
-    """As `handshake_problem`, with what was configured; empty for plain text."""
+    """As `handshake_problem`, with what was configured; that nothing was, where the server speaks TLS."""
     tls = active_tls()
-    return "" if tls is None else handshake_problem(address, tls)
+    if tls is not None:
+        return handshake_problem(address, tls)
+    return "it speaks TLS, and grpc_tls is 'off' here" if _speaks_tls(address) else ""
+
+
+def _speaks_tls(address: str) -> bool:
+    """Tries a handshake that accepts any certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    connection = _connected(address)
+    if connection is None:
+        return False
+    with contextlib.closing(connection), contextlib.suppress(OSError), context.wrap_socket(connection):
+        return True
+    return False
 
 
 def handshake_problem(address: str, tls: GrpcTls) -> str:

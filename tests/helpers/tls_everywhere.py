@@ -8,8 +8,10 @@ over their own sockets are marked `plain_http`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,6 +69,19 @@ def follow() -> None:
 
         configure_tls(SecurityConfig())
         use_https(True)
+
+
+@contextlib.contextmanager
+def plain_grpc() -> Iterator[None]:
+    """This process speaks gRPC without TLS meanwhile, as a benchmark's engine does."""
+    from moebius.config import SecurityConfig
+    from moebius.tls import configure_tls
+
+    configure_tls(SecurityConfig(grpc_tls="off"))
+    try:
+        yield
+    finally:
+        configure_tls(SecurityConfig())
 
 
 def _announce(directory: Path) -> None:

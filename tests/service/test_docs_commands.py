@@ -16,6 +16,8 @@ import pytest
 from tests.helpers.demo import demo_checkpoint
 from tests.helpers.stack import ROOT, Stack, free_port, running_stack, wait_ready
 
+# The pages' commands name http://; processes speak TLS with one another all the same.
+pytestmark = pytest.mark.plain_http
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 FENCE = re.compile(
     r"(?:^<!-- (needs|run by): (.+?) -->\n)?^```([a-z]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
@@ -114,13 +116,19 @@ def here(stack: Stack, tmp_path: Path) -> Here:
     return Here(sys.executable, model, stack.base_url, address, str(tmp_path), mailbox, free_port())
 
 
+def environment() -> dict[str, str]:
+    """With our packages, which commands are not run next to, before what a run with `--tls` has there."""
+    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def run_shell(text: str, directory: Path, log: Path) -> None:
     """Fails with what was printed."""
     with log.open("w") as sink:
         done = subprocess.run(
             ["bash", "-ec", text],
             cwd=directory,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -131,14 +139,13 @@ def run_shell(text: str, directory: Path, log: Path) -> None:
 
 def run_together(text: str, directory: Path, log: Path, here: Here) -> None:
     """Processes that stay up, one a line; passes when the gateway among them is ready."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     processes = []
     with log.open("wb") as sink:
         try:
             for line in text.splitlines():
                 command = ["bash", "-c", f"exec {line}"]
                 processes.append(
-                    subprocess.Popen(command, cwd=directory, env=environment, stdout=sink, stderr=sink)
+                    subprocess.Popen(command, cwd=directory, env=environment(), stdout=sink, stderr=sink)
                 )
             wait_ready(f"http://127.0.0.1:{here.port}", processes[-1], log, 300)
         finally:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from moebius.config import SupervisorConfig
+from tests.helpers import tls_everywhere
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config
 from tests.helpers.stack import ROOT, free_port
@@ -36,6 +37,7 @@ def start(address: str, port: int, stop_timeout_s: float = 20.0) -> subprocess.P
     """A gateway process."""
     supervisor = SupervisorConfig(stop_timeout_s=stop_timeout_s)
     config = gateway_config(address, port=port).model_copy(update={"supervisor": supervisor})
+    config = tls_everywhere.with_https(config)
     command = [sys.executable, "-c", PROGRAM, config.model_dump_json()]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
@@ -70,7 +72,7 @@ def test_serves_then_stops_cleanly_on_sigterm(engine: tuple[FakeEngine, str]) ->
     port = free_port()
     process = start(address, port)
     try:
-        url = f"http://127.0.0.1:{port}"
+        url = f"{tls_everywhere.scheme()}://127.0.0.1:{port}"
         wait_ready(url, process)
         fake.script = Script(delay_s=0.03)
         body = {"model": MODEL, "prompt": "The", "max_tokens": 15, "ignore_eos": True, "stream": True}
@@ -98,7 +100,7 @@ def test_what_does_not_end_in_time_gets_an_error(engine: tuple[FakeEngine, str],
     port = free_port()
     process = start(address, port, stop_timeout_s=2.0 if end == "time" else 600.0)
     try:
-        url = f"http://127.0.0.1:{port}"
+        url = f"{tls_everywhere.scheme()}://127.0.0.1:{port}"
         wait_ready(url, process)
         fake.script = Script(delay_s=0.5)
         with ThreadPoolExecutor(2) as pool, httpx.Client(timeout=60) as client:
@@ -130,7 +132,7 @@ def test_signal_without_requests_ends_at_once(engine: tuple[FakeEngine, str]) ->
     port = free_port()
     process = start(engine[1], port, stop_timeout_s=600.0)
     try:
-        wait_ready(f"http://127.0.0.1:{port}", process)
+        wait_ready(f"{tls_everywhere.scheme()}://127.0.0.1:{port}", process)
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=30)
     finally:

@@ -19,6 +19,7 @@ from moebius.app.bench.gateway.engine import write_tokenizer
 from moebius.app.bench.gateway.processes import scripted_engine
 from moebius.app.bench.gateway.stalls import HEAVY
 from moebius.config import MoebiusConfig
+from tests.helpers import tls_everywhere
 from tests.helpers.stack import free_port
 
 # Of one turn of the event loop, in the loop's own processor time, which a busy machine does not prolong. The
@@ -30,9 +31,9 @@ class Watched:
     """A gateway in a thread, and the longest turn of its event loop."""
 
     def __init__(self, config: MoebiusConfig) -> None:
-        self.url = f"http://127.0.0.1:{config.gateway.port}"
+        self.url = f"{tls_everywhere.scheme()}://127.0.0.1:{config.gateway.port}"
         self.longest_s = 0.0
-        self._server = server_for(config)
+        self._server = server_for(tls_everywhere.with_https(config))
         self.thread = threading.Thread(target=uvloop.run, args=(self._run(),), daemon=True)
 
     async def _run(self) -> None:
@@ -62,7 +63,7 @@ def watched(directory: Path) -> Iterator[Watched]:
         "gateway": {"port": free_port(), "engine_address": address, "max_body_mib": 64.0},
         "images": {"max_images_per_request": 32},
     }
-    with scripted_engine(address, directory, 10):
+    with tls_everywhere.plain_grpc(), scripted_engine(address, directory, 10):
         running = Watched(MoebiusConfig.model_validate(values))
         running.thread.start()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -17,10 +18,18 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from moebius import grpc_channels, tls
-from moebius.config import SecurityConfig
-from moebius.errors import ConfigError
-from moebius.grpc_channels import listen, open_aio_channel, open_channel
-from moebius.tls import RenewedFiles, configure_tls, grpc_files, http_files, read_credentials
+from moebius.app.bench.engine import servers
+from moebius.app.bench.engine.servers import running_servers
+from moebius.app.commands.experts import engine_stub
+from moebius.app.commands.once import quiet
+from moebius.app.commands.running import running
+from moebius.app.supervisor.health import Plan, Timing
+from moebius.app.supervisor.plan import ServePlan
+from moebius.config import GatewayConfig, MoebiusConfig, SecurityConfig
+from moebius.errors import ConfigError, UserError
+from moebius.grpc_channels import listen, open_aio_channel, open_channel, tls_problem
+from moebius.tls import RenewedFiles, active_tls, configure_tls, grpc_files, http_files, read_credentials
+from protos import engine_pb2
 from tests.helpers.certificates import Authority, Pair, grpc_security, write_secret
 from tests.helpers.fake_programs import wait_until
 
@@ -113,11 +122,61 @@ def test_strangers_are_refused_and_named(authority: Authority, tmp_path: Path, w
             with pytest.raises(grpc.RpcError) as caught:
                 check(address)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert tls_problem(address)  # what commands of an operator say
         if words:
             wait_until(lambda: len(logs) > 0, 10)
             (line,) = logs
             assert (line["event"], line["peer"]) == ("TLS handshake failed", address)
             assert words in line["reason"]
+
+
+@pytest.mark.parametrize("mode", ["off", "mutual"])
+def test_a_command_says_that_tls_is_missing(authority: Authority, tmp_path: Path, mode: str) -> None:
+    """Only of a server that speaks TLS, and what would help."""
+    directory = secret(tmp_path / "own", authority.issue("engine"), authority.pem)
+    with served(directory, mode) as address:
+        configure_tls(SecurityConfig())
+        words = (
+            "speaks TLS, and grpc_tls is 'off' here; --config FILE" if mode == "mutual" else "engine refused"
+        )
+        with pytest.raises(UserError, match=words) as caught, engine_stub(address) as engine:
+            engine.GetModelInfo(engine_pb2.GetModelInfoRequest(), timeout=20)
+        assert ("TLS" in str(caught.value)) == (mode == "mutual")
+
+
+@pytest.mark.parametrize("start", [running, running_servers])
+def test_whoever_starts_processes_asks_them_by_tls(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[Any], Any]
+) -> None:
+    """What runs, demonstrates or measures configures TLS before its supervisor asks for health."""
+
+    class Started(Exception):
+        pass
+
+    def supervisor(*_: object) -> None:
+        assert active_tls() is not None
+        raise Started
+
+    module = sys.modules[start.__module__]
+    monkeypatch.setattr(module, "Supervisor", supervisor)
+    directory = secret(tmp_path / "own", authority.issue("engine"), authority.pem)
+    config = MoebiusConfig(security=grpc_security(directory))
+    serve_plan = ServePlan(Plan(tmp_path, (), json_logs=True), Timing(1, 1, 1, 1, 1), "", config)
+    monkeypatch.setattr(servers, "plan_processes", lambda config: serve_plan)
+    with pytest.raises(Started), start(serve_plan if start is running else config):
+        pass
+
+
+def test_a_system_for_one_request_speaks_plain_http(authority: Authority, tmp_path: Path) -> None:
+    """`moebius run` of a configuration for others' clients needs neither their CA nor a key; gRPC stays."""
+    directory = secret(tmp_path / "own", authority.issue("engine"), authority.pem)
+    files = {"http_cert_file": str(directory / "tls.crt"), "http_key_file": str(directory / "tls.key")}
+    security = grpc_security(directory).model_copy(update=files)
+    gateway = GatewayConfig(host="0.0.0.0", api_key="secret-of-clients")
+    config = quiet(MoebiusConfig(security=security, gateway=gateway))
+    assert http_files(config.security) is None
+    assert config.security.grpc_tls == "mutual"
+    assert (config.gateway.host, config.gateway.api_key, config.gateway.port) == ("127.0.0.1", "", 0)
 
 
 def test_a_changed_certificate_ends_no_call(authority: Authority, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ import httpx
 
 from moebius.app.bench.output import BenchTable, Column, or_dash, write_json
 from moebius.app.client import ApiClient
+from moebius.app.commands.once import for_this_process
 from moebius.config import MoebiusConfig, Section
 from moebius.config_loader import effective_config
 from moebius.errors import UserError
@@ -144,8 +145,9 @@ def _own_settings(config: MoebiusConfig, state: Path, jit_cache: str) -> Moebius
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
+    config = for_this_process(config)
     changes: dict[str, dict[str, Any]] = {
-        "gateway": {"host": "127.0.0.1", "port": port, "api_key": "", "api_key_file": ""},
+        "gateway": {"port": port},
         "gpu": {"jit_cache_dir": jit_cache},
         "supervisor": {"state_dir": str(state)},
         "telemetry": {"log_format": "json", "log_level": "info"},

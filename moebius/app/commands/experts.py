@@ -109,6 +109,7 @@ def engine_stub(address: str) -> Iterator[Any]:
     import grpc
 
     from moebius.grpc_channels import open_channel, tls_problem
+    from moebius.tls import active_tls
     from protos import engine_pb2_grpc
 
     address = address or _running_engine()
@@ -120,6 +121,8 @@ def engine_stub(address: str) -> Iterator[Any]:
             if code is grpc.StatusCode.UNAVAILABLE:
                 problem = tls_problem(address)
                 reason = f": {problem}" if problem else ""
+                if problem and active_tls() is None:
+                    reason += "; --config FILE names a file whose section `security` says how it is reached"
                 raise UserError(f"cannot reach an engine at {address}{reason}") from None
             raise UserError(f"the engine refused: {error.details()}") from None
 

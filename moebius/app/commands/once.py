@@ -15,9 +15,22 @@ if TYPE_CHECKING:
     from moebius.app.supervisor.plan import ServePlan
 
 
+def for_this_process(config: MoebiusConfig) -> MoebiusConfig:
+    """A gateway that only the process that starts it calls: plain HTTP on this machine, without keys."""
+    own: dict[str, Any] = {"host": "127.0.0.1", "api_key": "", "api_key_file": ""}
+    plain = {"http_cert_file": "", "http_key_file": "", "http_client_ca_file": ""}
+    return config.model_copy(
+        update={
+            "gateway": config.gateway.model_copy(update=own),
+            "security": config.security.model_copy(update=plain),
+        }
+    )
+
+
 def quiet(config: MoebiusConfig) -> MoebiusConfig:
-    """With any free port and only warnings logged, unless flags said otherwise."""
-    defaults = MoebiusConfig()
+    """For one request of this process, with any free port and only warnings logged, unless flags said
+    otherwise."""
+    config, defaults = for_this_process(config), MoebiusConfig()
     gateway, telemetry = config.gateway, config.telemetry
     if gateway.port == defaults.gateway.port:
         gateway = gateway.model_copy(update={"port": 0})

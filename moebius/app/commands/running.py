@@ -17,6 +17,7 @@ from moebius.app.supervisor.plan import ServePlan, process_names
 from moebius.app.supervisor.supervisor import State, Supervisor
 from moebius.errors import StartupError
 from moebius.progress import amounts_of_text
+from moebius.tls import configure_tls
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,8 +31,10 @@ NEW_PHASE_S, SAME_PHASES_S = 2.0, 10.0
 def running(serve_plan: ServePlan) -> Iterator[Supervisor]:
     """Starts the plan's processes, shows each one's state until all are ready, stops them at the end.
 
-    When a signal came first, the supervisor that is yielded is already `stopping`.
+    When a signal came first, the supervisor that is yielded is already `stopping`. Raises ConfigError for
+    certificates that can not be used.
     """
+    configure_tls(serve_plan.config.security)  # the supervisor asks its processes for their health
     with _start_view(serve_plan) as view:
         # JSON lines stay what the processes log.
         on_waiting = None if serve_plan.plan.json_logs else view.on_waiting

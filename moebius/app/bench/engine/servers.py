@@ -20,6 +20,7 @@ from moebius.app.supervisor.supervisor import Supervisor
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError
 from moebius.mailbox import Mailbox
+from moebius.tls import configure_tls
 
 # What the engine in this process stands for: its own process in a plan, and the one in front of it.
 _NOT_STARTED = ("gateway", "gpu", "gpu-0")
@@ -103,6 +104,7 @@ def running_servers(config: MoebiusConfig) -> Iterator[ExpertServers]:
 
     From the main thread only. Raises StartupError, ConfigError, CheckpointError as `moebius serve` does.
     """
+    configure_tls(config.security)
     with tempfile.TemporaryDirectory(prefix="moebius-bench-") as directory:
         config = _own_state(config, Path(directory))
         serve_plan = plan_processes(config)

@@ -148,6 +148,7 @@ def _settings(options: GatewayOptions, address: str, directory: Path) -> Moebius
             },
             "images": {"max_images_per_request": 32},
             "telemetry": {"log_level": "warning"},
+            "security": {"grpc_tls": "off"},  # as the scripted engine, on a socket of this directory
         }
     )
 
