@@ -21,7 +21,7 @@ import numpy as np
 import structlog
 import torch
 
-from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.client import ExpertCall, ExpertClient
 from moebius.errors import UserError
 from moebius.grpc_channels import open_aio_channel
 from protos import engine_pb2 as pb
@@ -96,7 +96,7 @@ class EngineProfiler:
         self, seconds: float, started: threading.Event, stop: threading.Event, answer: pb.ProfileResponse
     ) -> None:
         """This process's part. In one thread: torch ends a profile only where it was begun."""
-        calls: list[tuple[int, int, int, int, int]] = []
+        calls: list[ExpertCall] = []
         profiler = None
         try:
             profiler = _start_torch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from opentelemetry import trace
@@ -58,6 +59,16 @@ class ExpertClientStats:
     recoveries: int = 0
 
 
+class ExpertCall(NamedTuple):
+    """One layer that host code handed to the expert servers; times are CLOCK_MONOTONIC in nanoseconds."""
+
+    layer_id: int
+    rows: int
+    submitted_ns: int
+    collecting_ns: int
+    collected_ns: int
+
+
 class ExpertClient(ABC):
     """Computes, for each row, the weighted sum of its chosen experts. One thread drives a client.
 
@@ -70,8 +81,8 @@ class ExpertClient(ABC):
 
     geometry: MoeGeometry
     is_device_driven = False
-    call_log: list[tuple[int, int, int, int, int]] | None = None
-    """While a profile runs: layer, rows, and nanoseconds (CLOCK_MONOTONIC) at submit, collect and end."""
+    call_log: list[ExpertCall] | None = None
+    """A profiler sets it while it runs; who submits and collects appends."""
 
     @abstractmethod
     def submit(

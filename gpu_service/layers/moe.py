@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.engine.step import ForwardContext
-from gpu_service.experts.client import ExpertClient
+from gpu_service.experts.client import ExpertCall, ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, empty_parameter
@@ -276,7 +276,7 @@ def _submit_logged(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     experts: ExpertClient,
-    log: list[tuple[int, int, int, int, int]],
+    log: list[ExpertCall],
 ) -> Collect:
     submitted = time.monotonic_ns()
     ticket = experts.submit(layer_id, hidden_states, topk_ids, topk_weights)
@@ -284,7 +284,7 @@ def _submit_logged(
     def collect(partial: torch.Tensor | None) -> torch.Tensor:
         collecting = time.monotonic_ns()
         answer = experts.collect(ticket, None if partial is None else partial.float())
-        log.append((layer_id, hidden_states.shape[0], submitted, collecting, time.monotonic_ns()))
+        log.append(ExpertCall(layer_id, hidden_states.shape[0], submitted, collecting, time.monotonic_ns()))
         return answer
 
     return collect

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gpu_service.engine.step import ForwardContext
+from gpu_service.experts.client import ExpertCall
 from gpu_service.experts.resident.experts import Share
 from gpu_service.layers.moe import MoE
 from gpu_service.models.compose import build_model
@@ -25,7 +26,7 @@ ROUTER = RouterConfig(6, 2, "sigmoid", correction_bias=True, scale=2.5, float32_
 class RecordingExperts:
     """Answers with ones; notes the order of events and what was submitted."""
 
-    call_log: list[tuple[int, int, int, int, int]] | None = None
+    call_log: list[ExpertCall] | None = None
     is_device_driven = False
 
     def __init__(self, events: list[str]) -> None:
@@ -79,9 +80,9 @@ def test_calls_are_noted_while_a_profile_runs() -> None:
     before = time.monotonic_ns()
     assert torch.equal(block(x, _context(experts)), expected)
     after = time.monotonic_ns()
-    ((layer, rows, submitted, collecting, collected),) = experts.call_log
-    assert (layer, rows) == (3, 4)
-    assert before <= submitted <= collecting <= collected <= after
+    (call,) = experts.call_log
+    assert (call.layer_id, call.rows) == (3, 4)
+    assert before <= call.submitted_ns <= call.collecting_ns <= call.collected_ns <= after
     experts.is_device_driven = True
     block(x, _context(experts))
     assert len(experts.call_log) == 1
