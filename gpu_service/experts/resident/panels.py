@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import torch
 
@@ -75,6 +76,7 @@ class LayerFormat:
         return self.layout.intermediate_blocks * PANEL_COLUMNS
 
 
+@cache  # a plan asks for each layer of each number of residents that it tries
 def layer_format(gate_up: str, down: str, hidden: int, intermediate: int, has_bias: bool) -> LayerFormat:
     """Experts with gate, up and down. Raises ValueError for an unknown format."""
     layout = expert_layout(gate_up, down, hidden, intermediate, has_bias)

@@ -64,20 +64,23 @@ class Planner:
         self.forecast = Forecast(config, on_gpu)
         self.model = self.forecast.model_config
 
-    def plan(self, hardware: Hardware, wish: Wish | None = None, fill: bool = True) -> CapacityPlan:
+    def plan(
+        self, hardware: Hardware, wish: Wish | None = None, fill: bool = True, explain: bool = True
+    ) -> CapacityPlan:
         """`fill`: as many experts on GPUs as fit, where no setting says how many.
 
-        Raises DoesNotFit when the hardware is too small, UserError for settings that can not be.
+        Raises DoesNotFit when the hardware is too small, UserError for settings that can not be. Without
+        `explain` it does not look for settings that would fit, which takes longer than the plan.
         """
         if self.on_gpu and self.config.gpu.max_num_seqs is None:
-            return self._with_num_seqs(hardware).plan(hardware, wish, fill)
+            return self._with_num_seqs(hardware).plan(hardware, wish, fill, explain)
         wish = wish or Wish()
         context, concurrency = wish.tokens(self.model.max_model_len)
         if context > self.model.max_model_len:
             raise UserError(f"--context: {context} is not allowed; allowed: up to {self.model.max_model_len}")
         residency = self._residency(hardware, context * concurrency, fill)
         if self.on_gpu:
-            ledgers = self._ledgers(hardware, residency, explain=True)
+            ledgers = self._ledgers(hardware, residency, explain)
             kv, components, budgets = self._gpu_parts(hardware, ledgers)
         else:
             kv, components, budgets = self._cpu_kv(), [], {}
@@ -85,7 +88,7 @@ class Planner:
             raise DoesNotFit(kv_refusal(context, concurrency, kv.tokens, kv.token_bytes))
         components += self._ram(hardware, residency, kv)
         budgets[RAM] = hardware.ram_bytes
-        self._check_ram(hardware, components, context * concurrency, fill)
+        self._check_ram(hardware, components, context * concurrency, fill, explain)
         work = make_work(self.config, self.geometry, self.stored, self.forecast, residency, hardware)
         return CapacityPlan(
             model=Path(self.config.model.model).name,
@@ -168,7 +171,7 @@ class Planner:
             for layer in layers
         }
         group = math.lcm(*(found.group for found in self.stored.values()))
-        resident = {layer: range(residency.by_layer[layer]) for layer in layers}
+        resident = {layer: range(len(residency.resident[layer])) for layer in layers}
         parts = served_parts(self.config, self.geometry, stored, group, resident)
         layout = ring_of(parts, self.config.parallel.tensor_parallel_size, memory_bytes)
         return 0 if layout is None else layout.nbytes
@@ -243,10 +246,12 @@ class Planner:
         threads = config.experts.expert_threads * len(servers) or hardware.cores
         return ram_components(config, self.geometry, served, servers, engine, threads, residency.resident)
 
-    def _check_ram(self, hardware: Hardware, components: list[Component], kv_tokens: int, fill: bool) -> None:
+    def _check_ram(
+        self, hardware: Hardware, components: list[Component], kv_tokens: int, fill: bool, explain: bool
+    ) -> None:
         wanted, allowed = total_bytes(components, RAM), hardware.ram_bytes
         if wanted > allowed:
-            others = self._ram_by_dtype(hardware, kv_tokens, fill)
+            others = self._ram_by_dtype(hardware, kv_tokens, fill) if explain else {}
             experts = sum(part.nbytes for part in components if part.part.startswith("experts of"))
             chosen = self._settings(hardware)["experts"]
             raise DoesNotFit(ram_refusal(wanted, experts, allowed, chosen, others))
@@ -335,7 +340,7 @@ def _enough_gpus(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bo
         changed = parallel.model_copy(update={"tensor_parallel_size": count})
         try:
             planner = Planner(config.model_copy(update={"parallel": changed}), True)
-            planner.plan(replace(hardware, gpus=count), wish, fill)
+            planner.plan(replace(hardware, gpus=count), wish, fill, explain=False)
         except UserError:
             continue
         return count
