@@ -5,6 +5,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
+# Containers often set it; the hundreds of processes of the tests would each compile the same sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo serve test test-fast test-all test-fuzz test-tls test-kernels-all setup kernels lint types unit protos wheels-gpu wheel recipes docs clean
 .DEFAULT_GOAL := help
 help:

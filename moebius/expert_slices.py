@@ -101,7 +101,9 @@ class ExpertSlice:
     def held(self, resident: Collection[int]) -> tuple[int, ...]:
         """Ids of a layer's experts that are held here while `resident` ones are on GPUs, ascending."""
         elsewhere = frozenset(resident)
-        return tuple(expert for expert in range(self.expert_begin, self.expert_end) if expert not in elsewhere)
+        return tuple(
+            expert for expert in range(self.expert_begin, self.expert_end) if expert not in elsewhere
+        )
 
 
 def plan_slice(model: MoeGeometry, request: SliceRequest, group: int = 1) -> ExpertSlice:

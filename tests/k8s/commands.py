@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,18 @@ from moebius.app.cli import app
 from moebius.config_loader import load_config
 
 
+@cache  # a tenth of a second: two thousand options
+def _commands() -> Any:
+    return typer.main.get_command(app)
+
+
 def check_command(container: dict[str, Any], config: Path) -> None:
     """`moebius` has the command and its options; the settings that it is given can be read."""
     words = [str(word) for word in container["args"]]
     if container.get("command"):
         text = words[0].removeprefix("exec moebius ")
         words = re.sub(r"\$\(\(.*?\)\)|\$\w+", "1", text).split()
-    command: Any = typer.main.get_command(app)
+    command = _commands()
     while hasattr(command, "commands"):
         command = command.commands[words.pop(0)]
     options = {name: option for option in command.params for name in option.opts if name.startswith("--")}

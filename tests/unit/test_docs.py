@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,27 @@ def commands_below(command: Any) -> Iterator[Any]:
         yield from commands_below(each)
 
 
+@cache
+def all_commands() -> Any:
+    return typer.main.get_command(app)
+
+
+@cache
+def options_of_any() -> set[str]:
+    found = map(options_of, commands_below(all_commands()))
+    return FOREIGN.union({f"--{name}" for name in OTHER_NAMES}, *found)
+
+
+@cache
+def targets_of_make() -> set[str]:
+    rules = "\n".join(path.read_text() for path in [ROOT / "Makefile", *ROOT.glob("**/*.mk")])
+    return set(re.findall(r"^([\w-]+):", rules, re.MULTILINE))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_their_options_exist(page: Path) -> None:
     """`moebius NAME --option`: the command has the option; a lone `--option` is one of some command's."""
-    root: Any = typer.main.get_command(app)
-    everywhere = FOREIGN.union({f"--{name}" for name in OTHER_NAMES}, *map(options_of, commands_below(root)))
+    root, everywhere = all_commands(), options_of_any()
     for code in code_of(page):
         said = COMMAND.search(code)
         if said is None:
@@ -101,8 +118,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_targets_of_make_exist(page: Path) -> None:
-    rules = "\n".join(path.read_text() for path in [ROOT / "Makefile", *ROOT.glob("**/*.mk")])
-    targets = set(re.findall(r"^([\w-]+):", rules, re.MULTILINE))
+    targets = targets_of_make()
     for code in code_of(page):
         for named in re.findall(r"(?:^|[\s(])make ((?:[a-z][a-z-]*)(?: [a-z][a-z-]*)*)", code):
             assert set(named.split()[:1]) <= targets, code
