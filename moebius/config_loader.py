@@ -80,9 +80,9 @@ class Leaf:
 
     def parse(self, text: str) -> Any:
         """The value a flag's text stands for. Raises ConfigError; ranges are checked later, by pydantic."""
+        text = OTHER_VALUES.get(self.name, {}).get(text.lower(), text)
         if self.optional and text.lower() == "none":
             return None
-        text = OTHER_VALUES.get(self.name, {}).get(text.lower(), text)
         try:
             if self.is_list:
                 item = typing.get_args(self.annotation)[0]

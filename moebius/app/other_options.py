@@ -75,5 +75,5 @@ def _ours(name: str, other: OtherName, value: str) -> list[str]:
     leaf = next(leaf for leaf in leaves() if leaf.name == other.leaf)
     text = other.value(name, value) if other.fixed is None else other.fixed
     if leaf.annotation is bool:
-        return [leaf.flag if text == "true" else f"--no-{leaf.flag[2:]}"]
+        return [leaf.flag if leaf.parse(text) else f"--no-{leaf.flag[2:]}"]
     return [leaf.flag, text]

@@ -8,8 +8,10 @@
 #    asked and stopped. Before the first of them half of a .venv lies there, as a broken installation leaves it.
 #
 # The committed tree is tested, not what is uncommitted. The root is made once, under CACHE, and copied for each
-# run. How the host reaches its package registries (pip's and apt's settings, certificates) is copied into it; curl and,
-# to spare time, ccache are installed besides what the README names. STEPS=readme leaves docs/install.md out.
+# run; what apt, pip and ccache keep of earlier runs lies there too, so that only the first run downloads gigabytes.
+# How the host reaches its package registries (pip's and apt's settings, certificates) is copied into it; curl and,
+# to spare time, ccache are installed besides what the README names. A server listens in a network of its own, so that
+# no other server's port is taken, and no other server answers. STEPS=readme leaves docs/install.md out.
 set -euo pipefail
 suite=${1:?suite}
 case $suite in
@@ -21,6 +23,7 @@ project=$(cd "$(dirname "$0")/../.." && pwd)
 cache=${CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/moebius/newcomer}
 
 [ "$(id -u)" = 0 ] || { echo "needs root (chroot, mount)" >&2; exit 77; }
+command -v ip >/dev/null || { echo "missing ip: apt-get install iproute2" >&2; exit 77; }
 command -v debootstrap >/dev/null || { echo "missing debootstrap: apt-get install debootstrap" >&2; exit 77; }
 if [ -z "${NEWCOMER_NAMESPACE:-}" ]; then
   # Mounts of its own, which end with the script whatever it dies of.
@@ -63,15 +66,22 @@ done
 mkdir -p "$root/root/.config/pip"
 cp ~/.config/pip/pip.conf "$root/root/.config/pip/" 2>/dev/null || cp ~/.pip/pip.conf "$root/root/.config/pip/" 2>/dev/null || true
 git -C "$project" archive --prefix=moebius/ HEAD | tar -x -C "$root/root"
+# keep NAME DIRECTORY: what a program keeps in this directory of the root stays in the cache for the next run.
+keep() { mkdir -p "$cache/$1" "$root$2" && mount --bind "$cache/$1" "$root$2"; }
+keep pip /root/.cache/pip
+keep "apt-$suite" /var/cache/apt/archives
+echo 'Binary::apt::APT::Keep-Downloaded-Packages "true"; APT::Keep-Downloaded-Packages "true";' >"$root/etc/apt/apt.conf.d/99keep"
+rm -f "$root/etc/apt/apt.conf.d/docker-clean"
 
 pass=$(env | sed -nE 's/^((PIP_|SSL_CERT|REQUESTS_CA|CURL_CA|GIT_SSL|https?_proxy|HTTPS?_PROXY|no_proxy|NO_PROXY)[A-Za-z_]*)=.*/\1/p')
+alone() { unshare --net sh -ec 'ip link set lo up; exec "$@"' sh "$@"; }
 inside() {
   local settings=()
   for name in $pass; do settings+=("$name=${!name}"); done
-  env -i ${settings[@]+"${settings[@]}"} HOME=/root LANG=C.UTF-8 DEBIAN_FRONTEND=noninteractive \
+  ${ALONE:+alone} env -i ${settings[@]+"${settings[@]}"} HOME=/root LANG=C.UTF-8 DEBIAN_FRONTEND=noninteractive \
     PATH=/usr/sbin:/usr/bin:/sbin:/bin chroot "$root" /bin/sh -ec "cd /root/moebius; $1"
 }
-say() { echo "newcomer $suite: $*"; }
+say() { echo "newcomer $suite $((SECONDS / 60)):$(printf %02d $((SECONDS % 60))): $*"; }
 fail() { say "FAILED: $*" >&2; exit 1; }
 
 # The commands of the blocks of a page that are marked with this script's name; continued lines are joined.
@@ -92,13 +102,15 @@ for i in \$(seq 600); do
   kill -0 \$server || exit 1
   sleep 1
 done
+echo "ready after \$i s"
 $ask
 echo
 .venv/bin/moebius chat --prompt 'What is the capital of France?' --max-tokens 16
 kill -INT -- -\$server 2>/dev/null || kill \$server
 wait \$server || true
 END
-  inside 'exec sh -m /root/ask.sh' >"$root/serve.log" 2>&1 || { tail -n 40 "$root/serve.log"; fail "$1"; }
+  ALONE=1 inside 'exec timeout 900 sh -m /root/ask.sh' >"$root/serve.log" 2>&1 || { tail -n 40 "$root/serve.log"; fail "$1"; }
+  say "answered: $(grep -oE '"content":"[^"]*"' "$root/serve.log" | head -n 1)"
   grep -q '"content":' "$root/serve.log" || { tail -n 40 "$root/serve.log"; fail "no answer from $1"; }
 }
 run() {
@@ -128,7 +140,7 @@ while read -r command; do
       inside 'apt-get install -y -qq --no-install-recommends curl ccache >/dev/null 2>&1'
       # After the packages, which make certificates of their own.
       mkdir -p "$root/etc/ssl/certs" && mount --bind /etc/ssl/certs "$root/etc/ssl/certs"
-      mkdir -p "$cache/ccache-$suite" "$root/root/.cache/ccache" && mount --bind "$cache/ccache-$suite" "$root/root/.cache/ccache" ;;
+      keep "ccache-$suite" /root/.cache/ccache ;;
   esac
 done < <(blocks README.md)
 [ "${STEPS:-all}" = readme ] || while read -r command; do run "$command" </dev/null; done < <(blocks docs/install.md)

@@ -48,6 +48,10 @@ def test_every_name_leads_somewhere() -> None:
         ("m --kt-method AMXINT4 --kt-cpuinfer 56", "m --expert-dtype int4 --expert-threads 56"),
         ("m -ngl 99 -fa --dry-run", "m --dry-run"),
         ("m -fa on --dry-run", "m --dry-run"),
+        ("m --max-model-len auto --port 1", "m --max-model-len auto --port 1"),
+        ("m --compilation_config.cudagraph_mode NONE -O 3", "m --no-cuda-graphs"),
+        ("m --compilation_config.cudagraph_mode FULL_DECODE_ONLY", "m --cuda-graphs"),
+        ("--model m --no-op-offload --no-webui", "m --prefill-experts cpu --no-web-page"),
         ("m --config -c --port 1", "m --config -c --port 1"),
         ("m --unheard-of 1 -- --tp 2", "m --unheard-of 1 -- --tp 2"),
         ("m --port -1", "m --port -1"),
@@ -65,6 +69,11 @@ def test_options_are_translated(typed: str, ours: str) -> None:
         ("m -ncmoe 30", "-ncmoe .* --gpu-layers"),
         ("m --kt-method llamafile", "--kt-method llamafile: give the .gguf file as MODEL"),
         ("m --kt-weight-path /w", "--kt-weight-path .* experts are read from MODEL"),
+        ("m --compilation_config.cudagraph_mode OFTEN", "--cuda-graphs: 'OFTEN' is not allowed"),
+        ("m -C ff", "-C is another server's option; threads are pinned"),
+        ("m --rpc 10.0.0.2:50052", "--rpc .* --expert-addresses"),
+        ("m --speculative-config {}", "speculative decoding is not supported"),
+        ("m --nnodes 2", "--nnodes .* --rank-hosts"),
     ],
 )
 def test_what_is_done_otherwise_here_is_named(typed: str, message: str) -> None:
@@ -87,6 +96,24 @@ def test_flat_configuration_files_are_read(tmp_path: Path, capsys: pytest.Captur
     assert (config.gpu.cuda_graphs, config.gpu.prefix_caching, config.gpu.random_seed) == (False, True, 7)
     assert (config.experts.expert_threads, config.placement.gpu_layers) == (44, "0-1")
     assert "trust-remote-code has no effect" in capsys.readouterr().err
+
+
+def test_the_keys_of_the_file_that_lvllm_ships_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dotted keys, `auto` and flags of its config.yaml: read, or said to have no effect; what cannot be is named."""
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model: /m\nmax-model-len: auto\ncompilation_config.cudagraph_mode: FULL_DECODE_ONLY\n"
+        "compilation_config.mode: VLLM_COMPILE\nenable_prefix_caching: true\nmax_num_seqs: 2\n"
+        "disable-custom-all-reduce: true\nmm-encoder-tp-mode: data\nblock-size: 128\nkv_cache_dtype: bfloat16\n"
+    )
+    config = load_config(path)
+    assert (config.model.max_model_len, config.gpu.cuda_graphs, config.gpu.page_size) == (None, True, 128)
+    assert "compilation_config.mode has no effect" in capsys.readouterr().err
+    path.write_text("speculative-config: '{}'\n")
+    with pytest.raises(ConfigError, match="speculative decoding is not supported"):
+        load_config(path)
 
 
 def test_a_flat_key_that_nobody_knows_is_refused(tmp_path: Path) -> None:
