@@ -101,12 +101,13 @@ def test_flat_configuration_files_are_read(tmp_path: Path, capsys: pytest.Captur
 def test_the_keys_of_the_file_that_lvllm_ships_are_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Dotted keys, `auto` and flags of its config.yaml: read, or said to have no effect; what cannot be is named."""
+    """Dotted keys, `auto` and flags of its config.yaml are read, or said to have no effect, or refused."""
     path = tmp_path / "config.yaml"
     path.write_text(
         "model: /m\nmax-model-len: auto\ncompilation_config.cudagraph_mode: FULL_DECODE_ONLY\n"
         "compilation_config.mode: VLLM_COMPILE\nenable_prefix_caching: true\nmax_num_seqs: 2\n"
-        "disable-custom-all-reduce: true\nmm-encoder-tp-mode: data\nblock-size: 128\nkv_cache_dtype: bfloat16\n"
+        "disable-custom-all-reduce: true\nmm-encoder-tp-mode: data\nblock-size: 128\n"
+        "kv_cache_dtype: bfloat16\n"
     )
     config = load_config(path)
     assert (config.model.max_model_len, config.gpu.cuda_graphs, config.gpu.page_size) == (None, True, 128)
