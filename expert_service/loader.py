@@ -196,9 +196,14 @@ class _Progress:
         with self.changed:
             self.changed.wait_for(lambda: total.missing == 0 or self.running == 0)
             if total.missing:
-                raise self.error or LoadCancelled()
-        error = LoadError(total.squared_error, total.squared_reference)
-        return LoadedLayer(layer, total.source_bytes, error.relative)
+                # Its traceback leads here and to the engine, which else kept its segment's lock.
+                error, self.error = self.error or LoadCancelled(), None
+                try:
+                    raise error
+                finally:
+                    del error
+        rounding = LoadError(total.squared_error, total.squared_reference)
+        return LoadedLayer(layer, total.source_bytes, rounding.relative)
 
 
 def load_experts(
