@@ -180,6 +180,8 @@ class PromptPool:
         self._large: deque[_Job] = deque()
         self._changed = asyncio.Event()  # something waits
         self._running: dict[int, _Process] = {}
+        # Numbers of those whose last start failed.
+        self._failed_starts: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._setup: WorkerSetup | None = None
 
@@ -312,8 +314,12 @@ class PromptPool:
             process = await _Process.spawn(setup.files)
             await process.begin(setup)
             self._running[number] = process
+            self._failed_starts.discard(number)
         except (OSError, _Died, TimeoutError) as error:
             logger.error("a process for prompts does not start", error=repr(error))
+            if number not in self._failed_starts:  # it may have been killed; requests wait for one more try
+                self._failed_starts.add(number)
+                return
             unavailable = Refused(503, "requests can not be read at the moment", None, "unavailable")
             for job in [*self._small, *self._large]:
                 if not job.answer.done():

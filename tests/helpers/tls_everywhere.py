@@ -87,7 +87,8 @@ def plain_grpc() -> Iterator[None]:
 def _announce(directory: Path) -> None:
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_SITE), str(ROOT), before)))
-    os.environ["SSL_CERT_FILE"] = str(directory / "ca.crt")
+    for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):  # httpx and curl; requests
+        os.environ[name] = str(directory / "ca.crt")
     os.environ[VARIABLE] = str(directory)
 
 

@@ -144,3 +144,31 @@ async def test_one_bad_request_of_a_group_is_refused_alone(
     assert refusal.code == "request_too_expensive"
     assert FakeProcess.groups[:2] == [8, 8]  # the second one has `bad`, and is repeated one by one
     assert FakeProcess.groups[2:].count(1) == 8
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+async def test_a_process_that_is_killed_while_it_starts_costs_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """One more start is waited for; one that fails again is what those who wait are told."""
+    files, setup = setup_for(tmp_path)
+    deaths = [_Died(-signal.SIGKILL)] * failures
+
+    async def begin(_process: FakeProcess, _setup: WorkerSetup) -> None:
+        if pool._tasks and deaths:
+            raise deaths.pop()
+
+    monkeypatch.setattr("gateway.prompts.pool._Process", FakeProcess)
+    monkeypatch.setattr("gateway.prompts.pool._RESTART_S", 0.01)
+    monkeypatch.setattr(FakeProcess, "begin", begin)
+    pool = PromptPool(1, 100)
+    await pool.spawn(files)
+    await pool.start(setup)
+    pool._running.clear()  # killed, as by the kernel for memory
+    try:
+        if failures == 2:
+            with pytest.raises(ApiError, match="can not be read at the moment"):
+                await pool.prepare("tokenize", [b"first"])
+        assert await pool.prepare("tokenize", [b"next"]) == b"next"
+    finally:
+        await pool.close()
