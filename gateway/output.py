@@ -119,11 +119,11 @@ class OutputRules:
     echoes_logprobs: bool = False  # with the echoed prompt's log-probabilities
     detokenize: bool = True  # False: the text is empty
     echo_only: bool = False  # max_tokens was 0: the engine's one token is dropped
-    plan: OutputPlan | None = None  # how reasoning and tool calls are told apart; None: all is content
+    plan: OutputPlan | None = None  # how reasoning and tool calls are recognised; None: all is content
 
 
 class OutputState:
-    """Detokenises, looks for stop strings, has reasoning and tool calls told apart, and aligns
+    """Detokenises, looks for stop strings, separates reasoning and tool calls, and aligns
     log-probabilities; those of tokens whose text is held back are held back with it."""
 
     def __init__(

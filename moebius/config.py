@@ -74,7 +74,7 @@ class ImageConfig(Section):
     )
     image_url_hosts: tuple[str, ...] = Field(
         default=(),
-        description="Hosts from which images are fetched, wherever they are; *: all public ones; empty: none",
+        description="Hosts, also private ones, whose image URLs are fetched; *: all public ones; empty: none",
     )
     image_url_timeout_s: float = Field(
         default=10.0, gt=0, description="Longest wait for an image to be fetched"
@@ -97,14 +97,14 @@ class GatewayConfig(Section):
     )
     engines: tuple[str, ...] = Field(
         default=(),
-        description="Such addresses of several replicas; a name stands for all it has; empty: engine_address",
+        description="gRPC addresses of several engines; a host name: all it has; empty: engine_address",
     )
     api_key: str = Field(
         default="", description="Bearer token that clients need; as a flag it shows in `ps`; empty: none"
     )
     api_key_file: str = Field(
         default="",
-        description="File of such tokens, or of hashes by `moebius keys`, one a line, read when it changes",
+        description="File of API keys, or of their hashes (`moebius keys`); read again when it changes",
     )
     key_requests_in_flight: int | None = Field(
         default=None, ge=1, description="Requests that a key may have at once"
@@ -129,7 +129,7 @@ class GatewayConfig(Section):
         default=10.0, gt=0, description="Longest wait for the head of an HTTP request"
     )
     body_timeout_s: float = Field(
-        default=30.0, gt=0, description="Longest wait for its body, and 1 s more for each 16 KiB of it"
+        default=30.0, gt=0, description="Longest wait for a request's body, and 1 s more for each 16 KiB"
     )
     idle_timeout_s: int = Field(
         default=60, ge=1, description="Longest wait for the next request, or for a client to read its answer"
@@ -158,7 +158,7 @@ class GatewayConfig(Section):
         description="Processes that read requests and tokenise prompts; one of several takes small ones only",
     )
     prompt_timeout_s: float = Field(
-        default=20.0, gt=0, description="Processor time that reading one request may take, seconds"
+        default=20.0, gt=0, description="CPU time that reading one request may take, seconds"
     )
     prompt_memory_gib: float = Field(
         default=4.0, gt=0, description="Memory that reading one request may take, GiB"
@@ -181,14 +181,14 @@ class GatewayConfig(Section):
         default=1000, ge=0, description="Responses kept for previous_response_id, the newest; 0: none"
     )
     stored_responses_mib: float = Field(
-        default=256.0, gt=0, description="Size of all of them with their conversations, MiB"
+        default=256.0, gt=0, description="Size of all kept responses and conversations, MiB"
     )
     stored_responses_s: float = Field(
-        default=86400.0, gt=0, description="How long each of them is kept, seconds"
+        default=86400.0, gt=0, description="How long a response is kept, seconds"
     )
     stored_responses_dir: str = Field(
         default="",
-        description="Directory for them, of all workers; empty: a private one, removed at the end",
+        description="Directory of kept responses, of all workers; empty: a private one, removed at the end",
     )
     sse_keepalive_s: float = Field(
         default=15.0, gt=0, description="Seconds of silence before an SSE comment is sent"
@@ -221,7 +221,7 @@ class GpuConfig(Section):
         default="auto", description="Type of cached keys and values; auto: the activations' type"
     )
     gpu_memory_utilization: float = Field(
-        default=0.9, gt=0, le=1, description="Share of each GPU's memory that the engine may plan with"
+        default=0.9, gt=0, le=1, description="Share of each GPU's memory that the engine may use"
     )
     attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = Field(
         default="auto", description="Attention kernels; auto: the first of these that is installed"
@@ -246,7 +246,7 @@ class GpuConfig(Section):
     stream_min_rows: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens in a step from which experts are streamed; unset: measured, or any prompt's step",
+        description="Tokens in a step from which experts are streamed to the GPU; unset: as measured",
     )
     prefill_chunk_max: int | None = Field(
         default=None,
@@ -257,12 +257,12 @@ class GpuConfig(Section):
     prefill_lane_min_tokens: int | None = Field(
         default=None,
         ge=2,
-        description="Prompt tokens from which they have a step next to the others; unset: by the link's rate",
+        description="Tokens from which a prompt has steps of its own while others decode; unset: measured",
     )
     max_itl_ms: float | None = Field(
         default=None,
         ge=0,
-        description="Time that long prompts may add between two tokens of others; unset: as much again",
+        description="Time a long prompt may add between tokens of other requests; unset: as much again",
     )
     max_waiting_requests: int = Field(
         default=1024, ge=1, description="Outputs queued in the engine before it refuses"
@@ -278,7 +278,7 @@ class GpuConfig(Section):
         default=0, ge=0, description="torch threads on a CPU device; 0: from the cores allowed"
     )
     random_seed: int = Field(
-        default=0, ge=0, description="Seed of requests that bring none, mixed with their id"
+        default=0, ge=0, description="Seed for requests without one, mixed with their id"
     )
     gpu_metrics_port: int = Field(
         default=0, ge=0, le=65535, description="Port of gpu_service's metrics and probes; 0: none"
@@ -301,7 +301,7 @@ class ExpertConfig(Section):
         description="How gpu_service reaches experts; local computes them in process (reference)",
     )
     expert_split: Literal["tensor", "expert"] = Field(
-        default="tensor", description="Divide every expert's intermediate dimension, or whole experts"
+        default="tensor", description="Each server has a slice of every expert (tensor), or whole experts"
     )
     split_index: int = Field(default=0, ge=0, description="Which share this expert process holds")
     split_count: int = Field(default=1, ge=1, description="Number of shares")
@@ -358,7 +358,7 @@ class ExpertConfig(Section):
     )
     signal: Literal["doorbell", "memops"] = Field(
         default="doorbell",
-        description="How a GPU rings expert servers and waits: kernels, or stream memory operations",
+        description="How a GPU signals expert servers and waits: kernels, or stream memory operations",
     )
     hand_off_copy_kib: int | None = Field(
         default=None,
@@ -366,7 +366,7 @@ class ExpertConfig(Section):
         description="KiB of rows from which a GPU's copy engine moves them; unset: measured at start",
     )
     mailbox_deadline_ms: int = Field(
-        default=10000, ge=1, description="Longest wait for one expert answer, milliseconds"
+        default=10000, ge=1, description="Longest wait for an expert server's answer, milliseconds"
     )
     expert_recovery_s: float = Field(
         default=300.0, gt=0, description="Longest wait for a lost expert server to return"
@@ -421,16 +421,16 @@ class PlacementConfig(Section):
         default="", description="Layers whose experts are all on the GPU, as in 0-1,9; empty: none"
     )
     gpu_experts: int | None = Field(
-        default=None, ge=0, description="Experts of every other MoE layer that are on the GPU"
+        default=None, ge=0, description="Experts on the GPU in each MoE layer that gpu_layers does not name"
     )
     gpu_experts_ratio: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="Share of the experts of every other MoE layer, instead of gpu_experts",
+        description="The same as a share of a layer's experts, instead of gpu_experts",
     )
     placement_strategy: Literal["uniform", "frequency", "front-loading", "random"] = Field(
-        default="uniform", description="Which experts those are"
+        default="uniform", description="Which experts gpu_experts puts on the GPU"
     )
     expert_statistics: str = Field(
         default="", description="File of recorded expert counts, for the strategy 'frequency'"
@@ -442,7 +442,7 @@ class PlacementConfig(Section):
     )
     placement_seed: int = Field(default=42, ge=0, description="Seed of the strategy 'random'")
     expert_recorder: Literal["off", "stat", "per_pass", "per_token"] = Field(
-        default="off", description="What is recorded of routing from start on; also set by a call at run time"
+        default="off", description="What is recorded of routing at start; `moebius experts record` changes it"
     )
 
 

@@ -25,7 +25,7 @@ class SupervisorConfig(Section):
     restart_backoff_s: float = Field(
         default=0.5,
         gt=0,
-        description="First pause before a restart, none after long service; doubles each time without any",
+        description="Pause before a restart, doubled each time; none after a process has run for long",
     )
     restart_backoff_max_s: float = Field(default=30.0, gt=0, description="Longest pause before a restart")
     stop_timeout_s: float = Field(
@@ -51,7 +51,7 @@ class SecurityConfig(Section):
         default="", description="Certificate of this process as gRPC server and client, its chain after it"
     )
     grpc_key_file: str = Field(default="", description="Private key of that certificate")
-    grpc_ca_file: str = Field(default="", description="CA certificates by which the others are checked")
+    grpc_ca_file: str = Field(default="", description="CA certificates for checking the other processes")
     grpc_server_name: str = Field(
         default="",
         description="Name in certificates of gRPC servers; empty: the address's host, for sockets localhost",

@@ -290,7 +290,7 @@ class MessagesFormat(ResponseFormat):
     keep_alive = sse("ping", {})
 
     def __init__(self, request_id: str, reply: MessagesReply) -> None:
-        """`request_id` is told with failures."""
+        """`request_id` is named in errors."""
         self.id = f"msg_{uuid.uuid4().hex}"
         self._request_id = request_id
         self._reply = reply

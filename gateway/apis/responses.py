@@ -354,7 +354,7 @@ _INPUT_SCHEMA = {
 
 
 def _described(tool: CustomTool) -> str:
-    """What the model is told of a tool that takes text."""
+    """What the prompt says about a tool that takes text."""
     given = tool.format or {}
     words = [tool.description or "", f"The tool takes free text, which goes into {INPUT!r}."]
     if given.get("type") == "grammar":

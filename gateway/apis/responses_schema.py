@@ -153,7 +153,7 @@ class FunctionTool(StrictModel):
 
 
 class CustomTool(StrictModel):
-    """A tool that takes text; a grammar of that text is told to the model, not enforced."""
+    """A tool that takes text; a grammar of that text is shown to the model, not enforced."""
 
     place = "tools[]."
     type: Literal["custom"]

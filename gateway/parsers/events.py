@@ -1,4 +1,4 @@
-"""What an output consists of, once its reasoning and its tool calls are told apart from its content.
+"""What an output consists of, once its reasoning and its tool calls are separated from its content.
 
 `OutputState` (gateway/output.py) gives out a `ParsedDelta` per message of the engine; the response formats
 of all APIs consume it.

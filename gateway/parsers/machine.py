@@ -1,4 +1,4 @@
-"""The state machine of outputs that have one thought, content and tool calls, told apart by markers."""
+"""The state machine of outputs that have one thought, content and tool calls, separated by markers."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _Text = type[ReasoningDelta] | type[ContentDelta] | int
 
 
 class _Channel:
-    """Text of one kind, the white space at its end held back; without that at its beginning, if told so."""
+    """Text of one kind, the white space at its end held back; and left out at its beginning, if wanted."""
 
     def __init__(self) -> None:
         self.has_text = False  # anything but white space that was left out

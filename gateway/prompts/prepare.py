@@ -45,7 +45,7 @@ FILL_IN_THE_MIDDLE = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
 )
-MAX_IGNORED = 64  # names told of one request
+MAX_IGNORED = 64  # names logged for one request
 
 
 class Preparer:

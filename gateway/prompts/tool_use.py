@@ -142,7 +142,7 @@ def constraint_of(
     budget, parser = body.thinking_token_budget, model.reasoning_parser
     if budget is not None and parser is None:
         raise bad_request(
-            f"'thinking_token_budget' needs a model whose thoughts are told apart; {model.name!r} has no "
+            f"'thinking_token_budget' needs a model whose thoughts can be recognised; {model.name!r} has no "
             "reasoning parser (reasoning_parser)",
             "thinking_token_budget",
             "unsupported_parameter",

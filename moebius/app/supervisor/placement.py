@@ -167,7 +167,7 @@ def _near(number: int, gpus: Sequence[Gpu], node_cpus: Mapping[int, Sequence[int
 def rank_address(config: MoebiusConfig) -> str:
     """Where the ranks meet: a free port of this machine, unless one is given; empty for one rank.
 
-    Raises ConfigError where ranks of several hosts are not told.
+    Raises ConfigError when ranks are on several hosts and no address is given.
     """
     settings = config.parallel
     if settings.rank_address or settings.num_ranks == 1:
