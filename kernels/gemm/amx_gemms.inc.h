@@ -110,6 +110,25 @@ void run_bfloat16(const GemmWork& work) {
 
 void run_int8(const GemmWork& work) { run_int8_blocking(work, kFoldedBlocking); }
 
+// Those whose scales are applied to sums.
+bool scales_sums(const WeightFormat& format) {
+  return supports_bfloat16(format) && !folds_scales(format) && !makes_weights(format) && format.code != Code::kFloat4;
+}
+
+void run_bfloat16_panels(const GemmWork& work) {
+  const WeightFormat& format = work.layout->format;
+  if (format.zeros) return run_grouped_panels<Int4ZerosTiles>(work);
+  switch (format.code) {
+    case Code::kFloat8: return run_grouped_panels<CodeTiles<Code::kFloat8>>(work);
+    case Code::kInt8: return run_grouped_panels<CodeTiles<Code::kInt8>>(work);
+    default: return run_grouped_panels<CodeTiles<Code::kInt4>>(work);
+  }
+}
+
+size_t panels_scratch_bytes(const PanelLayout& layout, uint32_t /*num_panels*/, uint32_t num_rows) {
+  return PanelsScratch(layout, num_rows).bytes;
+}
+
 size_t scratch_bytes(const PanelLayout& layout, uint32_t num_panels, uint32_t num_rows) {
   const WeightFormat& format = layout.format;
   if (folds_scales(format)) {

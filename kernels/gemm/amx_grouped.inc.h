@@ -27,18 +27,19 @@ class GroupBlock {
   GroupBlock(const GroupWork& work, GroupSums& memory)
       : work_(work), memory_(memory), groups_(divide_up(work.steps, kGroupSteps)) {}
 
-  // result (+)= the scaled sums of all groups.
-  void run(const ResultBlock& result, bool first) {
+  // result (+)= the scaled sums of all groups. interleaved.step() is other vector work, once for each step of k.
+  template <class Interleaved>
+  MOEBIUS_INLINE void run(const ResultBlock& result, bool first, Interleaved& interleaved) {
     __m512 totals[kRows];
 #pragma GCC unroll 16
     for (uint32_t row = 0; row < kRows; ++row) {
       totals[row] = !first && row < result.rows ? _mm512_load_ps(result.at(row)) : _mm512_setzero_ps();
     }
     for (uint32_t group = 0; group < groups_ + kAddAfter; group += 4) {
-      turn<0>(group, totals);
-      turn<1>(group + 1, totals);
-      turn<2>(group + 2, totals);
-      turn<3>(group + 3, totals);
+      turn<0>(group, totals, interleaved);
+      turn<1>(group + 1, totals, interleaved);
+      turn<2>(group + 2, totals, interleaved);
+      turn<3>(group + 3, totals, interleaved);
     }
 #pragma GCC unroll 16
     for (uint32_t row = 0; row < kRows; ++row) {
@@ -47,9 +48,13 @@ class GroupBlock {
   }
 
  private:
-  template <int kSum>
-  MOEBIUS_INLINE void turn(uint32_t group, __m512 (&totals)[kRows]) {
-    if (group < groups_) multiply<kSum>(group * kGroupSteps);
+  template <int kSum, class Interleaved>
+  MOEBIUS_INLINE void turn(uint32_t group, __m512 (&totals)[kRows], Interleaved& interleaved) {
+    if (group < groups_) {
+      multiply<kSum>(group * kGroupSteps);
+#pragma GCC unroll 4
+      for (int i = 0; i < kGroupSteps; ++i) interleaved.step();
+    }
     if (group - kStoreAfter < groups_) {  // wraps around below kStoreAfter
       Tiles::store<(kSum + 4 - kStoreAfter) % 4>(memory_.sums[(group - kStoreAfter) % kSumsKept], 64);
     }
@@ -87,10 +92,15 @@ class GroupBlock {
   const uint32_t groups_;
 };
 
+struct NothingInterleaved {
+  void step() const {}
+};
+
 template <int kGroupSteps>
 void add_groups_of_size(const GroupWork& work, GroupSums& memory, const ResultBlock& result, bool first) {
-  if (result.rows > 4) return GroupBlock<kGroupSteps, 16>(work, memory).run(result, first);
-  GroupBlock<kGroupSteps, 4>(work, memory).run(result, first);
+  NothingInterleaved nothing;
+  if (result.rows > 4) return GroupBlock<kGroupSteps, 16>(work, memory).run(result, first, nothing);
+  GroupBlock<kGroupSteps, 4>(work, memory).run(result, first, nothing);
 }
 
 // group_steps: 1, 2 or 4.

@@ -14,6 +14,7 @@ namespace {
 #include "kernels/gemm/amx_sources.inc.h"
 #include "kernels/gemm/amx_folded.inc.h"
 #include "kernels/gemm/amx_grouped.inc.h"
+#include "kernels/gemm/amx_grouped_panels.inc.h"
 #include "kernels/gemm/amx_grouped_rows.inc.h"
 #include "kernels/gemm/amx_gemms.inc.h"
 
@@ -21,10 +22,12 @@ constexpr GemmKernel kBFloat16{"amx_bfloat16", Isa::kAmx, RowType::kBFloat16, kB
                                   supports_bfloat16, scratch_bytes, run_bfloat16};
 constexpr GemmKernel kInt8{"amx_int8", Isa::kAmx, RowType::kInt8, kBlockRows, 0,
                               supports_int8, scratch_bytes, run_int8};
-constexpr const GemmKernel* kKernels[] = {&kBFloat16, &kInt8};
+constexpr GemmKernel kPanels{"amx_bfloat16_panels", Isa::kAmx, RowType::kBFloat16, kPanelsSpacedRows, 0,
+                             scales_sums, panels_scratch_bytes, run_bfloat16_panels};
+constexpr const GemmKernel* kKernels[] = {&kBFloat16, &kPanels, &kInt8};
 
 }  // namespace
 
-GemmKernels gemms_amx() { return {kKernels, 2}; }
+GemmKernels gemms_amx() { return {kKernels, 3}; }
 
 }  // namespace moebius

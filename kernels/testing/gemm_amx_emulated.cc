@@ -17,6 +17,7 @@ namespace {
 #include "kernels/gemm/amx_sources.inc.h"
 #include "kernels/gemm/amx_folded.inc.h"
 #include "kernels/gemm/amx_grouped.inc.h"
+#include "kernels/gemm/amx_grouped_panels.inc.h"
 #include "kernels/gemm/amx_grouped_rows.inc.h"
 #include "kernels/gemm/amx_gemms.inc.h"
 
@@ -24,10 +25,12 @@ constexpr GemmKernel kBFloat16{"amx_emulated_bfloat16", Isa::kAvx512Bf16, RowTyp
                                   supports_bfloat16, scratch_bytes, run_bfloat16};
 constexpr GemmKernel kInt8{"amx_emulated_int8", Isa::kAvx512Bf16, RowType::kInt8, kBlockRows, 0,
                               supports_int8, scratch_bytes, run_int8};
-constexpr const GemmKernel* kKernels[] = {&kBFloat16, &kInt8};
+constexpr GemmKernel kPanels{"amx_emulated_bfloat16_panels", Isa::kAvx512Bf16, RowType::kBFloat16, kPanelsSpacedRows, 0,
+                             scales_sums, panels_scratch_bytes, run_bfloat16_panels};
+constexpr const GemmKernel* kKernels[] = {&kBFloat16, &kPanels, &kInt8};
 
 }  // namespace
 
-GemmKernels gemms_amx_emulated() { return {kKernels, 2}; }
+GemmKernels gemms_amx_emulated() { return {kKernels, 3}; }
 
 }  // namespace moebius

@@ -28,6 +28,13 @@ LEVELS = [
     pytest.param("amx_emulated", marks=needs_bf16),
     pytest.param("amx", marks=[needs_amx, pytest.mark.amx]),
 ]
+# (format, what follows the level in a kernel's name).
+CASES = [
+    (name, kernel)
+    for name in FORMATS
+    for kernel in ("bfloat16", "bfloat16_panels")
+    if kernel == "bfloat16" or any(each.endswith(kernel) for each in testing.gemms_for(name, "bfloat16"))
+]
 
 
 def random_rows(count: int, k: int) -> NDArray[np.uint16]:
@@ -66,47 +73,47 @@ def int8_rows(count: int, k: int) -> tuple[NDArray[np.int8], NDArray[np.float32]
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_every_number_of_rows(level: str, format_name: str) -> None:
+@pytest.mark.parametrize(("format_name", "kernel"), CASES)
+def test_every_number_of_rows(level: str, format_name: str, kernel: str) -> None:
     """Float32 sums of exact products, whatever blocks the rows fall into, with bias and without."""
     for has_bias in (False, True):
         matrix = random_matrix(format_name, 193, 3, has_bias=has_bias)
         for count in ROWS:
-            error = relative_error(f"{level}_bfloat16", matrix, random_rows(count, 193))
+            error = relative_error(f"{level}_{kernel}", matrix, random_rows(count, 193))
             assert error < GEMM_BFLOAT16, count
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_every_number_of_panels_and_odd_k(level: str, format_name: str) -> None:
+@pytest.mark.parametrize(("format_name", "kernel"), CASES)
+def test_every_number_of_panels_and_odd_k(level: str, format_name: str, kernel: str) -> None:
     """k around tiles, groups and padding; panels alone, in pairs and in more than one round."""
     for k, num_panels in SHAPES:
         matrix = random_matrix(format_name, k, num_panels, seed=k)
         for count in (3, 20, 40):
-            error = relative_error(f"{level}_bfloat16", matrix, random_rows(count, k))
+            error = relative_error(f"{level}_{kernel}", matrix, random_rows(count, k))
             assert error < GEMM_BFLOAT16, (k, num_panels, count)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_chunks_of_k_and_parts_of_rows(level: str, format_name: str) -> None:
+@pytest.mark.parametrize(("format_name", "kernel"), CASES)
+def test_chunks_of_k_and_parts_of_rows(level: str, format_name: str, kernel: str) -> None:
     """More k than one chunk, and more rows than one part: sums go to memory and come back."""
     matrix = random_matrix(format_name, 2200, 2)
     for count in (1, 17, 35):
-        assert relative_error(f"{level}_bfloat16", matrix, random_rows(count, 2200)) < GEMM_BFLOAT16, count
+        assert relative_error(f"{level}_{kernel}", matrix, random_rows(count, 2200)) < GEMM_BFLOAT16, count
     matrix = random_matrix(format_name, 65, 3)
-    assert relative_error(f"{level}_bfloat16", matrix, random_rows(300, 65)) < GEMM_BFLOAT16
+    assert relative_error(f"{level}_{kernel}", matrix, random_rows(300, 65)) < GEMM_BFLOAT16
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_rows_anywhere(level: str, format_name: str) -> None:
+@pytest.mark.parametrize(("format_name", "kernel"), CASES)
+def test_rows_anywhere(level: str, format_name: str, kernel: str) -> None:
     """Rows that are not equally spaced are copied first: few rows, blocks, parts, chunks of k."""
     matrix = random_matrix(format_name, 200, 9)
     for count in (2, 17, 33, 64, 300):
-        assert relative_error(f"{level}_bfloat16", matrix, random_rows(count, 200), False) < GEMM_BFLOAT16
+        assert relative_error(f"{level}_{kernel}", matrix, random_rows(count, 200), False) < GEMM_BFLOAT16
     matrix = random_matrix(format_name, 2200, 1)
-    assert relative_error(f"{level}_bfloat16", matrix, random_rows(35, 2200), False) < GEMM_BFLOAT16
+    assert relative_error(f"{level}_{kernel}", matrix, random_rows(35, 2200), False) < GEMM_BFLOAT16
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -124,31 +131,39 @@ def test_int8_equals_the_scalar_reference(level: str) -> None:
 
 @pytest.mark.amx
 @needs_amx
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_real_tiles_equal_emulated_ones(format_name: str) -> None:
+@pytest.mark.parametrize(("format_name", "kernel"), CASES)
+def test_real_tiles_equal_emulated_ones(format_name: str, kernel: str) -> None:
     """What CI shows about emulated tiles holds for real ones: the same bits, denormal products included."""
     matrix = random_matrix(format_name, 330, 5, has_bias=True)
     for count in (1, 7, 16, 29, 64, 70):
         rows = random_rows(count, 330)
         rows[0, :5] = (0x0001, 0x8080, 0x7F7F, 0x0080, 0x0100)
-        result = run("amx_bfloat16", matrix, rows)
-        assert result.tobytes() == run("amx_emulated_bfloat16", matrix, rows).tobytes(), count
+        result = run(f"amx_{kernel}", matrix, rows)
+        assert result.tobytes() == run(f"amx_emulated_{kernel}", matrix, rows).tobytes(), count
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_nan_and_infinity_of_a_row_stay_in_it(level: str, format_name: str) -> None:
+@pytest.mark.parametrize(("format_name", "kernel"), CASES)
+def test_nan_and_infinity_of_a_row_stay_in_it(level: str, format_name: str, kernel: str) -> None:
     """A row with NaN gives NaN, one with infinity nothing finite; their neighbours keep their bits."""
     matrix = random_matrix(format_name, 96, 2)
     rows = random_rows(40, 96)
-    clean = run(f"{level}_bfloat16", matrix, rows)
+    clean = run(f"{level}_{kernel}", matrix, rows)
     rows[1, 95] = 0x7FC0
     rows[18, 0] = 0x7F80
-    result = run(f"{level}_bfloat16", matrix, rows)
+    result = run(f"{level}_{kernel}", matrix, rows)
     assert np.isnan(result[1]).all()
     assert not np.isfinite(result[18]).any()
     others = [row for row in range(40) if row not in (1, 18)]
     assert result[others].tobytes() == clean[others].tobytes()
+
+
+@needs_bf16
+def test_kernels_by_panels_know_formats_whose_sums_are_scaled() -> None:
+    """Not those whose scales or mins are part of the tiles."""
+    found = {name for name, kernel in CASES if kernel == "bfloat16_panels"}
+    assert {"int4_g32", "int4_g128_zeros", "int4_g64_f16", "int8_g32_f16", "fp8_block"} <= found
+    assert not found & {"bfloat16", "mxfp4", "nvfp4", "int4_g32_mins", "int4_g16_f16", "fp8_channel", "int8"}
 
 
 @needs_bf16
