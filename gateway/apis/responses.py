@@ -109,7 +109,7 @@ def translate(body: ResponsesRequest, context: Context) -> Translation:
         **tools.fields(body),
         **_format(body),
     }
-    return Translation(without_none(request), NAMES, reply)
+    return Translation(without_none(request), NAMES, reply, texts=tools.texts)
 
 
 def _check_possible(body: ResponsesRequest) -> None:
@@ -270,6 +270,7 @@ class _ToolList:
         self._context = context
         self._tools: list[dict[str, Any]] = []
         self.names: dict[str, ToolName] = {}
+        self.texts: dict[str, tuple[str, str]] = {}
 
     def add(self, tools: Iterable[Any], param: str, namespace: NamespaceTool | None = None) -> None:
         """Takes tools; those that servers of OpenAI run themselves are left out."""
@@ -280,6 +281,9 @@ class _ToolList:
                     self._take("function", tool, tool.description, tool.parameters, prefix, tool.strict)
                 case CustomTool():
                     self._take("custom", tool, _described(tool), _INPUT_SCHEMA, prefix)
+                    if tool.format is not None and tool.format.type == "grammar":
+                        name = _function_name(tool.name, prefix)
+                        self.texts[name] = (str(tool.format.syntax), str(tool.format.definition))
                 case NamespaceTool():
                     self.add(tool.tools, param, tool)
                 case _:
@@ -355,11 +359,10 @@ _INPUT_SCHEMA = {
 
 def _described(tool: CustomTool) -> str:
     """What the prompt says about a tool that takes text."""
-    given = tool.format or {}
+    given = tool.format
     words = [tool.description or "", f"The tool takes free text, which goes into {INPUT!r}."]
-    if given.get("type") == "grammar":
-        syntax, definition = given.get("syntax"), given.get("definition")
-        words.append(f"The text follows this grammar ({syntax}):\n{definition}")
+    if given is not None and given.type == "grammar":
+        words.append(f"The text follows this grammar ({given.syntax}):\n{given.definition}")
     return "\n\n".join(word for word in words if word)
 
 

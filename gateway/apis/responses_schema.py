@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, Tag, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, Tag, TypeAdapter, model_validator
 
 from gateway.apis.translation import tagged
+from gateway.errors import param_error
 from gateway.schemas.common import INT64_MAX, INT64_MIN, MAX_LABEL_CHARACTERS, StrictModel
 from gateway.schemas.requests import MAX_MESSAGES, MAX_PARTS
 from moebius.request_limits import MAX_LOGPROBS
@@ -152,14 +153,31 @@ class FunctionTool(StrictModel):
     allowed_callers: Any = None
 
 
+class CustomFormat(StrictModel):
+    """What the text for a custom tool looks like."""
+
+    place = "tools[].format."
+    type: Literal["text", "grammar"] = "text"
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.type == "grammar" and (self.syntax is None or self.definition is None):
+            raise param_error(
+                "tools", "a custom tool's 'format' of type 'grammar' needs 'syntax' and 'definition'"
+            )
+        return self
+
+
 class CustomTool(StrictModel):
-    """A tool that takes text; a grammar of that text is shown to the model, not enforced."""
+    """A tool that takes text; a grammar of that text is enforced, and shown to the model."""
 
     place = "tools[]."
     type: Literal["custom"]
     name: Label
     description: str | None = None
-    format: dict[str, Any] | None = None
+    format: CustomFormat | None = None
     defer_loading: Any = None
     allowed_callers: Any = None
 

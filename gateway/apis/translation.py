@@ -30,6 +30,8 @@ class Translation:
     # Ask for no more output tokens than there is room, instead of refusing.
     fits_limit: bool = False
     is_text: bool = False
+    # Syntax and definition of the grammars that texts for tools follow, by the tool's name in the chat.
+    texts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     answer: dict[str, Any] | None = None  # JSON of what needs no engine; then there is no request
 
     def softened(self) -> Translation | None:

@@ -89,6 +89,9 @@ class ToolSpec:
 
     name: str
     parameters: dict[str, Any] = field(default_factory=dict)  # JSON schema of the arguments object
+    strict: bool = True  # calls satisfy the schema also where the model chose to make them
+    # Syntax (lark or regex) and definition of a grammar: of the text that is the only parameter, "input".
+    text: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

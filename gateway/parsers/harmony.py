@@ -11,12 +11,12 @@ import re
 
 import structlog
 
-from gateway.grammar import ToolFraming
 from gateway.parsers.events import OutputPlan
 from gateway.parsers.json_reader import MOST_LABEL
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Markers, Steps
 from gateway.parsers.sink import OutputParser, Sink, new_call_id
+from gateway.tool_grammar import ToolFraming
 
 logger = structlog.get_logger(__name__)
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
@@ -31,10 +31,9 @@ class Harmony(ToolFormat):
     """How gpt-oss writes calls; `HarmonyParser` reads them with all else."""
 
     framing = ToolFraming(
-        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>", place="channels"
     )
     inner = ALL
-    follows_text = False
 
     def read(self, opener: str) -> Steps[bool]:
         """Never called."""

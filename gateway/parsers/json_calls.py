@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 
-from gateway.grammar import ToolFraming
 from gateway.parsers.json_reader import MOST_LABEL, pass_value, read_label
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Markers, Steps, run_of
 from gateway.parsers.sink import new_call_id
+from gateway.tool_grammar import ToolFraming
 
 _NAME = ("name",)
 _ARGUMENTS = ("arguments", "parameters")
@@ -112,9 +112,10 @@ class Hermes(NamedObject):
 class LlamaJson(NamedObject):
     """Llama 3.1 and later: bare objects with `parameters`, several apart by semicolons."""
 
-    framing = ToolFraming('{"name": "{name}", "parameters": ', "}", separator="; ")
+    framing = ToolFraming(
+        '{"name": "{name}", "parameters": ', "}", separator="; ", place="bare", marker="<|python_tag|>"
+    )
     openers = ("<|python_tag|>",)
-    follows_text = False
     bare = "{"
 
     def read(self, opener: str) -> Steps[bool]:
@@ -135,8 +136,9 @@ class LlamaJson(NamedObject):
 class JsonList(NamedObject):
     """A list of objects: what is forced of models whose own way is not known."""
 
-    framing = ToolFraming('{"name": "{name}", "parameters": ', "}", begin="[", separator=", ", end="]")
-    follows_text = False
+    framing = ToolFraming(
+        '{"name": "{name}", "parameters": ', "}", begin="[", separator=", ", end="]", place="bare"
+    )
     bare = "["
 
     def read(self, opener: str) -> Steps[bool]:
@@ -176,7 +178,6 @@ class Mistral(JsonList):
     framing = ToolFraming("[TOOL_CALLS]{name}[ARGS]", "")
     openers = ("[TOOL_CALLS]",)
     inner = ("[ARGS]", "[CALL_ID]")
-    follows_text = True
     bare = ""
 
     def new_id(self) -> str:

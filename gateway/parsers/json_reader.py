@@ -9,10 +9,29 @@ from collections.abc import Callable, Collection
 from gateway.parsers.scanner import Scanner, Steps, run_of
 
 _OUTSIDE = re.compile(r'["{}\[\]]')
+_STRING_SYNTAX = re.compile(r'"|\\(?:.|\Z)', re.DOTALL)
 _INSIDE = re.compile(r'["\\]')
 _SCALAR = run_of(re.compile(r"[^\s,:\]}\"{\[]*"))
 _CLOSING = {"{": "}", "[": "]"}
 MOST_LABEL = 4096  # characters of a key or a name; longer ones are no call
+
+
+class JsonStrings:
+    """Whether a JSON text that still grows ends within a string."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._escaped = False
+
+    def feed(self, piece: str) -> None:
+        """The next piece of the text."""
+        if self._escaped and piece:
+            self._escaped, piece = False, piece[1:]
+        for found in _STRING_SYNTAX.finditer(piece):
+            if found.group() == '"':
+                self.is_open = not self.is_open
+            elif len(found.group()) == 1:  # a backslash at the very end
+                self._escaped = True
 
 
 class _Value:

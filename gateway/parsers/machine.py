@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import structlog
 
-from gateway.grammar import ToolFraming
 from gateway.parsers.events import OutputPlan, ToolSpec
 from gateway.parsers.json_reader import loaded, pass_value, read_value
 from gateway.parsers.scanner import END, Markers, Scanner, Steps
 from gateway.parsers.sink import OutputParser, Sink, new_call_id
+from gateway.tool_grammar import ToolFraming
 
 logger = structlog.get_logger(__name__)
 
@@ -42,6 +42,7 @@ class Reading:
     sink: Sink
     tools: dict[str, ToolSpec]
     tokens: frozenset[str]  # the format's texts that count only as tokens
+    is_forced: bool = False  # a grammar makes the output of calls alone
 
 
 class ToolFormat(ABC):
@@ -54,11 +55,11 @@ class ToolFormat(ABC):
     closers: tuple[str, ...] = ()  # after calls: dropped
     bare: str = ""  # first characters of outputs that are a call without an opener
     inner: tuple[str, ...] = ()  # further texts that may be tokens
-    follows_text = True  # a call may come after content, or not at all
 
     def __init__(self, reading: Reading) -> None:
         self.scan, self.sink, self.tools = reading.scan, reading.sink, reading.tools
         self.tokens = reading.tokens
+        self.is_forced = reading.is_forced
         self.after_section = False  # whether `read` is called for an opener after one of `sections`
 
     def new_id(self) -> str:
@@ -133,7 +134,9 @@ class StreamParser(OutputParser):
         # Grammars may spell markers letter by letter: in forced outputs they count either way.
         strict = frozenset() if plan.forced else frozenset(tokens)
         named = {tool.name: tool for tool in plan.tools}
-        self._tools = None if tools is None else tools(Reading(self.scan, self.sink, named, strict))
+        self._tools = (
+            None if tools is None else tools(Reading(self.scan, self.sink, named, strict, plan.forced))
+        )
         self._strict = strict
         self._starts_in_reasoning = plan.starts_in_reasoning and think is not None
         if self._starts_in_reasoning:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 
-from gateway.grammar import ToolFraming
 from gateway.parsers.json_reader import MOST_LABEL
 from gateway.parsers.machine import ToolFormat
 from gateway.parsers.scanner import END, Steps, run_of
-from gateway.parsers.typed_values import literal
+from gateway.parsers.typed_values import json_value, literal
+from gateway.tool_grammar import ToolFraming
 
 _WORD = run_of(re.compile(r"[\w.\-/:]*"))
 _SYNTAX = re.compile(r"""["'()\[\]{},=\\]""")
@@ -68,10 +68,11 @@ class Pythonic(ToolFormat):
         parameter_begin="{name}=",
         parameter_separator=", ",
         values="python",
+        place="bare",
+        marker="<|python_start|>",
     )
     openers = ("<|python_start|>",)
     closers = ("<|python_end|>",)
-    follows_text = False
     bare = "["
 
     def read(self, opener: str) -> Steps[bool]:
@@ -131,7 +132,9 @@ class Pythonic(ToolFormat):
         """Keyword (empty: none) and value, as JSON, of an argument."""
         match = re.match(r"\s*([A-Za-z_][\w-]*)\s*=(?!=)", text)
         source = text if match is None else text[match.end() :]
-        value = literal(_python(source))
+        value = json_value(source)
+        if value is ...:
+            value = literal(_python(source))
         spelled = source.strip() if value is ... else value
         return ("" if match is None else match.group(1)), json.dumps(spelled, ensure_ascii=False)
 

@@ -24,7 +24,7 @@ def kinds_of(schema: object, root: Mapping[str, Any], depth: int = _DEPTH) -> fr
         return frozenset(item for item in kind if isinstance(item, str))
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        return kinds_of(_referred(reference, root), root, depth - 1)
+        return kinds_of(referred(reference, root), root, depth - 1)
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         return frozenset(map(_kind, values))
@@ -41,7 +41,7 @@ def kinds_of(schema: object, root: Mapping[str, Any], depth: int = _DEPTH) -> fr
     return frozenset(("array",)) if "items" in schema else frozenset()
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> object:
+def referred(reference: str, root: Mapping[str, Any]) -> object:
     """What `#/…` names; None where there is no such thing."""
     value: object = root
     for part in reference.removeprefix("#").split("/")[1:]:
@@ -66,7 +66,7 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _loaded(text: str) -> object:
+def json_value(text: str) -> object:
     """The JSON value that `text` spells; `...`: none."""
     try:
         value: object = json.loads(text, parse_constant=_refuse)
@@ -96,7 +96,7 @@ def as_json(text: str, kinds: frozenset[str]) -> str:
     spelling = _SPELLINGS.get(trimmed.lower())
     if spelling is not None and kinds & {"boolean", "null"}:
         trimmed = spelling
-    value = _loaded(trimmed)
+    value = json_value(trimmed)
     if value is ... and kinds and "string" not in kinds:
         value = literal(trimmed)
         trimmed = "" if value is ... else json.dumps(value, ensure_ascii=False)

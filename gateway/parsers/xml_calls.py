@@ -7,11 +7,11 @@ import re
 
 import structlog
 
-from gateway.grammar import ToolFraming
-from gateway.parsers.json_reader import MOST_LABEL
+from gateway.parsers.json_reader import MOST_LABEL, JsonStrings
 from gateway.parsers.machine import Reading, ToolFormat
 from gateway.parsers.scanner import END, Steps
 from gateway.parsers.typed_values import ValueWriter, kinds_of
+from gateway.tool_grammar import ToolFraming
 
 logger = structlog.get_logger(__name__)
 _ATTRIBUTE = re.compile(r'([\w-]+)\s*=\s*"([^"]*)"')
@@ -74,7 +74,7 @@ class TaggedCalls(ToolFormat):
                 key = json.dumps(said["name"], ensure_ascii=False)
                 self.sink.arguments(f"{'{' if is_first else ', '}{key}: ")
                 is_first = False
-                marker = yield from self._value(self._kinds(name, said))
+                marker = yield from self._value(self._kinds(name, said), self._has_grammar(name))
                 if marker == END:
                     return False
             if marker in (self.call_close, *self.closers, *self.openers):
@@ -92,11 +92,20 @@ class TaggedCalls(ToolFormat):
             return frozenset(("string",)) if said["string"] != "false" else kinds
         return kinds_of(declared, root)
 
-    def _value(self, kinds: frozenset[str]) -> Steps[str | None]:
-        """Gives out a value; the marker after it."""
+    def _has_grammar(self, tool: str) -> bool:
+        """Whether a grammar makes the arguments: what is no string then is JSON, whole and right."""
+        return self.is_forced or (tool in self.tools and self.tools[tool].strict)
+
+    def _value(self, kinds: frozenset[str], has_grammar: bool) -> Steps[str | None]:
+        """Gives out a value; the marker after it. In JSON's own strings a marker is text."""
         writer = ValueWriter(kinds, self.trim)
+        strings = JsonStrings() if has_grammar and kinds and "string" not in kinds else None
         while True:
             piece, marker = yield from self.scan.until(self._value_end)
+            if strings is not None:
+                strings.feed(piece)
+                if strings.is_open and marker == self.parameter_close:
+                    piece, marker = piece + marker, None
             text = writer.feed(piece)
             if text:
                 self.sink.arguments(text)

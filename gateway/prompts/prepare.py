@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -139,7 +139,7 @@ class Preparer:
         body = self._validated(translation.request, ChatCompletionRequest, Tolerance())
         if kind == "count_tokens":
             return _json({"input_tokens": len(self._chat_prompt(body, size)[0])})
-        prepared = self._chat_prepared(body, size, translation.fits_limit)
+        prepared = self._chat_prepared(body, size, translation.fits_limit, translation.texts)
         return replace(prepared, reply=translation.reply)
 
     def _chat_prompt(
@@ -157,11 +157,17 @@ class Preparer:
                 raise bad_request("a prompt with images is not cut off", "truncate_prompt_tokens")
         return prompt_ids, images, text.text
 
-    def _chat_prepared(self, body: ChatCompletionRequest, size: int, fits_limit: bool = False) -> Prepared:
+    def _chat_prepared(
+        self,
+        body: ChatCompletionRequest,
+        size: int,
+        fits_limit: bool = False,
+        texts: Mapping[str, tuple[str, str]] | None = None,
+    ) -> Prepared:
         prompt_ids, images, text = self._chat_prompt(body, size)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         limit_param, limit = body.token_limit()
-        output = output_plan(body, self._model, text)
+        output = output_plan(body, self._model, text, texts)
         plan = JobPlan(
             "messages",
             limit_param,

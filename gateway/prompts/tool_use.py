@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from gateway.errors import bad_request
-from gateway.grammar import response_format_constraint, tool_call_constraint
+from gateway.grammar import response_format_constraint
 from gateway.model import ServedModel
 from gateway.parsers.events import OutputPlan, ToolSpec
 from gateway.parsers.json_calls import mistral_id
-from gateway.parsers.registry import JSON_LIST, REASONING, thought_bounds, tool_format
+from gateway.parsers.registry import HARMONY, JSON_LIST, REASONING, thought_bounds, tool_format
 from gateway.schemas.requests import ChatCompletionRequest
 from gateway.schemas.tools import ToolFunction
 from gateway.text.conversation import Conversation
+from gateway.tool_grammar import tool_call_constraint
 from protos.engine_pb2 import Constraint
 
 _MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
@@ -90,11 +92,21 @@ def template_variables(body: ChatCompletionRequest, model: ServedModel) -> dict[
     return {**{name: value for name, value in values.items() if name in template.variables}, **given}
 
 
-def output_plan(body: ChatCompletionRequest, model: ServedModel, prompt: str) -> OutputPlan | None:
+def output_plan(
+    body: ChatCompletionRequest,
+    model: ServedModel,
+    prompt: str,
+    texts: Mapping[str, tuple[str, str]] | None = None,
+) -> OutputPlan | None:
     """How the output is read; None: all of it is content.
 
-    `prompt` is the rendered one, whose end says whether the model is in its thought.
+    Args:
+        body: the request.
+        model: the served one.
+        prompt: the rendered one, whose end says whether the model is in its thought.
+        texts: grammars of tools that take text, by name (`Translation.texts`).
     """
+    texts = texts or {}
     choice, tools = body.choice(), offered_tools(body)
     reasoning = model.reasoning_parser if body.separate_reasoning else None
     parser = model.tool_parser if tools else None
@@ -108,11 +120,15 @@ def output_plan(body: ChatCompletionRequest, model: ServedModel, prompt: str) ->
         reasoning_parser=reasoning,
         tool_parser=parser,
         starts_in_reasoning=reasoning is not None and _thought(body, reasoning, prompt) == "open",
-        tools=tuple(ToolSpec(tool.name, tool.parameters or {}) for tool in tools),
+        tools=tuple(_spec(tool, texts.get(tool.name)) for tool in tools),
         forced=is_forced,
         max_calls=1 if is_single else None,
         show_reasoning=body.include_reasoning,
     )
+
+
+def _spec(tool: ToolFunction, text: tuple[str, str] | None) -> ToolSpec:
+    return ToolSpec(tool.name, tool.parameters or {}, bool(tool.strict) or text is not None, text)
 
 
 def _thought(body: ChatCompletionRequest, parser: str, prompt: str) -> Literal["open", "closed", "unknown"]:
@@ -138,7 +154,8 @@ def constraint_of(
         ApiError: 400 naming the parameter and the keyword of a schema that can not be enforced.
     """
     wanted = response_format_constraint(body)
-    constraint = _tool_constraint(body, model, plan, wanted) or wanted
+    calls = _tool_constraint(body, model, plan, wanted)
+    constraint = calls or wanted
     budget, parser = body.thinking_token_budget, model.reasoning_parser
     if budget is not None and parser is None:
         raise bad_request(
@@ -154,7 +171,9 @@ def constraint_of(
     if parser is None or thought == "closed" or (constraint is None and budget is None):
         return constraint
     constraint = constraint or Constraint()
-    calls_only = plan is not None and plan.forced
+    if parser == HARMONY and calls is not None and budget is None and not (plan is not None and plan.forced):
+        return constraint  # whose messages may be thoughts as well
+    calls_only = calls is not None
     bounds = thought_bounds(parser, thought == "open", calls_only, model.tokenizer)
     constraint.after_token_ids.extend(bounds.end)
     constraint.start_token_ids.extend(bounds.begin)
@@ -167,14 +186,14 @@ def constraint_of(
 def _tool_constraint(
     body: ChatCompletionRequest, model: ServedModel, plan: OutputPlan | None, wanted: Constraint | None
 ) -> Constraint | None:
-    """The grammar of required and named calls, of strict tools, or of calls next to a JSON answer; None: the
-    model decides, and writes what it likes, or what is `wanted` of an answer."""
+    """The grammar of required and named calls, of calls where a tool is strict or next to a JSON answer;
+    None: the model decides, and writes what it likes, or what is `wanted` of an answer."""
     if plan is None or plan.tool_parser is None:
         return None
     form = tool_format(plan.tool_parser)
     answer = None if plan.forced else _answer_schema(body)
-    is_strict = wanted is None and all(tool.strict for tool in offered_tools(body))
-    if not plan.forced and not (form.follows_text and (is_strict or answer is not None)):
+    is_strict = wanted is None and any(tool.strict for tool in plan.tools)
+    if not plan.forced and not is_strict and answer is None:
         return None
     allowed = body.choice().allowed
     return tool_call_constraint(
@@ -184,6 +203,7 @@ def _tool_constraint(
         parallel=plan.max_calls is None,
         added_tokens=model.tokenizer.added_tokens,
         special_ids=model.tokenizer.special_ids,
+        openers=(*form.openers, *form.sections),
         answer_schema=answer,
     )
 

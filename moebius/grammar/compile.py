@@ -16,6 +16,7 @@ from typing import Any, cast
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
+from moebius.grammar.lark import GrammarError as GrammarError
 from moebius.grammar.lark import json_options, quoted
 from moebius.grammar.structural_tags import StructuralTagError, structural_tag_grammar
 from moebius.request_limits import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
@@ -27,10 +28,6 @@ _NO_KEYWORD = "keywords that are not supported:"
 _LONGEST_REASON = 600
 # Answers of `check` that are remembered.
 _REMEMBERED = 1024
-
-
-class GrammarError(ValueError):
-    """The constraint can not be enforced; the message says what of it."""
 
 
 def limits() -> LLParserLimits:

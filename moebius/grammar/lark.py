@@ -23,6 +23,10 @@ def json_options(no_whitespace: bool) -> dict[str, Any]:
     return {"whitespace_flexible": False} if no_whitespace else {"whitespace_pattern": _WHITESPACE}
 
 
+class GrammarError(ValueError):
+    """A constraint can not be enforced; the message says what of it."""
+
+
 class LarkGrammar:
     """Collects rules; `render` gives the grammar's text."""
 
@@ -48,14 +52,34 @@ class LarkGrammar:
             if piece
         )
 
-    def first_piece(self, text: str) -> str:
-        """The added token that `text` begins with; without one, what comes before the first, or all of it."""
+    def added_pieces(self, text: str) -> list[str]:
+        """The added tokens in it."""
+        return [piece for piece in (self._split.split(text) if self._split else ()) if piece in self._added]
+
+    def split_at(self, text: str, special_ids: frozenset[int]) -> tuple[str, str]:
+        """What comes before the first token that no text spells, and the text from that token on."""
+        place = 0
+        for piece in self._split.split(text) if self._split else ():
+            if self._added.get(piece) in special_ids:
+                return text[:place], text[place:]
+            place += len(piece)
+        return text, ""
+
+    def first_piece(self, text: str, special_ids: frozenset[int] = frozenset()) -> str:
+        """The added token that `text` begins with; without one, what comes before the first, or all of it.
+
+        What comes before the first token that no text spells goes with that token.
+        """
         pieces = [text] if self._split is None else [piece for piece in self._split.split(text) if piece]
+        if len(pieces) > 1 and pieces[0] not in self._added and self._added[pieces[1]] in special_ids:
+            return pieces[0] + pieces[1]
         return pieces[0] if pieces else ""
 
-    def token_id(self, piece: str) -> int | None:
-        """The id of an added token; None: it is none."""
-        return self._added.get(piece)
+    def terminal(self, body: str) -> str:
+        """Adds a terminal; returns its name."""
+        name = f"TERMINAL_{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
 
     def json(self, schema: Any, *, no_whitespace: bool = False) -> str:
         """A rule for a JSON value that satisfies a schema."""

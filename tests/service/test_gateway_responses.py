@@ -262,3 +262,24 @@ def test_json_of_a_schema(gateway: AgentGateway, client: openai.OpenAI) -> None:
     assert response.text is not None
     assert response.text.format is not None
     assert response.text.format.type == "json_schema"
+
+
+def test_the_grammar_of_a_custom_tool_reaches_the_engine(
+    gateway: AgentGateway, client: openai.OpenAI
+) -> None:
+    """It holds the tool's text also where the model chooses; one that can not be enforced is a 400."""
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin" /[^\\n]+/'}
+    tool: Any = {**PATCH, "format": grammar}
+    client.responses.create(model=MODEL, input="Edit.", tools=[tool])
+    lark = gateway.engine.seen.requests[-1].constraint.lark
+    assert "*** Begin" in lark
+    tool = {**PATCH, "format": {"type": "text"}}
+    client.responses.create(model=MODEL, input="Edit.", tools=[tool])
+    assert not gateway.engine.seen.requests[-1].constraint.lark
+    for wrong, part in (
+        ({**grammar, "definition": "start: /a(?=b)/"}, "look-around"),
+        ({"type": "grammar", "syntax": "lark"}, "definition"),
+    ):
+        tool = {**PATCH, "format": wrong}
+        with pytest.raises(openai.BadRequestError, match=part):
+            client.responses.create(model=MODEL, input="Edit.", tools=[tool])

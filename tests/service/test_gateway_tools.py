@@ -297,12 +297,18 @@ def test_thoughts_are_bounded_and_come_before_structure(setup: Setup) -> None:
 
 
 def test_strict_tools_and_json_answers_have_a_grammar_of_their_own(setup: Setup) -> None:
-    """Where every tool is strict, calls keep to their schemas; with a response format, so do answers."""
+    """Where a tool is strict, its calls keep to its schema; with a response format, so do answers."""
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     setup.create("fox", tools=[strict])
     free = setup.engine.seen.requests[-1].constraint.lark
     assert "get_weather" in free
-    setup.create("fox", tools=[strict, TIME])
+    setup.create(
+        "fox", tools=[strict, {"type": "function", "function": {**TIME["function"], "name": "free"}}]
+    )
+    mixed = setup.engine.seen.requests[-1].constraint.lark
+    assert "city" in mixed
+    assert "free" in mixed
+    setup.create("fox", tools=[TIME])
     assert not setup.engine.seen.requests[-1].HasField("constraint")
     answer = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["oslo"]}}}
     setup.create('"oslo"', tools=[TIME], response_format=answer)

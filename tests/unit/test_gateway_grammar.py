@@ -9,9 +9,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from gateway.errors import ApiError
-from gateway.grammar import ToolFraming, response_format_constraint, tool_call_constraint
+from gateway.grammar import response_format_constraint
 from gateway.parsers.events import ToolSpec
 from gateway.schemas.requests import CompletionRequest
+from gateway.tool_grammar import ToolFraming, tool_call_constraint
 from moebius.grammar.compile import GrammarCheck, GrammarError, grammar_of
 from protos.engine_pb2 import Constraint
 
