@@ -64,7 +64,7 @@ def _spawn(channel: socket.socket) -> subprocess.Popen[bytes]:
     """A new process with `channel` as its standard input."""
     # Each process tokenises one text at a time, for which threads are of no use.
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "gateway.prompts.worker"]
+    command = [sys.executable, "-P", "-m", "gateway.prompts.worker"]
     return subprocess.Popen(command, stdin=channel.fileno(), env=environment)
 
 

@@ -122,7 +122,7 @@ class Group:
         index = next(i for i in range(2 * self._count) if i not in {one.index for one in self._processes})
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "gateway.workers.member"]
+            command = [sys.executable, "-P", "-m", "gateway.workers.member"]
             popen = subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=(self._memory,))
         another = any(one.ready.is_set() for one in self._processes)
         setup = pickle.dumps(MemberSetup(self._config, index, 2 * self._count, self._memory, another))

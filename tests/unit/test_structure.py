@@ -87,6 +87,22 @@ def test_services_never_import_one_another() -> None:
     assert crossing == []
 
 
+def test_own_processes_import_nothing_of_the_working_directory() -> None:
+    """Python processes are started with -P or -I: `-m` and `-c` would import a `moebius` folder (a clone of
+    this repository) or a `queue.py` of the user's working directory before what is installed."""
+    unsafe = []
+    for path in sources():
+        if path.suffix != ".py" or path.parts[0] not in SERVICES | SHARED:
+            continue
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if not isinstance(node, ast.List | ast.Tuple) or len(node.elts) < 2:
+                continue
+            program, first = (ast.unparse(element) for element in node.elts[:2])
+            if program == "sys.executable" and first not in ("'-P'", "'-I'"):
+                unsafe.append(f"{path}:{node.lineno}")
+    assert unsafe == []
+
+
 def test_only_the_roof_imports_services() -> None:
     """What `moebius/` shares with the services imports none of them; `moebius/app` stands above them all."""
     upward = []

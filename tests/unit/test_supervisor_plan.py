@@ -93,12 +93,12 @@ def test_all_processes_agree(model: Path) -> None:
 
 
 def test_commands_read_their_own_settings(model: Path) -> None:
-    """Each process is started as `python -m moebius ROLE --config ITS.yaml`; experts stop last."""
+    """Each process is started as `python -P -m moebius ROLE --config ITS.yaml`; experts stop last."""
     serve_plan, _ = planned(model, expert_servers="2", api_key="hunter2")
     commands = {spec.name: spec.command for spec in serve_plan.plan.processes}
     assert not any("hunter2" in word for command in commands.values() for word in command)  # `ps` shows them
-    assert commands["expert-1"][:4] == (sys.executable, "-m", "moebius", "expert")
-    assert commands["expert-1"][5].endswith("/expert-1.yaml")
+    assert commands["expert-1"][:5] == (sys.executable, "-P", "-m", "moebius", "expert")
+    assert commands["expert-1"][6].endswith("/expert-1.yaml")
     stages = {spec.name: spec.stop_stage for spec in serve_plan.plan.processes}
     assert stages["gateway"] < stages["gpu"] < stages["expert-0"] == stages["expert-1"]
 

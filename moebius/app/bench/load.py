@@ -175,7 +175,7 @@ def _read(directory: Path, threads: int, kind: str) -> float:
 
 def _run_worker(*arguments: str) -> str:
     """The last line that a process of its own prints."""
-    command = [sys.executable, "-c", WORKER, *arguments]
+    command = [sys.executable, "-P", "-c", WORKER, *arguments]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode != 0:
         raise RuntimeError(f"{' '.join(arguments)} failed:\n{process.stderr}")

@@ -141,7 +141,7 @@ def echo_mailbox(servers: int, rows: Sequence[int] = ROWS) -> Iterator[Mailbox]:
     try:
         for index in range(servers):
             arguments = [box.name, str(index), str(HIDDEN_SIZE), str(os.getpid())]
-            processes.append(subprocess.Popen([sys.executable, "-c", ECHO_SERVER, *arguments]))
+            processes.append(subprocess.Popen([sys.executable, "-P", "-c", ECHO_SERVER, *arguments]))
         box.wait_servers_ready(READY_TIMEOUT_S)
         yield box
     finally:
@@ -156,7 +156,7 @@ def ping_pong(rounds: int, spin_ns: int) -> list[float]:
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix=f"moebius-bench-{os.getpid()}-") as line:
         line.write(bytes(mmap.PAGESIZE))
         line.flush()
-        command = [sys.executable, "-c", ECHO_LINE, line.name, str(WARMUP + rounds), str(spin_ns)]
+        command = [sys.executable, "-P", "-c", ECHO_LINE, line.name, str(WARMUP + rounds), str(spin_ns)]
         other = subprocess.Popen(command)
         try:
             return one_side(line.name, True, WARMUP + rounds, spin_ns)[WARMUP:]

@@ -248,7 +248,7 @@ def pci_round_trip_us(jit_cache_dir: str) -> float:
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="moebius-bench-") as file:
         file.write(bytes(mmap.PAGESIZE))
         file.flush()
-        command = [sys.executable, "-c", ECHO_LINE, file.name, str(WARM_UP + ROUNDS), str(SPIN_NS)]
+        command = [sys.executable, "-P", "-c", ECHO_LINE, file.name, str(WARM_UP + ROUNDS), str(SPIN_NS)]
         other = subprocess.Popen(command)
         try:
             with mmap.mmap(file.fileno(), mmap.PAGESIZE) as page:

@@ -83,7 +83,7 @@ def measure(rows: int, quota: float, threads: int, seconds: float, full: QuotaRo
     """One process inside a group of that quota (0: none). Raises UserError when no group can be made."""
     with cpu_quota_group(quota) if quota else nullcontext(Path()) as procs:
         arguments = [str(procs) if quota else "", str(rows), str(threads), str(seconds)]
-        command = [sys.executable, "-c", WORKER, *arguments]
+        command = [sys.executable, "-P", "-c", WORKER, *arguments]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     found = json.loads(output)
     of_full = found["calls_per_second"] / full.calls_per_second if full else 1.0

@@ -117,7 +117,7 @@ def serving(config: MoebiusConfig, jit_cache: str) -> Iterator[Serving]:
         state, file = Path(directory) / "state", Path(directory) / "serve.yaml"
         own = _own_settings(config, state, jit_cache)
         file.write_text(effective_config(own))
-        command = [sys.executable, "-m", "moebius", "serve", own.model.model, "--config", str(file)]
+        command = [sys.executable, "-P", "-m", "moebius", "serve", own.model.model, "--config", str(file)]
         begin = time.monotonic()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -84,7 +84,7 @@ def _pip() -> list[str]:
     Raises DemoModelError when there is none.
     """
     if importlib.util.find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
+        return [sys.executable, "-P", "-m", "pip"]
     if uv := shutil.which("uv"):
         return [uv, "tool", "run", "pip"]
     if pip := shutil.which("pip3") or shutil.which("pip"):

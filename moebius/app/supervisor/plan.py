@@ -192,7 +192,7 @@ def _rank_member(config: MoebiusConfig, placed: RankBinding, engine_probe: GrpcP
 
 def _process(member: _Member, directory: Path) -> ProcessSpec:
     settings = str(_settings_file(member, directory))
-    command = (sys.executable, "-m", "moebius", member.role, "--config", settings)
+    command = (sys.executable, "-P", "-m", "moebius", member.role, "--config", settings)
     return ProcessSpec(
         member.name,
         command,

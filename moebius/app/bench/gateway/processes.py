@@ -40,7 +40,7 @@ def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
     """A process whose output goes to `log`; it is ended with the context."""
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.PIPE, stdout=sink, stderr=sink
+            [sys.executable, "-P", *command], stdin=subprocess.PIPE, stdout=sink, stderr=sink
         )
     try:
         yield process
