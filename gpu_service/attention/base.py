@@ -9,7 +9,11 @@ import torch
 
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.engine.step import ForwardInputs
+from gpu_service.ops.block_attention import best_blocks, block_scores
 from moebius.models.config import ModelConfig
+
+# Scores of blocks, float32, that are alive at a time.
+MAX_BLOCK_SCORES = 2**24
 
 
 class PlannedAttention(ABC):
@@ -59,6 +63,10 @@ class AttentionLayer(NamedTuple):
     window: int | None = None  # Latest positions that a query sees, its own included; None: all of them.
     # [num_heads], a learned logit per query head that joins the softmax's sum and has no value; None: none.
     sinks: torch.Tensor | None = None
+    # Which blocks of `block_size` tokens each row sees, bool [T, num_kv_heads, blocks]; the step's, by
+    # `choose_blocks`; None: all of them.
+    kept_blocks: torch.Tensor | None = None
+    block_size: int = 0
 
 
 PLAIN = AttentionLayer()
@@ -71,6 +79,9 @@ class AttentionBackend(PlannedAttention):
         """`config` is the rank's own: its `attention_shapes`, one a layer of the cache, are computed."""
         self.config = config
         self.kv_cache = kv_cache
+        # Tokens of the planned step's longest sequence, or of the longest that it may be replayed with;
+        # filled by `plan` and `plan_capture`.
+        self._max_length = 1
 
     @classmethod
     def unsupported(cls, config: ModelConfig, kv_cache: KVCache) -> str:
@@ -94,6 +105,41 @@ class AttentionBackend(PlannedAttention):
         """
         self.kv_cache.append(layer_id, key, value, self._planned.slot_mapping)
         return self._attend(query, key, value, layer_id, layer)
+
+    def choose_blocks(self, query: torch.Tensor, index_layer: int) -> torch.Tensor | None:
+        """Which blocks of tokens each row of the step attends to, for `AttentionLayer.kept_blocks`.
+
+        query `[T, num_kv_heads, head_dim of the indexer]`, rotary embedding applied; `index_layer` counts the
+        layers that choose, whose keys of the step are in `kv_cache.index_keys` already. A block's score is
+        the highest product of query and key among its tokens up to the row; the latest `local_blocks` are
+        always chosen. Equal scores are chosen together, so that the way a sequence was cut into steps can not
+        decide. None: no sequence has more blocks than may be chosen.
+        """
+        sizes, inputs = self.config.block_indexer, self._planned
+        assert sizes is not None, "asked only of models whose layers choose"
+        num_blocks = -(-self._max_length // sizes.block_size)
+        if num_blocks <= sizes.top_blocks:
+            return None
+        keys = self.kv_cache.index_keys
+        assert keys is not None, "the cache of this model holds the keys that layers choose by"
+        (num_rows, heads, _), positions = query.shape, inputs.positions
+        kept = torch.empty((num_rows, heads, num_blocks), dtype=torch.bool, device=query.device)
+        at_once = max(1, MAX_BLOCK_SCORES // (heads * num_blocks))
+        for first in range(0, num_rows, at_once):
+            rows = slice(first, first + at_once)
+            scores = block_scores(
+                query[rows],
+                keys.pages(index_layer),
+                positions[rows],
+                inputs.block_table,
+                inputs.query_start_loc_tensor,
+                sizes.block_size,
+                num_blocks,
+                first,
+                inputs.is_uniform_decode,
+            )
+            kept[rows] = best_blocks(scores, positions[rows], sizes)
+        return kept
 
     @abstractmethod
     def _attend(

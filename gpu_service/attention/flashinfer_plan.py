@@ -62,6 +62,8 @@ def unsupported_layers(config: ModelConfig) -> str:
     sizes = {(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in config.attention_shapes}
     if len(sizes) > 1:
         return "this model's layers have different numbers of heads, which FlashInfer is not used for here"
+    if config.block_indexer is not None:
+        return "this model chooses blocks of tokens, which FlashInfer is not used for here"
     if config.attention_windows:
         return "this model has sliding windows, which FlashInfer is not used for here"
     return ""

@@ -189,6 +189,16 @@ def attend_with_lse_unfused(
     return scores.softmax(-1).to(value.dtype) @ value, scores.logsumexp(-1)
 
 
+def block_mask(layer: AttentionLayer, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """A layer's `kept_blocks` by token: 0 or -inf `[n, num_kv_heads, num_keys]`."""
+    kept = layer.kept_blocks
+    assert kept is not None, "asked only where rows have chosen"
+    block = torch.arange(num_keys, device=kept.device) // layer.block_size
+    # Keys after the longest sequence are hidden otherwise.
+    seen = kept[..., block.clamp(max=kept.shape[-1] - 1)]
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+
 class TorchReferenceAttention(AttentionBackend):
     """Gather pages, then torch's scaled dot-product attention."""
 
@@ -206,6 +216,7 @@ class TorchReferenceAttention(AttentionBackend):
     def plan(self, inputs: ForwardInputs) -> None:
         check_step(inputs, self.kv_cache.page_size)
         self._inputs, self._table = inputs, inputs.block_table.long()
+        self._max_length = max(inputs.seq_lens, default=1)
         self._plans = {}
         self._plan_of(None)
 
@@ -243,48 +254,58 @@ class TorchReferenceAttention(AttentionBackend):
         layer_id: int,
         layer: AttentionLayer,
     ) -> torch.Tensor:
-        plan, sinks = self._plan_of(layer.window), layer.sinks
+        plan, kept = self._plan_of(layer.window), layer.kept_blocks
         if len(plan.decode_groups) == 1 and plan.decode_groups[0].rows is None:
-            return self._decode(query, layer_id, plan.decode_groups[0], sinks)
+            return self._decode(query, layer_id, plan.decode_groups[0], layer)
         output = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         for group in plan.decode_groups:
             assert group.rows is not None
-            output.index_copy_(0, group.rows, self._decode(query[group.rows], layer_id, group, sinks))
+            own = layer if kept is None else layer._replace(kept_blocks=kept[group.rows])
+            output.index_copy_(0, group.rows, self._decode(query[group.rows], layer_id, group, own))
         for chunk in plan.chunks:
             rows = slice(chunk.begin, chunk.end)
-            output[rows] = self._attend_chunk(query[rows], layer_id, chunk, sinks)
+            own = layer if kept is None else layer._replace(kept_blocks=kept[rows])
+            output[rows] = self._attend_chunk(query[rows], layer_id, chunk, own)
         return output
 
     def _decode(
-        self, query: torch.Tensor, layer_id: int, group: DecodeGroup, sinks: torch.Tensor | None
+        self, query: torch.Tensor, layer_id: int, group: DecodeGroup, layer: AttentionLayer
     ) -> torch.Tensor:
         """query `[R, num_heads, D]`; the heads of a KV group stand in the place of query positions."""
         kv_heads, head_dim = self.kv_cache.kv_heads(layer_id), query.shape[-1]
         gathered = self._gather(layer_id, group.pages)
         gathered = gathered.view(group.num_requests, -1, 2 * kv_heads, head_dim).transpose(1, 2)
+        mask, sinks = group.mask, layer.sinks
+        if layer.kept_blocks is not None:
+            mask = mask + block_mask(layer, mask.shape[-1], mask.dtype)[:, :, None]
         output = attend(
             query.view(group.num_requests, kv_heads, -1, head_dim),
             gathered[:, :kv_heads],
             gathered[:, kv_heads:],
-            group.mask,
+            mask,
             self.config.softmax_scale,
             None if sinks is None else sinks.view(kv_heads, -1),
         )
         return output.reshape(group.num_requests, -1)
 
     def _attend_chunk(
-        self, query: torch.Tensor, layer_id: int, chunk: Chunk, sinks: torch.Tensor | None
+        self, query: torch.Tensor, layer_id: int, chunk: Chunk, layer: AttentionLayer
     ) -> torch.Tensor:
         """query `[n, num_heads, D]`; KV heads stand in the place of the batch, so keys are not repeated."""
         kv_heads, (num_new, num_heads, head_dim) = self.kv_cache.kv_heads(layer_id), query.shape
         groups = num_heads // kv_heads
         gathered = self._gather(layer_id, chunk.pages).view(-1, 2 * kv_heads, head_dim)[: chunk.kv_len]
         by_head = gathered.transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1)
+        mask, sinks = chunk.mask, layer.sinks
+        if layer.kept_blocks is not None:
+            blocks = block_mask(layer, chunk.kv_len, query.dtype).transpose(0, 1)[:, None]
+            causal = torch.full_like(blocks[0, 0], float("-inf")).triu_(1) if mask is None else mask
+            mask = blocks + causal
         output = attend(
             query.view(num_new, kv_heads, groups, head_dim).permute(1, 2, 0, 3),
             by_head[:kv_heads],
             by_head[kv_heads:],
-            chunk.mask,
+            mask,
             self.config.softmax_scale,
             None if sinks is None else sinks.view(kv_heads, groups, 1),
         )

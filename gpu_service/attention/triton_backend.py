@@ -27,7 +27,6 @@ class TritonAttention(AttentionBackend):
         super().__init__(config, kv_cache)
         self._min_split = min_split
         self._num_sms = streaming_multiprocessors(kv_cache.device)
-        self._max_length = 1
         # Of the step, by window, query heads, KV heads and elements of a head.
         self._partial: dict[tuple[int | None, int, int, int], Partial | None] = {}
         self._has_decodes = self._has_chunks = False

@@ -56,16 +56,32 @@ def empty_softmax(  # type: ignore[no-untyped-def]
     return maximum, total
 
 
-@jit_for_any("table_stride", "num_splits")
+# A finite stand-in for the maximum of no scores.
+_LOWEST = tl.constexpr(-1.0e30)
+
+
+@jit
+def _is_kept(  # type: ignore[no-untyped-def]
+    kept, row, kv_head, position, seen, num_blocks, NUM_KV_HEADS: tl.constexpr, SPARSE: tl.constexpr
+):
+    """Whether rows and positions that are `seen` meet in a block that the row's KV head chose."""
+    at = (row.to(tl.int64) * NUM_KV_HEADS + kv_head) * num_blocks + position // SPARSE
+    return tl.load(kept + at, mask=seen, other=0) != 0
+
+
+@jit_for_any("table_stride", "num_splits", "num_blocks")
 def _split_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, partial_output, partial_lse, sinks, block_table, seq_lens, query_starts,
-    query_row_stride, query_head_stride, table_stride, num_splits, score_scale, value_scale,
+    query, cache, output, partial_output, partial_lse, sinks, kept, block_table, seq_lens, query_starts,
+    query_row_stride, query_head_stride, table_stride, num_splits, num_blocks, score_scale, value_scale,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MINIMUM: tl.constexpr,
     SINGLE_SPLIT: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    LOG2_E: tl.constexpr,
+    SPARSE: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, KV head, split): all query heads of that KV head over the split's keys."""
+    """Program (request, KV head, split): all query heads of that KV head over the split's keys.
+
+    SPARSE: tokens of a block that is read or left out as a whole, by `kept`; 0: all are read.
+    """
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(query_starts + request)
     if tl.load(query_starts + request + 1) - row != 1:
@@ -89,6 +105,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     for first in range(begin, end, BLOCK_N):
         position = first + tl.arange(0, BLOCK_N)
         seen = position < end
+        if SPARSE > 0:
+            seen = seen & _is_kept(kept, row, kv_head, position, seen, num_blocks, NUM_KV_HEADS, SPARSE)
         page = tl.load(block_table + request * table_stride + position // PAGE_SIZE, mask=seen, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
         at = cache + slot[:, None] * (2 * NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dim[None, :]
@@ -97,13 +115,17 @@ def _split_kernel(  # type: ignore[no-untyped-def]
         value = widened(tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=wanted, other=0.0), q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * score_scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        highest = tl.maximum(maximum, tl.max(scores, 1))
+        # Of blocks, a split may see none.
+        highest = tl.maximum(tl.maximum(maximum, tl.max(scores, 1)), _LOWEST)
         shrink = tl.exp2(maximum - highest)
         weights = tl.exp2(scores - highest[:, None])
         total = total * shrink + tl.sum(weights, 1)
         products = tl.dot(weights.to(q.dtype), value, input_precision=PRECISION)
         weighted = weighted * shrink[:, None] + products
         maximum = highest
+    if SPARSE > 0:
+        maximum = tl.where(total > 0, maximum, float("-inf"))
+        total = tl.where(total > 0, total, 1.0)
     result = weighted / total[:, None] * value_scale
     num_heads = GROUP * NUM_KV_HEADS
     if SINGLE_SPLIT:
@@ -137,7 +159,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     for begin in range(0, used, BLOCK_S):
         split = begin + tl.arange(0, BLOCK_S)
         lse = tl.load(partial_lse + first + split, mask=split < used, other=float("-inf"))
-        highest = tl.maximum(maximum, tl.max(lse, 0))
+        highest = tl.maximum(tl.maximum(maximum, tl.max(lse, 0)), _LOWEST)
         shrink = tl.exp2(maximum - highest)
         weights = tl.exp2(lse - highest)
         part = tl.load(partial_output + (first + split)[:, None] * HEAD_DIM + dim[None, :],
@@ -147,6 +169,12 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         maximum = highest
     at = output + (row * NUM_HEADS + head) * HEAD_DIM + dim
     tl.store(at, (weighted / total).to(output.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def _blocks(layer: AttentionLayer) -> tuple[torch.Tensor | None, int, int]:
+    """Of chosen blocks: a byte for each, how many a row has, and a block's tokens; 0: all are read."""
+    kept = layer.kept_blocks
+    return (None, 0, 0) if kept is None else (kept.view(torch.uint8), kept.shape[-1], layer.block_size)
 
 
 def decode(
@@ -178,17 +206,18 @@ def decode(
     num_requests, num_splits = seq_lens.shape[0], partial[0].shape[2] if partial else 1
     partial_output, partial_lse = partial or (output, output)
     sinks, window = layer.sinks, layer.window or 0
+    kept, num_blocks, block_size = _blocks(layer)
 
     def launch(tile: Tile) -> None:
         _split_kernel[(num_requests, num_kv_heads, num_splits)](
             query, cache, output, partial_output, partial_lse, query if sinks is None else sinks,
-            block_table, seq_lens, query_starts,
-            query.stride(0), query.stride(1), block_table.stride(0), num_splits,
+            query if kept is None else kept, block_table, seq_lens, query_starts,
+            query.stride(0), query.stride(1), block_table.stride(0), num_splits, num_blocks,
             score_scale * LOG2_E, value_scale, GROUP=num_heads // num_kv_heads,
             NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
             BLOCK_G=tile.rows, BLOCK_D=tile.width, BLOCK_N=tile.keys, MINIMUM=min_split,
             SINGLE_SPLIT=partial is None, PRECISION=tile.precision, WINDOW=window,
-            HAS_SINKS=sinks is not None, LOG2_E=LOG2_E,
+            HAS_SINKS=sinks is not None, SPARSE=block_size, LOG2_E=LOG2_E,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
         if partial is not None:
@@ -200,12 +229,9 @@ def decode(
 
     variant = (
         tile, cache.shape[1:], cache.dtype, query.dtype, num_heads, window, sinks is None, partial is None,
+        block_size,
     )  # fmt: skip
     launch_fitting("decode", variant, query.device, with_smaller(tile, tile.rows), launch)
-
-
-# A finite stand-in for the maximum of no scores.
-_LOWEST = -1.0e30
 
 
 @jit
@@ -217,14 +243,14 @@ def _hide(scores, position, own, WINDOW: tl.constexpr):  # type: ignore[no-untyp
     return scores
 
 
-@jit_for_any("num_requests", "table_stride")
+@jit_for_any("num_requests", "table_stride", "num_blocks")
 def _prefill_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, sinks, block_table, seq_lens, query_starts, num_requests,
-    query_row_stride, query_head_stride, table_stride, score_scale, value_scale,
+    query, cache, output, sinks, kept, block_table, seq_lens, query_starts, num_requests,
+    query_row_stride, query_head_stride, table_stride, num_blocks, score_scale, value_scale,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, LOG2_E: tl.constexpr,
-    LOWEST: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SPARSE: tl.constexpr,
+    LOG2_E: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, KV head): BLOCK_Q consecutive queries of one request, all heads of that KV head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -253,19 +279,31 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         page = tl.load(block_table + request * table_stride + position // PAGE_SIZE, mask=seen, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
         at = cache + slot[:, None] * (2 * NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dim[None, :]
+        if SPARSE > 0:
+            asked = (local < num_new)[:, None] & seen[None, :]
+            chosen = _is_kept(
+                kept, row[:, None], kv_head, position[None, :], asked, num_blocks, NUM_KV_HEADS, SPARSE
+            )
+            # Nobody reads what no row chose.
+            seen = seen & (tl.max(chosen.to(tl.int32), 0) > 0)
         wanted = seen[:, None] & in_head[None, :]
         key = widened(tl.load(at, mask=wanted, other=0.0), q.dtype)
         value = widened(tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=wanted, other=0.0), q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * score_scale
         scores = _hide(scores, position[None, :], own[:, None], WINDOW)
-        # With a window a row may see no key of its first tiles.
-        highest = tl.maximum(tl.maximum(maximum, tl.max(scores, 1)), LOWEST)
+        if SPARSE > 0:
+            scores = tl.where(chosen, scores, float("-inf"))
+        # With a window or blocks a row may see no key of its first tiles.
+        highest = tl.maximum(tl.maximum(maximum, tl.max(scores, 1)), _LOWEST)
         shrink = tl.exp2(maximum - highest)
         weights = tl.exp2(scores - highest[:, None])
         total = total * shrink + tl.sum(weights, 1)
         products = tl.dot(weights.to(q.dtype), value, input_precision=PRECISION)
         weighted = weighted * shrink[:, None] + products
         maximum = highest
+    if SPARSE > 0:
+        # Rows after a request's last have chosen nothing.
+        total = tl.where(total > 0, total, 1.0)
     result = weighted / total[:, None] * value_scale
     at = output + (row * (GROUP * NUM_KV_HEADS) + head)[:, None] * HEAD_DIM + dim[None, :]
     tl.store(at, result.to(output.dtype.element_ty), mask=held)
@@ -290,19 +328,22 @@ def prefill(
     cache = as_loadable(cache)
     tile = tile or prefill_tile(group, head_dim, query.dtype, cache.dtype == torch.uint8)
     sinks = layer.sinks
+    kept, num_blocks, block_size = _blocks(layer)
 
     def launch(tile: Tile) -> None:
         queries_per_tile = tile.rows // group
         _prefill_kernel[(num_row_tiles(num_rows, num_requests, queries_per_tile), num_kv_heads)](
-            query, cache, output, query if sinks is None else sinks,
+            query, cache, output, query if sinks is None else sinks, query if kept is None else kept,
             block_table, seq_lens, query_starts, num_requests,
-            query.stride(0), query.stride(1), block_table.stride(0), score_scale * LOG2_E, value_scale,
-            GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
+            query.stride(0), query.stride(1), block_table.stride(0), num_blocks,
+            score_scale * LOG2_E, value_scale, GROUP=group, NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim, PAGE_SIZE=page_size,
             BLOCK_M=tile.rows, BLOCK_Q=queries_per_tile, BLOCK_D=tile.width, BLOCK_N=tile.keys,
-            PRECISION=tile.precision, WINDOW=layer.window or 0, HAS_SINKS=sinks is not None, LOG2_E=LOG2_E,
-            LOWEST=_LOWEST, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            PRECISION=tile.precision, WINDOW=layer.window or 0, HAS_SINKS=sinks is not None,
+            SPARSE=block_size, LOG2_E=LOG2_E, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
-    variant = tile, cache.shape[1:], cache.dtype, query.dtype, num_heads, layer.window, sinks is None
+    options = layer.window, sinks is None, block_size
+    variant = tile, cache.shape[1:], cache.dtype, query.dtype, num_heads, *options
     tiles = with_smaller(tile, max(MIN_ROWS, next_power_of_2(group)))
     launch_fitting("prefill", variant, query.device, tiles, launch)

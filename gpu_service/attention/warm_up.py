@@ -71,6 +71,11 @@ def _attend(attention: AttentionBackend, num_rows: int) -> None:
         heads = value_begin + shape.num_kv_heads
         rows = torch.zeros(num_rows, heads, shape.head_dim, dtype=cache.dtype, device=cache.device)
         parts = rows[:, : shape.num_heads], rows[:, shape.num_heads : value_begin], rows[:, value_begin:]
+        indexer = config.block_indexer
+        if indexer is not None:
+            kept = attention.choose_blocks(rows.new_zeros(num_rows, shape.num_kv_heads, indexer.head_dim), 0)
+            chosen = layer._replace(kept_blocks=kept, block_size=indexer.block_size)
+            attention.forward(*parts, layer_id, chosen)
         attention.forward(*parts, layer_id, layer)
 
 

@@ -83,9 +83,15 @@ class LayerPages:
 
 
 def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes one page takes over all layers, keys and values together."""
+    """Bytes one page takes over all layers, keys and values together, and keys of blocks' choice."""
     row = sum(shape.num_kv_heads * shape.head_dim for shape in config.attention_shapes)
-    return 2 * page_size * row * dtype.itemsize
+    keys_and_values, indexer = 2 * page_size * row * dtype.itemsize, config.block_indexer
+    if indexer is None:
+        return keys_and_values
+    activations = TORCH_DTYPES[config.dtype]
+    return keys_and_values + index_bytes_per_page(
+        len(indexer.layers), indexer.head_dim, page_size, activations
+    )
 
 
 class KVCache(LayerPages):
@@ -97,7 +103,8 @@ class KVCache(LayerPages):
 
     As e4m3, a key is stored as key / `key_scales[layer]`, a value as value / `value_scales[layer]`,
     saturating at 448. The scales are 1.0; a loader that finds `k_scale` and `v_scale` in a checkpoint sets
-    them before the first step (captured graphs hold them as constants).
+    them before the first step (captured graphs hold them as constants). Where layers choose blocks of
+    tokens, the same pages hold the keys that they choose by.
     """
 
     def __init__(
@@ -115,6 +122,23 @@ class KVCache(LayerPages):
         self.key_scales = [1.0] * len(rows)
         self.value_scales = [1.0] * len(rows)
         self._slots = [layer.flatten(0, 1) for layer in self._layers]
+        # None: every layer attends to all tokens.
+        self.index_keys: IndexKeys | None = None
+        indexer = config.block_indexer
+        if indexer is not None:
+            sizes = len(indexer.layers), indexer.head_dim
+            self.index_keys = IndexKeys(*sizes, num_pages, page_size, dtype, device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers, keys of blocks' choice included."""
+        return super().nbytes + (self.index_keys.nbytes if self.index_keys else 0)
+
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """Clears keys of blocks' choice as well."""
+        super().zero_pages(pages)
+        if self.index_keys is not None:
+            self.index_keys.zero_pages(pages)
 
     def kv_heads(self, layer_id: int) -> int:
         """Key and value heads of a layer."""

@@ -23,8 +23,46 @@ from gpu_service.ops.activation import GATE_ACTIVATIONS
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, apply_rope, qk_norm_rope
 from gpu_service.parallel.context import SOLO, ParallelContext
-from gpu_service.parallel.partition import kv_heads, query_heads
+from gpu_service.parallel.partition import ShardRange, kv_heads, query_heads
 from moebius.models.config import AttentionShape, ModelConfig
+
+
+class BlockIndexer(nn.Module):
+    """A small query for each KV head and one key, whose products only rank blocks of tokens.
+
+    A rank has the queries of its own KV heads. Attribute names are canonical ones of checkpoints;
+    `index_layer` counts the layers of this stage that choose.
+    """
+
+    def __init__(
+        self, index_layer: int, config: ModelConfig, keys: ShardRange, *, dtype: torch.dtype
+    ) -> None:
+        """`keys`: the rank's KV heads."""
+        super().__init__()
+        sizes = config.block_indexer
+        assert sizes is not None, "the family's reader fills `block_indexer`"
+        self._index_layer, self._num_heads, self._head_dim = index_layer, keys.size, sizes.head_dim
+        self.block_size = sizes.block_size
+        parts = {"q_proj": keys.scaled(sizes.head_dim), "k_proj": ShardRange.whole(sizes.head_dim)}
+        self.qk_proj = FusedLinear(config.hidden_size, parts, bias=False, dtype=dtype)
+        self.q_norm = make_norm(config, sizes.head_dim, dtype=dtype)
+        self.k_norm = make_norm(config, sizes.head_dim, dtype=dtype)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rope: RopeTable,
+        backend: AttentionBackend,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """What `backend.choose_blocks` returns for `[T, H]`; the step's keys are in the cache afterwards."""
+        heads = self.qk_proj(hidden_states).view(-1, self._num_heads + 1, self._head_dim)
+        norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        query, key = qk_norm_rope(heads, *norms, self._num_heads, rope)
+        index_keys = backend.kv_cache.index_keys
+        assert index_keys is not None, "the cache of this model holds the keys that layers choose by"
+        index_keys.append(self._index_layer, key[:, 0], slot_mapping)
+        return backend.choose_blocks(query, self._index_layer)
 
 
 class GQAttention(nn.Module):
@@ -43,7 +81,9 @@ class GQAttention(nn.Module):
         *,
         dtype: torch.dtype,
         parallel: ParallelContext = SOLO,
+        index_layer: int | None = None,
     ) -> None:
+        """`index_layer`: the layer's place among those that choose blocks of tokens; None: it is none."""
         super().__init__()
         self.layer_id = layer_id
         self.head_dim = shape.head_dim
@@ -73,6 +113,7 @@ class GQAttention(nn.Module):
             output_columns, config.hidden_size, bias=config.output_bias, dtype=dtype, parallel=parallel
         )
         self._query_heads, self._window = queries, shape.window
+        self.indexer = None if index_layer is None else BlockIndexer(index_layer, config, keys, dtype=dtype)
         gate = {"g_proj": queries}
         self.g_proj: FusedLinear | None = None
         if config.head_gate:
@@ -126,6 +167,9 @@ class GQAttention(nn.Module):
         backend = context.attention
         assert isinstance(backend, AttentionBackend), "the cache of this model holds keys and values"
         layer = AttentionLayer(self._window, self.sinks)
+        if self.indexer is not None and rope is not None:
+            kept = self.indexer(hidden_states, rope, backend, context.inputs.slot_mapping)
+            layer = layer._replace(kept_blocks=kept, block_size=self.indexer.block_size)
         attended = backend.forward(query, key, value, self.layer_id, layer)
         if self._value_dim < self.head_dim:
             by_head = attended.view(-1, self.num_heads, self.head_dim)

@@ -37,6 +37,7 @@ class GatedMLP(nn.Module):
         activation: str,
         *,
         limit: float = math.inf,
+        alpha: float = 1.702,
         dtype: torch.dtype,
         parallel: ParallelContext = SOLO,
         reduce: bool = True,
@@ -44,7 +45,8 @@ class GatedMLP(nn.Module):
     ) -> None:
         """`intermediate_size` is the model's. `reduce=False` leaves the sum over ranks to the caller.
 
-        `limit`: where the activated gate is cut off above, and `up` on both sides. `is_fused`: the checkpoint
+        `limit`: where the activated gate is cut off above, and `up` on both sides; `alpha`: the sigmoid's
+        slope, where the activation has one. `is_fused`: the checkpoint
         has gate and up as one matrix `gate_up_proj`, one after the other.
         """
         super().__init__()
@@ -59,7 +61,9 @@ class GatedMLP(nn.Module):
             channels, hidden_size, bias=False, dtype=dtype, parallel=parallel, reduce=reduce
         )
         self._activation: Callable[[torch.Tensor], torch.Tensor] = GATED_ACTIVATIONS[activation]
-        if limit != math.inf:
+        if activation == "gpt_oss":
+            self._activation = partial(GATED_ACTIVATIONS[activation], alpha=alpha, limit=limit)
+        elif limit != math.inf:
             self._activation = partial(CLAMPED_ACTIVATIONS[activation], limit=limit)
 
     def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -133,6 +137,7 @@ class MoE(nn.Module):
                 shared_size,
                 activation,
                 limit=limit,
+                alpha=config.expert_alpha,
                 dtype=dtype,
                 parallel=parallel,
                 reduce=False,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from gpu_service.attention.base import MAX_BLOCK_SCORES
 from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, pair_bytes
 from gpu_service.memory.device_memory import MemoryUse, gib
@@ -109,9 +110,10 @@ def activation_bytes(
         stream += config.stream_size * (item + 2 * 4)
     attention = _attention_row(config) * item // ranks + _selection_row(config)
     mlp = step.tokens * _mlp_row(config, ranks)
+    attending = step.tokens * attention + _block_scores_bytes(config, step.tokens)
     if has_resident_experts:
         mlp += _experts_bytes(config, step.tokens, ranks)
-    return step.tokens * stream + max(step.tokens * attention, mlp) + logits_bytes(config, step)
+    return step.tokens * stream + max(attending, mlp) + logits_bytes(config, step)
 
 
 def _attention_row(config: ModelConfig) -> int:
@@ -137,8 +139,22 @@ def _cached_attention_row(config: ModelConfig) -> int:
     return config.num_heads * (mla.qk_head_dim + max(absorbed, written_out) + 2 * mla.v_head_dim)
 
 
+def _block_scores_bytes(config: ModelConfig, tokens: int) -> int:
+    """Scores of blocks that layers choose by, and masks of them: of as many rows as are scored at once."""
+    blocks = config.block_indexer
+    if blocks is None:
+        return 0
+    scores = tokens * config.num_kv_heads * -(-config.max_model_len // blocks.block_size)
+    return 8 * min(scores, MAX_BLOCK_SCORES)
+
+
 def _selection_row(config: ModelConfig) -> int:
     """Bytes of one token's row of sparse attention's choice, which every rank makes whole."""
+    blocks = config.block_indexer
+    if blocks is not None:
+        # Queries twice, the key, and a byte for each block of the longest sequence.
+        heads, num_blocks = config.num_kv_heads, -(-config.max_model_len // blocks.block_size)
+        return (2 * heads + 2) * blocks.head_dim * config.dtype_bytes + heads * num_blocks
     indexer = config.mla.indexer if config.mla is not None else None
     if indexer is None:
         return 0

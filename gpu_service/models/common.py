@@ -189,7 +189,8 @@ def make_mlp(
     if config.is_moe_layer(layer_id):
         return MoE(layer_id, size, config.moe, activation, limit=limit, dtype=dtype, parallel=parallel)
     width = config.intermediate_size
-    return GatedMLP(size, width, activation, limit=limit, dtype=dtype, parallel=parallel)
+    alpha = config.moe.expert_alpha
+    return GatedMLP(size, width, activation, limit=limit, alpha=alpha, dtype=dtype, parallel=parallel)
 
 
 def build_causal_lm(

@@ -75,10 +75,13 @@ def _grouped_query_attention(
     """`own`: the rank's configuration."""
     first_layer = stage_layers(config, parallel).start
     caches = {layer: index for index, layer in enumerate(own.attention_layers)}
+    choosing = () if own.block_indexer is None else sorted(own.block_indexer.layers)
+    index_layers = {layer: index for index, layer in enumerate(choosing)}
 
     def attention(layer_id: int) -> nn.Module:
-        shape = config.attention_shape(first_layer + layer_id)
-        return GQAttention(caches[layer_id], config, shape, dtype=dtype, parallel=parallel)
+        shape, index_layer = config.attention_shape(first_layer + layer_id), index_layers.get(layer_id)
+        cache = caches[layer_id]
+        return GQAttention(cache, config, shape, dtype=dtype, parallel=parallel, index_layer=index_layer)
 
     return attention
 

@@ -35,6 +35,17 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return functional.gelu(gate, approximate="tanh").mul_(up)
 
 
+@Op
+def clamped_swiglu_and_mul(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """gpt-oss' SwiGLU: `g sigmoid(alpha g) (u + 1)` with g = min(gate, limit), u = clamp(up, -limit, limit).
+
+    Shapes as `silu_and_mul`.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return (gate * torch.sigmoid(gate * alpha)).mul_(up.clamp(-limit, limit).add_(1.0))
+
+
 def clamped_silu_and_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
     """`min(silu(gate), limit) * clamp(up, -limit, limit)`; shapes as `silu_and_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -60,11 +71,12 @@ def silu_of_clamped_and_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor
 
 
 # By the name that checkpoints use. Only what the experts' kernels know too: a model has one activation.
-GATED_ACTIVATIONS: dict[str, Op[[torch.Tensor], torch.Tensor]] = {
+GATED_ACTIVATIONS: dict[str, Op[..., torch.Tensor]] = {
     "silu": silu_and_mul,
     "gelu_pytorch_tanh": gelu_tanh_and_mul,
     # Where a layer has no limit.
     "clamped_silu": silu_and_mul,
+    "gpt_oss": clamped_swiglu_and_mul,
 }
 # Few layers clamp, so these are no ops of their own.
 CLAMPED_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {

@@ -10,7 +10,13 @@ from typing import Any
 import structlog
 import torch
 
-from gpu_service.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from gpu_service.ops.activation import (
+    clamped_swiglu_and_mul,
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    silu_and_mul,
+)
+from gpu_service.ops.block_attention import block_scores
 from gpu_service.ops.examples import SMALL, Sizes, example
 from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.kimi_delta import kimi_delta_extend, kimi_delta_update
@@ -49,6 +55,8 @@ OPS: tuple[Op[..., Any], ...] = (
     silu_and_mul,
     gelu_and_mul,
     gelu_tanh_and_mul,
+    clamped_swiglu_and_mul,
+    block_scores,
     append_kv,
     pool_index_keys,
     causal_conv_update,

@@ -74,6 +74,8 @@ def sizes_of(config: ModelConfig, storage: torch.dtype | None = None) -> tuple[S
         sizes = replace(sizes, linear=config.linear, channels=None)
     if config.mla is not None and config.mla.indexer is not None:
         sizes = replace(sizes, index_dim=config.mla.indexer.head_dim)
+    if config.block_indexer is not None:
+        sizes = replace(sizes, index_dim=config.block_indexer.head_dim)
     if config.hyper is not None:
         sizes = replace(sizes, hyper=config.hyper)
     kinds: dict[tuple[int, int, int, int, bool], None] = {}
@@ -142,6 +144,9 @@ class _Maker:
     def gate_up(self) -> tuple[Any, ...]:
         return (self._random(self._sizes.tokens, 2 * self._sizes.intermediate),)
 
+    def clamped_gate_up(self) -> tuple[Any, ...]:
+        return *self.gate_up(), 1.702, 0.5
+
     def append_kv(self) -> tuple[Any, ...]:
         tokens, keys, head_dim = self._sizes.tokens, self._sizes.keys, self._sizes.head_dim
         slots = torch.zeros(2 * tokens + 2, 2 * keys, head_dim, device=self._device, dtype=self._dtype)
@@ -158,6 +163,15 @@ class _Maker:
         mapping = torch.tensor([8, 9, 10, 8 * page_size - 1], device=self._device)
         starts = torch.tensor([0, 3, 4], dtype=torch.int32, device=self._device)
         return slots, offsets, positions, mapping, table, starts, page_size
+
+    def block_scores(self) -> tuple[Any, ...]:
+        """Pages of 4 tokens and blocks of 6: a chunk, then a single token, from the chunk's second row on."""
+        size, page_size = self._sizes.index_dim, 4
+        query, pages = self._random(3, self._sizes.keys, size), self._random(16, page_size, size)
+        table = torch.arange(1, 9, dtype=torch.int32, device=self._device).view(2, 4)
+        positions = torch.tensor([5, 6, 11], device=self._device)
+        starts = torch.tensor([0, 3, 4], dtype=torch.int32, device=self._device)
+        return query, pages, positions, table, starts, 6, 2, 1, False
 
     def conv_update(self) -> tuple[Any, ...]:
         return self._conv(3)
@@ -312,6 +326,8 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "silu_and_mul": _Maker.gate_up,
     "gelu_and_mul": _Maker.gate_up,
     "gelu_tanh_and_mul": _Maker.gate_up,
+    "clamped_swiglu_and_mul": _Maker.clamped_gate_up,
+    "block_scores": _Maker.block_scores,
     "append_kv": _Maker.append_kv,
     "pool_index_keys": _Maker.pool_keys,
     "causal_conv_update": _Maker.conv_update,

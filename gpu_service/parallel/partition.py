@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from gpu_service.parallel.context import ParallelContext
 from moebius.errors import ConfigError
-from moebius.models.config import LinearAttentionConfig, MlaConfig, ModelConfig
+from moebius.models.config import BlockIndexerConfig, LinearAttentionConfig, MlaConfig, ModelConfig
 
 # Rows of a rank's part of the head: products of GPUs like multiples of 8.
 _VOCAB_MULTIPLE = 8
@@ -150,6 +150,15 @@ def _own_choices(config: ModelConfig, layers: range) -> MlaConfig | None:
     return replace(mla, indexer=replace(mla.indexer, layers=own))
 
 
+def _own_blocks(config: ModelConfig, layers: range) -> BlockIndexerConfig | None:
+    """Choice of blocks in a stage; the layers that choose count from its first one."""
+    indexer = config.block_indexer
+    if indexer is None:
+        return None
+    own = frozenset(layer - layers.start for layer in indexer.layers if layer in layers)
+    return replace(indexer, layers=own) if own else None
+
+
 def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
     """What attention, KV cache and memory planning of this rank work with: its own heads, layers and widths.
 
@@ -188,6 +197,7 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
         intermediate_size=even_shard(config.intermediate_size, rank, size).size,
         moe=moe,
         mla=_own_choices(config, layers),
+        block_indexer=_own_blocks(config, layers),
     )
 
 

@@ -155,6 +155,17 @@ class MlaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockIndexerConfig:
+    """Grouped-query attention to blocks of tokens, which each KV head chooses for itself (MiniMax-M3)."""
+
+    head_dim: int  # Of the small queries, one head for each KV head, and of the one key, that only score.
+    block_size: int  # Consecutive tokens that are chosen together, by the best of them.
+    top_blocks: int  # A query attends to at most so many blocks, those that are always chosen included.
+    local_blocks: int  # Latest blocks, the query's own included, that are always chosen.
+    layers: frozenset[int]  # Layers that choose; all others attend to all tokens.
+
+
+@dataclass(frozen=True, slots=True)
 class LinearAttentionConfig:
     """Layers of gated delta rule, whose state is of fixed size per request; filled by the family's reader."""
 
@@ -325,6 +336,7 @@ class ModelConfig:
     num_mtp_layers: int = 0
     # None: grouped-query attention. Else `num_kv_heads` is `num_heads`, and `head_dim` a query's.
     mla: MlaConfig | None = None
+    block_indexer: BlockIndexerConfig | None = None  # None: no layer chooses blocks of tokens.
     vision: VisionConfig | None = None  # None: the model is text-only, or is served without its tower.
     linear: LinearAttentionConfig | None = None  # None: every layer attends.
     hyper: HyperConnectionConfig | None = None  # None: layers add to one residual stream.

@@ -43,6 +43,8 @@ class Geometry:
     # Of every layer.
     window: int | None = None
     sinks: bool = False
+    # Tokens of a block; each row and KV head sees some of those before its own; 0: all of them.
+    block_size: int = 0
 
     def config(self) -> ModelConfig:
         """A model of these heads; nothing else of it matters."""
@@ -132,8 +134,22 @@ def make_case(geometry: Geometry, shape: Shape, seed: int = 0) -> Case:
         random(total, geometry.num_heads),
         random(total, kv_heads),
         random(total, kv_heads),
-        AttentionLayer(geometry.window, sinks),
+        AttentionLayer(geometry.window, sinks, *_random_blocks(geometry, inputs, generator)),
     )
+
+
+def _random_blocks(
+    geometry: Geometry, inputs: ForwardInputs, generator: torch.Generator
+) -> tuple[torch.Tensor | None, int]:
+    """A third of the blocks before a row's own, and its own."""
+    if not geometry.block_size:
+        return None, 0
+    num_blocks = -(-max(inputs.seq_lens) // geometry.block_size)
+    shape = inputs.positions.shape[0], geometry.num_kv_heads, num_blocks
+    chosen = (torch.rand(shape, generator=generator) < 0.3).to(geometry.device)
+    block = torch.arange(num_blocks, device=geometry.device)
+    own = (inputs.positions // geometry.block_size)[:, None, None]
+    return (chosen & (block < own)) | (block == own), geometry.block_size
 
 
 def make_inputs(shape: Shape, table: torch.Tensor, slots: torch.Tensor) -> ForwardInputs:
@@ -183,6 +199,10 @@ def naive(case: Case) -> torch.Tensor:
         if case.layer.window is not None:
             hidden |= positions[None, :] <= positions[-(end - begin) :, None] - case.layer.window
         scores = scores.masked_fill(hidden, float("-inf"))
+        if case.layer.kept_blocks is not None:
+            kept = case.layer.kept_blocks[begin:end][..., positions // case.layer.block_size]
+            by_head = kept.repeat_interleave(group, 1).transpose(0, 1)
+            scores = scores.masked_fill(~by_head, float("-inf"))
         if case.layer.sinks is not None:
             sinks = case.layer.sinks.double()[:, None, None].expand(-1, end - begin, 1)
             scores = torch.cat([sinks, scores], -1)

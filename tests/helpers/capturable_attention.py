@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gpu_service.attention.base import AttentionLayer
-from gpu_service.attention.torch_reference import TorchReferenceAttention
+from gpu_service.attention.torch_reference import TorchReferenceAttention, block_mask
 from gpu_service.engine.step import ForwardInputs
 
 
@@ -21,6 +21,7 @@ class CapturableAttention(TorchReferenceAttention):
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
         self._captured = self._inputs = inputs
+        self._max_length = inputs.block_table.shape[1] * self.kv_cache.page_size
 
     def plan_replay(self, inputs: ForwardInputs) -> None:
         """Checks what a backend that plans on the host relies on."""
@@ -51,6 +52,8 @@ class CapturableAttention(TorchReferenceAttention):
         if layer.window is not None:
             hidden = hidden | (positions < lengths - layer.window)
         scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+        if layer.kept_blocks is not None:
+            scores = scores + block_mask(layer, history.shape[1], scores.dtype)[:, :, None]
         if layer.sinks is not None:
             sinks = layer.sinks.view(1, kv_heads, -1, 1).expand(rows, -1, -1, -1)
             scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)

@@ -33,10 +33,11 @@ from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 # Smallest and largest of each kind: linear attention and heads of 256, most heads of latents with and
-# without a choice, windows with sinks and experts with biases; what of that takes most of a device.
+# without a choice, windows with sinks and experts with biases, chosen blocks; what of that takes most
+# of a device.
 MODELS = {
     "key": ("qwen3.5-397b-a17b", "deepseek-v3.2"),
-    "covering": ("qwen3.5-397b-a17b", "deepseek-v3.2", "gpt-oss-120b"),
+    "covering": ("qwen3.5-397b-a17b", "deepseek-v3.2", "gpt-oss-120b", "minimax-m3"),
     "all": tuple(sorted(path.stem for path in FIXTURES.glob("*.json"))),
 }
 FORMATS = {"key": ("fp8_block",), "covering": ("bfloat16", "mxfp4"), "all": ALL_FORMATS}
@@ -130,6 +131,7 @@ def _attend(config: ModelConfig, storage: torch.dtype | None) -> None:
             storage,
             window=kind.window,
             sinks=kind.has_sinks,
+            block_size=0 if config.block_indexer is None else config.block_indexer.block_size,
         )
         for shape in ([(900, 1)], [(30, 1), (3, 7)]):
             case = make_case(geometry, shape)

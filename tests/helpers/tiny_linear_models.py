@@ -16,7 +16,7 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 _EPSILON = 1e-3
 
 # Families whose norms, but for the one inside linear attention, hold their weight less 1.
-ONE_PLUS_WEIGHT_NORMS = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "step3p7")
+ONE_PLUS_WEIGHT_NORMS = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "step3p7", "minimax_m3_vl")
 
 
 def _rope(**changes: Any) -> dict[str, Any]:

@@ -66,6 +66,13 @@ _PIXTRAL_VISION: dict[str, Any] = {
     "head_dim": 8,
     "image_size": 28,
 }
+_MINIMAX_VISION: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+}
 Tensor = torch.Tensor
 
 
@@ -102,6 +109,28 @@ def _step_config(written: dict[str, Any], text: dict[str, Any]) -> dict[str, Any
     return {"model_type": "step3p5", "dtype": written["dtype"], **groups, **rest}
 
 
+def _minimax_config(written: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """MiniMax-M3: sparse attention in a section, layers as lists of 0 and 1."""
+    inner = dict(written["text_config"])
+    sparse = {
+        "use_sparse_attention": True,
+        "sparse_num_index_heads": inner.pop("index_n_heads"),
+        "sparse_index_dim": inner.pop("index_head_dim"),
+        "sparse_block_size": inner.pop("index_block_size"),
+        "sparse_topk_blocks": inner.pop("index_topk_blocks"),
+        "sparse_local_block": inner.pop("index_local_blocks"),
+        "sparse_init_block": 0,
+        "sparse_score_type": "max",
+        "sparse_attention_freq": [int(kind == "minimax_m3_sparse") for kind in inner.pop("layer_types")],
+    }
+    freq = [int(kind == "sparse") for kind in inner.pop("mlp_layer_types")]
+    inner |= {"sparse_attention_config": sparse, "moe_layer_freq": freq, "hidden_act": "swigluoai"}
+    inner.pop("moe_intermediate_size", None)
+    return {key: value for key, value in written.items() if key != "merged_hidden_size"} | {
+        "text_config": inner
+    }
+
+
 @dataclass(frozen=True)
 class TextTower:
     """How a family nests its text model."""
@@ -114,6 +143,8 @@ class TextTower:
     text_model_type: str | None = None
     # Whether experts were released as `[E, 2I, H]` and `[E, H, I]`, but are written one by one.
     fuses_experts: bool = False
+    # Transformers' class of the model, where it is called otherwise.
+    model_class: str | None = None
     # The same for config.json: of what was written and of what the model was made from.
     published_config: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] | None = None
 
@@ -133,7 +164,8 @@ class TextTower:
         """Transformers' model of it."""
         import transformers
 
-        return getattr(transformers, f"{self.stem}ForConditionalGeneration")(config)
+        name = self.model_class or f"{self.stem}ForConditionalGeneration"
+        return getattr(transformers, name)(config)
 
     def publish(self, directory: Path, text: dict[str, Any] | None = None) -> None:
         """Rewrite what `save_pretrained` left; `text` is what the configuration was made from."""
@@ -178,6 +210,12 @@ TEXT_TOWERS: dict[str, TextTower] = {
     # A text model; transformers knows it as the text tower of its successor, with keys of its own.
     "step3p5": TextTower("Step3p7", _STEP_VISION, _without_vision, published_config=_step_config),
     "step3p7": TextTower("Step3p7", _STEP_VISION, published_config=_step_3_7_config),
+    "minimax_m3_vl": TextTower(
+        "MiniMaxM3VL",
+        _MINIMAX_VISION,
+        model_class="MiniMaxM3SparseForConditionalGeneration",
+        published_config=_minimax_config,
+    ),
     "mistral3": TextTower("Mistral3", _PIXTRAL_VISION, text_model_type="mistral4"),
 }
 
@@ -380,6 +418,52 @@ MULTIMODAL_MODELS: dict[str, dict[str, Any]] = {
             "index_kpool": 5,
             "index_topk": 10,
             "tie_word_embeddings": True,
+        },
+        "shard_bytes": 60_000,
+    },
+    # Blocks are neither as long as a page nor as a chunk; most of a prompt's are left out.
+    "minimax_m3_vl": {
+        "model_type": "minimax_m3_vl",
+        "changes": {
+            "num_hidden_layers": 4,
+            "intermediate_size": 20,
+            "dense_intermediate_size": 56,
+            "shared_intermediate_size": 28,
+            "num_local_experts": 10,
+            "num_experts_per_tok": 4,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+            "rotary_dim": 8,
+            "swiglu_limit": 1.5,
+            "index_n_heads": 2,
+            "index_head_dim": 12,
+            "index_block_size": 3,
+            "index_topk_blocks": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        },
+    },
+    "minimax_m3_vl_two_local_blocks_tied": {
+        "model_type": "minimax_m3_vl",
+        "changes": {
+            "num_key_value_heads": 3,
+            "intermediate_size": 24,
+            "dense_intermediate_size": 44,
+            "shared_intermediate_size": 36,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+            "rotary_dim": 16,
+            "routed_scaling_factor": 1.3,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.8,
+            "index_n_heads": 3,
+            "index_head_dim": 20,
+            "index_block_size": 5,
+            "index_topk_blocks": 3,
+            "index_local_blocks": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 1.0},
         },
         "shard_bytes": 60_000,
     },

@@ -72,6 +72,10 @@ class TorchExperts:
         if self.config["model_type"] == "glm5_next":
             limit = self.config.get("text_config", self.config)["swiglu_limit"]
             return down @ (functional.silu((gate @ x).clamp(max=limit)) * (up @ x).clamp(-limit, limit))
+        if self.config["model_type"] == "minimax_m3_vl":
+            alpha, limit = self.config["swiglu_alpha"], self.config["swiglu_limit"]
+            clamped = (gate @ x).clamp(max=limit)
+            return down @ (clamped * torch.sigmoid(alpha * clamped) * ((up @ x).clamp(-limit, limit) + 1))
         limit = (self.config.get("swiglu_limits") or [None] * (layer + 1))[layer] or math.inf
         return down @ (functional.silu(gate @ x).clamp(max=limit) * (up @ x).clamp(-limit, limit))
 

@@ -1,4 +1,4 @@
-"""Invariant: sliding windows and sinks mean the same in every backend, whatever a step mixes.
+"""Invariant: sliding windows, sinks and chosen blocks mean the same in every backend, whatever a step mixes.
 
 The answer is the naive one in float64; Triton's kernels run in its interpreter.
 """
@@ -43,7 +43,14 @@ from tests.tolerances import ATTENTION_BFLOAT16, ATTENTION_FLOAT16, LOGITS_FLOAT
 
 FP8 = torch.float8_e4m3fn
 SMALL = Tile(rows=16, keys=16, width=16, num_warps=4, precision="ieee")
-OPTIONS = {"window": (7, False), "window of one": (1, False), "sinks": (None, True), "both": (11, True)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": 7},
+    "window of one": {"window": 1},
+    "sinks": {"sinks": True},
+    "both": {"window": 11, "sinks": True},
+    "blocks": {"block_size": 3},
+    "blocks and sinks": {"block_size": 18, "sinks": True},
+}
 
 
 def backend_of(name: str, case: Case) -> AttentionBackend:
@@ -65,8 +72,7 @@ def check(name: str, case: Case, tolerance: float = LOGITS_FLOAT32_SELF) -> None
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("mixture", sorted(MIXTURES))
 def test_mixtures(mixture: str, name: str, option: str) -> None:
-    window, sinks = OPTIONS[option]
-    check(name, make_case(Geometry(window=window, sinks=sinks), MIXTURES[mixture]))
+    check(name, make_case(Geometry(**OPTIONS[option]), MIXTURES[mixture]))
 
 
 def test_the_options_change_the_answer() -> None:
@@ -102,12 +108,20 @@ def test_16_bit_types(name: str, dtype: torch.dtype, tolerance: float) -> None:
     shape=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=1, max_size=3),
     window=st.one_of(st.none(), st.integers(1, 80)),
     sinks=st.booleans(),
+    block_size=st.sampled_from([0, 1, 5, 32]),
 )
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_any_geometry(
-    name: str, group: int, page_size: int, shape: Shape, window: int | None, sinks: bool
+    name: str,
+    group: int,
+    page_size: int,
+    shape: Shape,
+    window: int | None,
+    sinks: bool,
+    block_size: int,
 ) -> None:
-    geometry = Geometry(group * 2, 2, 16, page_size, window=window, sinks=sinks)
+    window = None if block_size else window
+    geometry = Geometry(group * 2, 2, 16, page_size, window=window, sinks=sinks, block_size=block_size)
     check(name, make_case(geometry, shape))
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
+from gpu_service.ops.activation import clamped_swiglu_and_mul
+from gpu_service.ops.block_attention import block_scores
 from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.kimi_delta import kimi_delta_extend, kimi_delta_update
 from gpu_service.ops.kv import pool_index_keys
@@ -23,9 +25,9 @@ from gpu_service.ops.linear_attention import (
 from gpu_service.ops.norm import gated_group_rms_norm, gated_rms_norm, sigmoid_gated_rms_norm
 from gpu_service.ops.registry import Op
 from gpu_service.ops.state_space import state_space_extend, state_space_update
+from gpu_service.ops.triton import activation, block_attention, kv, state_space
 from gpu_service.ops.triton import hyper_connections as hyper
 from gpu_service.ops.triton import kimi_delta as kimi
-from gpu_service.ops.triton import kv, state_space
 from gpu_service.ops.triton import linear_attention as kernels
 from gpu_service.ops.triton import linear_attention_chunks as chunks
 from tests.helpers.ops import assert_same_op, example
@@ -46,6 +48,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are c
         (collapse_streams, hyper.collapse_streams),
         (mix_streams, hyper.mix_streams),
         (pool_index_keys, kv.pool_index_keys),
+        (block_scores, block_attention.block_scores),
+        (clamped_swiglu_and_mul, activation.clamped_swiglu_and_mul),
         (kimi_delta_update, kimi.kimi_delta_update),
         (kimi_delta_extend, kimi.kimi_delta_extend),
         (gated_rms_norm, kernels.gated_rms_norm),

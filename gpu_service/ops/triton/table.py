@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from gpu_service.ops.registry import Implementation
-from gpu_service.ops.triton.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from gpu_service.ops.triton.activation import (
+    clamped_swiglu_and_mul,
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    silu_and_mul,
+)
+from gpu_service.ops.triton.block_attention import block_scores
 from gpu_service.ops.triton.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.triton.kimi_delta import kimi_delta_extend, kimi_delta_update
 from gpu_service.ops.triton.kimi_delta import supports_extend as supports_kimi_extend
@@ -39,6 +45,8 @@ IMPLEMENTATIONS = {
     "silu_and_mul": Implementation(silu_and_mul),
     "gelu_and_mul": Implementation(gelu_and_mul),
     "gelu_tanh_and_mul": Implementation(gelu_tanh_and_mul),
+    "clamped_swiglu_and_mul": Implementation(clamped_swiglu_and_mul),
+    "block_scores": Implementation(block_scores),
     "append_kv": Implementation(append_kv),
     "pool_index_keys": Implementation(pool_index_keys),
     "causal_conv_update": Implementation(causal_conv_update),

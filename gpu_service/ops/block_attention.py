@@ -1,0 +1,64 @@
+"""Which blocks of tokens attention reads: MiniMax-M3's choice by the best token of each block."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from gpu_service.ops.registry import Op
+from moebius.models.config import BlockIndexerConfig
+
+
+@Op
+def block_scores(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    block_size: int,
+    num_blocks: int,
+    first_row: int,
+    one_row_each: bool,
+) -> torch.Tensor:
+    """The highest product of a query with the keys of each block, float32 `[n, H, num_blocks]`.
+
+    query `[n, H, D]`: the step's rows from `first_row` on; pages `[num_pages, page_size, D]`, which hold one
+    key for each token, the step's included; positions int64 `[n]`, of these rows; block_table int32
+    `[R, pages]`, query_starts int32 `[R + 1]` as in `ForwardInputs`, of all rows. Tokens after a row's own
+    position do not count; of blocks without any other, the score is -inf. `one_row_each`: whether each
+    request of the step has one row; then nothing is asked of the host, and the launch can be captured.
+    """
+    page_size, num_keys = pages.shape[1], num_blocks * block_size
+    at = torch.arange(num_keys, device=query.device)
+    columns, within = (at // page_size).clamp(max=block_table.shape[1] - 1), at % page_size
+    if one_row_each:
+        own_tables = block_table[first_row : first_row + query.shape[0]]
+        keys = pages[own_tables[:, columns].long(), within]
+        products = torch.einsum("rhd,rkd->rhk", query.float(), keys.float())
+    else:
+        products = query.new_zeros((*query.shape[:2], num_keys), dtype=torch.float32)
+        starts = query_starts.tolist()
+        for request, (begin, end) in enumerate(pairwise(starts)):
+            own = slice(max(0, begin - first_row), max(0, end - first_row))
+            if query[own].shape[0]:
+                keys = pages[block_table[request, columns].long(), within].float()
+                products[own] = query[own].float() @ keys.T
+    products.masked_fill_(at > positions[:, None, None], float("-inf"))
+    return products.view(*query.shape[:2], num_blocks, block_size).amax(-1)
+
+
+def best_blocks(scores: torch.Tensor, positions: torch.Tensor, sizes: BlockIndexerConfig) -> torch.Tensor:
+    """Bool `[n, H, num_blocks]`: the `top_blocks` best of each row and head, the latest ones first of all.
+
+    scores as of `block_scores`, which may be overwritten; positions int64 `[n]`. Blocks of equal scores are
+    chosen together.
+    """
+    block = torch.arange(scores.shape[-1], device=scores.device)
+    own = (positions // sizes.block_size)[:, None, None]
+    local = (block <= own) & (block > own - sizes.local_blocks)
+    scores.masked_fill_(local, float("inf"))
+    count = min(sizes.top_blocks, scores.shape[-1])
+    lowest = scores.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    return (scores >= lowest) & (block <= own)

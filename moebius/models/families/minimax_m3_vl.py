@@ -1,0 +1,167 @@
+"""MiniMax-M3: attention to blocks of tokens that each KV head chooses, gpt-oss' SwiGLU. Text only.
+
+Sources: the configuration class and the checkpoint conversion of transformers 5.23; `sparse_attention_config`
+as public tests of other engines spell it.
+"""
+
+from __future__ import annotations
+
+from moebius.models.common import (
+    FULL,
+    listed_or_after_dense,
+    read_biased_router,
+    read_common,
+    read_mtp_layers,
+    refuse_bias,
+)
+from moebius.models.config import BlockIndexerConfig, ModelConfig, MoeConfig
+from moebius.models.family import Family
+from moebius.models.keys import HfKeys
+from moebius.models.names import ROTARY, TensorNames, drop, rename
+from moebius.models.rope import read_rope
+
+_SPARSE = "minimax_m3_sparse"
+# Of training, of images, and of parts that these models do not have.
+_HARMLESS = (
+    "image_seq_length",
+    "image_token_id",
+    "image_token_index",
+    "img_token_compression_config",
+    "merged_hidden_size",
+    "mtp_transformer_layers",
+    "process_image_mode",
+    "projector_hidden_act",
+    "projector_hidden_size",
+    "router_jitter_noise",
+    "use_mtp",
+    "video_token_id",
+    "video_token_index",
+    "vision_config",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+)
+
+
+def _flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
+    """A 0 or 1 for each layer."""
+    flags = list(hf.integers(name))
+    if len(flags) != num_layers or not set(flags) <= {0, 1}:
+        raise hf.error(name, flags, f"{num_layers} of 0 and 1")
+    return flags
+
+
+def _read_blocks(hf: HfKeys, num_layers: int, kv_heads: int) -> BlockIndexerConfig | None:
+    """In a section as published, or among the others as transformers writes it; None: no layer chooses."""
+    section = hf.section("sparse_attention_config")
+    kinds = hf.strings("layer_types") or (FULL,) * num_layers
+    own, names = hf, ("index_n_heads", "index_head_dim", "index_block_size")
+    more = "index_topk_blocks", "index_local_blocks"
+    if section is not None:
+        own, names = section, ("sparse_num_index_heads", "sparse_index_dim", "sparse_block_size")
+        more = "sparse_topk_blocks", "sparse_local_block"
+        # Values of their own are switched off by a list that is not read: no checkpoint has them.
+        section.skip("sparse_disable_index_value")
+        section.refuse("sparse_init_block", 0)
+        section.refuse("sparse_score_type", "max")
+        flags = _flags(section, "sparse_attention_freq", num_layers)
+        if not section.boolean("use_sparse_attention", default=True):
+            flags = [0] * num_layers
+        kinds = tuple(_SPARSE if flag else FULL for flag in flags)
+    heads = own.integer(names[0], default=4)
+    sizes = own.integer(names[1], default=128), own.integer(names[2], default=128)
+    top, local = own.integer(more[0], default=16), own.integer(more[1], default=1, minimum=0)
+    if section is not None and section.unread:
+        raise section.error(section.unread[0], "...", "keys of MiniMax-M3's sparse attention")
+    if len(kinds) != num_layers or not set(kinds) <= {FULL, _SPARSE}:
+        raise hf.error("layer_types", list(kinds), f"{num_layers} of {FULL} and {_SPARSE}")
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == _SPARSE)
+    if not layers:
+        return None
+    if heads != kv_heads:
+        raise own.error(names[0], heads, f"num_key_value_heads ({kv_heads})")
+    if local > top:
+        raise own.error(more[1], local, f"at most {more[0]} ({top})")
+    return BlockIndexerConfig(*sizes, top_blocks=top, local_blocks=local, layers=layers)
+
+
+def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
+    if hf.has("moe_layer_freq") and not hf.has("mlp_layer_types"):
+        flags = _flags(hf, "moe_layer_freq", num_layers)
+        return frozenset(layer for layer, flag in enumerate(flags) if flag)
+    return listed_or_after_dense(hf, num_layers, default=0)
+
+
+def read_minimax_m3(hf: HfKeys) -> ModelConfig:
+    """`intermediate_size` is an expert's; queries and keys are normed head by head."""
+    hf.skip(*_HARMLESS)
+    hf.refuse("hidden_act", "silu", "swigluoai")
+    hf.refuse("scoring_func", "sigmoid")
+    hf.refuse("qk_norm_type", "per_head")
+    hf.refuse("n_shared_experts", 1)
+    hf.refuse("attention_output_gate")
+    for name in ("use_gemma_norm", "use_qk_norm", "use_routing_bias"):
+        if not hf.boolean(name, default=True):
+            raise hf.error(name, False, "true")
+    common = read_common(
+        hf.with_values(hidden_act="silu"), dense_size=hf.integer("dense_intermediate_size", default=12288)
+    )
+    refuse_bias(hf, common)
+    num_layers, head_dim = common["num_layers"], common["head_dim"]
+    limit = hf.number("swiglu_limit", default=7.0)
+    rotated = hf.integer("rotary_dim", default=min(64, head_dim)) / head_dim
+    blocks = _read_blocks(hf, num_layers, common["num_kv_heads"])
+    rope = read_rope(hf, head_dim, default_theta=5e6, default_partial_factor=rotated)
+    if blocks is not None and rope.rotary_dim > blocks.head_dim:
+        raise hf.error("index_head_dim", blocks.head_dim, f"at least what is rotated ({rope.rotary_dim})")
+    moe = MoeConfig(
+        read_biased_router(hf, scale=2.0),
+        hf.integer("intermediate_size"),
+        hf.integer("shared_intermediate_size", default=3072),
+        _moe_layers(hf, num_layers),
+        expert_activation="gpt_oss",
+        expert_alpha=hf.number("swiglu_alpha", default=1.702),
+        expert_limit=limit,
+    )
+    return ModelConfig(
+        **(common | {"activation": "gpt_oss"}),
+        model_type="minimax_m3_vl",
+        rope=rope,
+        moe=moe,
+        mlp_limits=(limit,) * num_layers,
+        qk_norm=True,
+        one_plus_weight_norms=True,
+        block_indexer=blocks,
+        num_mtp_layers=read_mtp_layers(hf, "num_mtp_modules"),
+    )
+
+
+_PUBLISHED, _LAYER = "language_model.model.", "model.layers.*."
+_BLOCK, _ATTENTION = _PUBLISHED + "layers.*.block_sparse_moe.", _PUBLISHED + "layers.*.self_attn."
+FAMILIES = (
+    Family(
+        "minimax_m3_vl",
+        read_minimax_m3,
+        TensorNames(
+            (
+                ROTARY,
+                drop("vision_tower.**"),
+                drop("multi_modal_projector.**"),
+                drop("patch_merge_mlp.**"),
+                drop("mtp.**"),
+                drop("language_model.mtp.**"),
+                drop("language_model.model.mtp.**"),
+                rename("language_model.lm_head.**", "lm_head.**"),
+                rename(_BLOCK + "e_score_correction_bias", _LAYER + "mlp.gate.e_score_correction_bias"),
+                rename(_BLOCK + "gate.**", _LAYER + "mlp.gate.**"),
+                rename(_BLOCK + "shared_experts.**", _LAYER + "mlp.shared_experts.**"),
+                *(
+                    rename(_ATTENTION + f"index_{part}.**", _LAYER + f"self_attn.indexer.{part}.**")
+                    for part in ("q_proj", "k_proj", "q_norm", "k_norm")
+                ),
+                rename(_PUBLISHED + "**", "model.**"),
+            ),
+            ("per_expert_w123",),
+            mtp_layers=True,
+        ),
+    ),
+)

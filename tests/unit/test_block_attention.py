@@ -1,0 +1,113 @@
+"""Invariant: the blocks of tokens that a row attends to are the best of its KV head, however rows are cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import tests.helpers.triton_interpreter  # noqa: F401
+from gpu_service.attention import base
+from gpu_service.attention.torch_reference import TorchReferenceAttention
+from gpu_service.cache.kv_cache import KVCache
+from gpu_service.ops.block_attention import best_blocks, block_scores
+from gpu_service.ops.triton import block_attention as triton_block_attention
+from moebius.models.config import BlockIndexerConfig
+from tests.helpers.attention_cases import Case, Geometry, Shape, make_case
+
+SIZES = BlockIndexerConfig(head_dim=12, block_size=5, top_blocks=3, local_blocks=1, layers=frozenset({0}))
+STEPS: dict[str, Shape] = {
+    "decodes": [(38, 1), (4, 1), (0, 1)],
+    "chunk": [(11, 30)],
+    "mixture": [(20, 9), (38, 1), (0, 1), (0, 14)],
+}
+
+
+def _inputs(case: Case, pages: torch.Tensor, query: torch.Tensor, first: int) -> tuple[Any, ...]:
+    inputs, num_blocks = case.inputs, -(-max(case.inputs.seq_lens) // SIZES.block_size)
+    where = inputs.block_table, inputs.query_start_loc_tensor
+    return (
+        query[first:],
+        pages,
+        inputs.positions[first:],
+        *where,
+        SIZES.block_size,
+        num_blocks,
+        first,
+        inputs.is_uniform_decode,
+    )
+
+
+def _naive(case: Case, pages: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Row by row and token by token."""
+    inputs = case.inputs
+    shape = *query.shape[:2], -(-max(inputs.seq_lens) // SIZES.block_size)
+    scores = torch.full(shape, float("-inf"))
+    row = 0
+    for request, new in enumerate(torch.tensor(inputs.query_start_loc).diff().tolist()):
+        for _ in range(new):
+            for token in range(int(inputs.positions[row]) + 1):
+                page = int(inputs.block_table[request, token // pages.shape[1]])
+                product = query[row] @ pages[page, token % pages.shape[1]]
+                block = token // SIZES.block_size
+                scores[row, :, block] = torch.maximum(scores[row, :, block], product)
+            row += 1
+    return scores
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("step", sorted(STEPS))
+def test_scores_are_the_best_token_of_each_block(step: str, first: int) -> None:
+    """In torch and as a kernel, also of a later part of the rows."""
+    case = make_case(Geometry(), STEPS[step])
+    generator = torch.Generator().manual_seed(3)
+    pages = torch.randn(case.cache.num_pages, 4, SIZES.head_dim, generator=generator)
+    query = torch.randn(case.query.shape[0], 2, SIZES.head_dim, generator=generator)
+    arguments, expected = _inputs(case, pages, query, first), _naive(case, pages, query)[first:]
+    for compute in (block_scores.reference, triton_block_attention.block_scores):
+        torch.testing.assert_close(compute(*arguments), expected, rtol=0, atol=1e-5)
+
+
+def test_the_latest_blocks_come_first_and_no_later_one() -> None:
+    """Equal scores are chosen together; a row with few blocks sees all that are not after it."""
+    scores = torch.tensor([[[5.0, 1.0, 4.0, 2.0]], [[5.0, 9.0, float("-inf"), float("-inf")]]])
+    positions = torch.tensor([19, 7])
+    one = best_blocks(scores.clone(), positions, replace(SIZES, top_blocks=2))
+    assert one[:, 0].tolist() == [[True, False, False, True], [True, True, False, False]]
+    two = best_blocks(scores.clone(), positions, replace(SIZES, local_blocks=2))
+    assert two[0, 0].tolist() == [True, False, True, True]
+    level = best_blocks(torch.tensor([[[3.0, 3.0, 1.0, 2.0]]]), positions[:1], replace(SIZES, top_blocks=2))
+    assert level[0, 0].tolist() == [True, True, False, True]
+    none = best_blocks(scores[:1].clone(), positions[:1], replace(SIZES, local_blocks=0, top_blocks=1))
+    assert none[0, 0].tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("step", ["chunk", "mixture"])
+def test_rows_scored_in_parts_choose_the_same(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory bounds how many rows are scored at once; the choice may not show it."""
+    case = make_case(Geometry(), STEPS[step])
+    config = replace(case.geometry.config(), block_indexer=SIZES)
+    cache = KVCache(config, case.cache.num_pages, 4, torch.float32)
+    assert cache.index_keys is not None
+    cache.index_keys.pages(0).normal_(generator=torch.Generator().manual_seed(1))
+    backend = TorchReferenceAttention(config, cache)
+    backend.plan(case.inputs)
+    query = torch.randn(case.query.shape[0], 2, SIZES.head_dim, generator=torch.Generator().manual_seed(2))
+    whole = backend.choose_blocks(query, 0)
+    assert whole is not None
+    monkeypatch.setattr(base, "MAX_BLOCK_SCORES", 70)
+    parts = backend.choose_blocks(query, 0)
+    assert parts is not None
+    assert torch.equal(parts, whole)
+    most = whole.sum(-1).amax()
+    assert 1 <= int(most) <= SIZES.top_blocks
+
+
+def test_short_sequences_do_not_choose() -> None:
+    case = make_case(Geometry(), [(3, 6), (14, 1)])
+    config = replace(case.geometry.config(), block_indexer=SIZES)
+    backend = TorchReferenceAttention(config, KVCache(config, case.cache.num_pages, 4, torch.float32))
+    backend.plan(case.inputs)
+    assert backend.choose_blocks(torch.zeros(7, 2, SIZES.head_dim), 0) is None
