@@ -61,6 +61,16 @@ _LOWEST = tl.constexpr(-1.0e30)
 
 
 @jit
+def _add_values(scores, value, maximum, total, weighted, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The running softmax with one more tile of keys, of which a row may see none."""
+    highest = tl.maximum(tl.maximum(maximum, tl.max(scores, 1)), _LOWEST)
+    shrink = tl.exp2(maximum - highest)
+    weights = tl.exp2(scores - highest[:, None])
+    products = tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+    return highest, total * shrink + tl.sum(weights, 1), weighted * shrink[:, None] + products
+
+
+@jit
 def _is_kept(  # type: ignore[no-untyped-def]
     kept, row, kv_head, position, seen, num_blocks, NUM_KV_HEADS: tl.constexpr, SPARSE: tl.constexpr
 ):
@@ -115,14 +125,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
         value = widened(tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=wanted, other=0.0), q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * score_scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        # Of blocks, a split may see none.
-        highest = tl.maximum(tl.maximum(maximum, tl.max(scores, 1)), _LOWEST)
-        shrink = tl.exp2(maximum - highest)
-        weights = tl.exp2(scores - highest[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        products = tl.dot(weights.to(q.dtype), value, input_precision=PRECISION)
-        weighted = weighted * shrink[:, None] + products
-        maximum = highest
+        maximum, total, weighted = _add_values(scores, value, maximum, total, weighted, PRECISION)
     if SPARSE > 0:
         maximum = tl.where(total > 0, maximum, float("-inf"))
         total = tl.where(total > 0, total, 1.0)
@@ -293,14 +296,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         scores = _hide(scores, position[None, :], own[:, None], WINDOW)
         if SPARSE > 0:
             scores = tl.where(chosen, scores, float("-inf"))
-        # With a window or blocks a row may see no key of its first tiles.
-        highest = tl.maximum(tl.maximum(maximum, tl.max(scores, 1)), _LOWEST)
-        shrink = tl.exp2(maximum - highest)
-        weights = tl.exp2(scores - highest[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        products = tl.dot(weights.to(q.dtype), value, input_precision=PRECISION)
-        weighted = weighted * shrink[:, None] + products
-        maximum = highest
+        maximum, total, weighted = _add_values(scores, value, maximum, total, weighted, PRECISION)
     if SPARSE > 0:
         # Rows after a request's last have chosen nothing.
         total = tl.where(total > 0, total, 1.0)

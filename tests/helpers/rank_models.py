@@ -48,6 +48,13 @@ MODELS = {
         "minimax_m2",
         {"num_experts_per_tok": 3, "num_local_experts": 6, "num_attention_heads": 8, "rotary_dim": 8},
     ),
+    # With four ranks each KV head, and what it chooses, is held twice.
+    "minimax_blocks": TinyModel(
+        "minimax_m3_vl",
+        TINY_MODELS["minimax_m3_vl"].changes
+        | {"num_attention_heads": 8, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
+        | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    ),
     # Eight heads in one layer, four in those that slide; clamps of both kinds of experts.
     "step_differing_heads": TinyModel(
         "step3p5",
