@@ -49,6 +49,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         ("latent_and_linear", 2, 2, {}),
         ("latent_choosing", 2, 2, {"gpu_experts_ratio": 0.5}),
         ("minimax", 2, 1, {}),
+        ("minimax_blocks", 2, 2, {}),
         ("qwen2_shared_gate", 2, 1, {}),
     ],
     ids=lambda value: str(value),

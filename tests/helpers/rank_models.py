@@ -48,7 +48,7 @@ MODELS = {
         "minimax_m2",
         {"num_experts_per_tok": 3, "num_local_experts": 6, "num_attention_heads": 8, "rotary_dim": 8},
     ),
-    # With four ranks each KV head, and what it chooses, is held twice.
+    # Each KV head chooses blocks, in the second layer only.
     "minimax_blocks": TinyModel(
         "minimax_m3_vl",
         TINY_MODELS["minimax_m3_vl"].changes
