@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import signal
@@ -471,3 +472,48 @@ def damage(
     packed.discard((layer, number))
     assert not segment.is_complete
     assert segment.generation > generation
+
+
+def mapped_and_resident(path: Path) -> tuple[int, int]:
+    """Bytes that this process has mapped of the file, and those whose pages it has touched."""
+    sizes, resident, ours = 0, 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, _, rest = line.partition(":")
+        if key in ("Size", "Rss") and ours:
+            amount = int(rest.split()[0]) * 1024
+            sizes, resident = (sizes + amount, resident) if key == "Size" else (sizes, resident + amount)
+        elif re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = line.endswith(str(path))
+    return sizes, resident
+
+
+@pytest.mark.parametrize(("layers", "experts"), [(3, 2), (94, 512)])
+def test_attaching_touches_no_weights(path: Path, layers: int, experts: int) -> None:
+    """What a successor reads is the table, of 50 MB and of 500 GB: no page of data is mapped, or even made.
+
+    One expert is packed; the others are said to be, and are holes of the file.
+    """
+    held = {0: (0,)} | dict.fromkeys(range(1, layers), tuple(range(experts)))
+    shape = {
+        "hidden_size": 4096, "intermediate_size": 1536, "num_experts": experts, "num_layers": layers,
+        "expert_begin": 0, "weight_format": "int4_g32", "held": held,
+    }  # fmt: skip
+    first = make(path, **shape)
+    first.load_expert(0, 0, *random_expert(np.random.default_rng(0), 4096, 1536))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 4 << 20) as begin:
+        header = np.frombuffer(begin, weight_segment.HEADER, 1)[0]
+        at, count = int(header["experts_offset"]), int(header["num_experts"])
+        table = np.frombuffer(begin, weight_segment.EXPERT_RECORD, count, at)
+        table["state"] = 1
+        del header, table
+    first.finish_load("the record")
+    del first
+    made = path.stat().st_blocks
+    second = make(path, **shape)
+    assert second.segment_state == "complete"
+    assert second.segment_error(layers - 1, experts - 1) is not None
+    total, data = path.stat().st_size, int(WeightSegment.open(path).layers[0].offset)
+    mapped, resident = mapped_and_resident(path)
+    assert mapped >= total > (layers - 1) * experts * (10 << 20)
+    assert resident <= 2 * data
+    assert path.stat().st_blocks == made
