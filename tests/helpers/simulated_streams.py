@@ -88,6 +88,11 @@ class SimulatedDevice(TransferDevice):
     def upload(self, source: torch.Tensor) -> torch.Tensor:
         return source
 
+    def download(self, source: torch.Tensor) -> torch.Tensor:
+        target = torch.full_like(source, -1)
+        self.launch(lambda: target.copy_(source))  # type: ignore[arg-type]
+        return target
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         def work() -> None:
             target.copy_(source)

@@ -231,6 +231,9 @@ class FixedShare:
     def measured(self, costs: LayerCosts) -> None:
         self.costs = costs
 
+    def routed(self, left: Sequence[float]) -> None:
+        """A share that is fixed follows nothing."""
+
     def observe(self, rows: int, share: int, seconds: float) -> None:
         self.observed.append((rows, share, seconds))
 

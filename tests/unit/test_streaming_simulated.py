@@ -291,6 +291,8 @@ def run_steps(world: World, count: int) -> None:
             world.counts["broken off"] += 1
         else:
             world.device.current = "main"
+            if run.streamed is not None:
+                run.streamed.launched()
             run.end = world.device.record_read()
             waiting.append(run)
         while len(waiting) > 1 or (waiting and world.rng.random() < 0.3):
@@ -316,6 +318,27 @@ def test_each_pair_once(seed: int) -> None:
     assert world.counts["streamed"] > 20
     assert world.counts["served"] > 10
     assert world.counts["broken off"] > 0
+
+
+def test_steps_stream_what_earlier_ones_chose() -> None:
+    """Counts arrive with a step's end, on a device that is late; later steps copy those experts first."""
+    world = World(3)
+    world.chooser.value = SHARES // 2
+    ids = [torch.tensor([[5, 6]] * ROWS, dtype=torch.int32) for _ in range(LAYERS)]
+    found = []
+    for _ in range(4):
+        streamed = world.streamer.begin(ROWS)
+        assert streamed is not None
+        found.append([layer.experts for layer in streamed.plan.layers])  # type: ignore[attr-defined]
+        run = Run([one.clone() for one in ids], streamed, is_lane=False)
+        world._owners |= {id(one): run for one in run.ids}
+        for layer in range(LAYERS):
+            world.launch_layer(run, layer)
+        streamed.launched()
+        run.end = world.device.record_read()
+        assert world.finish(run)
+    assert found[:2] == [[(0, 1, 2, 3)] * LAYERS] * 2
+    assert all({5, 6} <= set(experts) for step in found[2:] for experts in step)
 
 
 @pytest.mark.full

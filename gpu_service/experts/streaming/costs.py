@@ -6,7 +6,8 @@ and the GPU multiplies what has arrived. So a layer takes
     max(copy * s,  max(cpu(rows) * (1 - s),  gpu(rows) * s))
 
 with s the streamed share of its experts, `copy` the seconds that the link needs for all of them, `cpu` and
-`gpu` those that servers and GPU need for all of them with so many rows. Routing is taken to be even.
+`gpu` those that servers and GPU need for all of them with so many rows. Until earlier steps showed otherwise
+(`routing.py`) routing is taken to be even; experts with twice as many rows take as long as with twice `rows`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import structlog
@@ -52,7 +53,7 @@ class CostCurve:
             raise ValueError("a cost curve needs at least one measurement")
         return CostCurve(tuple(points))
 
-    def at(self, rows: int) -> float:
+    def at(self, rows: float) -> float:
         """Below the first point as there, beyond the last one in proportion or along the last slope."""
         last = len(self.points) - 1
         place = bisect.bisect_left(self.points, (rows, 0.0))
@@ -80,6 +81,9 @@ class LayerCosts:
     # What steps in service showed of `cpu` and `copy`: factors.
     cpu_scale: float = 1.0
     copy_scale: float = 1.0
+    # By streamed share, 0 to SHARES: the part of a step's (row, expert) pairs that is left to servers; empty:
+    # as with even routing.
+    left: tuple[float, ...] = ()
 
     def seconds(self, rows: int, share: int) -> float:
         """With `share` of SHARES streamed."""
@@ -88,8 +92,13 @@ class LayerCosts:
     def parts(self, rows: int, share: int) -> tuple[float, float, float]:
         """Of link, servers and GPU."""
         streamed = share / SHARES
-        servers = self.cpu.at(rows) * self.cpu_scale * (1 - streamed) * (SHARED_MEMORY if share else 1.0)
-        return self.copy * self.copy_scale * streamed, servers, self.gpu.at(rows) * streamed
+        served = 1 - streamed
+        left = self.left[share] if self.left else served
+        # Rows with which even routing would give an expert as many as those here have on average.
+        cpu = self.cpu.at(rows * left / served) if served else 0.0
+        gpu = self.gpu.at(rows * (1 - left) / streamed) if streamed else 0.0
+        servers = cpu * self.cpu_scale * served * (SHARED_MEMORY if share else 1.0)
+        return self.copy * self.copy_scale * streamed, servers, gpu * streamed
 
     def best_share(self, rows: int, least: int = 0) -> int:
         """The share of SHARES that takes least, at least `least`; 0 or all unless a split is worth it."""
@@ -111,8 +120,7 @@ class LayerCosts:
         factor = (seconds / expected) ** _STEP_WEIGHT
         name, old = ("cpu_scale", self.cpu_scale) if servers >= link else ("copy_scale", self.copy_scale)
         scale = min(_LARGEST_SCALE, max(1 / _LARGEST_SCALE, old * factor))
-        changed = {"cpu_scale": self.cpu_scale, "copy_scale": self.copy_scale} | {name: scale}
-        return LayerCosts(self.copy, self.cpu, self.gpu, **changed)
+        return replace(self, cpu_scale=scale) if name == "cpu_scale" else replace(self, copy_scale=scale)
 
 
 @dataclass
@@ -162,6 +170,12 @@ class ShareChooser:
             return self.min_rows or _UNMEASURED_BREAK_EVEN
         return next((n for n in _STEPS if costs.seconds(n, SHARES) < costs.seconds(n, 0)), _STEPS[-1])
 
+    def routed(self, left: Sequence[float]) -> None:
+        """How earlier steps' pairs would have been divided, by share; see `LayerCosts.left`."""
+        with self._lock:
+            if self._costs is not None:
+                self._costs = replace(self._costs, left=tuple(left))
+
     def observe(self, rows: int, share: int, seconds: float) -> None:
         with self._lock:
             if self._costs is not None:
@@ -178,6 +192,8 @@ def describe(costs: LayerCosts) -> dict[str, object]:
         "scales": (round(costs.copy_scale, 3), round(costs.cpu_scale, 3)),
         "streams_from_rows": break_even,
         "share_at_512": round(costs.best_share(512) / SHARES, 2),
+        # Of a step's pairs, with the other half of the experts streamed.
+        "left_by_half": round(costs.left[SHARES // 2], 3) if costs.left else 0.5,
     }
 
 

@@ -45,6 +45,10 @@ class TransferDevice(ABC):
         """A small host tensor on the device, without waiting; on the current stream."""
 
     @abstractmethod
+    def download(self, source: torch.Tensor) -> torch.Tensor:
+        """A small tensor on the host, filled when the current stream has come so far; waits for nothing."""
+
+    @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """From the host's registered memory to a buffer, uint8 of equal size, on the copy stream."""
 
@@ -90,6 +94,9 @@ class HostTransfers(TransferDevice):
     def upload(self, source: torch.Tensor) -> torch.Tensor:
         return source
 
+    def download(self, source: torch.Tensor) -> torch.Tensor:
+        return source
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
@@ -121,6 +128,10 @@ class CudaTransfers(TransferDevice):
 
     def upload(self, source: torch.Tensor) -> torch.Tensor:
         return source.pin_memory().to(self.device, non_blocking=True)
+
+    def download(self, source: torch.Tensor) -> torch.Tensor:
+        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        return target.copy_(source, non_blocking=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with _cuda.stream(self._stream):

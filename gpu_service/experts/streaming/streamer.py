@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import structlog
 import torch
 
@@ -26,6 +27,7 @@ from gpu_service.experts.resident.panels import LayerFormat
 from gpu_service.experts.streaming.costs import LayerCosts
 from gpu_service.experts.streaming.plan import SHARES, CopyRun, Piece, StreamPlan, plan_layer
 from gpu_service.experts.streaming.ring import BufferRing, TransferDevice
+from gpu_service.experts.streaming.routing import Counts, RecentRouting, count_chosen
 from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -70,6 +72,9 @@ class ShareChooser(Protocol):
     def observe(self, rows: int, share: int, seconds: float) -> None:
         """What a step took."""
 
+    def routed(self, left: Sequence[float]) -> None:
+        """By share, 0 to SHARES, which part of earlier steps' pairs servers would have had."""
+
     @property
     def break_even_rows(self) -> int:
         """From which streaming all takes less than streaming nothing."""
@@ -107,7 +112,7 @@ class ExpertStreamer:
         self._resident = resident
         # Of those that share every layer.
         self.rank, self.num_ranks = parallel.tp_rank, parallel.tp_size
-        self._counts = counts or {}
+        self._routing = RecentRouting(self.layers, geometry.num_experts, counts or {})
         self._largest = largest
         self._source: ExpertSource | None = None
         self._plans: dict[object, StreamPlan] = {}
@@ -208,7 +213,7 @@ class ExpertStreamer:
                         self.ring.buffer_bytes,
                         self.rank,
                         self.num_ranks,
-                        self._counts.get(layer, ()),
+                        self._routing.counts(layer),
                     )
                     for layer, held in zip(self.layers, resident, strict=True)
                 ),
@@ -273,6 +278,21 @@ class ExpertStreamer:
         """What a step took."""
         self.chooser.observe(rows, share, seconds)
 
+    @property
+    def follows_routing(self) -> bool:
+        """Whether steps count what they choose. Ranks that share layers do not: they would have to agree."""
+        return self.num_ranks == 1
+
+    def routed(self, counts: Counts) -> None:
+        """What a step chose, of all layers: later ones stream those with the most rows."""
+        available = np.ones(counts.shape, np.bool_)
+        for place, layer in enumerate(self.layers):
+            available[place, list(self.resident_of(layer))] = False
+        if self._routing.add(counts, available):
+            self._plans = {}
+            _log.debug("experts with the most rows of late are streamed first")
+        self.chooser.routed(self._routing.left())
+
     def end(self, step: StreamedStep) -> None:
         """The step launches nothing more."""
         if self._whole is step:
@@ -303,6 +323,9 @@ class StreamedStep(StreamedExperts):
         self._streamer = streamer
         self._segments = segments
         self._rows = rows
+        # Of a step of the main lane: ids of every layer, then their counts, filled when the step has ended.
+        self._chosen: list[torch.Tensor] = []
+        self._counts: torch.Tensor | None = None
 
     def share(self, layer: int) -> Share:
         found = self.plan.by_layer.get(layer)
@@ -334,6 +357,8 @@ class StreamedStep(StreamedExperts):
                 partial = streamer.kernels.forward(slots, hidden_states, topk_ids, topk_weights, partial)
             finally:
                 ring.give_back()
+        if self._rows and streamer.follows_routing:
+            self._chosen.append(topk_ids)
         if partial is None:
             partial = torch.zeros_like(hidden_states, dtype=torch.float32)
         return partial
@@ -343,6 +368,11 @@ class StreamedStep(StreamedExperts):
         self._streamer.copy(self._segments, target, piece, run)
 
     def launched(self) -> None:
+        streamer = self._streamer
+        if len(self._chosen) == len(streamer.layers):
+            counts = count_chosen(self._chosen, streamer.geometry.num_experts)
+            self._counts = streamer.device.download(counts)
+        self._chosen = []
         if self._streamer.is_synchronous:
             self.check()
 
@@ -351,6 +381,9 @@ class StreamedStep(StreamedExperts):
         if self._streamer.agree(int(bool(problem))):
             text = problem or "another rank's expert server has replaced experts"
             raise ExpertUnavailable(-1, f"{text} while a step streamed them")
+        if self._counts is not None:
+            self._streamer.routed(self._counts.numpy().astype(np.int64))
+            self._counts = None
         if seconds and self._rows:
             self._streamer.observe(self._rows, self.plan.share, seconds)
 
