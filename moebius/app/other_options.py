@@ -10,6 +10,14 @@ from moebius.config_loader import leaves
 from moebius.other_names import OtherName, note, other_name
 
 _NUMBER = re.compile(r"-\d")
+# What OpenTelemetry's variables are set for; the settings of all processes come from one place.
+_OPENTELEMETRY = {
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "--otlp-endpoint",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "--otlp-endpoint",
+    "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "--otlp-endpoint",
+    "OTEL_METRIC_EXPORT_INTERVAL": "--otlp-metrics-interval-s",
+    "OTEL_TRACES_SAMPLER_ARG": "--trace-sample-ratio",
+}
 # What others call the argument MODEL.
 MODEL_OPTIONS = frozenset({"model", "model-path", "m", "hf", "hf-repo"})
 
@@ -47,8 +55,11 @@ def translated(arguments: list[str], options: Mapping[str, bool]) -> list[str]:
 
 
 def note_variables(environment: Collection[str]) -> None:
-    """Says of other servers' environment variables that they are not read, and what does it here."""
+    """Says of variables that others would read that they are not read, and what does it here: other servers'
+    and OpenTelemetry's. Those of the Hugging Face hub (HF_HOME, HF_TOKEN, …) are its library's, and read."""
     for variable in sorted(environment):
+        if variable in _OPENTELEMETRY:
+            note(f"the environment variable {variable} is not read: set {_OPENTELEMETRY[variable]}")
         if not variable.startswith(("LVLLM_", "LK_")):
             continue
         other = other_name(variable)

@@ -126,11 +126,13 @@ def test_a_flat_key_that_nobody_knows_is_refused(tmp_path: Path) -> None:
 
 
 def test_variables_of_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """No setting is read from the environment; who relies on LvLLM's is told what to set."""
-    note_variables(["HOME", "LK_THREADS", "LVLLM_UNKNOWN", "HF_HOME"])
+    """No setting is read from the environment; who relies on LvLLM's or OpenTelemetry's reads what to set."""
+    note_variables(["HOME", "LK_THREADS", "LVLLM_UNKNOWN", "HF_HOME", "OTEL_EXPORTER_OTLP_ENDPOINT"])
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split("variable ")[1].split(" ")[0] for line in lines] == ["LK_THREADS", "LVLLM_UNKNOWN"]
+    named = [line.split("variable ")[1].split(" ")[0] for line in lines]
+    assert named == ["LK_THREADS", "LVLLM_UNKNOWN", "OTEL_EXPORTER_OTLP_ENDPOINT"]
     assert "--expert-threads" in lines[0]
+    assert "--otlp-endpoint" in lines[2]
 
 
 def test_the_command_line_understands_them() -> None:
