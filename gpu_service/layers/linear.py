@@ -201,14 +201,3 @@ def linear_attention_order(config: LinearAttentionConfig) -> list[int]:
     widths = (config.key_head_dim, config.key_head_dim, values, values)
     parts = (*_apart(0, heads, widths), *_apart(heads * sum(widths), heads, (repeats, repeats)))
     return [row for part in parts for row in part]
-
-
-def channels_of(config: LinearAttentionConfig, heads: ShardRange) -> list[int]:
-    """Of the queries, keys and values of all heads, one kind after the other, those of some key heads."""
-    values = config.num_value_heads // config.num_key_heads * config.value_head_dim
-    channels, begin = list[int](), 0
-    for width in (config.key_head_dim, config.key_head_dim, values):
-        own = heads.scaled(width)
-        channels += range(begin + own.begin, begin + own.end)
-        begin += own.total
-    return channels

@@ -9,10 +9,11 @@ from torch import nn
 
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.attention import GQAttention
-from gpu_service.layers.gated_delta_net import GatedDeltaNet, StepSequences
+from gpu_service.layers.gated_delta_net import GatedDeltaNet
 from gpu_service.layers.kimi_delta import KimiDeltaAttention
 from gpu_service.layers.mamba2 import Mamba2
 from gpu_service.layers.mla import Indexer, MLAttention, StepSelection
+from gpu_service.layers.states import StepSequences
 from gpu_service.models.common import CausalLM, build_causal_lm
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import check_divisible, shard_config, stage_layers

@@ -8,10 +8,12 @@ float32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
-from gpu_service.ops.linear_attention import DeltaRows, Sequences, unit_heads
+from gpu_service.ops.linear_attention import DeltaRows, Sequences, over_requests, unit_heads
 from gpu_service.ops.registry import Op
 
 # Tokens whose mutual influence is solved at once. Decays of elements are no factors of a pair's product, so
@@ -90,17 +92,13 @@ def kimi_delta_extend(
 
     The states written are those after each request's last row. Returns `[T, H, value_head_dim]`.
     """
-    values, gates = [], (a_log, dt_bias, bound)
-    for neighbours in sequences.neighbours:
-        tokens, read, write = neighbours.rows, reads[neighbours.requests], writes[neighbours.requests]
-        own = qkv[tokens], a[tokens], b[tokens], *gates
-        if neighbours.is_single_token:
-            values.append(kimi_delta_update(*own, states, read, write))
-            continue
-        several, state = chunked_kimi_delta(kimi_delta_rows(*own, states.shape[2]), states[read][0])
-        states[write] = state[None]
-        values.append(several.to(qkv.dtype))
-    return torch.cat(values)
+
+    def extend(*own: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        *projected, state = own
+        return chunked_kimi_delta(kimi_delta_rows(*projected, key_head_dim=states.shape[2]), state)
+
+    rows, constants, slots = (qkv, a, b), (a_log, dt_bias, bound), (states, reads, writes)
+    return over_requests(kimi_delta_update, extend, rows, constants, *slots, sequences).to(qkv.dtype)
 
 
 def chunked_kimi_delta(

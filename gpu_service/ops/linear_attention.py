@@ -11,8 +11,8 @@ i serves the value heads i r to (i + 1) r - 1, r of them. All arithmetic is in f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -48,6 +48,35 @@ def make_sequences(starts: Sequence[int], starts_tensor: torch.Tensor) -> Sequen
             first, row = last.requests.start, last.rows.start
         found.append(Neighbours(slice(first, request + 1), slice(row, end), single))
     return Sequences(found, starts_tensor)
+
+
+def over_requests(
+    update: Callable[..., torch.Tensor],
+    extend: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    rows: tuple[torch.Tensor, ...],
+    constants: tuple[object, ...],
+    states: torch.Tensor,
+    reads: torch.Tensor,
+    writes: torch.Tensor,
+    sequences: Sequences,
+) -> torch.Tensor:
+    """An op over a mixed step's requests, made of those for single tokens and for tokens of one request.
+
+    `update(*rows, *constants, states, reads, writes)` computes rows that are each another request's.
+    `extend(*rows, *constants, state)` computes rows of one request from its state; it returns what comes out
+    and the state after them, which is written here. Returns what comes out of all rows.
+    """
+    outputs = []
+    for requests, own_rows, is_single_token in sequences.neighbours:
+        read, write = reads[requests], writes[requests]
+        own = *(part[own_rows] for part in rows), *constants
+        if is_single_token:
+            outputs.append(update(*own, states, read, write))
+            continue
+        output, state = extend(*own, states[read][0])
+        states[write] = state[None]
+        outputs.append(output)
+    return torch.cat(outputs)
 
 
 def causal_conv(
@@ -106,16 +135,16 @@ def causal_conv_extend(
 
     The recent inputs written are those after each request's last row. Returns `[T, C]`.
     """
-    outputs = []
-    for neighbours in sequences.neighbours:
-        own, read, write = rows[neighbours.rows], reads[neighbours.requests], writes[neighbours.requests]
-        if neighbours.is_single_token:
-            outputs.append(causal_conv_update(own, states, weight, read, write, bias))
-            continue
-        output, recent = causal_conv(own, states[read][0], weight, bias)
-        states[write] = recent[None]
-        outputs.append(output)
-    return torch.cat(outputs)
+    return over_requests(
+        lambda own, states, reads, writes: causal_conv_update(own, states, weight, reads, writes, bias),
+        lambda own, recent: causal_conv(own, recent, weight, bias),
+        (rows,),
+        (),
+        states,
+        reads,
+        writes,
+        sequences,
+    )
 
 
 # Tokens whose mutual influence is solved at once; longer chunks cost larger GEMMs, shorter ones more steps.
@@ -212,17 +241,13 @@ def gated_delta_extend(
 
     The states written are those after each request's last row. Returns `[T, H, value_head_dim]`.
     """
-    values, (_, _, key_dim, value_dim) = [], states.shape
-    for neighbours in sequences.neighbours:
-        tokens, read, write = neighbours.rows, reads[neighbours.requests], writes[neighbours.requests]
-        own = qkv[tokens], a[tokens], b[tokens], a_log, dt_bias
-        if neighbours.is_single_token:
-            values.append(gated_delta_update(*own, states, read, write))
-            continue
-        several, state = chunked_delta_rule(delta_rows(*own, key_dim, value_dim), states[read][0])
-        states[write] = state[None]
-        values.append(several.to(qkv.dtype))
-    return torch.cat(values)
+
+    def extend(*own: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        *projected, state = own
+        return chunked_delta_rule(delta_rows(*projected, *states.shape[2:]), state)
+
+    rows, constants, slots = (qkv, a, b), (a_log, dt_bias), (states, reads, writes)
+    return over_requests(gated_delta_update, extend, rows, constants, *slots, sequences).to(qkv.dtype)
 
 
 def chunked_delta_rule(

@@ -10,12 +10,12 @@ them. The convolution before it is `ops.linear_attention.causal_conv_*`, the sta
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from gpu_service.ops.linear_attention import CHUNK, Sequences
+from gpu_service.ops.linear_attention import CHUNK, Sequences, over_requests
 from gpu_service.ops.registry import Op
 
 
@@ -101,17 +101,13 @@ def state_space_extend(
 
     The states written are those after each request's last row. Returns float32 `[T, H, head_dim]`.
     """
-    outputs, (_, _, state_dim, head_dim) = [], states.shape
-    for neighbours in sequences.neighbours:
-        tokens, read, write = neighbours.rows, reads[neighbours.requests], writes[neighbours.requests]
-        own = xbc[tokens], dt[tokens], a_log, dt_bias, d
-        if neighbours.is_single_token:
-            outputs.append(state_space_update(*own, states, read, write))
-            continue
-        several, state = chunked_state_space(state_space_rows(*own, state_dim, head_dim), states[read][0])
-        states[write] = state[None]
-        outputs.append(several)
-    return torch.cat(outputs)
+
+    def extend(*own: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        *projected, state = own
+        return chunked_state_space(state_space_rows(*projected, *states.shape[2:]), state)
+
+    rows, constants, slots = (xbc, dt), (a_log, dt_bias, d), (states, reads, writes)
+    return over_requests(state_space_update, extend, rows, constants, *slots, sequences)
 
 
 def chunked_state_space(

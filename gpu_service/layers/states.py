@@ -1,0 +1,150 @@
+"""What layers share that read and write a state of each request instead of a cache of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gpu_service.engine.step import ForwardContext, ForwardInputs
+from gpu_service.layers.linear import CheckpointPart, empty_parameter
+from gpu_service.ops.linear_attention import (
+    Sequences,
+    causal_conv_extend,
+    causal_conv_update,
+    make_sequences,
+)
+from gpu_service.parallel.context import ParallelContext
+from gpu_service.parallel.partition import ShardRange, key_heads
+from moebius.models.config import LinearAttentionConfig, ModelConfig
+
+
+class StepSequences:
+    """Shared by the layers of a model, which all ask about the same step."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[ForwardInputs, Sequences] | None = None
+
+    def of(self, inputs: ForwardInputs) -> Sequences:
+        """The requests of a step, in order; found by the first layer that asks and kept for the others."""
+        if self._latest is None or self._latest[0] is not inputs:
+            self._latest = inputs, make_sequences(inputs.query_start_loc, inputs.query_start_loc_tensor)
+        return self._latest[1]
+
+
+class ConvTaps(nn.Module):
+    """Weights of a causal convolution, and its bias where it has one."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, ShardRange],
+        width: int,
+        *,
+        dtype: torch.dtype,
+        bias: bool = False,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        """`parts`: the checkpoint's names next to this module (empty: this module's), and which channels of
+        each are loaded. `order`: those of the loaded ones that the rank keeps; None: all.
+        """
+        super().__init__()
+        self._parts, self._width, self._order = parts, width, order
+        channels = sum(part.size for part in parts.values())
+        self.weight = empty_parameter(channels, 1, width, dtype=dtype)
+        self.bias = empty_parameter(channels, dtype=dtype) if bias else None
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        begin, one = 0, ShardRange.whole(1)
+        for sibling, channels in self._parts.items():
+            yield CheckpointPart(sibling, "weight", channels, one, begin, rest=(self._width,))
+            if self.bias is not None:
+                yield CheckpointPart(sibling, "bias", channels, None, begin)
+            begin += channels.size
+
+    def pack(self) -> None:
+        """Keeps this rank's channels."""
+        if self._order is not None:
+            for name, rows in list(self.named_parameters()):
+                setattr(self, name, nn.Parameter(rows[self._order], requires_grad=False))
+
+    @property
+    def taps(self) -> torch.Tensor:
+        """View `[channels, width]`, the newest token's last."""
+        return self.weight[:, 0]
+
+
+class LayerStates(NamedTuple):
+    """What a layer reads and writes in a step."""
+
+    recent: torch.Tensor  # [slots, width - 1, channels], inputs of the convolution
+    recurrent: torch.Tensor  # float32 [slots, heads, key_head_dim, value_head_dim]
+    slots: tuple[torch.Tensor, torch.Tensor]  # int64 [R], before the step and after it
+    sequences: Sequences | None  # None: one token of each request
+
+    def convolve(self, rows: torch.Tensor, conv: ConvTaps) -> torch.Tensor:
+        """`[T, channels]` to the same; leaves the latest inputs for the next step."""
+        own = rows, self.recent, conv.taps, *self.slots
+        if self.sequences is None:
+            return causal_conv_update(*own, conv.bias)
+        return causal_conv_extend(*own, self.sequences, conv.bias)
+
+    def recur(
+        self, update: Callable[..., torch.Tensor], extend: Callable[..., torch.Tensor], *rows: Any
+    ) -> torch.Tensor:
+        """By either op of a recurrence, both of which begin with the arguments `rows`."""
+        own = *rows, self.recurrent, *self.slots
+        return update(*own) if self.sequences is None else extend(*own, self.sequences)
+
+
+class StateLayer(nn.Module):
+    """Base of these layers. `state_layer` counts those of the pipeline stage.
+
+    `config` is the whole model's; a rank computes its own heads, and the output projection sums over ranks.
+    """
+
+    # Parameters that are as long as there are value heads, float32 as trained: decays are sensitive to their
+    # last bits.
+    head_vectors: tuple[str, ...] = ("A_log", "dt_bias")
+
+    def __init__(
+        self, state_layer: int, config: ModelConfig, sequences: StepSequences, parallel: ParallelContext
+    ) -> None:
+        super().__init__()
+        assert config.linear is not None, "the family's reader fills `linear`"
+        linear: LinearAttentionConfig = config.linear
+        self._state_layer, self._sequences, self._linear = state_layer, sequences, linear
+        # This rank's.
+        self._key_heads = key_heads(linear, parallel)
+        self._heads = self._key_heads.scaled(linear.num_value_heads // linear.num_key_heads)
+        self._keys = self._key_heads.scaled(linear.key_head_dim)
+        self._values = self._heads.scaled(linear.value_head_dim)
+        for name in self.head_vectors:
+            self.register_parameter(name, empty_parameter(self._heads.size, dtype=torch.float32))
+
+    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
+        """Of the parameters that are this module's own, a rank has those of its heads."""
+        for name in self.head_vectors:
+            yield CheckpointPart("", name, self._heads, None)
+
+    def _states(self, context: ForwardContext) -> LayerStates:
+        inputs, states = context.inputs, context.states
+        assert states is not None, "a model with linear attention needs states"
+        assert inputs.state_reads is not None
+        assert inputs.state_writes is not None
+        return LayerStates(
+            states.conv(self._state_layer),
+            states.recurrent(self._state_layer),
+            (inputs.state_reads, inputs.state_writes),
+            None if inputs.is_uniform_decode else self._sequences.of(inputs),
+        )
+
+
+def own_rows(*shards: ShardRange) -> list[int]:
+    """Where axes lie one after the other, all of each, the rows that belong to a rank."""
+    rows, begin = list[int](), 0
+    for shard in shards:
+        rows += range(begin + shard.begin, begin + shard.end)
+        begin += shard.total
+    return rows
