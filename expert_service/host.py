@@ -172,10 +172,10 @@ def make_engine(
 
 def packed_layouts(plan: Packing, part: ExpertSlice) -> tuple[PackedExpertLayout, ...]:
     """How an expert of each decoder layer is packed in this slice."""
-    model, gated = plan.model, plan.model.activation != "relu2"
+    model = plan.model
     formats = zip(plan.gate_up_formats, plan.down_formats, strict=True)
     return tuple(
-        expert_layout(*pair, model.hidden_size, part.intermediate_size, plan.has_bias, gated)
+        expert_layout(*pair, model.hidden_size, part.intermediate_size, plan.has_bias, model.is_gated)
         for pair in formats
     )
 

@@ -78,12 +78,12 @@ def plan_load(model: MoeGeometry, model_path: str, expert_dtype: ExpertDtype = "
             formats = found.formats
             if kept.setdefault(layer, formats) != formats and expert_dtype == "keep":
                 raise CheckpointError(
-                    f"{found.gate.name!r} and the experts before it in the layer differ in format: "
+                    f"{found.up.name!r} and the experts before it in the layer differ in format: "
                     f"{formats} and {kept[layer]}; requantise them with --expert-dtype"
                 )
             groups.add(found.intermediate_multiple)
             biased.add(found.has_bias)
-            for matrix in (found.gate, found.up, found.down):
+            for matrix in found.all:
                 used.update(matrix.tensor_names)
                 roundings.update({matrix.rounding} - {""} if expert_dtype == "keep" else ())
     _check_unused(checkpoint, used)
@@ -272,14 +272,15 @@ def _load(engine: ExpertEngine, plan: LoadPlan, part: ExpertSlice, progress: _Pr
 
 def _read_expert(
     reader: MappedReader, found: ExpertMatrices, part: ExpertSlice
-) -> tuple[SourceMatrix, SourceMatrix, SourceMatrix]:
-    """gate and up `[I, H]`, down `[H, I]` of this slice."""
+) -> tuple[SourceMatrix | None, SourceMatrix, SourceMatrix]:
+    """gate (None: there is none) and up `[I, H]`, down `[H, I]` of this slice."""
     channels = slice(part.intermediate_begin, part.intermediate_end)
     down = found.down.read(reader, cols=channels)
     if part.intermediate_begin > 0:
         # Servers' outputs are summed: the bias is the first one's.
         down = replace(down, bias=None)
-    return found.gate.read(reader, rows=channels), found.up.read(reader, rows=channels), down
+    gate = None if found.gate is None else found.gate.read(reader, rows=channels)
+    return gate, found.up.read(reader, rows=channels), down
 
 
 def _source_bytes(found: ExpertMatrices, part: ExpertSlice, plan: LoadPlan) -> int:

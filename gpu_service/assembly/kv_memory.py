@@ -215,6 +215,7 @@ def scored_token_cost(model: ModelConfig) -> int:
     dense = 3 * hidden * model.intermediate_size
     chosen = moe.router.top_k * moe.intermediate_size + moe.shared_intermediate_size
     sparse = len(moe.layers)
-    layers = model.num_layers * attention + (model.num_layers - sparse) * dense + sparse * 3 * hidden * chosen
+    attending = sum(map(model.has_attention, range(model.num_layers)))
+    layers = attending * attention + model.num_dense_layers * dense + sparse * 3 * hidden * chosen
     head = 2 * hidden * model.vocab_size
     return 1 + max(1, min(_MOST_SCORED_COST - 1, -(-head // max(1, layers))))

@@ -51,13 +51,19 @@ def _clamped_silu(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: flo
     return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
-# Of gate and up, float32 of one shape, `MoeGeometry.alpha`, and the layer's `MoeGeometry.limit_of`.
+def _relu2(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    return functional.relu(up).square()
+
+
+# Of gate and up (up twice where experts have no gate), float32 of one shape, `MoeGeometry.alpha`, and the
+# layer's `MoeGeometry.limit_of`.
 EXPERT_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]] = {
     "silu": _silu,
     "silu_clamped": _silu_clamped,
     "gpt_oss": _gpt_oss,
     "gelu_tanh": _gelu_tanh,
     "clamped_silu": _clamped_silu,
+    "relu2": _relu2,
 }
 
 
@@ -85,7 +91,8 @@ class _Linear:
         return _Linear(self.weight[:, begin:end], self.bias if begin == 0 else None)
 
 
-Expert = tuple[_Linear, _Linear, _Linear]
+# Gate (None: experts have none), up and down.
+Expert = tuple[_Linear | None, _Linear, _Linear]
 
 
 class LocalExpertClient(ExpertClient):
@@ -136,9 +143,9 @@ class LocalExpertClient(ExpertClient):
             rows, choices = (ticket.topk_ids == expert).nonzero(as_tuple=True)
             chosen = hidden_states[rows]
             activation, limit = self.geometry.activation, self.geometry.limit_of(ticket.layer)
-            intermediate = EXPERT_ACTIVATIONS[activation](
-                gate(chosen), up(chosen), self.geometry.alpha, limit
-            )
+            ups = up(chosen)
+            gates = ups if gate is None else gate(chosen)
+            intermediate = EXPERT_ACTIVATIONS[activation](gates, ups, self.geometry.alpha, limit)
             output.index_add_(0, rows, down(intermediate) * ticket.topk_weights[rows, choices, None])
         seconds = time.perf_counter() - begin
         counters = self._stats
@@ -157,13 +164,11 @@ class LocalExpertClient(ExpertClient):
             return kept
         found = self.checkpoint.expert(layer, expert)
         with SliceReader() as reader:
-            gate, up, down = (self._linear(reader, matrix) for matrix in (found.gate, found.up, found.down))
+            gate = None if found.gate is None else self._linear(reader, found.gate)
+            up, down = self._linear(reader, found.up), self._linear(reader, found.down)
         if self._intermediate_range is not None:
-            gate, up, down = (
-                gate.rows(*self._intermediate_range),
-                up.rows(*self._intermediate_range),
-                down.columns(*self._intermediate_range),
-            )
+            gate = None if gate is None else gate.rows(*self._intermediate_range)
+            up, down = up.rows(*self._intermediate_range), down.columns(*self._intermediate_range)
         if self._keeps:
             self._experts[layer, expert] = gate, up, down
         return gate, up, down

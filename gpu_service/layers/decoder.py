@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from gpu_service.engine.step import ForwardContext
 from gpu_service.layers.linear import CheckpointPart, Linear, empty_parameter
-from gpu_service.layers.moe import MoEWithOwnNorms
+from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import RMSNorm, make_norm
 from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
 from gpu_service.ops.rope_frequencies import inverse_frequencies
@@ -153,7 +153,7 @@ class ResidualStream:
 
 
 class DecoderLayer(nn.Module):
-    """`x += attention(norm(x)); x += mlp(norm(x))`; `mlp` is a `GatedMLP` or a `MoE`.
+    """`x += attention(norm(x)); x += mlp(norm(x))`; `mlp` is an `MLP` or a `MoE`.
 
     With `output_norms`, what either half computes is normed before it is added, and multiplied by
     `residual_scale`. The attention's name is the
@@ -198,3 +198,21 @@ class DecoderLayer(nn.Module):
         """A sum over experts is float32 and stays so where no norm follows."""
         normed = update if norm is None else norm(update.to(self._dtype))
         return normed if self._scale == 1.0 else normed.mul_(self._scale)
+
+
+class SingleLayer(nn.Module):
+    """`x += mixer(norm(x))`: a layer that attends, has a state, or is an MLP or a `MoE`, and nothing else."""
+
+    def __init__(self, config: ModelConfig, mixer: nn.Module, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = make_norm(config, config.hidden_size, dtype=dtype)
+        self.mixer = mixer
+
+    def forward(
+        self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
+    ) -> ResidualStream:
+        """Adds what the layer computes to the stream and returns it."""
+        hidden_states = stream.normed(self.norm)
+        is_mlp = isinstance(self.mixer, MLP | MoE)
+        stream.add(self.mixer(hidden_states, *(() if is_mlp else (rope,)), context))
+        return stream

@@ -1,4 +1,4 @@
-"""What follows attention in a layer: a gated MLP, or the mixture-of-experts block.
+"""What follows attention in a layer: an MLP, or the mixture-of-experts block.
 
 The block routes, and adds up what expert servers and the device itself compute.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -20,15 +20,18 @@ from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, empty_parameter
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
-from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS
+from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from gpu_service.ops.router import route
 from gpu_service.parallel.context import SOLO, ParallelContext
 from gpu_service.parallel.partition import ShardRange, even_shard
 from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
 
 
-class GatedMLP(nn.Module):
-    """`down(act(gate(x)) * up(x))`; every rank holds a part of the intermediate dimension."""
+class MLP(nn.Module):
+    """`down(act(gate(x)) * up(x))`, or `down(act(up(x)))` where the activation has no gate.
+
+    Every rank holds a part of the intermediate dimension.
+    """
 
     def __init__(
         self,
@@ -51,7 +54,9 @@ class GatedMLP(nn.Module):
         """
         super().__init__()
         channels = even_shard(intermediate_size, parallel.tp_rank, parallel.tp_size)
-        parts, order = {"gate_proj": channels, "up_proj": channels}, None
+        parts, order = {"up_proj": channels}, None
+        if activation not in PLAIN_ACTIVATIONS:
+            parts = {"gate_proj": channels, "up_proj": channels}
         if is_fused:
             parts = {"gate_up_proj": ShardRange.whole(2 * intermediate_size)}
             if not channels.is_whole:
@@ -60,7 +65,8 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             channels, hidden_size, bias=False, dtype=dtype, parallel=parallel, reduce=reduce
         )
-        self._activation: Callable[[torch.Tensor], torch.Tensor] = GATED_ACTIVATIONS[activation]
+        activations: Mapping[str, Callable[..., torch.Tensor]] = PLAIN_ACTIVATIONS | GATED_ACTIVATIONS
+        self._activation: Callable[[torch.Tensor], torch.Tensor] = activations[activation]
         if activation == "gpt_oss":
             self._activation = partial(GATED_ACTIVATIONS[activation], alpha=alpha, limit=limit)
         elif limit != math.inf:
@@ -126,13 +132,13 @@ class MoE(nn.Module):
         dtype: torch.dtype,
         parallel: ParallelContext = SOLO,
     ) -> None:
-        """`limit` is the shared experts', see `GatedMLP`."""
+        """`limit` is the shared experts', see `MLP`."""
         super().__init__()
         self.layer_id = layer_id
         self.gate = Router(hidden_size, config.router, dtype=dtype)
         shared_size = config.shared_intermediate_size
         self.shared_experts = (
-            GatedMLP(
+            MLP(
                 hidden_size,
                 shared_size,
                 activation,
@@ -149,16 +155,21 @@ class MoE(nn.Module):
         self.shared_expert_gate = (
             Linear(hidden_size, 1, bias=False, dtype=dtype) if config.shared_gate else None
         )
+        self.fc1_latent_proj: Linear | None = None
+        self.fc2_latent_proj: Linear | None = None
+        if config.latent_size:
+            self.fc1_latent_proj = Linear(hidden_size, config.latent_size, bias=False, dtype=dtype)
+            self.fc2_latent_proj = Linear(config.latent_size, hidden_size, bias=False, dtype=dtype)
         self._group = parallel.tensor_group
 
     def forward(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """`[T, H]` to a new float32 `[T, H]`: who adds it to the residual stream rounds once."""
+        """`[T, H]` to a new `[T, H]`, float32 where there is no latent space: who adds it rounds once."""
         topk_weights, topk_ids = self.gate(hidden_states, context.inputs.valid_rows)
         if context.recorder is not None:
             context.recorder.record(self.layer_id, topk_ids)
         collect = start_experts(
             self.layer_id,
-            hidden_states,
+            self.expert_inputs(hidden_states),
             topk_ids,
             topk_weights,
             context.experts,
@@ -169,13 +180,22 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             partial = self._shared(self.shared_experts, hidden_states, context)
         # A client that the host drives may leave its answer there.
-        answer = collect(partial).to(hidden_states.device)
+        if self.fc2_latent_proj is None:
+            answer = collect(partial).to(hidden_states.device)
+        else:
+            answer = self.fc2_latent_proj(collect(None).to(hidden_states))
+            answer = answer if partial is None else answer + partial
         # Every rank's answer has its own rows only, and what it computes itself its own channels only.
         return self._group.all_reduce(answer)
 
-    def _shared(
-        self, experts: GatedMLP, hidden_states: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
+    def expert_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What routed experts are given of `[T, H]`: that, or its projection into their space."""
+        if self.fc1_latent_proj is None:
+            return hidden_states
+        projected: torch.Tensor = self.fc1_latent_proj(hidden_states)
+        return projected
+
+    def _shared(self, experts: MLP, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """What the always-active experts add, `[T, H]`; every rank weighs its own part alike."""
         output: torch.Tensor = experts(hidden_states, context)
         if self.shared_expert_gate is None:

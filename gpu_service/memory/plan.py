@@ -83,7 +83,11 @@ def most_chunk_tokens(config: ModelConfig, parallel: ParallelContext) -> int:
     width = 2 * config.q_size + 2 * config.kv_size
     if mla is not None:
         width = config.num_heads * max(mla.kv_lora_rank, mla.qk_head_dim)
-    widest = max(width // parallel.tp_size, moe.router.top_k * config.hidden_size, config.intermediate_size)
+    widest = max(
+        width // parallel.tp_size,
+        moe.router.top_k * (moe.latent_size or config.hidden_size),
+        config.intermediate_size,
+    )
     return int((2**31 - 1) // widest)
 
 
@@ -166,7 +170,7 @@ def _selection_row(config: ModelConfig) -> int:
 def _mlp_row(config: ModelConfig, ranks: int) -> int:
     """Of one token's row in the widest second half of a layer, without the products of experts."""
     item = config.dtype_bytes
-    dense = config.intermediate_size if len(config.moe.layers) < config.num_layers else 0
+    dense = config.intermediate_size if config.num_dense_layers else 0
     row = 3 * max(dense, config.moe.shared_intermediate_size) * item // ranks
     row += 3 * 4 * config.moe.router.num_experts
     return row
@@ -179,11 +183,12 @@ _ROUTING_PAIR, _ROUTING_EXPERT = 16, 1024
 def _experts_bytes(config: ModelConfig, tokens: int, ranks: int) -> int:
     """Of products of experts that are on the device, resident or streamed: bounded, whatever the tokens."""
     router, inner = config.moe.router, config.moe.intermediate_size // ranks
+    size = config.moe.latent_size or config.hidden_size
     pairs = tokens * router.top_k
-    between = min(pairs * pair_bytes(inner, config.hidden_size, config.dtype_bytes), PAIRS_BYTES)
+    between = min(pairs * pair_bytes(inner, size, config.dtype_bytes), PAIRS_BYTES)
     unpacked = 0
     if pairs >= UNPACK_FROM * router.num_experts:
-        unpacked = min(UNPACKED_BYTES, router.num_experts * 3 * inner * config.hidden_size * 2)
+        unpacked = min(UNPACKED_BYTES, router.num_experts * 3 * inner * size * 2)
     return between + unpacked + _ROUTING_PAIR * pairs + _ROUTING_EXPERT * router.num_experts
 
 

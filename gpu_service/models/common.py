@@ -15,11 +15,12 @@ from gpu_service.layers.decoder import (
     Head,
     ResidualStream,
     RotaryEmbedding,
+    SingleLayer,
     gather_logits,
 )
 from gpu_service.layers.hyper_connections import HyperDecoderLayer, HyperStreams
 from gpu_service.layers.linear import Packed
-from gpu_service.layers.moe import GatedMLP, MoE, MoEWithOwnNorms
+from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import make_norm
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.parallel.context import SOLO, ParallelContext
@@ -37,7 +38,7 @@ class Backbone(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layers: list[DecoderLayer],
+        layers: list[nn.Module],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -110,7 +111,7 @@ class CausalLM(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layers: list[DecoderLayer],
+        layers: list[nn.Module],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -180,7 +181,7 @@ class CausalLM(nn.Module):
 
 def make_mlp(
     layer_id: int, config: ModelConfig, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
-) -> GatedMLP | MoE:
+) -> MLP | MoE:
     """The layer's second half: MoE where the config says so, else dense."""
     size, activation = config.hidden_size, config.activation
     limit = config.mlp_limits[layer_id] if config.mlp_limits else math.inf
@@ -190,7 +191,7 @@ def make_mlp(
         return MoE(layer_id, size, config.moe, activation, limit=limit, dtype=dtype, parallel=parallel)
     width = config.intermediate_size
     alpha = config.moe.expert_alpha
-    return GatedMLP(size, width, activation, limit=limit, alpha=alpha, dtype=dtype, parallel=parallel)
+    return MLP(size, width, activation, limit=limit, alpha=alpha, dtype=dtype, parallel=parallel)
 
 
 def build_causal_lm(
@@ -207,13 +208,14 @@ def build_causal_lm(
     their index in the checkpoint.
     """
     layer_class = DecoderLayer if config.hyper is None else HyperDecoderLayer
-    layers = [
-        layer_class(
-            config,
-            make_attention(index),
-            make_mlp(layer_id, config, dtype=dtype, parallel=parallel),
-            dtype=dtype,
-        )
-        for index, layer_id in enumerate(stage_layers(config, parallel))
-    ]
+
+    def make_layer(index: int, layer_id: int) -> nn.Module:
+        if not config.has_mlp(layer_id):
+            return SingleLayer(config, make_attention(index), dtype=dtype)
+        mlp = make_mlp(layer_id, config, dtype=dtype, parallel=parallel)
+        if not config.has_attention(layer_id):
+            return SingleLayer(config, mlp, dtype=dtype)
+        return layer_class(config, make_attention(index), mlp, dtype=dtype)
+
+    layers = [make_layer(index, layer_id) for index, layer_id in enumerate(stage_layers(config, parallel))]
     return CausalLM(config, layers, dtype=dtype, device=device, parallel=parallel)

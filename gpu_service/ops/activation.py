@@ -70,6 +70,13 @@ def silu_of_clamped_and_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor
     return functional.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
 
 
+def relu2(up: torch.Tensor) -> torch.Tensor:
+    """`max(up, 0)^2`; may overwrite `up`."""
+    return functional.relu_(up).square_()
+
+
+# Of MLPs without a gate, by the name that checkpoints use.
+PLAIN_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu2": relu2}
 # By the name that checkpoints use. Only what the experts' kernels know too: a model has one activation.
 GATED_ACTIVATIONS: dict[str, Op[..., torch.Tensor]] = {
     "silu": silu_and_mul,

@@ -93,9 +93,11 @@ def kimi_delta_extend(
     The states written are those after each request's last row. Returns `[T, H, value_head_dim]`.
     """
 
-    def extend(*own: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        *projected, state = own
-        return chunked_kimi_delta(kimi_delta_rows(*projected, key_head_dim=states.shape[2]), state)
+    def extend(
+        qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = kimi_delta_rows(qkv, a, b, a_log, dt_bias, bound, states.shape[2])
+        return chunked_kimi_delta(rows, others[-1])
 
     rows, constants, slots = (qkv, a, b), (a_log, dt_bias, bound), (states, reads, writes)
     return over_requests(kimi_delta_update, extend, rows, constants, *slots, sequences).to(qkv.dtype)

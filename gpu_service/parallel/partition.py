@@ -193,6 +193,7 @@ def shard_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
         keys_as_values=config.keys_as_values[layers.start : layers.stop],
         layer_ropes=config.layer_ropes[layers.start : layers.stop],
         mlp_limits=config.mlp_limits[layers.start : layers.stop],
+        layer_halves=config.layer_halves[layers.start : layers.stop],
         num_kv_heads=kv_heads(config, parallel).size,
         intermediate_size=even_shard(config.intermediate_size, rank, size).size,
         moe=moe,
@@ -236,7 +237,7 @@ def _check_linear_attention(config: ModelConfig, parallel: ParallelContext) -> N
         )
     for stage in range(parallel.num_stages):
         layers = stage_layers(config, replace(parallel, stage=stage))
-        if config.linear.layers.issuperset(layers):
+        if not set(config.attention_layers) & set(layers):
             raise ConfigError(
                 f"pipeline_parallel_size: of {parallel.num_stages} stages, one would have layers "
                 f"{layers.start} to {layers.stop - 1} only, none of which attends; fewer stages are allowed"

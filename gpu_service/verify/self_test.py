@@ -238,7 +238,7 @@ def _compare(
             reference.submit(probe.layer, probe.hidden_states, probe.topk_ids, probe.topk_weights)
         )
         stored = [reference.checkpoint.expert(probe.layer, expert) for expert in probe.experts]
-        formats = [name for one in stored for name in (one.gate.packed_format, one.down.packed_format)]
+        formats = [name for one in stored for name in one.formats]
         kind = rounded_to(config.experts.expert_dtype, stored)
         allowed = allowed_error(rows, kind, formats, config.experts.max_requantise_error)
         on_device = () if tested.resident is None else tested.resident.experts(probe.layer)

@@ -25,6 +25,7 @@ LAYER_PREFIXES = (
     "model.language_model.layers.",
     "language_model.model.layers.",
     "language_model.model.blocks.",
+    "backbone.layers.",
 )
 
 
@@ -122,6 +123,13 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
             *_PROJECTIONS,
             "model.layers.3.mlp.experts.gate_proj.weight",
         ),
+        # Nemotron-H's, which have no gate.
+        _separate(
+            "per_expert_mixer",
+            "mixer.experts.{expert}",
+            *_PROJECTIONS,
+            "backbone.layers.3.mixer.experts.7.up_proj.weight",
+        ),
         # Granite's.
         ExpertTensorLayout(
             "stacked_linears",
@@ -149,7 +157,7 @@ _PREFIX = "(?:" + "|".join(re.escape(prefix) for prefix in LAYER_PREFIXES) + r")
 # router's bias, which Laguna keeps there.
 _ROUTED_EXPERT = re.compile(
     _PREFIX
-    + r"(?:mlp\.experts\.(?!e_score_correction_bias$)|experts\."
+    + r"(?:(?:mlp|mixer)\.experts\.(?!e_score_correction_bias$)|experts\."
     + r"|block_sparse_moe\.(?:experts|input_linear|output_linear)\."
     + r"|moe\.(?:(?:gate|up|down)_proj|experts|\d+)\.)"
 )

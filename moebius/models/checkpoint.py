@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.expert_layouts import EXPERT_TENSOR_LAYOUTS, LAYER_PREFIXES, MATRICES, LocatedLayout
+from moebius.checkpoint.expert_layouts import EXPERT_TENSOR_LAYOUTS, LAYER_PREFIXES, LocatedLayout
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo, open_safetensors
 from moebius.checkpoint.matrix_finder import MatrixFinder
@@ -74,8 +74,8 @@ def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
     """
     layouts = index.layouts or family_of(model_type).names.layouts
     first: LocatedLayout | None = None
-    for found, gate in _named_layouts(index, layouts):
-        if _is_shaped(found, gate):
+    for found, up in _named_layouts(index, layouts):
+        if _is_shaped(found, up):
             return found
         first = first or found
     if first is not None:
@@ -89,36 +89,36 @@ def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
 def _named_layouts(
     index: CheckpointIndex, layouts: tuple[str, ...]
 ) -> Iterator[tuple[LocatedLayout, TensorInfo]]:
-    """Those of which there is a gate, with one."""
+    """Those of which there is an up matrix, with the tensor of one."""
     for layout in (EXPERT_TENSOR_LAYOUTS[name] for name in layouts):
-        below = _gate_pattern(layout.gate.name)
+        below = _up_pattern(layout.up.name)
         for prefix in LAYER_PREFIXES:
             pattern = re.compile(re.escape(prefix) + r"\d+\." + below)
-            gate = next((info for name, info in index.tensors.items() if pattern.fullmatch(name)), None)
-            if gate is not None:
-                yield LocatedLayout(index, layout, prefix), gate
+            up = next((info for name, info in index.tensors.items() if pattern.fullmatch(name)), None)
+            if up is not None:
+                yield LocatedLayout(index, layout, prefix), up
 
 
-def _is_shaped(found: LocatedLayout, gate: TensorInfo) -> bool:
+def _is_shaped(found: LocatedLayout, up: TensorInfo) -> bool:
     """Whether fused gate and up with down have the sizes that the layout calls for.
 
     Shapes of one tensor alone may fit both ways round, those of the two never do: gate and up have twice as
     many outputs as down has inputs, and as many inputs as it has outputs.
     """
     layout = found.layout
-    if layout.gate.parts == 1:
+    if layout.up.parts == 1:
         return True
-    down = found.index.tensors.get(gate.name.replace("gate_up_proj", "down_proj"))
-    if down is None or len(gate.shape) != 3 or len(down.shape) != 3:
+    down = found.index.tensors.get(up.name.replace("gate_up_proj", "down_proj"))
+    if down is None or len(up.shape) != 3 or len(down.shape) != 3:
         return False
     (outputs, hidden), (rows, inner) = (
-        shape[::-1] if layout.gate.transposed else shape for shape in (gate.shape[1:], down.shape[1:])
+        shape[::-1] if layout.up.transposed else shape for shape in (up.shape[1:], down.shape[1:])
     )
-    return outputs == layout.gate.parts * inner and hidden == rows
+    return outputs == layout.up.parts * inner and hidden == rows
 
 
-def _gate_pattern(name: str) -> str:
-    """The tensor that holds gate, or its codes where it is quantised."""
+def _up_pattern(name: str) -> str:
+    """The tensor that holds up, or its codes where it is quantised."""
     stem = re.escape(name.removesuffix(".weight")).replace(r"\{expert\}", r"\d+")
     if name.endswith(".weight"):
         return stem + r"\.(?:weight|weight_packed|qweight|\w+_codes)"
@@ -129,28 +129,33 @@ def _gate_pattern(name: str) -> str:
 class ExpertMatrices:
     """One expert: gate and up `[I, H]`, down `[H, I]`."""
 
-    gate: StoredMatrix
+    gate: StoredMatrix | None  # None: experts have none.
     up: StoredMatrix
     down: StoredMatrix
 
     @property
+    def all(self) -> tuple[StoredMatrix, ...]:
+        """Those that there are, in this order."""
+        return tuple(matrix for matrix in (self.gate, self.up, self.down) if matrix is not None)
+
+    @property
     def has_bias(self) -> bool:
-        """Whether any of the three has one."""
-        return any(matrix.bias is not None for matrix in (self.gate, self.up, self.down))
+        """Whether any of them has one."""
+        return any(matrix.bias is not None for matrix in self.all)
 
     @property
     def formats(self) -> tuple[str, str]:
         """Packed formats that keep gate and up, and down."""
-        return self.gate.packed_format, self.down.packed_format
+        return self.up.packed_format, self.down.packed_format
 
     @property
     def is_rounded(self) -> bool:
         """Whether these formats only come near what is stored, as with most types of GGUF."""
-        return any(matrix.is_rounded for matrix in (self.gate, self.up, self.down))
+        return any(matrix.is_rounded for matrix in self.all)
 
     def check_kept(self) -> None:
         """Raises CheckpointError naming a matrix that no packed format holds exactly."""
-        for matrix in (self.gate, self.up, self.down):
+        for matrix in self.all:
             if not matrix.packed_format:
                 raise CheckpointError(
                     f"{matrix.name!r} is {matrix.scheme.name} with scales of a group size or type that "
@@ -160,12 +165,13 @@ class ExpertMatrices:
     @property
     def intermediate_multiple(self) -> int:
         """The intermediate dimension can be divided at multiples of this: groups and blocks stay whole."""
-        return math.lcm(self.gate.row_multiple, self.up.row_multiple, self.down.col_multiple)
+        *rows, down = self.all
+        return math.lcm(*(matrix.row_multiple for matrix in rows), down.col_multiple)
 
     @property
     def nbytes(self) -> int:
         """Stored bytes of codes and scales."""
-        return self.gate.nbytes + self.up.nbytes + self.down.nbytes
+        return sum(matrix.nbytes for matrix in self.all)
 
 
 @dataclass(frozen=True)
@@ -185,11 +191,12 @@ class ExpertCheckpoint:
         return ExpertCheckpoint(model, layout, finder)
 
     def expert(self, layer: int, expert: int) -> ExpertMatrices:
-        """The three matrices. Raises CheckpointError as `matrix` does, or when gate and up differ."""
-        found = ExpertMatrices(*(self.matrix(layer, expert, matrix) for matrix in MATRICES))
-        if found.gate.packed_format != found.up.packed_format:
+        """All matrices. Raises CheckpointError as `matrix` does, or when gate and up differ."""
+        gate = self.matrix(layer, expert, "gate") if self.model.is_gated else None
+        found = ExpertMatrices(gate, self.matrix(layer, expert, "up"), self.matrix(layer, expert, "down"))
+        if gate is not None and gate.packed_format != found.up.packed_format:
             raise CheckpointError(
-                f"{found.gate.name!r} is {found.gate.packed_format}, {found.up.name!r} "
+                f"{gate.name!r} is {gate.packed_format}, {found.up.name!r} "
                 f"{found.up.packed_format}; both have to be the same"
             )
         return found

@@ -208,6 +208,14 @@ def refuse_bias(hf: HfKeys, common: dict[str, Any]) -> None:
         raise hf.error("attention_bias", True, "false")
 
 
+def refuse_step_limits(hf: HfKeys) -> None:
+    """Steps of Mamba's recurrence are not limited: transformers does so for several tokens, not for one."""
+    limits = hf.value("time_step_limit")
+    # The last as transformers 5 writes it.
+    if limits not in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+        raise hf.error("time_step_limit", limits, "[0.0, Infinity]")
+
+
 def read_windows(hf: HfKeys, num_layers: int) -> tuple[int | None, ...]:
     """`layer_types` and `sliding_window` as the window of each layer; without a list, even layers slide.
 

@@ -20,6 +20,7 @@ GroupScore = Literal["max", "top2_sum"]
 RouterPost = Literal["none", "renormalize", "softmax"]
 GateActivation = Literal["sigmoid", "softplus"]
 DTypeName = Literal["float32", "bfloat16"]
+LayerHalf = Literal["attention", "mlp"]
 
 # Bytes of an element.
 DTYPE_BYTES: Mapping[DTypeName, int] = {"float32": 4, "bfloat16": 2}
@@ -103,6 +104,9 @@ class MoeConfig:
     # `expert_limit` in all.
     expert_limits: tuple[float, ...] = ()
     expert_bias: bool = False  # Whether routed experts' projections have biases.
+    # Elements of the space that routed experts work in, between two projections that all of them share;
+    # 0: the hidden size.
+    latent_size: int = 0
     # Whether router and routed experts read the residual stream under norms of their own, and both their sum
     # and that of the always-active experts are normed before they are added.
     own_norms: bool = False
@@ -296,6 +300,9 @@ class ModelConfig:
     embedding_scale: float = 1.0  # What the tokens' embeddings are multiplied by.
     residual_scale: float = 1.0  # What either half of a layer adds is multiplied by this first.
     logit_scale: float = 1.0  # What the logits are multiplied by.
+    # Which half each layer is, where layers are one only; linear attention counts as "attention". Empty: all
+    # layers have both.
+    layer_halves: tuple[LayerHalf, ...] = ()
     # Factor of the attention scores; None: that of the head's size.
     attention_scale: float | None = None
     # Per layer, the latest positions that a query sees, or None for all; empty: every layer sees all.
@@ -362,7 +369,21 @@ class ModelConfig:
     def attention_layers(self) -> tuple[int, ...]:
         """Layers that have a cache of tokens, ascending; their places here are its layers."""
         linear = frozenset() if self.linear is None else self.linear.layers
-        return tuple(layer for layer in range(self.num_layers) if layer not in linear)
+        attends = filter(self.has_attention, range(self.num_layers))
+        return tuple(layer for layer in attends if layer not in linear)
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether the layer has attention or a state."""
+        return not self.layer_halves or self.layer_halves[layer] == "attention"
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether the layer has an MLP or experts."""
+        return not self.layer_halves or self.layer_halves[layer] == "mlp"
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers with an MLP instead of experts."""
+        return sum(map(self.has_mlp, range(self.num_layers))) - len(self.moe.layers)
 
     def attention_shape(self, layer: int) -> AttentionShape:
         """Of a layer that attends, by its index."""

@@ -14,14 +14,15 @@ class MoeGeometry:
     """The routed experts' geometry; filled by `of`. Sizes in elements."""
 
     model_type: str
-    hidden_size: int
+    hidden_size: int  # Of what experts are given and give back; with a latent space, its size.
     num_layers: int  # All decoder layers, dense ones included.
     # The layers that route to experts, ascending.
     moe_layers: tuple[int, ...]
     num_experts: int
     top_k: int
     moe_intermediate_size: int
-    activation: str  # "silu": experts compute down(silu(gate(x)) * up(x)); others as in kernels/gemm/gemm.h.
+    # "silu": down(silu(gate(x)) * up(x)); "relu2": down(relu(up(x))^2); others as in kernels/gemm/gemm.h.
+    activation: str
     dtype: str  # "float32" or "bfloat16": what the config says weights and activations are.
     # Of the activations that have them: the sigmoid's slope, and where gate and up are clamped.
     alpha: float = 1.702
@@ -29,6 +30,11 @@ class MoeGeometry:
     # Where the experts of each decoder layer clamp instead; infinite: they do not; empty: `limit` in all.
     layer_limits: tuple[float, ...] = ()
     has_bias: bool = False  # Whether experts have biases.
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether experts have three matrices: gate, up and down, not only the last two."""
+        return self.activation != "relu2"
 
     def limit_of(self, layer: int) -> float:
         """Where the experts of a decoder layer clamp."""
@@ -40,7 +46,7 @@ class MoeGeometry:
         moe = config.moe
         return MoeGeometry(
             model_type=config.model_type,
-            hidden_size=config.hidden_size,
+            hidden_size=moe.latent_size or config.hidden_size,
             num_layers=config.num_layers,
             moe_layers=config.moe_layer_ids,
             num_experts=moe.router.num_experts,

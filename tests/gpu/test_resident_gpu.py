@@ -65,7 +65,7 @@ def test_float32_rows(weight_format: str) -> None:
         assert error(REAL, slots, rows, torch.float32) < tolerances.RESIDENT_GPU_FLOAT32
 
 
-@pytest.mark.parametrize("activation", ["silu_clamped", "gpt_oss", "clamped_silu"])
+@pytest.mark.parametrize("activation", ["silu_clamped", "gpt_oss", "clamped_silu", "relu2"])
 def test_other_activations(activation: str) -> None:
     """With biases."""
     shape = Shape(hidden=256, intermediate=96, activation=activation, has_bias=True)

@@ -151,13 +151,14 @@ def _attend_latents(config: ModelConfig, storage: torch.dtype | None) -> None:
 
 def _layer(config: ModelConfig) -> Shape:
     """The routed experts of a model; of them two, because their number changes nothing."""
-    is_gpt_oss = config.model_type == "gpt_oss"
-    activation = "gpt_oss" if is_gpt_oss else "silu"
-    return Shape(config.hidden_size, config.moe.intermediate_size, 2, 1, activation, has_bias=is_gpt_oss)
+    moe = config.moe
+    hidden = moe.latent_size or config.hidden_size
+    return Shape(hidden, moe.intermediate_size, 2, 1, moe.expert_activation, has_bias=moe.expert_bias)
 
 
 def _experts(shape: Shape, weights: str) -> None:
-    kind = layer_format(weights, weights, shape.hidden, shape.intermediate, shape.has_bias)
+    sizes = shape.hidden, shape.intermediate, shape.has_bias, shape.geometry.is_gated
+    kind = layer_format(weights, weights, *sizes)
     slots = make_slots(kind, 1, shape.experts, CPU, shape.limit)
     kernels = TritonResidentKernels(shape.geometry)
     for rows in _EXPERT_ROWS:

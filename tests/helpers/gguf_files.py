@@ -46,7 +46,8 @@ class GgufTypes:
 
     def of(self, name: str, shape: tuple[int, ...]) -> str:
         """The type of a GGUF tensor."""
-        if len(shape) == 1 or ".ffn_gate_inp." in name or ".ssm_conv1d." in name or name.endswith(".bias"):
+        is_plain = ".ffn_gate_inp." in name or ".ssm_conv1d." in name or name.endswith("_norm.weight")
+        if len(shape) == 1 or is_plain or not name.endswith(".weight"):
             return "F32"
         if "_exps." in name:
             down = self.first_down if self.first_down and name.startswith("blk.0.") else self.down

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.gguf_metadata import LINEAR
+from tests.helpers.gguf_metadata import LINEAR, MAMBA2
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -60,9 +60,11 @@ def _by_kind(config: Any, places: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def linear_tensors(config: Any, name: str, shape: torch.Size, split: bool) -> Iterator[Converted]:
     """Nothing where the converter takes a tensor as any other; `split`: not as early files had it."""
+    places = torch.arange(shape.numel()).reshape(shape)
+    if config.model_type in MAMBA2:
+        yield from _mamba2_tensors(config, name, places)
     if config.model_type not in LINEAR:
         return
-    places = torch.arange(shape.numel()).reshape(shape)
     tiled = config.model_type == "qwen3_5_moe_text"
     stem, _, last = name.partition("linear_attn.")
     if name.endswith("norm.weight") and last != "norm.weight":
@@ -86,3 +88,47 @@ def linear_tensors(config: Any, name: str, shape: torch.Size, split: bool) -> It
         yield Converted(name, _tiled(config, places))
     elif last == "out_proj.weight" and tiled:
         yield Converted(name, _tiled(config, places, axis=1))
+
+
+def _mamba2_tensors(config: Any, name: str, places: torch.Tensor) -> Iterator[Converted]:
+    """Numbers of heads are columns, the norm has a row for each group; modules have Nemotron's published
+    names.
+    """
+    is_granite = config.model_type == "granitemoehybrid"
+    published = name if is_granite else name.replace("model.", "backbone.")
+    stem, _, last = published.rpartition(".")
+    block = f"blk.{name.removeprefix('model.layers.').partition('.')[0]}"
+    if last == "A_log":
+        yield Converted(
+            published, places[:, None], lambda values: -values.exp(), lambda values: (-values).log()
+        )
+    elif last == "D":
+        yield Converted(published, places[:, None])
+    elif last == "dt_bias":
+        yield Converted(f"{stem}.dt_proj.bias" if is_granite else f"{stem}.dt.bias", places)
+    elif published.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        yield Converted(published, places.view(config.mamba_n_groups if is_granite else config.n_groups, -1))
+    elif published.endswith("conv1d.weight"):
+        yield Converted(published, places.squeeze(1))
+    elif ".experts." in published and not is_granite:
+        # In memory all experts are one tensor without a suffix.
+        yield Converted(
+            f"{published.replace('backbone.', 'model.').replace('.mixer.', '.mlp.')}.weight", places
+        )
+    elif last == "e_score_correction_bias":
+        yield Converted(f"{stem}.e_score_correction.bias", places)
+    elif published.endswith("block_sparse_moe.router.weight"):
+        yield Converted(f"{stem}.layer.weight", places)
+    elif published.endswith("block_sparse_moe.experts.down_proj"):
+        yield Converted(f"{block}.ffn_down_exps.weight", places, gguf=True)
+    elif published.endswith(("shared_mlp.input_linear.weight", "block_sparse_moe.experts.gate_up_proj")):
+        gate, up = places.chunk(2, dim=-2)
+        kind = "shexp" if "shared" in published else "exps"
+        yield Converted(f"{block}.ffn_gate_{kind}.weight", gate, gguf=True)
+        yield Converted(f"{block}.ffn_up_{kind}.weight", up, gguf=True)
+    elif is_granite and published.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = config.num_attention_heads if "q_proj" in published else config.num_key_value_heads
+        pairs = places.view(heads, 2, -1, places.shape[1]).transpose(1, 2)
+        yield Converted(published, pairs.reshape(places.shape))
+    elif published != name:
+        yield Converted(published, places)

@@ -17,9 +17,11 @@ ARCHITECTURES = {
     "glm4_moe": "GLM4_MOE",
     "glm_moe_dsa": "GLM_DSA",
     "gpt_oss": "GPT_OSS",
+    "granitemoehybrid": "GRANITE_HYBRID",
     "hunyuan_v1_moe": "HUNYUAN_MOE",
     "minimax_m2": "MINIMAXM2",
     "mixtral": "LLAMA",
+    "nemotron_h": "NEMOTRON_H_MOE",
     "olmoe": "OLMOE",
     "qwen2_moe": "QWEN2MOE",
     "qwen3_5_moe_text": "QWEN35MOE",
@@ -29,6 +31,7 @@ ARCHITECTURES = {
 _SIGMOID = ("afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm_moe_dsa", "minimax_m2")
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm_moe_dsa")
 LINEAR = ("qwen3_5_moe_text", "qwen3_next")
+MAMBA2 = ("granitemoehybrid", "nemotron_h")
 
 
 def write_metadata(
@@ -44,7 +47,7 @@ def write_metadata(
     if getattr(config, "intermediate_size", None) is not None:
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon if kind == "nemotron_h" else config.rms_norm_eps)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_file_type(0)
     writer.add_bos_token_id(config.bos_token_id)
@@ -52,6 +55,9 @@ def write_metadata(
     writer.add_pad_token_id(config.pad_token_id)
     if kind in _SIGMOID:
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if kind in MAMBA2:
+        write_mamba2(writer, config)
+        return
     _write_rope(writer, config)
     _write_experts(writer, config)
     if kind in _LATENT:
@@ -163,3 +169,46 @@ def _write_linear(writer: GGUFWriter, config: Any) -> None:
     writer.add_full_attention_interval(4)
     if sections := config.rope_parameters.get("mrope_section"):
         writer.add_rope_dimension_sections([*sections, 0])
+
+
+def _by_layer(config: Any, kind: str, value: int) -> list[int]:
+    """The value for the layers of a kind, 0 for all others."""
+    return [value if found == kind else 0 for found in config.layer_types]
+
+
+def write_mamba2(writer: GGUFWriter, config: Any) -> None:
+    """Of layers with Mamba-2: heads are called time steps, and lists have zeros for layers without."""
+    is_granite = config.model_type == "granitemoehybrid"
+    full = _by_layer(config, "full_attention", config.num_key_value_heads)
+    writer.add_head_count_kv(full)
+    heads = config.mamba_n_heads if is_granite else config.mamba_num_heads
+    head_dim = config.mamba_d_head if is_granite else config.mamba_head_dim
+    writer.add_ssm_conv_kernel(config.mamba_d_conv if is_granite else config.conv_kernel)
+    writer.add_ssm_state_size(config.mamba_d_state if is_granite else config.ssm_state_size)
+    writer.add_ssm_group_count(config.mamba_n_groups if is_granite else config.n_groups)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * head_dim)
+    if is_granite:
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+        return
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    # Here, too, it replaces what was written for all layers.
+    writer.add_feed_forward_length(_by_layer(config, "moe", config.moe_intermediate_size))
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_group_count(config.n_group)
+    if config.moe_latent_size is not None:
+        writer.add_moe_latent_size(config.moe_latent_size)

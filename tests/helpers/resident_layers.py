@@ -82,7 +82,8 @@ def resident_layer(
 ) -> LayerSlots:
     """Random weights of a packed format; `experts` in slots, in that order, and one empty slot."""
     engine = shape.engine(weight_format)
-    kind = layer_format(weight_format, weight_format, shape.hidden, shape.intermediate, shape.has_bias)
+    sizes = shape.hidden, shape.intermediate, shape.has_bias, shape.geometry.is_gated
+    kind = layer_format(weight_format, weight_format, *sizes)
     slots = make_slots(kind, len(experts) + 1, shape.experts, torch.device(device), shape.limit)
     for slot, expert in enumerate(experts):
         slots.put(slot, expert, torch.from_numpy(np.array(engine.packed_expert(0, expert))))

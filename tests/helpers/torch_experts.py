@@ -19,6 +19,7 @@ _STACKED = {"input_linear": "experts.gate_up_proj", "output_linear": "experts.do
 def _plain_name(name: str) -> str:
     """The name as most families have it."""
     name = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
+    name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
     if not name.endswith(".weight"):
         return name
     *path, matrix, suffix = name.replace(".block_sparse_moe.", ".mlp.").split(".")
@@ -65,6 +66,10 @@ class TorchExperts:
     def _expert(self, layer: int, expert: int, hidden_state: torch.Tensor) -> torch.Tensor:
         if self.config["model_type"] == "gpt_oss":
             return self._gpt_oss_expert(f"model.layers.{layer}.mlp.experts.", expert, hidden_state.float())
+        if self.config["model_type"] == "nemotron_h":
+            stem = f"model.layers.{layer}.mlp.experts.{expert}."
+            up, down = self.weights[stem + "up_proj.weight"], self.weights[stem + "down_proj.weight"]
+            return down @ functional.relu(up @ hidden_state.float()).square()
         gate, up, down = self._matrices(f"model.layers.{layer}.mlp.experts.", expert)
         x = hidden_state.float()
         if self.config["model_type"].startswith("gemma4"):

@@ -45,6 +45,7 @@ PUBLISHED_TENSORS = {
     "kimi-k2.5": 208550,
     "glm-4.5v": 18106,
     "minimax-m2": 96103,
+    "nemotron-3-super-120b-a12b": 42683,
     "qwen3-30b-a3b-fp8": 37491,
     "qwen3-next-80b-a3b": 75944,
     "qwen3-vl-30b-a3b": 882,

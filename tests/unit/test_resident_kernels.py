@@ -57,11 +57,11 @@ def test_every_format(weight_format: str, few_rows: int) -> None:
     ("activation", "bias"),
     [
         (name, name in ("gpt_oss", "silu"))
-        for name in ("silu_clamped", "gpt_oss", "silu", "gelu_tanh", "clamped_silu")
+        for name in ("silu_clamped", "gpt_oss", "silu", "gelu_tanh", "clamped_silu", "relu2")
     ],
 )
 def test_activations_and_biases(activation: str, bias: bool, few_rows: int) -> None:
-    """Clamped and gpt-oss activations, each at values beyond the clamp; biases of all three matrices."""
+    """Clamped and gpt-oss activations at values beyond the clamp, relu2 without a gate; biases."""
     shape = Shape(hidden=96, intermediate=48, activation=activation, has_bias=bias, limit=0.3)
     slots = resident_layer(shape, "int4_g32", (0, 3))
     kernels = TritonResidentKernels(shape.geometry, few_rows)
@@ -78,7 +78,8 @@ UNPACKED = ("float16", "fp8_block", "int8_g32_mins", "int4_g128_zeros", "mxfp4")
 )
 def test_unpacked_once(weight_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many 16-bit rows: some experts at a time, some rows at a time; the last of each are fewer."""
-    shape = Shape(has_bias=weight_format in ("fp8_channel", "mxfp4", "bfloat16"))
+    activation = "relu2" if weight_format == "fp8_block" else "silu"
+    shape = Shape(activation=activation, has_bias=weight_format in ("fp8_channel", "mxfp4", "bfloat16"))
     slots = resident_layer(shape, weight_format, (4, 1, 2))
     kernels = TritonResidentKernels(shape.geometry, MANY)
     # The interpreter multiplies no bfloat16.
@@ -192,11 +193,12 @@ def test_replacing_a_slot_is_seen_at_once() -> None:
 @pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
 def test_reference_unpacks_bit_by_bit(weight_format: str) -> None:
     """The torch unpacking gives the weights and biases that the documented layout means."""
-    for shape in (Shape(hidden=96, intermediate=160), Shape(has_bias=True)):
+    for shape in (Shape(hidden=96, intermediate=160), Shape(has_bias=True), Shape(activation="relu2")):
         slots = resident_layer(shape, weight_format, (1,))
         packed = slots.weights[0]
         plain = unpack_with_numpy(slots.kind.layout, packed.numpy())
-        for found, expected in zip(unpack_expert(slots.kind, packed), plain, strict=True):
+        wanted = [matrix for matrix in plain if matrix is not None]
+        for found, expected in zip(unpack_expert(slots.kind, packed), wanted, strict=True):
             np.testing.assert_array_equal(found.weight.numpy(), expected)
             assert (found.bias is not None) == shape.has_bias
 

@@ -151,13 +151,12 @@ class TorchResidentKernels(ResidentKernels):
         for slot, expert in sorted(enumerate(slots.expert_of_slot), key=lambda pair: pair[1]):
             if expert < 0 or expert not in chosen:
                 continue
-            gate, up, down = unpack_expert(slots.kind, slots.weights[slot])
+            *gate, up, down = unpack_expert(slots.kind, slots.weights[slot])
             rows, choices = (topk_ids == expert).nonzero(as_tuple=True)
             activation = EXPERT_ACTIVATIONS[self._geometry.activation]
-            picked = rows_in[rows]
-            intermediate = activation(
-                _linear(picked, gate), _linear(picked, up), self._geometry.alpha, slots.limit
-            )
+            ups = _linear(rows_in[rows], up)
+            gates = _linear(rows_in[rows], gate[0]) if gate else ups
+            intermediate = activation(gates, ups, self._geometry.alpha, slots.limit)
             output.index_add_(0, rows, _linear(intermediate, down) * topk_weights[rows, choices, None])
         if partial is None:
             return output

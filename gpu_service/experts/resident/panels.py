@@ -66,6 +66,11 @@ class LayerFormat:
         return self.layout.gate_up.k
 
     @property
+    def gate_up_columns(self) -> int:
+        """Output features of gate and up together, or of up alone, in whole panels."""
+        return self.intermediate_columns * self.layout.panels_per_column_block
+
+    @property
     def intermediate_size(self) -> int:
         """Intermediate channels of each expert held here."""
         return self.layout.down.k
@@ -77,9 +82,11 @@ class LayerFormat:
 
 
 @cache  # a plan asks for each layer of each number of residents that it tries
-def layer_format(gate_up: str, down: str, hidden: int, intermediate: int, has_bias: bool) -> LayerFormat:
-    """Experts with gate, up and down. Raises ValueError for an unknown format."""
-    layout = expert_layout(gate_up, down, hidden, intermediate, has_bias)
+def layer_format(
+    gate_up: str, down: str, hidden: int, intermediate: int, has_bias: bool, gated: bool = True
+) -> LayerFormat:
+    """Experts with up and down and, if `gated`, gate. Raises ValueError for an unknown format."""
+    layout = expert_layout(gate_up, down, hidden, intermediate, has_bias, gated)
     return LayerFormat(layout, PanelFormat(**asdict(layout.gate_up)), PanelFormat(**asdict(layout.down)))
 
 

@@ -59,21 +59,21 @@ class PackedExpertSource:
                 found.check_kept()
             begin, end = self._span(found)
             self._formats[layer] = layer_format(
-                self._format(found.gate.packed_format),
-                self._format(found.down.packed_format),
+                *self._formats_of(found),
                 self.geometry.hidden_size,
                 end - begin,
                 found.has_bias,
+                self.geometry.is_gated,
             )
         return self._formats[layer]
 
     def read(self, layer: int, expert: int, reader: SliceReader) -> PackedExpert:
         """Reads and packs. Raises CheckpointError naming a tensor, or a format other than the layer's."""
         kind, found = self.format_of(layer), self._checkpoint.expert(layer, expert)
-        formats = (self._format(found.gate.packed_format), self._format(found.down.packed_format))
+        formats = self._formats_of(found)
         if formats != (kind.gate_up.name, kind.down.name):
             raise CheckpointError(
-                f"{found.gate.name!r} is {'/'.join(formats)}, expert 0 of its layer "
+                f"{found.up.name!r} is {'/'.join(formats)}, expert 0 of its layer "
                 f"{kind.gate_up.name}/{kind.down.name}; requantise them with --expert-dtype"
             )
         begin, end = self._span(found)
@@ -84,12 +84,17 @@ class PackedExpertSource:
             down = replace(down, bias=None)
         packed, error, reference = _kernels.pack_expert(
             *formats,
-            found.gate.read(reader, rows=channels),
+            None if found.gate is None else found.gate.read(reader, rows=channels),
             found.up.read(reader, rows=channels),
             down,
             has_bias=kind.gate_up.has_bias,
         )
         return PackedExpert(packed, error, reference)
+
+    def _formats_of(self, found: ExpertMatrices) -> tuple[str, str]:
+        """Of gate and up, and of down, as they are packed here."""
+        gate_up, down = found.formats
+        return self._format(gate_up), self._format(down)
 
     def _format(self, stored: str) -> str:
         if self._target is not None:

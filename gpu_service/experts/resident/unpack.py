@@ -23,13 +23,15 @@ class UnpackedMatrix:
 
 
 def unpack_expert(layer: LayerFormat, packed: torch.Tensor) -> tuple[UnpackedMatrix, ...]:
-    """gate and up `[I, H]`, down `[H, I]` of one expert's bytes, uint8 `[expert_bytes]`."""
+    """gate, if there is one, and up `[I, H]`, down `[H, I]` of an expert's bytes, uint8 `[expert_bytes]`."""
     layout = layer.layout
-    pairs = packed[: layout.down_offset].view(-1, 2, layer.gate_up.panel_bytes)
+    blocks = packed[: layout.down_offset].view(-1, layout.panels_per_column_block, layer.gate_up.panel_bytes)
     down = packed[layout.down_offset : layout.expert_bytes].view(-1, layer.down.panel_bytes)
     return (
-        unpack_panels(layer.gate_up, pairs[:, 0].contiguous(), layer.intermediate_size),
-        unpack_panels(layer.gate_up, pairs[:, 1].contiguous(), layer.intermediate_size),
+        *(
+            unpack_panels(layer.gate_up, panels.contiguous(), layer.intermediate_size)
+            for panels in blocks.unbind(1)
+        ),
         unpack_panels(layer.down, down.contiguous(), layer.hidden_size),
     )
 

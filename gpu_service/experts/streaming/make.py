@@ -91,7 +91,12 @@ def served_parts(
             ServedPart(
                 len(part.held(resident.get(layer, ()))),
                 layer_format(
-                    found.gate_up, found.down, geometry.hidden_size, part.intermediate_size, found.has_bias
+                    found.gate_up,
+                    found.down,
+                    geometry.hidden_size,
+                    part.intermediate_size,
+                    found.has_bias,
+                    geometry.is_gated,
                 ),
             )
             for part in slices

@@ -128,10 +128,13 @@ def _file(path: Path) -> tuple[int, int] | None:
 
 def _stored(segment: int, layer: SegmentLayer) -> StoredExperts:
     width = layer.intermediate_end - layer.intermediate_begin
-    kind = layer_format(layer.gate_up_format, layer.down_format, layer.hidden_size, width, layer.has_bias)
-    if kind.expert_bytes != layer.expert_bytes:
+    sizes = layer.gate_up_format, layer.down_format, layer.hidden_size, width, layer.has_bias
+    # Whether experts have a gate, their size says.
+    kinds = [layer_format(*sizes, gated) for gated in (False, True)]
+    kind = next((found for found in kinds if found.expert_bytes == layer.expert_bytes), None)
+    if kind is None:
         raise SegmentsUnusable(
             f"experts of layer {layer.layer} take {layer.expert_bytes} bytes in the segment of expert server "
-            f"{segment}, {kind.expert_bytes} in this version's layout"
+            f"{segment}, {kinds[1].expert_bytes} in this version's layout"
         )
     return StoredExperts(layer.layer, segment, layer.offset, layer.experts, kind)

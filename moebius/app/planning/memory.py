@@ -39,6 +39,7 @@ class StoredExperts:
     has_bias: bool
     group: int  # Intermediate channels may be divided at multiples of this.
     nbytes: int  # Of one expert, as stored.
+    is_gated: bool = True
 
 
 def stored_experts(directory: str | Path, geometry: MoeGeometry) -> dict[int, StoredExperts]:
@@ -51,7 +52,13 @@ def stored_experts(directory: str | Path, geometry: MoeGeometry) -> dict[int, St
     checkpoint = ExpertCheckpoint.open(str(directory), geometry)
     found = {layer: checkpoint.expert(layer, 0) for layer in geometry.moe_layers}
     return {
-        layer: StoredExperts(*expert.formats, expert.has_bias, expert.intermediate_multiple, expert.nbytes)
+        layer: StoredExperts(
+            *expert.formats,
+            expert.has_bias,
+            expert.intermediate_multiple,
+            expert.nbytes,
+            geometry.is_gated,
+        )
         for layer, expert in found.items()
     }
 
@@ -59,20 +66,22 @@ def stored_experts(directory: str | Path, geometry: MoeGeometry) -> dict[int, St
 def _declared(directory: str | Path, geometry: MoeGeometry, layer: int) -> StoredExperts:
     layout = EXPERT_TENSOR_LAYOUTS[family_of(geometry.model_type).names.layouts[0]]
     finder = MatrixFinder({}, Path(directory), read_schemes(directory))
-    gate, down = (
+    up, down = (
         finder.declared(f"{LAYER_PREFIXES[0]}{layer}.{template.name.format(expert=0)}")
-        for template in (layout.gate, layout.down)
+        for template in (layout.up, layout.down)
     )
     inner, hidden = geometry.moe_intermediate_size, geometry.hidden_size
-    size = 2 * _declared_bytes(gate, inner, hidden, geometry) + _declared_bytes(down, hidden, inner, geometry)
-    rows = [role.out_step for role in gate.roles if role.out_step not in (0, 128)]
+    size = (1 + geometry.is_gated) * _declared_bytes(up, inner, hidden, geometry)
+    size += _declared_bytes(down, hidden, inner, geometry)
+    rows = [role.out_step for role in up.roles if role.out_step not in (0, 128)]
     columns = [role.in_step for role in down.roles if role.in_step]
     return StoredExperts(
-        _declared_format(gate, geometry),
+        _declared_format(up, geometry),
         _declared_format(down, geometry),
         geometry.has_bias,
         math.lcm(*rows, *columns),
         size,
+        geometry.is_gated,
     )
 
 
@@ -100,7 +109,7 @@ def packed_expert(
 ) -> PackedExpertLayout:
     """How `channels` intermediate channels of an expert are packed; the rest as `packed_formats`."""
     formats = packed_formats(stored, expert_dtype, widest)
-    return expert_layout(*formats, hidden_size, channels, stored.has_bias)
+    return expert_layout(*formats, hidden_size, channels, stored.has_bias, stored.is_gated)
 
 
 def packed_formats(stored: StoredExperts, expert_dtype: str, widest: str = "float32") -> tuple[str, str]:

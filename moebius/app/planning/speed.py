@@ -253,7 +253,7 @@ def make_work(
         attention_width=_attention_width(model) // ranks,
         expert_bytes=expert_bytes,
         resident_expert_bytes=expert_bytes / ranks,
-        expert_weights=3 * geometry.hidden_size * geometry.moe_intermediate_size,
+        expert_weights=(2 + geometry.is_gated) * geometry.hidden_size * geometry.moe_intermediate_size,
         expert_times=measured_times(config, geometry, formats, model.dtype, hardware),
         resident_share=residency.share,
         servers=num_servers(config, hardware.sockets),
@@ -290,7 +290,8 @@ def measured_times(
     down = find_times(hardware.kernel_times, on, formats[1], rows, inner)
     if gate_up is None or down is None:
         return None
-    gate_up_panels, down_panels = 2 * -(-inner // PANEL_COLUMNS), -(-hidden // PANEL_COLUMNS)
+    gate_up_panels = (1 + geometry.is_gated) * -(-inner // PANEL_COLUMNS)
+    down_panels = -(-hidden // PANEL_COLUMNS)
     return ExpertTimes(gate_up, down, gate_up_panels, down_panels, hidden, inner)
 
 

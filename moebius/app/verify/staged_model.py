@@ -136,9 +136,9 @@ def _most_stages(config: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Routed:
-    """What a router was given and chose; filled by `watching`."""
+    """What a router chose, and what its experts are given; filled by `watching`."""
 
-    hidden_states: torch.Tensor  # [T, H]
+    hidden_states: torch.Tensor  # [T, MoeGeometry.hidden_size]
     topk_ids: torch.Tensor  # int32 [T, K]
     topk_weights: torch.Tensor  # float32 [T, K]
 
@@ -159,7 +159,7 @@ def watching(
         hooks.append(module.register_forward_hook(_on_layer(layer, on_layer)))
         for part in module.modules():
             if isinstance(part, MoE):
-                hooks.append(part.gate.register_forward_hook(_on_routed(layer, on_routed)))
+                hooks.append(part.gate.register_forward_hook(_on_routed(layer, part, on_routed)))
     try:
         yield
     finally:
@@ -174,10 +174,10 @@ def _on_layer(layer: int, call: Callable[[int, torch.Tensor], None]) -> Callable
     return hook
 
 
-def _on_routed(layer: int, call: Callable[[int, Routed], None]) -> Callable[..., None]:
+def _on_routed(layer: int, block: MoE, call: Callable[[int, Routed], None]) -> Callable[..., None]:
     def hook(module: nn.Module, given: tuple[Any, ...], chosen: Any) -> None:
         weights, ids = chosen
-        call(layer, Routed(given[0], ids, weights))
+        call(layer, Routed(block.expert_inputs(given[0]), ids, weights))
 
     return hook
 

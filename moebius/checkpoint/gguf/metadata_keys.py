@@ -21,14 +21,16 @@ class MetadataKeys:
     def get(self, name: str) -> Any:
         """The value as config.json spells it; None where there is none.
 
-        A float32 is the shortest decimal that stands for it. Raises CheckpointError for one value per layer.
+        A float32 is the shortest decimal that stands for it. Of a list of one for each layer, in which 0 is a
+        layer that has none, the one value there is. Raises CheckpointError for several.
         """
         self.skip(name)
         value = self.model.value(name)
         if isinstance(value, list):
-            if len(set(value)) != 1:
+            kinds = set(value) - {0} or {0}
+            if len(kinds) != 1:
                 raise self.error(name, value, "the same for all layers")
-            value = value[0]
+            value = kinds.pop()
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def integer(self, name: str, default: int | None = None) -> int:

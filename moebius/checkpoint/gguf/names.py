@@ -21,7 +21,11 @@ from typing import Literal
 #   value_part   [heads, value, rank], the part of kv_b_proj that makes values
 #   one_plus_weight  a norm's weight, here less 1
 #   decay        -exp(A_log) of linear attention, here A_log
+#   flat         a matrix whose rows here follow one another
+#   flat_decay   such a matrix of decays
 #   taps         a convolution's weights, here with an axis of one input channel
+#   gate_half    the gate matrix of what here is one matrix of gates, then ups
+#   up_half      the other one
 #   mixed_part   queries, keys and values of linear attention, which here lie by key head
 #   gate_part    the gates next to them
 #   tiled_...    value heads alternate between the key heads they belong to; here those of one follow each
@@ -35,7 +39,11 @@ Change = Literal[
     "value_part",
     "one_plus_weight",
     "decay",
+    "flat",
+    "flat_decay",
     "taps",
+    "gate_half",
+    "up_half",
     "mixed_part",
     "gate_part",
     "tiled_rows",
@@ -125,6 +133,20 @@ ONE_PLUS_WEIGHT_NORM_RULES = (
     gguf_layer("attn_k_norm.weight", "self_attn.k_norm.weight", "one_plus_weight"),
     gguf_layer("ssm_norm.weight", "linear_attn.norm.weight"),
 )
+
+
+def gguf_mamba2(module: str) -> tuple[GgufRule, ...]:
+    """Of the layers' modules of this name; per-head numbers are columns, and the norm has a row per group."""
+    return (
+        *gguf_linear("ssm_in", f"{module}.in_proj"),
+        gguf_layer("ssm_conv1d.weight", f"{module}.conv1d.weight", "taps"),
+        gguf_layer("ssm_conv1d.bias", f"{module}.conv1d.bias"),
+        gguf_layer("ssm_dt.bias", f"{module}.dt_bias"),
+        gguf_layer("ssm_a", f"{module}.A_log", "flat_decay"),
+        gguf_layer("ssm_d", f"{module}.D", "flat"),
+        gguf_layer("ssm_norm.weight", f"{module}.norm.weight", "flat"),
+        *gguf_linear("ssm_out", f"{module}.out_proj"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

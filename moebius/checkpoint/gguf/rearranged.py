@@ -5,6 +5,7 @@ What llama.cpp's converters do to the weights of each family is undone here, whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -70,6 +71,9 @@ def _halves_of_pairs(key: str) -> Callable[[GgufModel, TensorInfo], TensorInfo]:
 
     def change(model: GgufModel, info: TensorInfo) -> TensorInfo:
         heads = model.value(key)
+        if isinstance(heads, list):
+            # One for each layer, 0 where a layer has none.
+            heads = max(heads)
         if not isinstance(heads, int) or heads < 1 or info.shape[0] % (2 * heads):
             raise CheckpointError(
                 f"{model.file}: {info.name} {list(info.shape)} can not be divided among {heads!r} heads "
@@ -95,6 +99,10 @@ def _applied(function: Callable[[Floats], Floats]) -> Callable[[GgufModel, Tenso
         return replace(info, dtype="F32", derived=Applied(info, function))
 
     return change
+
+
+def _flat(model: GgufModel, info: TensorInfo) -> TensorInfo:
+    return replace(info, shape=(math.prod(info.shape),))
 
 
 def _taps(model: GgufModel, info: TensorInfo) -> TensorInfo:
@@ -142,6 +150,12 @@ def _merged_latent(model: GgufModel, keys: TensorInfo, values: TensorInfo) -> Te
     return replace(keys, dtype="F32", shape=shape, derived=MergedHeads(keys, values))
 
 
+def _one_after_the_other(model: GgufModel, gate: TensorInfo, up: TensorInfo) -> TensorInfo:
+    if gate.shape != up.shape:
+        raise _misfit(model, gate, f"the shape of {up.name} {list(up.shape)}")
+    return _gathered([gate, up], np.arange(gate.shape[0] + up.shape[0]))
+
+
 def _mixed_by_key_head(model: GgufModel, mixed: TensorInfo, gate: TensorInfo) -> TensorInfo:
     """in_proj_qkvz: of each key head its query, its key, and the values and gates that belong to it."""
     heads = linear_heads(model)
@@ -159,6 +173,8 @@ _STEPS: Mapping[Change, tuple[_Step, ...]] = {
     "key_pairs": (_halves_of_pairs("attention.head_count_kv"),),
     "one_plus_weight": (_applied(_less_one),),
     "decay": (_applied(_log_of_negative),),
+    "flat": (_flat,),
+    "flat_decay": (_flat, _applied(_log_of_negative)),
     "taps": (_taps,),
     "tiled_rows": (_tiled(mixed=False),),
     "tiled_mixed": (_tiled(mixed=True),),
@@ -172,4 +188,5 @@ _MERGES: tuple[
 ] = (
     (("key_part", "value_part"), "attn_k_b and attn_v_b", _merged_latent),
     (("mixed_part", "gate_part"), "attn_qkv and attn_gate", _mixed_by_key_head),
+    (("gate_half", "up_half"), "ffn_gate_shexp and ffn_up_shexp", _one_after_the_other),
 )

@@ -5,19 +5,24 @@ Sums of the residual stream, embeddings, scores and logits have factors of their
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moebius.models.common import FULL, read_common, refuse_bias
+from moebius.checkpoint.gguf.family import Config, GgufFamily
+from moebius.checkpoint.gguf.linear_heads import linear_heads
+from moebius.checkpoint.gguf.names import gguf_layer, gguf_mamba2
+from moebius.models.common import FULL, read_common, refuse_bias, refuse_step_limits
 from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig, RouterConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
+if TYPE_CHECKING:
+    # Few processes need the package that knows the format's types.
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
+
 # By the names of the publisher, and of transformers 5.
 _STATE_SPACE, _ATTENDS = ("mamba", "linear_attention"), ("attention", FULL)
-# As transformers 5 writes it.
-_INFINITY = {"__float__": "Infinity"}
 # Of initialisation and training, and how long the chunks are that other programs compute at once.
 _HARMLESS = ("init_method", "mamba_chunk_size")
 
@@ -57,18 +62,11 @@ def _read_state_space(hf: HfKeys, hidden_size: int, num_layers: int) -> LinearAt
     )
 
 
-def _refuse_limits(hf: HfKeys) -> None:
-    """Steps of the recurrence are not limited: transformers does so for several tokens, and not for one."""
-    limits = hf.value("time_step_limit")
-    if limits not in (None, [0.0, float("inf")], [0.0, _INFINITY]):
-        raise hf.error("time_step_limit", limits, "[0.0, Infinity]")
-
-
 def read_granitemoehybrid(hf: HfKeys) -> ModelConfig:
     """`intermediate_size` is an expert's; without `position_embedding_type` nothing is rotated."""
     hf.skip(*_HARMLESS)
     hf.refuse("normalization_function", "rmsnorm")
-    _refuse_limits(hf)
+    refuse_step_limits(hf)
     common: dict[str, Any] = read_common(hf)
     refuse_bias(hf, common)
     num_layers, rotates = common["num_layers"], hf.value("position_embedding_type") == "rope"
@@ -101,6 +99,41 @@ def read_granitemoehybrid(hf: HfKeys) -> ModelConfig:
     )
 
 
+_GGUF_KEYS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "expert_count": "num_local_experts",
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
+
+
+def _gguf(keys: MetadataKeys, config: Config) -> Config:
+    """Layers without attention have a decay; heads are as wide as `hidden_size` makes them."""
+    heads, own = linear_heads(keys.model), keys.layers_with("ssm_a")
+    keys.skip("ssm.inner_size", "rope.dimension_count")
+    kinds = ["mamba" if layer in own else "attention" for layer in range(config["num_hidden_layers"])]
+    return {
+        "layer_types": kinds,
+        "mamba_d_head": heads.value_dim,
+        "mamba_expand": heads.value_size // config["hidden_size"],
+        # The key is llama.cpp's for a rotation that its code would else leave out.
+        "position_embedding_type": "rope" if keys.get("rope.scaling.finetuned") else "nope",
+    }
+
+
+_GGUF_RULES = (
+    *gguf_mamba2("mamba"),
+    gguf_layer("attn_q.weight", "self_attn.q_proj.weight", "query_pairs"),
+    gguf_layer("attn_k.weight", "self_attn.k_proj.weight", "key_pairs"),
+    gguf_layer("ffn_gate_shexp.weight", "mlp.shared_experts.gate_up_proj.weight", "gate_half"),
+    gguf_layer("ffn_up_shexp.weight", "mlp.shared_experts.gate_up_proj.weight", "up_half"),
+)
 _LAYER = "model.layers.*."
 FAMILIES = (
     Family(
@@ -115,5 +148,6 @@ FAMILIES = (
             ),
             ("stacked_linears",),
         ),
+        gguf=(GgufFamily("granitehybrid", _GGUF_KEYS, 3, derive=_gguf, rules=_GGUF_RULES),),
     ),
 )

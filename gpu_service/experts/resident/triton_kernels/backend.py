@@ -258,7 +258,7 @@ class TritonResidentKernels(ResidentKernels):
     ) -> None:
         kind, gate_up, down = slots.kind, *matrices
         pairs, block_slots = align(slots, topk_ids, tile.rows, first, count)
-        blocks, features = block_slots.shape[0], 2 * kind.intermediate_columns
+        blocks, features = block_slots.shape[0], kind.gate_up_columns
         dense.gate_up_dense[(-(-features // tile.columns), blocks)](
             hidden_states,
             gate_up,
@@ -323,9 +323,9 @@ def _pair_memory(
 def _unpack(
     slots: LayerSlots, first: int, count: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up features in turn `[count, 2 * I, k_padded]`, and down `[count, H, k_padded]`."""
+    """Gate and up in turn, or up alone, `[count, gate_up_columns, k_padded]`; down `[count, H, k_padded]`."""
     kind = slots.kind
-    panels = 2 * kind.layout.intermediate_blocks, kind.layout.down_panels
+    panels = kind.gate_up_columns // 16, kind.layout.down_panels
     kinds, typed, offsets = (
         (kind.gate_up, kind.down),
         (slots.gate_up, slots.down),
@@ -346,7 +346,7 @@ def _unpack(
             first,
             EXPERT_BYTES=kind.expert_bytes,
             AT=offsets[number],
-            GATED=number == 0,
+            GATED=number == 0 and kind.layout.gated,
             PANEL=panel,
             PANELS=panels[number],
             LINES=k // per_word,

@@ -4,7 +4,7 @@ With hundreds of rows an expert the tiles of `gemm.py` would unpack the same wei
 rows, and multiply in pieces no longer than a quantisation group. Here group scales (and mins) are part of the
 unpacked weights, rounded once to the rows' type; scales of whole columns and biases are applied in float32 as
 there. Unpacked matrices are `[features, k_padded]`, gate and up features in turn, so that one product of a
-tile has both of the same channel.
+tile has both of the same channel; experts without a gate have up features alone.
 """
 
 from __future__ import annotations
@@ -97,26 +97,33 @@ def gate_up_dense(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (N / 2 channels, block of M pairs): intermediate [pairs, INTERMEDIATE_COLUMNS].
 
-    Neighbours share a block, so that its rows and its expert stay in the cache.
+    N channels where experts have no gate. Neighbours share a block, so that its rows and its expert stay
+    in the cache.
     """
     slot = tl.load(block_slots + tl.program_id(1))
     if slot < 0:
         return
     pair = tl.load(pairs + tl.program_id(1) * M + tl.arange(0, M))
     held = pair < count
-    features: tl.constexpr = 2 * INTERMEDIATE_COLUMNS
+    IS_GATED: tl.constexpr = ACTIVATION != "relu2"
+    features: tl.constexpr = (1 + IS_GATED) * INTERMEDIATE_COLUMNS
+    channels: tl.constexpr = N // (1 + IS_GATED)
     # Programs past the last feature compute that one again and store nothing.
     feature = tl.minimum(tl.program_id(0) * N + tl.arange(0, N), features - 1)
     rows = x + tl.where(held, pair // TOP_K, 0).to(tl.int64) * PANEL.k
     matrix = weights + (slot - first).to(tl.int64) * (features * PANEL.k_padded)
     total = _product(rows, matrix + feature * PANEL.k_padded, PANEL.k, PANEL.k_padded, M, N, CHUNK)
-    g, u = tl.split(tl.reshape(total, [M, N // 2, 2]))
-    channel = tl.program_id(0) * (N // 2) + tl.arange(0, N // 2)
+    if IS_GATED:
+        g, u = tl.split(tl.reshape(total, [M, channels, 2]))
+    else:
+        g, u = total, total
+    channel = tl.program_id(0) * channels + tl.arange(0, channels)
     inside = channel < INTERMEDIATE_COLUMNS
     block, column = tl.minimum(channel // 16, INTERMEDIATE_COLUMNS // 16 - 1), channel % 16
-    gate = slot.to(tl.int64) * EXPERT_BYTES + block * (2 * PANEL.panel_bytes)
-    g = finish_tile(g, floats, gate, column, PANEL)
-    u = finish_tile(u, floats, gate + PANEL.panel_bytes, column, PANEL)
+    gate = slot.to(tl.int64) * EXPERT_BYTES + block * ((1 + IS_GATED) * PANEL.panel_bytes)
+    if IS_GATED:
+        g = finish_tile(g, floats, gate, column, PANEL)
+    u = finish_tile(u, floats, gate + IS_GATED * PANEL.panel_bytes, column, PANEL)
     value = activate(g, u, alpha, limit, ACTIVATION)
     target = intermediate + pair.to(tl.int64)[:, None] * INTERMEDIATE_COLUMNS + channel[None, :]
     tl.store(target, value.to(intermediate.dtype.element_ty), mask=held[:, None] & inside[None, :])

@@ -86,7 +86,7 @@ def scale_index(section, group, column, PANEL: tl.constexpr):  # type: ignore[no
 
 @jit
 def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What `gpu_service.experts.local_client` says, in float32."""
+    """What `gpu_service.experts.local_client` says, in float32; relu2 has no gate and ignores it."""
     if ACTIVATION == "silu":
         value = gate * tl.sigmoid(gate) * up
     elif ACTIVATION == "silu_clamped":
@@ -95,6 +95,9 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # type: ignore[
     elif ACTIVATION == "gelu_tanh":
         # The tanh form of GELU, by the logistic function.
         value = gate * tl.sigmoid(gate * (1.5957691216057308 + 0.0713548162726 * gate * gate)) * up
+    elif ACTIVATION == "relu2":
+        up = tl.maximum(up, 0.0)
+        value = up * up
     elif ACTIVATION == "clamped_silu":
         gate = tl.minimum(gate, limit)
         value = gate * tl.sigmoid(gate) * tl.minimum(tl.maximum(up, -limit), limit)
@@ -177,17 +180,21 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
     slot = slot_of(ids, slot_of_expert, pair)
     if slot < 0:
         return
-    gate = slot.to(tl.int64) * EXPERT_BYTES + block * (2 * PANEL.panel_bytes)
+    IS_GATED: tl.constexpr = ACTIVATION != "relu2"
+    gate = slot.to(tl.int64) * EXPERT_BYTES + block * ((1 + IS_GATED) * PANEL.panel_bytes)
     row = x + (pair // TOP_K) * PANEL.k
-    up = gate + PANEL.panel_bytes
+    up = gate + IS_GATED * PANEL.panel_bytes
     num_lines: tl.constexpr = PANEL.k_padded * PANEL.bits // 32
     g = tl.zeros([LINES, 16], tl.float32)
     u = tl.zeros([LINES, 16], tl.float32)
     # One loop for both, so that both loads are under way together.
     for begin in range(0, num_lines, LINES):
-        g += line_products(row, words, scales, bytes_, gate, begin, PANEL, LINES)
+        if IS_GATED:
+            g += line_products(row, words, scales, bytes_, gate, begin, PANEL, LINES)
         u += line_products(row, words, scales, bytes_, up, begin, PANEL, LINES)
-    g = finish(tl.sum(g, 0), floats, gate, PANEL)
+    g = tl.sum(g, 0)
+    if IS_GATED:
+        g = finish(g, floats, gate, PANEL)
     u = finish(tl.sum(u, 0), floats, up, PANEL)
     value = activate(g, u, alpha, limit, ACTIVATION)
     target = intermediate + pair * INTERMEDIATE_COLUMNS + block * 16 + tl.arange(0, 16)
@@ -296,8 +303,9 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
     inside = channel < INTERMEDIATE_COLUMNS
     # Programs past the last panel compute the last one again and store nothing.
     block, column = tl.minimum(channel // 16, INTERMEDIATE_COLUMNS // 16 - 1), channel % 16
-    gate = slot.to(tl.int64) * EXPERT_BYTES + block * (2 * PANEL.panel_bytes)
-    up = gate + PANEL.panel_bytes
+    IS_GATED: tl.constexpr = ACTIVATION != "relu2"
+    gate = slot.to(tl.int64) * EXPERT_BYTES + block * ((1 + IS_GATED) * PANEL.panel_bytes)
+    up = gate + IS_GATED * PANEL.panel_bytes
     row = (pair // TOP_K).to(tl.int64) * PANEL.k
     g = tl.zeros([M, N], tl.float32)
     u = tl.zeros([M, N], tl.float32)
@@ -305,9 +313,11 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
         k = begin + tl.arange(0, PANEL.chunk)
         wanted = held[:, None] & (k < PANEL.k)[None, :]
         rows = tl.load(x + row[:, None] + k[None, :], mask=wanted, other=0.0).to(TYPE)
-        g = add_product(g, rows, words, scales, bytes_, gate, column, begin, PANEL, TYPE, PRECISION)
+        if IS_GATED:
+            g = add_product(g, rows, words, scales, bytes_, gate, column, begin, PANEL, TYPE, PRECISION)
         u = add_product(u, rows, words, scales, bytes_, up, column, begin, PANEL, TYPE, PRECISION)
-    g = finish_tile(g, floats, gate, column, PANEL)
+    if IS_GATED:
+        g = finish_tile(g, floats, gate, column, PANEL)
     u = finish_tile(u, floats, up, column, PANEL)
     value = activate(g, u, alpha, limit, ACTIVATION)
     target = intermediate + pair.to(tl.int64)[:, None] * INTERMEDIATE_COLUMNS + channel[None, :]
